@@ -55,5 +55,5 @@ def _library(name: str) -> str:
     if native.library(name) is None:
         return f"not used: {native.reason(name)}"
     record = native.build_record().get(name, {})
-    built = f"built by {record['compiler']} with torch {record['torch_headers']}'s headers" if record else "loaded"
-    return f"{native.instruction_set()} of {', '.join(record.get('instruction_sets', []))}; {built}"
+    built = f"built by {record['compiler']} with the headers of torch {record['torch_headers']}" if record else "loaded"
+    return f"{built}; {native.library(name).isa()} in use of {native.library(name).isas()}"

@@ -83,7 +83,7 @@ def test_stems():
     def stems(folder, pattern):
         return {path.stem for path in (ROOT / folder).glob(pattern)} - {"__init__", "dispatch"}
 
-    assert STEMS <= stems("fastattn/ops", "*.py")
+    assert stems("fastattn/ops", "*.py") >= STEMS
     assert stems("fastattn/backends/reference", "*.py") == STEMS
     assert stems("csrc/cpu", "*.cpp") == STEMS
 
@@ -92,7 +92,7 @@ def test_torch_headers_only_in_bindings():
     including = {
         path.relative_to(ROOT / "csrc").as_posix()
         for path in (ROOT / "csrc").rglob("*")
-        if path.suffix in {".h", ".cpp", ".cu", ".cuh"} and re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())
+        if path.suffix in {".h", ".cpp"} and re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())
     }
     assert including == {"bindings.cpp"}
 
