@@ -1,4 +1,4 @@
-"""The commands that compile the libraries (csrc/native_build.py) and tag the wheel; pyproject.toml has everything else."""
+"""Commands that compile the libraries (csrc/native_build.py) and tag the wheel; pyproject.toml has all else."""
 
 import shutil
 import sys
@@ -36,8 +36,9 @@ class BuildLibraries(build_ext):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self):
-        """py3-none-PLATFORM: the libraries use no CPython symbols."""
-        return ("py3", "none", super().get_tag()[2])
+        """py3-none-PLATFORM, since the libraries use no CPython symbols; py3-none-any where none was built."""
+        built = any(name.endswith(".so") for name in self.get_finalized_command("build_ext").get_outputs())
+        return ("py3", "none", super().get_tag()[2] if built else "any")
 
 
 setup(

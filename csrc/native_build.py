@@ -1,6 +1,6 @@
 """How the compiled libraries are built.
 
-`setup.py` calls :func:`build`; pip calls the hooks at the end (PEP 517, named in pyproject.toml); `csrc/tests` takes the
+`setup.py` calls `build`; pip calls the hooks at the end (PEP 517, named in pyproject.toml); `csrc/tests` takes the
 instruction sets and flags from here. Only PyTorch's headers and its libtorch_cpu are needed, no Python headers: the
 libraries use PyTorch's stable ABI, so that one build serves every torch from 2.10 on and every Python.
 """
@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 10)
 
 # Kernels are compiled once for each instruction set and chosen at run time (csrc/cpu/dispatch.cpp), best first.
-_AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mlzcnt -mpopcnt"
+_AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512"
 INSTRUCTION_SETS = {
     "x86_64": {"avx512_bf16": f"{_AVX512} -mavx512bf16", "avx512": _AVX512, "avx2": _AVX2, "generic": ""},
     "aarch64": {"generic": ""},
 }
-CXX_FLAGS = "-std=gnu++17 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra"
+CXX_FLAGS = "-std=gnu++17 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"
 OPTIMIZE = "-O3"
-TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x%02x%02x000000000000" % OLDEST_TORCH
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 
 
 class BuildError(Exception):
@@ -86,7 +86,7 @@ def torch_for_building() -> Path:
         raise BuildError("no torch in this environment (install torch, then fastattn again)")
     torch, version = found
     if version < OLDEST_TORCH:
-        raise BuildError("torch %d.%d is older than %d.%d" % (*version, *OLDEST_TORCH))
+        raise BuildError("torch {}.{} is older than {}.{}".format(*version, *OLDEST_TORCH))
     if not (torch / "include/torch/csrc/stable").is_dir():
         raise BuildError(f"{torch} has no headers")
     return torch
@@ -102,7 +102,7 @@ def kernel_objects(sources: list[Path], flags: str) -> list[tuple[str, Path, str
 
 
 def run_ninja(directory: Path, objects: list[tuple[str, Path, str]], target: str, link_flags: str) -> Path:
-    """Compiles `objects` and links them to `target` inside `directory`; what is up to date stays. Returns the target."""
+    """Compiles what is out of date of `objects` and links them to `target` inside `directory`. Returns the target."""
     ninja = shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
     if ninja is None:
         raise BuildError("ninja not found (pip install ninja)")
@@ -164,10 +164,12 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
 LIBRARIES = {"cpu": build_cpu}
 
 
-def build(package: Path) -> list[Path]:
+def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
     """Builds every library into the folder `package` beside `_build.json`, which says what was built or why not.
 
-    FASTATTN_BUILD=0 builds none; FASTATTN_BUILD=1 raises `BuildError` where one cannot be built. Returns the files written.
+    Objects stay in `directory`, so that the next build compiles only what has changed.
+
+    FASTATTN_BUILD=0 builds none; FASTATTN_BUILD=1 raises `BuildError` where one cannot be built. Returns the files.
     """
     wanted = os.environ.get("FASTATTN_BUILD", "")
     if wanted not in ("", "0", "1"):
@@ -180,7 +182,7 @@ def build(package: Path) -> list[Path]:
         try:
             if wanted == "0":
                 raise BuildError("installed with FASTATTN_BUILD=0")
-            library, record[name] = builder(ROOT / "build" / "native" / name)
+            library, record[name] = builder(directory / name)
         except BuildError as error:
             if wanted == "1":
                 raise
@@ -201,7 +203,7 @@ def _torch_requirement() -> list[str]:
         compiler(), instruction_sets()
     except BuildError:
         return []
-    return ["torch>=%d.%d" % OLDEST_TORCH]
+    return ["torch>={}.{}".format(*OLDEST_TORCH)]
 
 
 # The hooks that pip calls: setuptools' own, with the requirement above added where a library is to be compiled.

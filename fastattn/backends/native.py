@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).resolve().parent.parent
+LIBRARIES = ("cpu",)
 OLDEST_TORCH = (2, 10)
 
 
 def build_record() -> dict[str, dict[str, Any]]:
-    """What the build wrote: by library, `instruction_sets`, `compiler`, `torch_headers`, or `reason`. {} if never built."""
+    """What the build wrote by library: `instruction_sets`, `compiler`, `torch_headers`, or `reason`; or {}."""
     try:
         return json.loads((PACKAGE / "_build.json").read_text())
     except (OSError, ValueError):
@@ -28,7 +29,7 @@ def _load(name: str) -> tuple[Any, str]:
     """(namespace of the library's operations or None, why None)."""
     path = PACKAGE / f"_{name}.so"
     if not path.exists():
-        return None, build_record().get(name, {}).get("reason", f"{path.name} was never built (pip install fastattn again)")
+        return None, build_record().get(name, {}).get("reason", f"{path.name} was never built; install fastattn again")
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
         return None, "torch {} is installed, the library needs {}.{} or newer".format(torch.__version__, *OLDEST_TORCH)
@@ -40,7 +41,7 @@ def _load(name: str) -> tuple[Any, str]:
 
 
 def library(name: str) -> Any:
-    """`torch.ops.fastattn_NAME`, the operations of the compiled library `name` ("cpu"), or None where it cannot serve."""
+    """`torch.ops.fastattn_NAME`: the operations of the compiled library `name` ("cpu"), or None if it cannot serve."""
     return _load(name)[0]
 
 
