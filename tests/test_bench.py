@@ -279,7 +279,10 @@ def test_the_machine_is_told_apart_by_processor_instructions_and_threads():
     assert machine["threads"] == torch.get_num_threads()
     kinds = {report.kind(machine | change) for change in ({}, {"cpu": "other"}, {"isa": "other"}, {"threads": 99})}
     assert len(kinds) == 4
-    assert report.kind({"cpu": "AMD EPYC (family 25)", "isa": "AVX512", "threads": 2}) == "amd-epyc-family-25-avx512-2-threads"
+    assert (
+        report.kind({"cpu": "AMD EPYC (family 25)", "isa": "AVX512", "threads": 2})
+        == "amd-epyc-family-25-avx512-2-threads"
+    )
 
 
 def test_weakest_come_first():

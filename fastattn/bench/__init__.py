@@ -30,11 +30,19 @@ def speed_table() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains TEXT")
     parser.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
-    parser.add_argument("--peers", action="store_true", help="beside torch's functions: its other backends, FlexAttention, torch.compile")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="beside torch's functions: its other backends, FlexAttention, torch.compile",
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time per contestant and case (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="time per contestant and case (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show a result file instead of measuring")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="show a result file instead of measuring"
+    )
     parser.add_argument("--table", type=Path, metavar="PAGE", help="insert the tables into PAGE, between its markers")
 
 

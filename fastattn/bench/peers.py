@@ -85,7 +85,7 @@ PEERS: dict[str, dict[str, Peer]] = {
 
 def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
     """The peers that can do `case`: "torch" alone, or `everyone`."""
-    peers = {name: partial(peer, case) for name, peer in PEERS[case.operation].items()}
+    peers: dict[str, Peer] = {name: partial(peer, case) for name, peer in PEERS[case.operation].items()}
     if not everyone:
         return {"torch": peers["torch"]}
     if case.operation == "attention" and (case.backward or case.dropout or case.padding):

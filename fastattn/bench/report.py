@@ -21,8 +21,8 @@ from fastattn.bench import limits
 from fastattn.bench.cases import dispatch, headline
 from fastattn.bench.contest import Result
 
-BEGIN = "<!-- benchmark tables: `python -m fastattn.bench --table README.md` writes what follows -->"
-END = "<!-- end of benchmark tables -->"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+"""`python -m fastattn.bench --table README.md` writes what stands between these lines."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,14 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
-        fields = dict(re.findall(r"^(model name|cpu family|model|CPU implementer|CPU part)\s*: (.*)$", information.read_text(), re.M))
-        cpu = fields.get("model name", f"{fields.get('CPU implementer', '')} {fields.get('CPU part', '')}").strip() or cpu
+        fields = dict(
+            re.findall(
+                r"^(model name|cpu family|model|CPU implementer|CPU part)\s*: (.*)$", information.read_text(), re.M
+            )
+        )
+        cpu = (
+            fields.get("model name", f"{fields.get('CPU implementer', '')} {fields.get('CPU part', '')}").strip() or cpu
+        )
         if "cpu family" in fields:
             cpu += f" (family {fields['cpu family']}, model {fields['model']})"
     return {
@@ -89,7 +95,9 @@ def machine() -> dict[str, Any]:
 
 def kind(machine: dict[str, Any]) -> str:
     """A file name's worth of what makes results comparable: processor, instruction set, threads."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['isa']} {machine['threads']} threads".lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['isa']} {machine['threads']} threads".lower()).strip(
+        "-"
+    )
 
 
 def commit() -> str:
@@ -97,7 +105,9 @@ def commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
     return head + (" with changes" if changed else "")
@@ -143,9 +153,9 @@ def tables(report: Report) -> str:
     ]
     named = {case.name for case in (*headline(), *dispatch())}
     sections = [
-        f"{report.machine['cpu']}, {report.machine['threads']} threads, torch {report.versions['torch']}; limits measured in "
-        f"the same run: {', '.join(known)}. Times torch's speed: median and quartiles of interleaved pairs.",
-        table(result for name, result in report.results.items() if name in named or name.startswith("training")),
+        f"{report.machine['cpu']}, {report.machine['threads']} threads, torch {report.versions['torch']}; limits measured "
+        f"in the same run: {', '.join(known)}. Times torch's speed: median and quartiles of interleaved pairs.",
+        table(result for name, result in report.results.items() if name in named),
     ]
     swept = [result for name, result in report.results.items() if name not in named]
     if swept:
