@@ -15,6 +15,7 @@ from pathlib import Path
 import native_build
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import fastattn
 from fastattn.backends import native
@@ -320,9 +321,9 @@ def requirements(name: str, found: dict[str, importlib.metadata.Distribution]) -
     """The distribution `name` and all that it requires, by name."""
     if name not in found:
         found[name] = importlib.metadata.distribution(name)
-        for requirement in found[name].requires or []:
-            if ";" not in requirement or "python_version" in requirement:
-                requirements(re.match(r"[\w.-]+", requirement)[0], found)
+        for requirement in map(Requirement, found[name].requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                requirements(requirement.name, found)
     return found
 
 
