@@ -65,26 +65,26 @@ FASTATTN_INLINE uint32_t compare_values(const vq* low, const vq* high, int thres
 #endif
 
 // keep[r], bit c: the element at row 16 * row_block + r, column 32 * column_block + c of matrix z is kept.
-// Only rows below row_count are filled in.
+// Fills in the rows r with line_begin <= r % 8 < line_end: rows r and r + 8 share their calls.
 FASTATTN_INLINE void keep_tile(Seed seed, int threshold, uint32_t z, int64_t row_block, int64_t column_block,
-                               int row_count, uint32_t keep[kTileRows]) {
+                               int line_begin, int line_end, uint32_t keep[kTileRows]) {
   if (threshold >= kDropoutLevels) {
-    for (int row = 0; row < row_count; ++row) keep[row] = 0;
+    for (int row = 0; row < kTileRows; ++row) keep[row] = 0;
     return;
   }
   constexpr int kGroups = 8 / kPhiloxLanes;
   vq lane_index = {};
   for (int lane = 0; lane < kPhiloxLanes; ++lane) lane_index[lane] = (uint64_t)lane;
-  for (int row = 0; row < 8 && row < row_count; ++row) {
+  for (int line = line_begin; line < line_end && line < 8; ++line) {
     vq word[4][kGroups];
     for (int group = 0; group < kGroups; ++group) {
       vq counter[4] = {lane_index + (uint64_t)(column_block * 8 + group * kPhiloxLanes),
-                       (uint64_t)(row_block * 8 + row) + vq{}, (uint64_t)z + vq{}, (uint64_t)seed.offset + vq{}};
+                       (uint64_t)(row_block * 8 + line) + vq{}, (uint64_t)z + vq{}, (uint64_t)seed.offset + vq{}};
       philox(counter, seed.key0, seed.key1);
       for (int k = 0; k < 4; ++k) word[k][group] = counter[k];
     }
-    keep[row] = compare_values(word[0], word[1], threshold);
-    if (row + 8 < row_count) keep[row + 8] = compare_values(word[2], word[3], threshold);
+    keep[line] = compare_values(word[0], word[1], threshold);
+    keep[line + 8] = compare_values(word[2], word[3], threshold);
   }
 }
 
