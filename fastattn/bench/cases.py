@@ -83,7 +83,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Bytes that have to be read or written, each operand and result of a pass once; 0 where only arithmetic counts."""
+        """Bytes to be read or written, each operand and result of a pass once; 0 where arithmetic alone counts."""
         return BYTES[self.operation](self) if self.operation in BYTES else 0
 
 
