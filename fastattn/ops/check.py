@@ -138,7 +138,7 @@ def autocast_low(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_float32(tensor: Tensor) -> Tensor:
-    """A row operation's operand under autocast, which on CUDA (not on the CPU) has softmax and layer_norm in float32."""
+    """A row operation's operand under autocast: CUDA has softmax and layer_norm in float32, the CPU leaves them."""
     if tensor.is_cuda and autocast_dtype(tensor) is not None and tensor.dtype != torch.float64:
         return tensor.float()
     return tensor
