@@ -145,8 +145,10 @@ def test_forcing_the_backward_changes_nothing():
 
 
 def test_public_names():
-    names = """scaled_dot_product_attention attention_weights varlen_attn softmax_dropout layer_norm dropout dropout_mask
-    dropout_add_layer_norm MultiHeadAttention MultiheadAttention KeyValueCache LayerNorm DropoutAddLayerNorm
-    SoftmaxDropout Dropout backend explain""".split()  # noqa: SIM905
-    assert set(names) <= set(fastattn.__all__)
+    names = """
+        scaled_dot_product_attention attention_weights varlen_attn softmax_dropout layer_norm dropout_add_layer_norm
+        dropout dropout_mask MultiHeadAttention MultiheadAttention KeyValueCache LayerNorm DropoutAddLayerNorm
+        SoftmaxDropout Dropout backend explain
+    """
+    assert set(names.split()) <= set(fastattn.__all__)
     assert all(hasattr(fastattn, name) for name in fastattn.__all__)
