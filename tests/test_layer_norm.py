@@ -61,7 +61,7 @@ def compare(ours, wanted, peer, names, dtype, total, normalized_shape, weight, e
     """`dtype` is that of the row that is normalised. The gradient of a row is a difference of terms of the size of
     rstd * weight, which may cancel (for two columns, all but eps of it)."""
     rows = total.double().reshape(-1, math.prod(normalized_shape))
-    rstd = (rows.var(-1, correction=0) + eps).rsqrt()
+    rstd = ((rows - rows.mean(-1, keepdim=True)).square().mean(-1) + eps).rsqrt()
     terms = largest(rstd) * (1 if weight is None else largest(weight.double()))
     for name, a, e, p in zip(names, *([*o, *g] for o, g in (ours, wanted, peer)), strict=False):
         coarsest = max(dtype, a.dtype, key=lambda d: torch.finfo(d).eps)
