@@ -84,7 +84,7 @@ def test_stems():
 
     assert stems("fastattn/ops", "*.py") >= STEMS
     assert stems("fastattn/backends/reference", "*.py") == STEMS
-    assert stems("csrc/cpu", "*.cpp") == STEMS
+    assert stems("csrc/cpu", "*.cpp") == STEMS | {"limits"}  # what the machine could do at best
 
 
 def test_torch_headers_only_in_bindings():
