@@ -3,6 +3,7 @@
 #include "dropout.h"
 #include "layer_norm.h"
 #include "limits.h"
+#include "softmax_dropout.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
 #define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
@@ -19,12 +20,14 @@ namespace fastattn {
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
 FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
+FASTATTN_DECLARE_TABLES(SoftmaxDropoutKernels, softmax_dropout);
 
 struct InstructionSet {
   const char* name;
   const DropoutKernels* dropout;
   const LayerNormKernels* layer_norm;
   const LimitKernels* limits;
+  const SoftmaxDropoutKernels* softmax_dropout;
 };
 
 // Those that this machine can run, best first; *count says how many.
