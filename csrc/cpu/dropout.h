@@ -1,0 +1,27 @@
+// Dropout of a stack of matrices, and its mask alone. Backward is the same kernel, applied to the gradient.
+#pragma once
+#include <stdint.h>
+
+#include "../common/parallel.h"
+#include "../common/philox.h"
+#include "../common/types.h"
+
+namespace fastattn {
+
+struct Dropout {
+  const void* input;  // (outer, inner, rows, columns): matrix z = outer_index * inner + inner_index; null for the mask
+  void* out;          // input's dtype, or boolean
+  Dtype dtype;
+  int64_t outer, inner, rows, columns;
+  int64_t input_outer, input_inner, input_row;  // strides in elements; columns are dense
+  int64_t out_outer, out_inner, out_row;
+  Seed seed;
+  int threshold;
+};
+
+struct DropoutKernels {
+  void (*dropout)(const Dropout&, const Parallel&);
+  void (*mask)(const Dropout&, const Parallel&);  // out is boolean, True where kept
+};
+
+}  // namespace fastattn

@@ -1,0 +1,69 @@
+// Row operations go over a stack of matrices in blocks of 16 rows, the height of the dropout formula's tile.
+#pragma once
+#include "../common/parallel.h"
+#include "dropout_mask.h"
+
+namespace fastattn {
+namespace {
+
+constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
+constexpr int64_t kElementsPerTask = 8192;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int useful_workers(const Parallel& parallel, int64_t elements) {
+  return (int)larger(1, smaller(parallel.threads, elements / kElementsPerWorker));
+}
+
+// Rows first .. first + rows - 1 of matrix z, or a part of them: a task takes the lines [line_begin, line_end), where
+// line l is the pair of rows first + l and first + l + 8, which share their Philox calls.
+struct RowBlock {
+  int64_t z, first;
+  int rows;
+  int line_begin, line_end;
+
+  bool has(int row) const { return row < rows && row % 8 >= line_begin && row % 8 < line_end; }
+};
+
+// Calls body(block, worker) so that every row of every matrix is in exactly one block.
+template <class Body>
+void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Parallel& parallel, const Body& body) {
+  const int64_t blocks = ceil_div(rows, kTileRows);
+  const int64_t block_elements = smaller(rows, kTileRows) * columns;
+  // Narrow rows: several blocks to a task. Wide ones: a block in 2, 4 or 8 tasks.
+  int64_t splits = 1;
+  while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
+  const int64_t lines = 8 / splits, units = matrices * blocks * splits;
+  const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, block_elements));
+  parallel_for(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
+               [&](int64_t task, int worker) {
+                 const int64_t end = smaller(units, (task + 1) * units_per_task);
+                 for (int64_t unit = task * units_per_task; unit < end; ++unit) {
+                   const int64_t block = unit / splits;
+                   RowBlock part;
+                   part.z = block / blocks;
+                   part.first = block % blocks * kTileRows;
+                   part.rows = (int)smaller(kTileRows, rows - part.first);
+                   part.line_begin = (int)(unit % splits * lines);
+                   part.line_end = part.line_begin + (int)lines;
+                   if (part.line_begin < part.rows) body(part, worker);
+                 }
+               });
+}
+
+// The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin].
+FASTATTN_INLINE void keep_block(Seed seed, int threshold, const RowBlock& block, int64_t tile_begin, int64_t tile_end,
+                                uint32_t* keep, int64_t stride) {
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    uint32_t bits[kTileRows];
+    keep_tile(seed, threshold, (uint32_t)block.z, block.first / kTileRows, tile, block.line_begin,
+              (int)smaller(block.line_end, block.rows), bits);
+    for (int row = 0; row < block.rows; ++row)
+      if (block.has(row)) keep[row * stride + tile - tile_begin] = bits[row];
+  }
+}
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,318 @@
+// One vector of float32 for every instruction set, on the vector extensions of GCC and Clang.
+//
+// The kernels are compiled once per instruction set. Everything here has internal linkage and includes C headers only, so
+// that no function compiled for a wide set can be shared with code that must run everywhere.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)  // GCC's header initialises its "undefined" vectors with themselves
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include "../common/types.h"
+
+#if defined(__AVX512F__)
+#define FASTATTN_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define FASTATTN_VECTOR_BYTES 32
+#else
+#define FASTATTN_VECTOR_BYTES 16
+#endif
+
+#define FASTATTN_INLINE inline __attribute__((always_inline))
+
+namespace fastattn {
+namespace {
+
+constexpr int kLanes = FASTATTN_VECTOR_BYTES / 4;
+
+typedef float vf __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));   // masks: 0 or -1 in each lane
+typedef uint32_t vu __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));  // bits: arithmetic wraps
+typedef uint16_t vh __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 2)));  // as many 16-bit lanes as vf has
+
+FASTATTN_INLINE vf splat(float x) { return x - vf{}; }
+FASTATTN_INLINE vu splat_bits(uint32_t x) { return x + vu{}; }
+FASTATTN_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+FASTATTN_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+FASTATTN_INLINE vu select(vi mask, vu a, vu b) { return mask ? a : b; }
+
+// Where a is NaN the result is b, as with maxps.
+FASTATTN_INLINE vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (vf)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+FASTATTN_INLINE vf min(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (vf)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+FASTATTN_INLINE float sum(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float lane[kLanes];
+  memcpy(lane, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+#endif
+}
+
+FASTATTN_INLINE float max(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float lane[kLanes];
+  memcpy(lane, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  return lane[0];
+#endif
+}
+
+// ---- lanes as bits: bit i of a word stands for lane i ----
+
+#if !defined(__AVX512F__)
+FASTATTN_INLINE vu lane_bits() {
+  vu bits = {};
+  for (int i = 0; i < kLanes; ++i) bits[i] = 1u << i;
+  return bits;
+}
+#endif
+
+FASTATTN_INLINE vf select_bits(uint32_t bits, vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_mask_mov_ps((__m512)b, (__mmask16)bits, (__m512)a);
+#else
+  return select((splat_bits(bits) & lane_bits()) != 0, a, b);
+#endif
+}
+
+// x where the bit is set, else 0.
+FASTATTN_INLINE vf keep_bits(uint32_t bits, vf x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_mov_ps((__mmask16)bits, (__m512)x);
+#else
+  return (vf)((vu)((splat_bits(bits) & lane_bits()) != 0) & (vu)x);
+#endif
+}
+
+FASTATTN_INLINE uint32_t first_lanes(int n) { return (1u << n) - 1; }
+
+// ---- 16-bit floating point ----
+
+FASTATTN_INLINE vu widen(vh x) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, vu);
+#endif
+}
+
+FASTATTN_INLINE vh narrow(vu x) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+  return (vh)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#else
+  return __builtin_convertvector(x, vh);
+#endif
+}
+
+FASTATTN_INLINE vf to_float(vh x, bfloat16) { return (vf)(widen(x) << 16); }
+
+// Round to nearest, ties to even; NaN stays NaN.
+FASTATTN_INLINE vh from_float(vf x, bfloat16) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+  const vu bits = (vu)x;
+  const vu rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return narrow(select(x == x, rounded, bits | 0x400000) >> 16);
+#endif
+}
+
+FASTATTN_INLINE vf to_float(vh x, float16) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)x));
+#else
+  // The exponent is rebiased by a multiplication, which is right for subnormal numbers too.
+  const vu bits = widen(x), magnitude = (bits & 0x7fff) << 13;
+  const vu finite = (vu)((vf)magnitude * splat(0x1p112f));
+  return (vf)(select(magnitude >= splat_bits(0x7c00u << 13), magnitude | 0x7f800000, finite) | (bits & 0x8000) << 16);
+#endif
+}
+
+FASTATTN_INLINE vh from_float(vf x, float16) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return (vh)vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x));
+#else
+  const vu magnitude = (vu)x & 0x7fffffff;
+  const vu normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const vu subnormal = (vu)((vf)magnitude + splat(0.5f)) - 0x3f000000;  // the addition rounds at the right bit
+  vu half = select(magnitude < splat_bits(113u << 23), subnormal, normal);
+  half = select(magnitude >= splat_bits(0x477ff000), splat_bits(0x7c00), half);  // 65520 and above
+  half = select(magnitude > splat_bits(0x7f800000), splat_bits(0x7e00), half);
+  return narrow(half | ((vu)x >> 16 & 0x8000));
+#endif
+}
+
+// ---- memory ----
+
+FASTATTN_INLINE vf load(const float* p) {
+  vf x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+FASTATTN_INLINE void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
+
+template <class T>  // bfloat16 or float16
+FASTATTN_INLINE vf load(const T* p) {
+  vh x;
+  memcpy(&x, p, sizeof x);
+  return to_float(x, T{});
+}
+
+template <class T>
+FASTATTN_INLINE void store(T* p, vf x) {
+  const vh h = from_float(x, T{});
+  memcpy(p, &h, sizeof h);
+}
+
+// The first n lanes (0 <= n <= kLanes); the others read as 0 and are not touched in memory.
+FASTATTN_INLINE vf load(const float* p, int n) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_loadu_ps((__mmask16)first_lanes(n), p);
+#else
+  vf x = {};
+  memcpy(&x, p, (size_t)n * sizeof *p);
+  return x;
+#endif
+}
+
+FASTATTN_INLINE void store(float* p, vf x, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)first_lanes(n), (__m512)x);
+#else
+  memcpy(p, &x, (size_t)n * sizeof *p);
+#endif
+}
+
+template <class T>
+FASTATTN_INLINE vf load(const T* p, int n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return to_float((vh)_mm256_maskz_loadu_epi16((__mmask16)first_lanes(n), p), T{});
+#else
+  vh x = {};
+  memcpy(&x, p, (size_t)n * sizeof *p);
+  return to_float(x, T{});
+#endif
+}
+
+template <class T>
+FASTATTN_INLINE void store(T* p, vf x, int n) {
+  const vh h = from_float(x, T{});
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  _mm256_mask_storeu_epi16(p, (__mmask16)first_lanes(n), (__m256i)h);
+#else
+  memcpy(p, &h, (size_t)n * sizeof *p);
+#endif
+}
+
+template <class T>
+FASTATTN_INLINE float load_scalar(const T* p) {
+  return load(p, 1)[0];
+}
+
+template <class T>
+FASTATTN_INLINE void store_scalar(T* p, float x) {
+  store(p, splat(x), 1);
+}
+
+// ---- exponentials: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----
+
+// p * 2^n for integral n in [-127, 127], given as the bits of 1.5 * 2^23 + n; 0 at n = -127.
+FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) {
+  return p * (vf)(((vu)shifted + 127) << 23);
+}
+
+constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
+
+// 2^x, x <= 127. Relative error below 2e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]).
+FASTATTN_INLINE vf exp2(vf x) {
+#if defined(__AVX512F__)
+  x = max(splat(-151.0f), x);
+  const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  x = max(splat(-127.0f), x);
+  const vf shifted = x + kShift, n = shifted - kShift;
+#endif
+  const vf f = x - n;
+  vf p = splat(0x1.5c08e6p-10f);
+  p = fma(p, f, splat(0x1.3d0c52p-7f));
+  p = fma(p, f, splat(0x1.c6b6e4p-5f));
+  p = fma(p, f, splat(0x1.ebf918p-3f));
+  p = fma(p, f, splat(0x1.62e428p-1f));
+  p = fma(p, f, splat(0x1.000002p+0f));
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return scale_by_power(p, shifted);
+#endif
+}
+
+// e^x, x <= 88. Relative error below 1e-7 (minimax polynomial of degree 6 after an exact reduction by n ln 2).
+FASTATTN_INLINE vf exp(vf x) {
+  x = max(splat(-88.0f), x);
+  const vf shifted = fma(x, splat(0x1.715476p0f), splat(kShift)), n = shifted - kShift;
+  const vf f = fma(n, splat(-0x1.7f7d1cp-20f), fma(n, splat(-0x1.62e4p-1f), x));
+  vf p = splat(0.0013836835f);
+  p = fma(p, f, splat(0.008374824f));
+  p = fma(p, f, splat(0.041668225f));
+  p = fma(p, f, splat(0.1666642f));
+  p = fma(p, f, splat(0.4999999f));
+  p = fma(p, f, splat(1.0f));
+  p = fma(p, f, splat(1.0f));
+  return scale_by_power(p, shifted);
+}
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,223 @@
+"""How the compiled libraries are built.
+
+`setup.py` calls `build`; pip calls the hooks at the end (PEP 517, named in pyproject.toml); `csrc/tests` takes the
+instruction sets and flags from here. Only PyTorch's headers and its libtorch_cpu are needed, no Python headers: the
+libraries use PyTorch's stable ABI, so that one build serves every torch from 2.10 on and every Python.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import build_meta
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST_TORCH = (2, 10)
+
+# Kernels are compiled once for each instruction set and chosen at run time (csrc/cpu/dispatch.cpp), best first.
+_AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt"
+_AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512"
+INSTRUCTION_SETS = {
+    "x86_64": {"avx512_bf16": f"{_AVX512} -mavx512bf16", "avx512": _AVX512, "avx2": _AVX2, "generic": ""},
+    "aarch64": {"generic": ""},
+}
+CXX_FLAGS = "-std=gnu++17 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"
+OPTIMIZE = "-O3"
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
+
+
+class BuildError(Exception):
+    """Why a library cannot be built, in one line."""
+
+
+def instruction_sets() -> dict[str, str]:
+    """Name to compiler flags, best first, for this machine."""
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    if sys.platform != "linux" or machine not in INSTRUCTION_SETS:
+        raise BuildError(f"the kernels are for Linux on x86-64 and aarch64, this is {sys.platform} on {machine}")
+    return INSTRUCTION_SETS[machine]
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command: $CXX, else c++ or g++."""
+    command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"no C++ compiler: {command[0]} not found (install g++, or set CXX)")
+    return command
+
+
+def site_directories() -> list[Path]:
+    """Where the environment that the package goes to may have torch, in the order in which Python looks.
+
+    Under build isolation sys.path is the isolated one, while sysconfig still names the target environment. A virtual
+    environment made with --system-site-packages sees the user's and the base interpreter's packages too.
+    """
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    candidates = [sysconfig.get_path(key) for key in ("platlib", "purelib")]
+    candidates.append(site.getusersitepackages())
+    candidates += [sysconfig.get_path(key, vars=base) for key in ("platlib", "purelib")]
+    candidates += site.getsitepackages([sys.base_prefix, sys.base_exec_prefix])  # Debian's dist-packages
+    return [Path(path) for path in dict.fromkeys(candidates)]
+
+
+def find_torch(directories: list[Path]) -> tuple[Path, tuple[int, int]] | None:
+    """The first torch package in `directories` and its (major, minor), or None."""
+    for directory in directories:
+        torch = directory / "torch"
+        if (torch / "version.py").is_file():
+            match = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text())
+            if match:
+                return torch, (int(match[1]), int(match[2]))
+    return None
+
+
+def torch_for_building() -> Path:
+    """The torch package whose headers are used: one that can be imported here, else the target environment's."""
+    found = find_torch([Path(entry) for entry in sys.path if entry] + site_directories())
+    if found is None:
+        raise BuildError("no torch in this environment (install torch, then fastattn again)")
+    torch, version = found
+    if version < OLDEST_TORCH:
+        raise BuildError("torch {}.{} is older than {}.{}".format(*version, *OLDEST_TORCH))
+    if not (torch / "include/torch/csrc/stable").is_dir():
+        raise BuildError(f"{torch} has no headers")
+    return torch
+
+
+def kernel_objects(sources: list[Path], flags: str) -> list[tuple[str, Path, str]]:
+    """(object, source, flags) of each kernel file for each instruction set."""
+    return [
+        (f"{source.stem}.{name}.o", source, f"{flags} {isa_flags} -DFASTATTN_ISA={name}")
+        for source in sources
+        for name, isa_flags in instruction_sets().items()
+    ]
+
+
+def run_ninja(directory: Path, objects: list[tuple[str, Path, str]], target: str, link_flags: str) -> Path:
+    """Compiles what is out of date of `objects` and links them to `target` inside `directory`. Returns the target."""
+    ninja = shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
+    if ninja is None:
+        raise BuildError("ninja not found (pip install ninja)")
+    command = shlex.join(compiler())
+    lines = [
+        "rule compile",
+        f"  command = {command} -MMD -MF $out.d $flags -c $in -o $out",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "  description = $out",
+        "rule link",
+        f"  command = {command} $in -o $out $flags",
+        "  description = $out",
+    ]
+    for name, source, flags in objects:
+        lines += [f"build {name}: compile {_escape(source)}", f"  flags = {flags}"]
+    lines += [f"build {target}: link {' '.join(name for name, _, _ in objects)}", f"  flags = {link_flags}"]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "build.ninja").write_text("\n".join(lines) + "\n")
+    jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+    done = subprocess.run([ninja, "-C", directory, *jobs], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        error = re.search(r"^.*(?:error|undefined reference).*$", done.stdout, re.MULTILINE | re.IGNORECASE)
+        raise BuildError(f"{target} does not compile: {error[0].strip() if error else 'ninja failed'}")
+    return directory / target
+
+
+def _escape(path: Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
+    """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
+    torch = torch_for_building()
+    plain = f"{CXX_FLAGS} {OPTIMIZE}"
+    bindings = f"{plain} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
+    kernels = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
+    dispatch = [source for source in kernels if source.stem == "dispatch"]
+    objects = [("bindings.o", ROOT / "csrc/bindings.cpp", bindings)]
+    objects += [(f"{source.stem}.o", source, plain) for source in dispatch]
+    objects += kernel_objects([source for source in kernels if source not in dispatch], plain)
+    # Registration happens in static constructors, so nothing needs exporting.
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "exports.map").write_text("{ local: *; };\n")
+    link = (
+        f"-shared -Wl,--version-script=exports.map -Wl,--no-undefined -Wl,--as-needed"
+        f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu"
+    )
+    library = run_ninja(directory, objects, "_cpu.so", link)
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()
+    return library, {
+        "compiler": version[0] if version else shlex.join(compiler()),
+        "instruction_sets": list(instruction_sets()),
+        "torch_headers": re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())[1],
+    }
+
+
+LIBRARIES = {"cpu": build_cpu}
+
+
+def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
+    """Builds every library into the folder `package` beside `_build.json`, which says what was built or why not.
+
+    Objects stay in `directory`, so that the next build compiles only what has changed.
+
+    FASTATTN_BUILD=0 builds none; FASTATTN_BUILD=1 raises `BuildError` where one cannot be built. Returns the files.
+    """
+    wanted = os.environ.get("FASTATTN_BUILD", "")
+    if wanted not in ("", "0", "1"):
+        raise BuildError(f"FASTATTN_BUILD={wanted}: expected 0 (pure Python), 1 (compile or fail) or nothing")
+    package.mkdir(parents=True, exist_ok=True)
+    record, written = {}, [package / "_build.json"]
+    for name, builder in LIBRARIES.items():
+        target = package / f"_{name}.so"
+        target.unlink(missing_ok=True)
+        try:
+            if wanted == "0":
+                raise BuildError("installed with FASTATTN_BUILD=0")
+            library, record[name] = builder(directory / name)
+        except BuildError as error:
+            if wanted == "1":
+                raise
+            record[name] = {"reason": str(error)}
+            print(f"fastattn: no {name} library: {error}", flush=True)
+        else:
+            shutil.copy2(library, target)
+            written.append(target)
+    written[0].write_text(json.dumps(record, indent=2) + "\n")
+    return written
+
+
+def _torch_requirement() -> list[str]:
+    """torch, where a build is wanted and possible and no torch is there whose headers could be used."""
+    if os.environ.get("FASTATTN_BUILD") == "0" or find_torch(site_directories()) is not None:
+        return []
+    try:
+        compiler(), instruction_sets()
+    except BuildError:
+        return []
+    return ["torch>={}.{}".format(*OLDEST_TORCH)]
+
+
+# The hooks that pip calls: setuptools' own, with the requirement above added where a library is to be compiled.
+build_sdist = build_meta.build_sdist
+get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
+build_wheel = build_meta.build_wheel
+build_editable = build_meta.build_editable
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return build_meta.get_requires_for_build_wheel(config_settings) + _torch_requirement()
+
+
+def get_requires_for_build_editable(config_settings=None):
+    return build_meta.get_requires_for_build_editable(config_settings) + _torch_requirement()

@@ -1,0 +1,28 @@
+"""Fused attention, softmax-dropout and LayerNorm for PyTorch, and the Transformer built on them."""
+
+from fastattn.backends import backend, explain
+from fastattn.ops import (
+    attention_weights,
+    dropout,
+    dropout_add_layer_norm,
+    dropout_mask,
+    layer_norm,
+    scaled_dot_product_attention,
+    softmax_dropout,
+    varlen_attn,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "attention_weights",
+    "backend",
+    "dropout",
+    "dropout_add_layer_norm",
+    "dropout_mask",
+    "explain",
+    "layer_norm",
+    "scaled_dot_product_attention",
+    "softmax_dropout",
+    "varlen_attn",
+]

@@ -1,0 +1,212 @@
+"""The table of backends, the choice among them, ``backend()`` and ``explain()``.
+
+A backend is a namespace of plain functions (no autograd, no checks, canonical shapes) with the
+names and signatures that ``docs/design.md`` lists. Choosing one reads the operands' device, dtypes and
+head sizes, and the backend that this thread may have been told to use; torch's dispatcher has no part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import native, reference
+
+MAX_HEAD_SIZE = 256
+_NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
+
+# The most specialised first; the reference serves everything.
+_ORDER = {"cpu": ("cpu", "reference")}
+_NAMES = ("cpu", "reference")
+
+
+def _overloads(library: Any) -> SimpleNamespace:
+    """The functions that a compiled library has, bound once: a packet would resolve its overload at each call."""
+    return SimpleNamespace(
+        **{name: getattr(library, name).default for name in reference.__all__ if hasattr(library, name)}
+    )
+
+
+TABLE: dict[str, Any] = {"reference": reference}
+_MISSING: dict[str, str] = {}  # why a compiled library is not loaded
+if native.library("cpu") is not None:
+    TABLE["cpu"] = _overloads(native.library("cpu"))
+else:
+    _MISSING["cpu"] = native.reason("cpu")
+
+
+class _State(threading.local):
+    forced: str | None = None
+    explaining: bool = False
+
+
+_state = _State()
+_warned: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why each other would not.
+
+    Attributes:
+        op: name of the operation.
+        backend: name of the backend that would run, None where the forced backend cannot.
+        reasons: for every other backend, why it was not taken.
+    """
+
+    op: str
+    backend: str | None
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} runs on: {self.backend or 'no backend (this call raises)'}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+class _Explained(Exception):
+    def __init__(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+
+
+def refusal(
+    name: str, op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0
+) -> str | None:
+    """Why backend ``name`` cannot run ``op`` on these operands, or None if it can."""
+    if name == "reference":
+        return None
+    device = operands[0].device.type
+    if device != name:
+        return f"it takes {name} tensors, the operands are on {device}"
+    backend_ = TABLE.get(name)
+    if backend_ is None:
+        return f"its library is not loaded: {_MISSING[name]}"
+    for operand in operands:
+        if operand.dtype not in _NATIVE_DTYPES:
+            return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
+    if attn_mask is not None and attn_mask.dtype not in _MASK_DTYPES:
+        return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
+    if head_size > MAX_HEAD_SIZE:
+        return f"it takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
+    if not hasattr(backend_, op):
+        return f"it has no {op}"
+    return None
+
+
+def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0) -> str:
+    """The backend's name for this call.
+
+    Args:
+        op: name of the operation in the table.
+        operands: floating-point tensors whose device and dtypes decide; the first one's device counts.
+        attn_mask: the mask, whose dtype decides too.
+        head_size: the largest head size, for attention.
+
+    Raises:
+        RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
+    """
+    if _state.explaining:
+        _explain(op, operands, attn_mask, head_size)
+    forced = _state.forced
+    if forced is not None:
+        reason = refusal(forced, op, operands, attn_mask, head_size)
+        if reason is not None:
+            raise RuntimeError(f'backend("{forced}") cannot run {op}: {reason}')
+        return forced
+    device = operands[0].device.type
+    for name in _ORDER.get(device, ("reference",)):
+        if refusal(name, op, operands, attn_mask, head_size) is None:
+            if name == "reference":
+                _warn_if_slow(device)
+            return name
+    raise AssertionError("the reference refuses nothing")
+
+
+def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, head_size: int) -> NoReturn:
+    refusals = {name: refusal(name, op, operands, attn_mask, head_size) for name in _NAMES}
+    able = [name for name, reason in refusals.items() if reason is None]
+    if _state.forced is None:
+        chosen = able[0]
+        reasons = {name: reason or f"{chosen} is faster" for name, reason in refusals.items() if name != chosen}
+    else:
+        chosen = _state.forced if _state.forced in able else None
+        reasons = {
+            name: reason or f'this thread is in backend("{_state.forced}")'
+            for name, reason in refusals.items()
+            if name != chosen
+        }
+    raise _Explained(Explanation(op, chosen, reasons))
+
+
+def _warn_if_slow(device: str) -> None:
+    """Once a device: there are faster kernels somewhere, and this installation or machine lacks them."""
+    if device in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
+        return
+    _warned.add(device)
+    reason = _MISSING.get(device, "fastattn has no kernels for this device")
+    warnings.warn(f"fastattn runs its plain PyTorch reference on {device} tensors, slowly: {reason}", stacklevel=4)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force a backend in this thread: ``with fastattn.backend("reference"): ...``.
+
+    A call inside the block that the backend cannot serve raises RuntimeError with the reason. The backward
+    pass runs on the backend of its forward pass, inside the block or not.
+
+    Args:
+        name: ``"reference"`` or ``"cpu"``.
+
+    Raises:
+        ValueError: no backend has this name.
+    """
+    if name not in _NAMES:
+        raise ValueError(f"backend: name must be one of {', '.join(map(repr, _NAMES))}, got {name!r}")
+    previous = _state.forced
+    _state.forced = name
+    try:
+        yield
+    finally:
+        _state.forced = previous
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other would not. Nothing is computed.
+
+    Args:
+        op: a public function of fastattn, ``explain(fastattn.layer_norm, x, (512,))``, or a module built on them,
+            of which the first operation reached is explained.
+        *args, **kwargs: its arguments.
+
+    Returns:
+        Explanation: printable, with ``backend`` and ``reasons``.
+
+    Raises:
+        TypeError: ``op`` is not callable, or reaches no operation of fastattn.
+        ValueError, TypeError: what ``op`` itself raises for bad arguments.
+    """
+    if not callable(op):
+        raise TypeError(f"explain: op must be a function such as fastattn.layer_norm, got {op!r}")
+    _state.explaining = True
+    try:
+        op(*args, **kwargs)
+    except _Explained as explained:
+        return explained.explanation
+    finally:
+        _state.explaining = False
+    raise TypeError(f"explain: {getattr(op, '__name__', op)} ran no operation of fastattn")

@@ -1,0 +1,50 @@
+"""Loads the compiled libraries that stand beside this package, or says why one is not there.
+
+`_build.json`, written by the build (csrc/native_build.py), holds what was compiled with which compiler, or why not.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parent.parent
+LIBRARIES = ("cpu",)
+OLDEST_TORCH = (2, 10)
+
+
+def build_record() -> dict[str, dict[str, Any]]:
+    """What the build wrote by library: `instruction_sets`, `compiler`, `torch_headers`, or `reason`; or {}."""
+    try:
+        return json.loads((PACKAGE / "_build.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+@functools.cache
+def _load(name: str) -> tuple[Any, str]:
+    """(namespace of the library's operations or None, why None)."""
+    path = PACKAGE / f"_{name}.so"
+    if not path.exists():
+        return None, build_record().get(name, {}).get("reason", f"{path.name} was never built; install fastattn again")
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
+        return None, "torch {} is installed, the library needs {}.{} or newer".format(torch.__version__, *OLDEST_TORCH)
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return None, f"{path.name} does not load: {str(error).splitlines()[0]}"
+    return getattr(torch.ops, f"fastattn_{name}"), ""
+
+
+def library(name: str) -> Any:
+    """`torch.ops.fastattn_NAME`: the operations of the compiled library `name` ("cpu"), or None if it cannot serve."""
+    return _load(name)[0]
+
+
+def reason(name: str) -> str:
+    """Why `library(name)` is None; "" where it is loaded."""
+    return _load(name)[1]

@@ -1,0 +1,191 @@
+"""Scaled dot-product attention: out = dropout(softmax(scale * Q K^T + mask)) V, all of the (Lq, Lk) matrix at once.
+
+Source: Vaswani et al. 2017, section 3.2.1, equation 1. Shapes: query (B, Hq, Lq, E), key (B, Hk, Lk, E),
+value (B, Hk, Lk, Ev), Hk dividing Hq.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.reference.dropout import drop, opmath
+from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward, visibility
+
+
+def empty_heads(like: Tensor, length: int, size: int) -> Tensor:
+    """(B, H, length, size) in ``like``'s memory layout: heads inside positions if it has them so, else contiguous."""
+    batch, heads = like.shape[:2]
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(batch, length, heads, size).transpose(1, 2)
+    return like.new_empty(batch, heads, length, size)
+
+
+def _in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
+    tensor = tensor.to(like.dtype)
+    if like.stride(1) < like.stride(2):
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensor.contiguous()
+
+
+def _per_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """Key or value heads repeated for the query heads of their group (query head h uses key head h // group)."""
+    return tensor if tensor.size(1) == heads else tensor.repeat_interleave(heads // tensor.size(1), 1)
+
+
+def _sum_groups(tensor: Tensor, heads: int) -> Tensor:
+    return tensor if tensor.size(1) == heads else tensor.unflatten(1, (heads, -1)).sum(2)
+
+
+def _probabilities(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operands in the dtype of computation, key and value per query head with unused keys zeroed; P; stats."""
+    q, k, v = opmath(query), opmath(key), opmath(value)
+    k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
+    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    if visible is not None:
+        # An unused key may hold NaN (unused cache memory), and 0 * NaN is NaN.
+        unused = ~visible.any(-2).unsqueeze(-1)
+        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    probabilities, stats = softmax(add_mask(q @ k.mT * scale, attn_mask), visible)
+    return q, k, v, probabilities, stats
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    threshold: int,
+    first_matrix: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, v, probabilities, stats = _probabilities(
+        query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
+    )
+    out = drop(probabilities, seed, threshold, first_matrix) @ v
+    maximum, total = stats
+    return _in_layout_of(out, query), maximum + total.log(), stats
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    threshold: int,
+    mask_grad: bool,
+    first_matrix: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, probabilities, _ = _probabilities(
+        query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
+    )
+    grad_o = opmath(grad_out)
+    grad_v = drop(probabilities, seed, threshold, first_matrix).mT @ grad_o
+    grad_scores = softmax_backward(grad_o @ v.mT, probabilities, seed, threshold, first_matrix)
+    if grad_lse is not None:  # d lse_i / d s_ij = P_ij
+        grad_scores = grad_scores + (probabilities * grad_lse.unsqueeze(-1)).masked_fill(probabilities == 0, 0.0)
+    grad_q = grad_scores @ k * scale
+    grad_k = grad_scores.mT @ q * scale
+    return (
+        _in_layout_of(grad_q, query),
+        _in_layout_of(_sum_groups(grad_k, key.size(1)), key),
+        _in_layout_of(_sum_groups(grad_v, value.size(1)), value),
+        mask_gradient(grad_scores, attn_mask, mask_grad),
+    )
+
+
+def _sequences(cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, slice]]:
+    """The rows of query and of key that belong to each sequence of a packed batch."""
+    q, k = cu_seq_q.tolist(), cu_seq_k.tolist()
+    used = seqused_k.tolist() if seqused_k is not None else [end - begin for begin, end in zip(k, k[1:], strict=False)]
+    return [(slice(q[s], q[s + 1]), slice(k[s], k[s] + used[s])) for s in range(len(q) - 1)]
+
+
+def _as_batch(tensor: Tensor, rows: slice) -> Tensor:
+    """The (L, H, E) rows of one sequence as (1, H, L, E)."""
+    return tensor[rows].transpose(0, 1).unsqueeze(0)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    seqused_k: Tensor | None,
+    seed: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One attention a sequence; query (Tq, Hq, E), out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
+    heads = query.size(1)
+    out = query.new_zeros(query.size(0), heads, value.size(2))
+    stats = query.new_zeros(2, query.size(0), heads, dtype=opmath(query[:0]).dtype)
+    lse = torch.full_like(stats[0], -torch.inf)
+    for s, (q, k) in enumerate(_sequences(cu_seq_q, cu_seq_k, seqused_k)):
+        o, row_lse, row_stats = attention(
+            _as_batch(query, q), _as_batch(key, k), _as_batch(value, k), None, None, seed, scale, window_left,
+            window_right, True, threshold, s * heads,
+        )  # fmt: skip
+        out[q], lse[q], stats[:, q] = o[0].transpose(0, 1), row_lse[0].T, row_stats[:, 0].mT
+    return out, lse, stats
+
+
+def varlen_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    seqused_k: Tensor | None,
+    seed: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
+    for s, (q, k) in enumerate(_sequences(cu_seq_q, cu_seq_k, seqused_k)):
+        sequence = attention_backward(
+            _as_batch(grad_out, q), None if grad_lse is None else grad_lse[q].T.unsqueeze(0), _as_batch(query, q),
+            _as_batch(key, k), _as_batch(value, k), _as_batch(out, q), stats[:, q].mT.unsqueeze(1), None, None, seed,
+            scale, window_left, window_right, True, threshold, False, s * query.size(1),
+        )  # fmt: skip
+        for grad, rows, part in zip(grads, (q, k, k), sequence[:3], strict=True):
+            grad[rows] = part[0].transpose(0, 1)
+    return grads[0], grads[1], grads[2]

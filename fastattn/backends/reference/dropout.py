@@ -1,0 +1,96 @@
+"""Dropout by formula: Philox4x32-7 on the element's position (docs/design.md, "Dropout is defined by a formula")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 7
+_LOW = 0xFFFFFFFF  # words are kept in int64, whose products wrap modulo 2**64 with the right bits
+
+ALL = 65536  # the threshold that drops everything
+
+
+def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words for each counter, as Random123 defines Philox4x32."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _LOW) ^ c1 ^ k0,
+            product1 & _LOW,
+            ((product0 >> 32) & _LOW) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _LOW, (k1 + _KEY_INCREMENTS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matrix: int = 0) -> Tensor:
+    """bool, True = kept. ``first_matrix`` is the number z of the first matrix (sequences of a packed batch)."""
+    columns = shape[-1] if len(shape) > 0 else 1
+    rows = shape[-2] if len(shape) > 1 else 1
+    matrices = 1
+    for size in shape[:-2]:
+        matrices *= size
+    tiles_x, tiles_y = -(-columns // 32), -(-rows // 16)
+    device = seed.device
+    x = torch.arange(tiles_x * 8, device=device)
+    y = torch.arange(tiles_y * 8, device=device)[:, None]
+    z = torch.arange(first_matrix, first_matrix + matrices, device=device)[:, None, None] & _LOW
+    key, offset = seed[0], seed[1] & _LOW
+    words = _philox((x, y, z, offset), (key & _LOW, (key >> 32) & _LOW))
+    words = [word.expand(matrices, tiles_y * 8, tiles_x * 8) for word in words]
+    # Value v is half v % 2 of word v // 2, and belongs to row half v // 4 and column quarter v % 4 of its 16x32 tile.
+    values = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    values = values.view(2, 4, matrices, tiles_y, 8, tiles_x, 8).permute(2, 3, 0, 4, 5, 1, 6)
+    values = values.reshape(matrices, tiles_y * 16, tiles_x * 32)[:, :rows, :columns]
+    return (values >= threshold).reshape(tuple(shape))
+
+
+def drop(input: Tensor, seed: Tensor | None, threshold: int, first_matrix: int = 0) -> Tensor:
+    """``input`` with dropped elements 0 and kept ones scaled by 65536 / (65536 - threshold), in input's dtype."""
+    if threshold == 0 or seed is None:
+        return input
+    if threshold == ALL:
+        return torch.zeros_like(input)
+    keep = dropout_mask(input.shape, seed, threshold, first_matrix)
+    return torch.where(keep, input * (ALL / (ALL - threshold)), 0.0)
+
+
+def opmath(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype that it is computed in."""
+    return tensor.to(stat_dtype(tensor.dtype))
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: the dtype of sums and statistics."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
+    out = drop(opmath(input), seed, threshold).to(input.dtype)
+    return torch.empty_strided(input.shape, dense_strides(input), dtype=input.dtype, device=input.device).copy_(out)
+
+
+def dense_strides(input: Tensor) -> tuple[int, ...]:
+    """input's own strides where it is dense in some order of its dimensions, else contiguous ones."""
+    sizes, strides = input.shape, input.stride()
+    expected = 1
+    for dim in sorted(range(input.dim()), key=lambda d: (strides[d], sizes[d])):
+        if sizes[dim] == 1:
+            continue
+        if strides[dim] != expected:
+            break
+        expected *= sizes[dim]
+    else:
+        return strides
+    contiguous = [1] * input.dim()
+    for dim in reversed(range(input.dim() - 1)):
+        contiguous[dim] = contiguous[dim + 1] * max(sizes[dim + 1], 1)
+    return tuple(contiguous)

@@ -1,0 +1,96 @@
+"""Layer normalisation over the last dimension, also of residual + dropout(input).
+
+Source: Ba et al. 2016; in the Transformer, LayerNorm(x + Sublayer(x)): Vaswani et al. 2017, sections 3.1 and 5.4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.reference.dropout import drop, opmath
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(var + eps) with the biased variance, mean and rstd."""
+    mean = x.mean(-1, keepdim=True)
+    centred = x - mean
+    rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        x = x * weight.to(x.dtype)
+    return x if bias is None else x + bias.to(x.dtype)
+
+
+def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    normal, mean, rstd = _normalise(opmath(input), eps)
+    return _affine(normal, weight, bias).to(input.dtype).contiguous(), mean.contiguous(), rstd.contiguous()
+
+
+def layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
+    grad, x = opmath(grad_out), opmath(input)
+    centred = x - x.mean(-1, keepdim=True)
+    # The saved rstd carries eps; the scale that makes it differentiable again is exactly 1.
+    variance = (centred * centred).mean(-1, keepdim=True)
+    eps = (rstd.detach().unsqueeze(-1).pow(-2) - variance.detach()).clamp_min(0.0)
+    inverse = torch.rsqrt(variance + eps)
+    normal = centred * inverse
+    g = grad if weight is None else grad * weight.to(grad.dtype)
+    grad_input = inverse * (g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True))
+    rows = tuple(range(input.dim() - 1))
+    parameter_dtype = grad.dtype if weight is None else weight.dtype
+    grad_weight = (grad * normal).sum(rows) if rows else grad * normal
+    grad_bias = grad.sum(rows) if rows else grad
+    nothing = grad.new_empty(0)
+    return (
+        grad_input.to(input.dtype).contiguous(),
+        grad_weight.to(parameter_dtype) if weight_grad else nothing,
+        grad_bias.to(parameter_dtype) if bias_grad else nothing,
+    )
+
+
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    threshold: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    total = drop(opmath(input), seed, threshold) + opmath(residual)
+    normal, mean, rstd = _normalise(total, eps)
+    return _affine(normal, weight, bias).to(dtype), total.to(dtype), mean, rstd
+
+
+def dropout_add_layer_norm_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    threshold: int,
+    input_dtype: torch.dtype,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_total, grad_weight, grad_bias = layer_norm_backward(grad_out, sum, mean, rstd, weight, weight_grad, bias_grad)
+    if grad_sum is not None:
+        grad_total = (opmath(grad_total) + opmath(grad_sum)).to(sum.dtype)
+    grad_input = drop(opmath(grad_total), seed, threshold).to(input_dtype)
+    return grad_input.contiguous(), grad_total.contiguous(), grad_weight, grad_bias

@@ -1,0 +1,122 @@
+"""Masked softmax and dropout of scores: out = dropout(softmax(scale * input + mask)).
+
+Source: Vaswani et al. 2017, section 3.2.1 (softmax of scaled scores) and 5.4 (dropout).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.reference.dropout import drop, opmath
+
+
+def visibility(
+    rows: int,
+    columns: int,
+    device: torch.device,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+) -> Tensor | None:
+    """bool, broadcastable to (B, H, rows, columns), True where a row sees a column; None where all see all."""
+    visible = None
+    j = torch.arange(columns, device=device)
+    length: Tensor | int = columns
+    if key_lengths is not None:
+        length = key_lengths[:, None, None, None]
+        visible = j < length
+    if window_left >= 0 or window_right >= 0:
+        i = torch.arange(rows, device=device)[:, None]
+        distance = j - i - (length - rows if lower_right else 0)
+        if window_left >= 0:
+            visible = _both(visible, distance >= -window_left)
+        if window_right >= 0:
+            visible = _both(visible, distance <= window_right)
+    if attn_mask is not None:
+        visible = _both(visible, attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf)
+    return visible
+
+
+def _both(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else first & second
+
+
+def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension of the visible scores; rows that see nothing are zero.
+
+    Returns P and stats (2, ...): each row's maximum (0 where empty) and the sum of exp(score - maximum).
+    """
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if scores.size(-1) == 0:
+        return scores, scores.new_zeros(2, *scores.shape[:-1])
+    maximum = scores.detach().amax(-1, keepdim=True)
+    maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    exponentials = torch.exp(scores - maximum)
+    total = exponentials.sum(-1, keepdim=True)
+    probabilities = exponentials / total.masked_fill(total == 0, 1.0)
+    return probabilities, torch.stack((maximum.squeeze(-1), total.squeeze(-1)))
+
+
+def add_mask(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Scores with a float mask added; bool masks belong to ``visibility``."""
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return scores
+    return scores + attn_mask.to(scores.dtype)
+
+
+def softmax_backward(
+    grad_dropped: Tensor, probabilities: Tensor, seed: Tensor | None, threshold: int, first_matrix: int = 0
+) -> Tensor:
+    """dS of dropped = drop(P), P = softmax(S): dS = P * (dP - rowsum(P * dP)), dP = drop(grad_dropped)."""
+    # Where P is 0 the gradient may be NaN (a product with an excluded value): it must not count.
+    grad = drop(grad_dropped, seed, threshold, first_matrix).masked_fill(probabilities == 0, 0.0)
+    return probabilities * (grad - (probabilities * grad).sum(-1, keepdim=True))
+
+
+def mask_gradient(grad_scores: Tensor, attn_mask: Tensor | None, wanted: bool) -> Tensor:
+    """The gradient of a float mask, summed over the dimensions that it broadcasts; (0,) where not wanted."""
+    if attn_mask is None or not wanted:
+        return grad_scores.new_empty(0)
+    return grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+
+
+def softmax_dropout(
+    input: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    threshold: int,
+) -> tuple[Tensor, Tensor]:
+    rows, columns = input.shape[-2:]
+    visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    probabilities, stats = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
+    return drop(probabilities, seed, threshold).to(input.dtype).contiguous(), stats
+
+
+def softmax_dropout_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    stats: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    threshold: int,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, columns = input.shape[-2:]
+    visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    probabilities, _ = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
+    grad_scores = softmax_backward(opmath(grad_out), probabilities, seed, threshold)
+    return (grad_scores * scale).to(input.dtype).contiguous(), mask_gradient(grad_scores, attn_mask, mask_grad)

@@ -1,0 +1,59 @@
+"""What `fastattn info` prints: versions, device, compiled libraries, and why what is missing is missing."""
+
+import importlib.metadata
+import importlib.util
+import platform
+from pathlib import Path
+
+import torch
+
+from fastattn.backends import native
+
+
+def cpu_name() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def version() -> str:
+    """fastattn's version, from the installed metadata."""
+    try:
+        return importlib.metadata.version("fastattn")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def report() -> str:
+    """The whole text of `fastattn info`."""
+    rows = [
+        ("fastattn", f"{version()} in {native.PACKAGE}"),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        ("cpu", f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()} in torch"),
+        ("cuda", _cuda()),
+        ("triton", "found" if importlib.util.find_spec("triton") else "not installed"),
+    ]
+    rows += [(f"_{name} library", _library(name)) for name in native.LIBRARIES]
+    return "\n".join(f"{label:14} {text}" for label, text in rows)
+
+
+def _cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"CUDA {torch.version.cuda}, no device"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"CUDA {torch.version.cuda}: {', '.join(names)}"
+
+
+def _library(name: str) -> str:
+    if native.library(name) is None:
+        return f"not used: {native.reason(name)}"
+    record = native.build_record().get(name, {})
+    built = f"built by {record['compiler']} with the headers of torch {record['torch_headers']}" if record else "loaded"
+    return f"{built}; {native.library(name).isa()} in use of {native.library(name).isas()}"

@@ -1,0 +1,469 @@
+"""Scaled dot-product attention, its weights, and attention over packed sequences.
+
+Source: Vaswani et al. 2017, section 3.2.1, equation 1: softmax(Q K^T / sqrt(d_k)) V.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from fastattn.backends import choose
+from fastattn.backends.reference.attention import empty_heads
+from fastattn.backends.reference.dropout import stat_dtype
+from fastattn.backends.reference.softmax_dropout import visibility
+from fastattn.ops import check
+from fastattn.ops.register import BackwardOp, Op
+from fastattn.ops.softmax_dropout import softmax_dropout_op
+
+_VARIANTS = ("upper_left", "lower_right")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_variant: str = "upper_left",
+    key_lengths: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    seed: Tensor | None = None,
+) -> Any:
+    """dropout(softmax(scale * query @ key^T + mask)) @ value, a superset of torch's function of this name.
+
+    The masks may be given together. A row that sees no key gives output 0, gradient 0 and LSE -inf. Like torch's
+    function it drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
+
+    Args:
+        query: (..., Hq, Lq, E), float32, bfloat16, float16 or float64 (the reference's), any strides.
+        key: (..., Hk, Lk, E) of query's dtype. Batch dimensions broadcast.
+        value: (..., Hk, Lk, Ev) of query's dtype.
+        attn_mask: bool (True = takes part) or float (added to the scaled scores, may require grad), broadcastable to
+            (..., Hq, Lq, Lk); or torch's ``CausalBias``.
+        dropout_p: probability in [0, 1] of dropping a weight; kept ones are scaled up (docs/design.md has the formula).
+        is_causal: query i sees no key to the right of the diagonal.
+        scale: any real number; 1 / sqrt(E) by default.
+        enable_gqa: allow Hq to be a multiple of Hk; query head h uses key head h // (Hq // Hk).
+        causal_variant: where the diagonal is: "upper_left", j = i, or "lower_right", j = i + length - Lq with length
+            the sequence's key length. It moves the window too.
+        key_lengths: (B,) integers, B the flattened batch: only the leading ``key_lengths[b]`` keys exist.
+        window_size: (left, right), how far a query sees on each side of the diagonal, -1 = unbounded.
+        return_lse: also return the natural logarithm of each row's sum of exponentiated scores, differentiable.
+        seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
+
+    Returns:
+        (..., Hq, Lq, Ev) in query's dtype and memory layout; with ``return_lse`` also (..., Hq, Lq) in float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+    """
+    name = "scaled_dot_product_attention"
+    q, k, v, batch = _heads(name, query, key, value, enable_gqa)
+    attn_mask, is_causal, causal_variant = _causal_bias(
+        name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
+    )
+    lower_right = _lower_right(name, causal_variant)
+    window_left, window_right = check.window(name, window_size, is_causal)
+    if attn_mask is not None:
+        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
+    if key_lengths is not None:
+        key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, q.device)
+    scale = _scale(name, scale, q.size(3))
+    backend = choose("attention", (q,), attn_mask, max(q.size(3), v.size(3)))
+    out, lse, _ = attention_op(
+        backend, q, k, v, attn_mask, key_lengths, check.draw_seed(seed, threshold, q.device), scale, window_left,
+        window_right, lower_right, threshold,
+    )  # fmt: skip
+    if query.dim() != 4:
+        out = out.reshape(*query.shape[:-2], *out.shape[2:]) if query.dim() < 4 else out.unflatten(0, batch)
+        lse = lse.reshape(out.shape[:-1]) if return_lse else lse
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_variant: str = "upper_left",
+    key_lengths: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    seed: Tensor | None = None,
+) -> Tensor:
+    """dropout(softmax(scale * query @ key^T + mask)): the matrix that attention multiplies ``value`` by.
+
+    It takes O(Lq Lk) memory, which ``scaled_dot_product_attention`` does not. With the same seed it holds exactly the
+    weights that attention used.
+
+    Args:
+        As of ``scaled_dot_product_attention``.
+
+    Returns:
+        (..., Hq, Lq, Lk) in query's dtype; rows that see nothing are zero.
+
+    Raises:
+        TypeError, ValueError: as ``scaled_dot_product_attention``.
+    """
+    name = "attention_weights"
+    q, k, _, batch = _heads(name, query, key, key, enable_gqa)
+    attn_mask, is_causal, causal_variant = _causal_bias(
+        name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
+    )
+    lower_right = _lower_right(name, causal_variant)
+    window_left, window_right = check.window(name, window_size, is_causal)
+    attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
+    key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, q.device)
+    scale = _scale(name, scale, q.size(3))
+    backend = choose("softmax_dropout", (q,), attn_mask)
+    if key_lengths is not None or attn_mask is not None:
+        visible = visibility(
+            q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right
+        )
+        k = k.masked_fill(~visible.any(-2).any(1, keepdim=True).unsqueeze(-1), 0.0)
+    with torch.autocast(q.device.type, enabled=False):
+        # In float32, as attention's own scores are.
+        grouped = q.to(stat_dtype(q.dtype)).unflatten(1, (k.size(1), -1))
+        scores = (grouped @ k.to(stat_dtype(q.dtype)).mT.unsqueeze(2)).flatten(1, 2)
+    weights, _ = softmax_dropout_op(
+        backend, scores, attn_mask, key_lengths, check.draw_seed(seed, threshold, q.device), scale, window_left,
+        window_right, lower_right, threshold,
+    )  # fmt: skip
+    return weights.to(q.dtype).reshape(*query.shape[:-1], k.size(2))
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    seed: Tensor | None = None,
+    **unsupported: Any,
+) -> Any:
+    """Attention over sequences of different lengths packed one after the other, without padding.
+
+    Follows ``torch.nn.attention.varlen.varlen_attn``: the diagonal is the lower-right one, ``window_size=(-1, 0)`` is
+    causal. Beyond torch's: dropout, CPU tensors, float32, a gradient with ``seqused_k``, ``return_lse`` in place of
+    ``return_aux``. torch's ``block_table``, ``num_splits`` and ``return_aux`` are refused.
+
+    Args:
+        query: (Tq, Hq, E), float32, bfloat16, float16 or float64.
+        key: (Tk, Hk, E); value: (Tk, Hk, Ev).
+        cu_seq_q, cu_seq_k: (N + 1,) integers from 0 to Tq or Tk, never falling: sequence s is rows cu[s] to cu[s + 1].
+        max_q, max_k: the longest sequence's length.
+        dropout_p, is_causal, scale, window_size, enable_gqa, seed: as of ``scaled_dot_product_attention``; dropout
+            counts rows and columns within the sequence.
+        seqused_k: (N,) integers: only the leading ``seqused_k[s]`` keys of sequence s exist.
+        return_lse: also return the (Tq, Hq) natural-log sums, differentiable.
+
+    Returns:
+        (Tq, Hq, Ev) in query's dtype, contiguous; with ``return_lse`` also (Tq, Hq) in float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+    """
+    name = "varlen_attn"
+    if unsupported:
+        raise TypeError(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
+    for label, tensor in (("query", query), ("key", key), ("value", value)):
+        check.float_tensor(name, label, tensor)
+        if tensor.dim() != 3:
+            raise ValueError(f"{name}: {label} must be (tokens, heads, head size), got shape {tuple(tensor.shape)}")
+    q, k, v = check.autocast_low(query, key, value)
+    _same_kind(name, q, k, v)
+    if k.size(0) != v.size(0) or k.size(1) != v.size(1):
+        raise ValueError(
+            f"{name}: key and value must have the same tokens and heads, "
+            f"got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    _head_counts(name, q.size(1), k.size(1), q.size(2), k.size(2), enable_gqa)
+    cu_seq_q = _cumulative(name, "cu_seq_q", cu_seq_q, q.size(0), max_q, "max_q", q.device)
+    cu_seq_k = _cumulative(name, "cu_seq_k", cu_seq_k, k.size(0), max_k, "max_k", q.device)
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise ValueError(
+            f"{name}: cu_seq_q and cu_seq_k must name the same number of sequences, got "
+            f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
+        )
+    if seqused_k is not None:
+        seqused_k = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
+        seqused_k = torch.minimum(seqused_k, cu_seq_k.diff())
+    window_left, window_right = check.window(name, window_size, is_causal)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, q.device)
+    scale = _scale(name, scale, q.size(2))
+    backend = choose("varlen_attention", (q,), None, max(q.size(2), v.size(2)))
+    out, lse, _ = varlen_attention_op(
+        backend, q, k, v, cu_seq_q, cu_seq_k, seqused_k, check.draw_seed(seed, threshold, q.device), max_q, max_k,
+        scale, window_left, window_right, threshold,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+# Checks
+
+
+def _heads(
+    name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
+    for label, tensor in (("query", query), ("key", key), ("value", value)):
+        check.float_tensor(name, label, tensor)
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"{name}: {label} must have at least 2 dimensions (..., length, head size), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    q, k, v = check.autocast_low(query, key, value)
+    _same_kind(name, q, k, v)
+    if k.size(-2) != v.size(-2):
+        raise ValueError(
+            f"{name}: key and value must have the same length, got {k.size(-2)} and {v.size(-2)} "
+            f"from shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        q, k, v = (t[(None,) * (4 - t.dim())] for t in (q, k, v))
+    _head_counts(name, q.size(-3), k.size(-3), q.size(-1), k.size(-1), enable_gqa or k.size(-3) == 1)
+    if v.size(-3) != k.size(-3):
+        if v.size(-3) != 1 and k.size(-3) != 1:
+            raise ValueError(
+                f"{name}: value must have key's {k.size(-3)} heads, got {v.size(-3)} from shape {tuple(value.shape)}"
+            )
+        heads = max(v.size(-3), k.size(-3))
+        k, v = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (k, v))
+    batch = q.shape[:-3]
+    if k.shape[:-3] != batch or v.shape[:-3] != batch:
+        try:
+            batch = torch.broadcast_shapes(batch, k.shape[:-3], v.shape[:-3])
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: the batch dimensions of query, key and value must broadcast, got shapes "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            ) from None
+        q, k, v = (t.expand(*batch, *t.shape[-3:]) for t in (q, k, v))
+    if len(batch) > 1:
+        q, k, v = (t.flatten(0, -4) for t in (q, k, v))
+    return q, k, v, tuple(batch)
+
+
+def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise TypeError(
+            f"{name}: query, key and value must have one dtype, got {', '.join(str(t.dtype)[6:] for t in (q, k, v))}"
+        )
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(
+            f"{name}: query, key and value must be on one device, got {q.device}, {k.device} and {v.device}"
+        )
+
+
+def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) -> None:
+    if e != ek:
+        raise ValueError(f"{name}: query and key must have the same head size, got {e} and {ek}")
+    if e == 0:
+        raise ValueError(f"{name}: the head size must be at least 1, got 0")
+    if hq == hk:
+        return
+    if not grouped:
+        raise ValueError(
+            f"{name}: query has {hq} heads and key {hk}; they must be equal, or pass enable_gqa=True for grouped heads"
+        )
+    if hk == 0 or hq % hk:
+        raise ValueError(f"{name}: query's heads must be a multiple of key's, got {hq} and {hk}")
+
+
+def _scale(name: str, scale: float | None, head_size: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_size)
+    if isinstance(scale, bool | Tensor) or not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name}: scale must be a number or None, got {type(scale).__name__}")
+    return float(scale)
+
+
+def _lower_right(name: str, causal_variant: str) -> bool:
+    if causal_variant not in _VARIANTS:
+        raise ValueError(f'{name}: causal_variant must be "upper_left" or "lower_right", got {causal_variant!r}')
+    return causal_variant == "lower_right"
+
+
+def _causal_bias(
+    name: str, attn_mask: Tensor | None, is_causal: bool, causal_variant: str, rows: int, columns: int
+) -> tuple[Tensor | None, bool, str]:
+    """torch's CausalBias as is_causal and its variant."""
+    if not isinstance(attn_mask, CausalBias):
+        return attn_mask, is_causal, causal_variant
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (rows, columns):
+        raise ValueError(
+            f"{name}: attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, "
+            f"but there are {rows} and {columns}"
+        )
+    variant = "upper_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "lower_right"
+    if is_causal and variant != causal_variant:
+        raise ValueError(
+            f"{name}: attn_mask is a {variant} CausalBias, is_causal means causal_variant={causal_variant!r}; give one"
+        )
+    return None, True, variant
+
+
+def _cumulative(
+    name: str, label: str, offsets: Tensor, total: int, longest: int, longest_label: str, device: torch.device
+) -> Tensor:
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
+        kind = str(offsets.dtype)[6:] if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise TypeError(f"{name}: {label} must be an int32 or int64 Tensor of shape (sequences + 1,), got {kind}")
+    if offsets.dim() != 1 or offsets.size(0) < 1:
+        raise ValueError(f"{name}: {label} must have shape (sequences + 1,), got {tuple(offsets.shape)}")
+    check.same_device(name, label, offsets, device)
+    if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
+        raise ValueError(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
+    if device.type == "cpu" and type(offsets) is Tensor and not torch.compiler.is_compiling():
+        lengths = offsets.diff()
+        if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((lengths < 0).any()):
+            raise ValueError(f"{name}: {label} must rise from 0 to {total}, got {_brief(offsets)}")
+        if lengths.numel() and int(lengths.max()) > longest:
+            raise ValueError(
+                f"{name}: {longest_label} must be at least the longest sequence, {int(lengths.max())}, got {longest}"
+            )
+    return offsets.to(torch.int64)
+
+
+def _brief(values: Tensor) -> str:
+    shown = values.tolist()
+    return str(shown) if len(shown) <= 8 else f"[{', '.join(map(str, shown[:6]))}, ..., {shown[-1]}]"
+
+
+# Schema, fake, autograd
+
+
+def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = query.shape[:3]
+    dtype = stat_dtype(query.dtype)
+    return (
+        empty_heads(query, query.size(2), value.size(3)),
+        query.new_empty(rows, dtype=dtype),
+        query.new_empty((2, *rows), dtype=dtype),
+    )
+
+
+def _fake_attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor,
+    attn_mask: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = tuple(empty_heads(t, t.size(2), t.size(3)) for t in (query, key, value))
+    wanted = attn_mask is not None and rest[-1]
+    return *grads, attn_mask.new_empty(attn_mask.shape) if wanted else query.new_empty(0)
+
+
+attention_backward_op = BackwardOp(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, SymInt window_left, "
+    "SymInt window_right, bool lower_right, int threshold, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_attention_backward,
+)
+
+
+def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, attn_mask, key_lengths, seed, *ctx.settings, ctx.backend = inputs
+    out, _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, out, stats, attn_mask, key_lengths, seed)
+
+
+def _attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
+    query, key, value, out, stats, attn_mask, key_lengths, seed = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    mask_grad = ctx.needs_input_grad[3]
+    grads = attention_backward_op(
+        ctx.backend, grad_out, grad_lse, query, key, value, out, stats, attn_mask, key_lengths, seed, *ctx.settings,
+        mask_grad,
+    )  # fmt: skip
+    return *grads[:3], grads[3] if mask_grad else None, *(None,) * 8
+
+
+attention_op = Op(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, "
+    "float scale, SymInt window_left, SymInt window_right, bool lower_right, int threshold) "
+    "-> (Tensor, Tensor, Tensor)",
+    _fake_attention,
+    _setup_attention,
+    _attention_backward,
+)
+
+
+def _fake_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = query.shape[:2]
+    dtype = stat_dtype(query.dtype)
+    return (
+        query.new_empty((*rows, value.size(2))),
+        query.new_empty(rows, dtype=dtype),
+        query.new_empty((2, *rows), dtype=dtype),
+    )
+
+
+def _fake_varlen_attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+varlen_attention_backward_op = BackwardOp(
+    "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, SymInt max_q, SymInt max_k, "
+    "float scale, SymInt window_left, SymInt window_right, int threshold) -> (Tensor, Tensor, Tensor)",
+    _fake_varlen_attention_backward,
+)
+
+
+def _setup_varlen_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, *ctx.settings, ctx.backend = inputs
+    out, _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, out, stats, cu_seq_q, cu_seq_k, seqused_k, seed)
+
+
+def _varlen_attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
+    query, key, value, out, *rest = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = varlen_attention_backward_op(ctx.backend, grad_out, grad_lse, query, key, value, out, *rest, *ctx.settings)
+    return *grads, *(None,) * 11
+
+
+varlen_attention_op = Op(
+    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
+    "Tensor? seed, SymInt max_q, SymInt max_k, float scale, SymInt window_left, SymInt window_right, int threshold) "
+    "-> (Tensor, Tensor, Tensor)",
+    _fake_varlen_attention,
+    _setup_varlen_attention,
+    _varlen_attention_backward,
+)

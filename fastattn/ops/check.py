@@ -1,0 +1,144 @@
+"""Checks and conversions that the public functions share."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def float_tensor(function: str, name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a tensor of a floating-point dtype that the operations take."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function}: {name} must be a Tensor, got {type(value).__name__}")
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{function}: {name} must be float32, bfloat16, float16 or float64, got {str(value.dtype)[6:]}")
+
+
+def same_device(function: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{function}: {name} must be on {device} as the other operands are, got {tensor.device}")
+
+
+def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
+    """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
+    if not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"{function}: {name} must be a number in [0, 1], got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
+    return int(dropout_p * 65536 + 0.5)
+
+
+def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None:
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor):
+        raise TypeError(
+            f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}"
+        )
+    if seed.dtype != torch.int64 or seed.shape != (2,):
+        raise ValueError(
+            f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), "
+            f"got {str(seed.dtype)[6:]} of shape {tuple(seed.shape)}"
+        )
+    same_device(function, "seed", seed, device)
+
+
+def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tensor | None:
+    """The seed that a dropout of this threshold needs: the caller's, or one from torch's default generator."""
+    if threshold == 0:
+        return None
+    return new_seeds((2,), device) if seed is None else seed
+
+
+def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 seeds from torch's default generator of ``device``, by one ordinary random op."""
+    return torch.randint(-(2**63), 2**63 - 1, shape, dtype=torch.int64, device=device)
+
+
+def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
+    """(left, right) with causal folded in: no column to the right of the diagonal."""
+    if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
+        raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}")
+    left, right = window_size
+    if not (isinstance(left, int) and isinstance(right, int)):
+        raise TypeError(f"{function}: window_size must be two integers, got {window_size!r}")
+    if left < -1 or right < -1:
+        raise ValueError(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
+    return left, 0 if is_causal else right
+
+
+def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, device: torch.device,
+                name: str = "key_lengths") -> Tensor | None:  # fmt: skip
+    """``lengths`` as int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would synchronise."""
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor):
+        raise TypeError(
+            f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}"
+        )
+    if lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{function}: {name} must hold integers, got {str(lengths.dtype)[6:]}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
+    same_device(function, name, lengths, device)
+    lengths = lengths.to(torch.int64)
+    if device.type == "cpu" and type(lengths) is Tensor and not torch.compiler.is_compiling() and batch > 0:
+        low, high = (int(extreme) for extreme in lengths.aminmax())
+        if low < 0 or high > keys:
+            raise ValueError(f"{function}: {name} must be within [0, {keys}], got values from {low} to {high}")
+        return lengths
+    return lengths.clamp(0, keys)
+
+
+def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torch.dtype, device: torch.device
+         ) -> Tensor | None:  # fmt: skip
+    """``attn_mask``, broadcastable to ``sizes`` (..., H, rows, columns), as a 4-D view with sizes 1 or full."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"{function}: attn_mask must be a bool or float Tensor, got {type(attn_mask).__name__}")
+    if attn_mask.dtype not in (torch.bool, *FLOATS) or (attn_mask.dtype == torch.float64 != dtype):
+        raise TypeError(
+            f"{function}: attn_mask must be bool (True = takes part) or float (added to the scores), for operands of "
+            f"{str(dtype)[6:]} one of bool, float32, bfloat16, float16, got {str(attn_mask.dtype)[6:]}"
+        )
+    same_device(function, "attn_mask", attn_mask, device)
+    given = attn_mask.shape
+    fits = len(given) <= len(sizes) and all(
+        m == 1 or m == s for m, s in zip(reversed(given), reversed(sizes), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{function}: attn_mask must be broadcastable to {tuple(sizes)}, got shape {tuple(given)}")
+    if attn_mask.dim() > 4:
+        batch = attn_mask.shape[:-3]
+        if all(size == 1 for size in batch):
+            return attn_mask.reshape(1, *attn_mask.shape[-3:])
+        return attn_mask.expand(*sizes[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    if len(sizes) > 4 and attn_mask.dim() == 4 and attn_mask.size(0) != 1:
+        return attn_mask.expand(*sizes[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The low-precision dtype of an active autocast on this tensor's device, else None."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def autocast_low(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Operands as autocast hands them to a matrix product: in its low-precision dtype, float64 left alone."""
+    low = autocast_dtype(tensors[0])
+    if low is None:
+        return tensors
+    return tuple(t if t.dtype == torch.float64 else t.to(low) for t in tensors)
+
+
+def autocast_float32(tensor: Tensor) -> Tensor:
+    """A row operation's operand under autocast: softmax and layer_norm are in float32 on CUDA's list, on none of the CPU's."""
+    if tensor.is_cuda and autocast_dtype(tensor) is not None and tensor.dtype != torch.float64:
+        return tensor.float()
+    return tensor

@@ -1,0 +1,100 @@
+"""Dropout whose mask is a formula of seed and position, and that mask itself.
+
+Source: Srivastava et al. 2014; in the Transformer: Vaswani et al. 2017, section 5.4. The formula: docs/design.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import choose
+from fastattn.backends.reference.dropout import dense_strides
+from fastattn.ops import check
+from fastattn.ops.register import Op
+
+
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor | None = None
+) -> Tensor:
+    """Zero each element with probability ``p`` and scale the others up, a superset of torch's function of this name.
+
+    The rate is realised in steps of 2**-16 and the scale is that of the realised rate, so the result is unbiased.
+
+    Args:
+        input: any shape, float32, bfloat16, float16 or float64.
+        p: probability in [0, 1] of dropping an element.
+        training: without it, input is returned as it is.
+        inplace: write the result into input.
+        seed: int64 (2,), (key, offset); drawn from torch's default generator when not given.
+
+    Returns:
+        input's shape, dtype and, where input is dense, strides.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+    """
+    check.float_tensor("dropout", "input", input)
+    threshold = check.threshold("dropout", p, "p")
+    check.check_seed("dropout", seed, input.device)
+    backend = choose("dropout", (input,))
+    if not training or threshold == 0:
+        return input
+    out = dropout_op(backend, input, check.draw_seed(seed, threshold, input.device), threshold)
+    return input.copy_(out) if inplace else out
+
+
+def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor:
+    """The mask that every operation of fastattn applies to a matrix of this shape for this seed.
+
+    Args:
+        shape: sizes; the last two are rows and columns, the rest number the matrices. For attention: (B, Hq, Lq, Lk).
+        dropout_p: probability in [0, 1] of dropping an element.
+        seed: int64 (2,), (key, offset).
+
+    Returns:
+        bool tensor of that shape on seed's device, True = kept.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it.
+    """
+    name = "dropout_mask"
+    if not isinstance(seed, Tensor):
+        raise TypeError(f"{name}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}")
+    check.check_seed(name, seed, seed.device)
+    try:
+        shape = tuple(shape)
+    except TypeError:
+        raise TypeError(f"{name}: shape must be a sequence of integers, got {shape!r}") from None
+    if not all(isinstance(size, int | torch.SymInt) and size >= 0 for size in shape):
+        raise ValueError(f"{name}: shape must hold integers of at least 0, got {shape!r}")
+    threshold = check.threshold(name, dropout_p)
+    return dropout_mask_op("reference", shape, seed, threshold)
+
+
+def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
+    return input.new_empty_strided(input.shape, dense_strides(input))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, ctx.threshold, ctx.backend = inputs
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # Dropout is linear and symmetric: its own transpose.
+    (seed,) = ctx.saved_tensors
+    return dropout_op(ctx.backend, grad, seed, ctx.threshold), None, None, None
+
+
+dropout_op = Op("dropout(Tensor input, Tensor seed, int threshold) -> Tensor", _fake_dropout, _setup, _backward)
+
+
+def _fake_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
+    return seed.new_empty(shape, dtype=torch.bool)
+
+
+dropout_mask_op = Op("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor", _fake_dropout_mask)

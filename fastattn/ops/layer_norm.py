@@ -1,0 +1,256 @@
+"""Layer normalisation, also fused with the dropout and the residual addition before it.
+
+Source: Ba et al. 2016; in the Transformer, LayerNorm(x + Sublayer(x)): Vaswani et al. 2017, sections 3.1 and 5.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import choose
+from fastattn.backends.reference.dropout import stat_dtype
+from fastattn.ops import check
+from fastattn.ops.register import BackwardOp, Op
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, a superset of torch's function.
+
+    Args:
+        input: (..., *normalized_shape), float32, bfloat16, float16 or float64.
+        normalized_shape: the sizes of the last dimensions, over which mean and (biased) variance are taken.
+        weight, bias: tensors of normalized_shape, of any of these dtypes, float32 beside low-precision input included.
+        eps: added to the variance.
+
+    Returns:
+        input's shape and dtype, contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+    """
+    name = "layer_norm"
+    check.float_tensor(name, "input", input)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int | torch.SymInt) else tuple(normalized_shape)
+    dims = len(shape)
+    if dims == 0 or input.shape[-dims:] != shape:
+        raise ValueError(
+            f"{name}: normalized_shape must be input's last sizes, "
+            f"got {shape} for an input of shape {tuple(input.shape)}"
+        )
+    _parameters(name, input, weight, bias, shape)
+    eps = _eps(name, eps)
+    x = check.autocast_float32(input)
+    if dims > 1:
+        x = x.flatten(-dims)
+        weight, bias = (p if p is None else p.flatten() for p in (weight, bias))
+    backend = choose("layer_norm", (x,))
+    out, _, _ = layer_norm_op(backend, x, weight, bias, eps)
+    return out if dims == 1 else out.view(input.shape)
+
+
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    prenorm: bool = False,
+    seed: Tensor | None = None,
+) -> Any:
+    """layer_norm(residual + dropout(input)) over the last dimension: the end of every sub-layer, in one pass.
+
+    The sum has the promoted dtype of input and residual, so that a bfloat16 sub-layer adds to a float32 residual
+    stream without a cast. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
+
+    Args:
+        input: (..., D), the sub-layer's output, float32, bfloat16, float16 or float64.
+        residual: of input's shape, any of these dtypes.
+        weight, bias: (D,), any of these dtypes, or None.
+        dropout_p: probability in [0, 1] of dropping an element of input; kept ones are scaled up.
+        eps: added to the variance.
+        prenorm: also return the sum, the residual of the next sub-layer in a pre-norm Transformer.
+        seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
+
+    Returns:
+        The normalised sum in the sum's dtype, contiguous; with ``prenorm`` also the sum.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+    """
+    name = "dropout_add_layer_norm"
+    check.float_tensor(name, "input", input)
+    check.float_tensor(name, "residual", residual)
+    if input.shape != residual.shape or input.dim() == 0:
+        raise ValueError(
+            f"{name}: input and residual must have one shape (..., D), "
+            f"got {tuple(input.shape)} and {tuple(residual.shape)}"
+        )
+    check.same_device(name, "residual", residual, input.device)
+    _parameters(name, input, weight, bias, input.shape[-1:])
+    eps = _eps(name, eps)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, input.device)
+    residual = check.autocast_float32(residual)
+    backend = choose("dropout_add_layer_norm", (input, residual))
+    out, total, _, _ = dropout_add_layer_norm_op(
+        backend, input, residual, weight, bias, check.draw_seed(seed, threshold, input.device), threshold, eps
+    )
+    return (out, total) if prenorm else out
+
+
+def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> None:
+    for label, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        check.float_tensor(name, label, parameter)
+        if parameter.shape != shape:
+            raise ValueError(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
+        check.same_device(name, label, parameter, input.device)
+
+
+def _eps(name: str, eps: float) -> float:
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps >= 0:
+        raise ValueError(f"{name}: eps must be a number of at least 0, got {eps!r}")
+    return float(eps)
+
+
+def _fake_layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    rows = input.shape[:-1]
+    dtype = stat_dtype(input.dtype)
+    return input.new_empty(input.shape), input.new_empty(rows, dtype=dtype), input.new_empty(rows, dtype=dtype)
+
+
+def _fake_parameter_grads(
+    input: Tensor, weight: Tensor | None, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = stat_dtype(input.dtype) if weight is None else weight.dtype
+    columns, nothing = input.size(-1), input.new_empty(0)
+    return (
+        input.new_empty(columns, dtype=dtype) if weight_grad else nothing,
+        input.new_empty(columns, dtype=dtype) if bias_grad else nothing,
+    )
+
+
+def _fake_layer_norm_backward(
+    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return input.new_empty(input.shape), *_fake_parameter_grads(input, weight, weight_grad, bias_grad)
+
+
+layer_norm_backward_op = BackwardOp(
+    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool weight_grad, "
+    "bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    _fake_layer_norm_backward,
+)
+
+
+def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    input, weight, bias, _, ctx.backend = inputs
+    _, mean, rstd = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(input, mean, rstd, weight)
+
+
+def _layer_norm_backward(ctx: Any, grad_out: Tensor, _mean: Tensor, _rstd: Tensor) -> tuple[Any, ...]:
+    _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
+    grad_input, grad_weight, grad_bias = layer_norm_backward_op(
+        ctx.backend, grad_out, *ctx.saved_tensors, weight_grad, bias_grad
+    )
+    return (
+        grad_input,
+        grad_weight if weight_grad else None,
+        grad_bias.to(ctx.bias_dtype) if bias_grad else None,
+        None,
+        None,
+    )
+
+
+layer_norm_op = Op(
+    "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    _fake_layer_norm,
+    _setup_layer_norm,
+    _layer_norm_backward,
+)
+
+
+def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    rows = input.shape[:-1]
+    return (
+        input.new_empty(input.shape, dtype=dtype),
+        input.new_empty(input.shape, dtype=dtype),
+        input.new_empty(rows, dtype=stat_dtype(dtype)),
+        input.new_empty(rows, dtype=stat_dtype(dtype)),
+    )
+
+
+def _fake_dropout_add_layer_norm_backward(
+    grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad: bool, bias_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return (
+        sum.new_empty(sum.shape, dtype=input_dtype),
+        sum.new_empty(sum.shape),
+        *_fake_parameter_grads(sum, weight, weight_grad, bias_grad),
+    )
+
+
+dropout_add_layer_norm_backward_op = BackwardOp(
+    "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
+    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_dropout_add_layer_norm_backward,
+)
+
+
+def _setup_dropout_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, residual, weight, bias, seed, ctx.threshold, _, ctx.backend = inputs
+    _, total, mean, rstd = output
+    ctx.input_dtype, ctx.residual_dtype = input.dtype, residual.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(total, mean, rstd, weight, seed)
+
+
+def _dropout_add_layer_norm_backward(
+    ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _mean: None, _rstd: None
+) -> tuple[Any, ...]:
+    total, mean, rstd, weight, seed = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(total)
+    _, _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
+    grad_input, grad_residual, grad_weight, grad_bias = dropout_add_layer_norm_backward_op(
+        ctx.backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype, weight_grad,
+        bias_grad,
+    )  # fmt: skip
+    return (
+        grad_input,
+        grad_residual.to(ctx.residual_dtype),
+        grad_weight if weight_grad else None,
+        grad_bias.to(ctx.bias_dtype) if bias_grad else None,
+        *(None,) * 4,
+    )
+
+
+dropout_add_layer_norm_op = Op(
+    "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, "
+    "float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_dropout_add_layer_norm,
+    _setup_dropout_add_layer_norm,
+    _dropout_add_layer_norm_backward,
+)

@@ -1,0 +1,112 @@
+"""Masked softmax and dropout of scores in one pass.
+
+Source: Vaswani et al. 2017, section 3.2.1 (softmax of the scaled scores) and 5.4 (dropout).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import choose
+from fastattn.backends.reference.dropout import stat_dtype
+from fastattn.ops import check
+from fastattn.ops.register import BackwardOp, Op
+
+
+def softmax_dropout(
+    input: Tensor,
+    dropout_p: float = 0.0,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float = 1.0,
+    *,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """dropout(softmax(scale * input + mask)) over the last dimension: the part of attention between its two products.
+
+    Beyond ``torch.softmax`` followed by ``dropout``: masks, a row that sees nothing is 0, and the dropout is the one
+    that fused attention applies for the same seed. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
+
+    Args:
+        input: (..., L, S) scores, float32, bfloat16, float16 or float64; 1-D is one row.
+        dropout_p: probability in [0, 1] of dropping an element; kept ones are scaled up.
+        attn_mask: bool (True = takes part) or float (added to scale * input, may require grad), broadcastable to input.
+        is_causal: element (i, j) takes part only where j <= i.
+        scale: any real number.
+        seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
+
+    Returns:
+        input's shape and dtype, contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+    """
+    name = "softmax_dropout"
+    check.float_tensor(name, "input", input)
+    if input.dim() == 0:
+        raise ValueError(f"{name}: input must have at least 1 dimension, got a scalar")
+    x = check.autocast_float32(input)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, x.device)
+    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
+        raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}")
+    mask = check.mask(name, attn_mask, x.shape, x.dtype, x.device)
+    scores = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
+    backend = choose("softmax_dropout", (scores,), mask)
+    out, _ = softmax_dropout_op(
+        backend, scores, mask, None, check.draw_seed(seed, threshold, x.device), float(scale), -1,
+        0 if is_causal else -1, False, threshold,
+    )  # fmt: skip
+    return out.view(x.shape)
+
+
+def _fake_softmax_dropout(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape),
+        input.new_empty((2, *input.shape[:-1]), dtype=stat_dtype(input.dtype)),
+    )
+
+
+def _fake_softmax_dropout_backward(
+    grad_out: Tensor, input: Tensor, stats: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    wanted = attn_mask is not None and rest[-1]
+    return input.new_empty(input.shape), attn_mask.new_empty(attn_mask.shape) if wanted else input.new_empty(0)
+
+
+softmax_dropout_backward_op = BackwardOp(
+    "softmax_dropout_backward(Tensor grad_out, Tensor input, Tensor stats, Tensor? attn_mask, Tensor? key_lengths, "
+    "Tensor? seed, float scale, SymInt window_left, SymInt window_right, bool lower_right, int threshold, "
+    "bool mask_grad) -> (Tensor, Tensor)",
+    _fake_softmax_dropout_backward,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, attn_mask, key_lengths, seed, *ctx.settings, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    # The input and two numbers a row, rather than P: one tensor less is written, and P is cheap to recompute.
+    ctx.save_for_backward(input, output[1], attn_mask, key_lengths, seed)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 10
+    mask_grad = ctx.needs_input_grad[1]
+    grad_input, grad_mask = softmax_dropout_backward_op(
+        ctx.backend, grad_out, *ctx.saved_tensors, *ctx.settings, mask_grad
+    )
+    return grad_input, grad_mask if mask_grad else None, *(None,) * 8
+
+
+softmax_dropout_op = Op(
+    "softmax_dropout(Tensor input, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
+    "SymInt window_left, SymInt window_right, bool lower_right, int threshold) -> (Tensor, Tensor)",
+    _fake_softmax_dropout,
+    _setup,
+    _backward,
+)

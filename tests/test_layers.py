@@ -1,0 +1,126 @@
+"""Data flows one way: cli → translation → nn → ops → backends → csrc. Held by reading the imports."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
+# Lowest first. A module may import from its own layer and from those below.
+LAYERS = (
+    ("fastattn.backends",),
+    ("fastattn.ops",),
+    ("fastattn.nn",),
+    ("fastattn.translation",),
+    ("fastattn",),  # the public names
+    ("fastattn.info", "fastattn.bench"),
+    ("fastattn.cli", "fastattn.demo"),
+)
+MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> int:
+    """The layer whose name is the longest prefix of `module`; the package itself is a layer of one module."""
+    matches = [
+        (len(name), level)
+        for level, names in enumerate(LAYERS)
+        for name in names
+        if module == name or (name != "fastattn" and module.startswith(name + "."))
+    ]
+    assert matches, f"{module} belongs to no layer: add it to LAYERS"
+    return max(matches)[1]
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that the file imports, in functions too; `from package import name` counts as package.name where that
+    is a module."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                found.add(name if name in NAMES else base)
+    return found
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_go_down(path):
+    name = module_name(path)
+    up = {other for other in imports(path) if other in NAMES and layer(other) > layer(name)}
+    assert not up, f"{name} imports from a layer above its own: {sorted(up)}"
+
+
+def test_imports_are_read_right(tmp_path):
+    """The reader behind the test above, on the forms that an import can take."""
+    assert layer("fastattn.ops.attention") == 1
+    assert layer("fastattn") == 4
+    assert "fastattn.backends.native" in imports(ROOT / "fastattn/info.py")
+    assert "fastattn.ops" in imports(ROOT / "fastattn/nn.py") or any(
+        name.startswith("fastattn.ops.") for name in imports(ROOT / "fastattn/nn.py")
+    )
+
+
+def test_stems():
+    """An operation has the same file name wherever it appears."""
+
+    def stems(folder, pattern):
+        return {path.stem for path in (ROOT / folder).glob(pattern)} - {"__init__", "dispatch"}
+
+    assert stems("fastattn/ops", "*.py") >= STEMS
+    assert stems("fastattn/backends/reference", "*.py") == STEMS
+    assert stems("csrc/cpu", "*.cpp") == STEMS
+
+
+def test_torch_headers_only_in_bindings():
+    including = {
+        path.relative_to(ROOT / "csrc").as_posix()
+        for path in (ROOT / "csrc").rglob("*")
+        if path.suffix in {".h", ".cpp"} and re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())
+    }
+    assert including == {"bindings.cpp"}
+
+
+def test_kernels_use_c_headers_only():
+    """Code compiled for a wide instruction set has no template of the standard library in it: the linker could choose
+    that copy for everyone, and an older machine would meet an illegal instruction."""
+    allowed = {"stddef.h", "stdint.h", "string.h", "math.h", "float.h", "limits.h", "immintrin.h", "arm_neon.h"}
+    for path in [*(ROOT / "csrc/common").glob("*"), *(ROOT / "csrc/cpu").glob("*")]:
+        if path.stem != "dispatch":
+            system = set(re.findall(r"#include\s*<([^>]+)>", path.read_text()))
+            assert system <= allowed, f"{path.relative_to(ROOT)} includes {sorted(system - allowed)}"
+
+
+def test_import_is_light():
+    """`import fastattn` starts no CUDA, imports no Triton, and needs none of the `train` extra."""
+    script = """
+import sys
+import torch
+before = set(sys.modules)
+def refuse(*args, **kwargs):
+    raise RuntimeError("CUDA was initialised")
+torch.cuda._lazy_init = refuse
+for name in ("matplotlib", "numpy", "sacrebleu", "safetensors", "sentencepiece", "tqdm", "triton"):
+    if name not in before:
+        sys.modules[name] = None
+import fastattn
+import fastattn.nn
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

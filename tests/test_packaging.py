@@ -1,0 +1,414 @@
+"""The build, what it puts into the library, what it does where it cannot build, and the package as pip installs it."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import native_build
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import native
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(fastattn.__file__).resolve().parent
+LIBRARY = PACKAGE / "_cpu.so"
+
+needs_library = pytest.mark.skipif(native.library("cpu") is None, reason=f"needs cpu: {native.reason('cpu')}")
+
+
+def nm(*arguments) -> list[tuple[str, str]]:
+    """(kind, symbol) of each line that nm prints; the symbol with its version, if any."""
+    done = subprocess.run(["nm", *map(str, arguments)], capture_output=True, text=True, check=True)
+    lines = (line.split() for line in done.stdout.splitlines())
+    return [(words[-2], words[-1]) for words in lines if len(words) >= 2]
+
+
+# The library
+
+
+@needs_library
+def test_undefined_symbols_are_stable():
+    """From outside the library takes PyTorch's C shims, declared in the headers of the stable ABI, and the C and C++
+    run time. No CPython symbol, no C++ symbol of torch's."""
+    include = Path(torch.__file__).parent / "include/torch/csrc"
+    shims = "".join((include / name).read_text() for name in ("stable/c/shim.h", "inductor/aoti_torch/c/shim.h"))
+    undefined = [symbol for kind, symbol in nm("-D", "--undefined-only", LIBRARY) if kind == "U"]
+    torch_symbols = {symbol for symbol in undefined if "@" not in symbol}
+    assert torch_symbols, "a library that registers operations calls torch"
+    undeclared = {symbol for symbol in torch_symbols if not re.search(rf"\b{symbol}\(", shims)}
+    assert not undeclared
+    runtime = {symbol.split("@")[1].split("_")[0] for symbol in undefined if "@" in symbol}
+    assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
+
+
+@needs_library
+def test_library_exports_nothing():
+    assert [symbol for kind, symbol in nm("-D", "--defined-only", LIBRARY)] == []
+
+
+@needs_library
+def test_kernels_share_no_code_between_instruction_sets():
+    """A weak symbol in an object compiled for a wide instruction set may replace everyone's: there is none."""
+    objects = [
+        path for isa in native_build.instruction_sets() for path in (ROOT / "build/native/cpu").glob(f"*.{isa}.o")
+    ]
+    if not objects:
+        pytest.skip("needs the objects of a build in this checkout")
+    weak = {(path.name, symbol) for path in objects for kind, symbol in nm("--defined-only", path) if kind in "WVu"}
+    assert not weak
+
+
+# The build
+
+
+def record(package: Path) -> dict:
+    return json.loads((package / "_build.json").read_text())
+
+
+def test_no_compiler_installs_pure_python(tmp_path, monkeypatch):
+    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native_build.build(tmp_path / "package", tmp_path / "objects") == [tmp_path / "package/_build.json"]
+    assert "no C++ compiler: no-such-compiler not found" in record(tmp_path / "package")["cpu"]["reason"]
+
+
+def test_failing_compiler_installs_pure_python(tmp_path, monkeypatch):
+    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", "echo 'x.cpp:1: error: the sky is green'; exit 1")))
+    native_build.build(tmp_path / "package", tmp_path / "objects")
+    assert record(tmp_path / "package")["cpu"]["reason"].endswith("x.cpp:1: error: the sky is green")
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_build_0_removes_a_stale_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTATTN_BUILD", "0")
+    (tmp_path / "_cpu.so").touch()
+    native_build.build(tmp_path, tmp_path / "objects")
+    assert not (tmp_path / "_cpu.so").exists()
+    assert record(tmp_path)["cpu"]["reason"] == "installed with FASTATTN_BUILD=0"
+
+
+def test_build_1_is_an_error_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTATTN_BUILD", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(native_build.BuildError, match="no-such-compiler"):
+        native_build.build(tmp_path, tmp_path / "objects")
+
+
+def test_build_refuses_other_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTATTN_BUILD", "yes")
+    with pytest.raises(native_build.BuildError, match="FASTATTN_BUILD=yes: expected 0"):
+        native_build.build(tmp_path, tmp_path / "objects")
+
+
+def test_max_jobs(tmp_path, monkeypatch):
+    """MAX_JOBS bounds the compilers at work: each waits a moment and then sees how many others there are."""
+    count = 'echo > "$$.job"; sleep 0.3; ls *.job | wc -l >> counts; rm "$$.job"; touch "${!#}"'
+    compiler = script(tmp_path / "cc", "")
+    compiler.write_text(f'#!/bin/bash\n{count}\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n')
+    monkeypatch.setenv("CXX", str(compiler))
+    objects = [(f"{index}.o", tmp_path / "cc", "") for index in range(4)]
+    for jobs, expected in (("1", 1), ("4", 4)):
+        monkeypatch.setenv("MAX_JOBS", jobs)
+        native_build.run_ninja(tmp_path / jobs, objects, "library", "")
+        assert max(map(int, (tmp_path / jobs / "counts").read_text().split())) == expected
+
+
+def test_ninja_compiles_only_what_changed(tmp_path):
+    """A header's change reaches the objects that include it, and no others."""
+    (tmp_path / "value.h").write_text("#define VALUE 1\n")
+    (tmp_path / "a.cpp").write_text('#include "value.h"\nint a() { return VALUE; }\n')
+    (tmp_path / "b.cpp").write_text("int b() { return 2; }\n")
+    objects = [(f"{stem}.o", tmp_path / f"{stem}.cpp", "-fPIC") for stem in "ab"]
+
+    def build():
+        native_build.run_ninja(tmp_path / "objects", objects, "lib.so", "-shared")
+        return {name: (tmp_path / "objects" / name).stat().st_mtime_ns for name in ("a.o", "b.o", "lib.so")}
+
+    first = build()
+    assert build() == first
+    (tmp_path / "value.h").write_text("#define VALUE 3\n")
+    second = build()
+    assert {name for name in first if first[name] != second[name]} == {"a.o", "lib.so"}
+
+
+# Where the headers come from
+
+
+def fake_torch(directory: Path, version: str = "2.10.1+cpu") -> Path:
+    (directory / "torch/include/torch/csrc/stable").mkdir(parents=True)
+    (directory / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+    return directory / "torch"
+
+
+def test_site_directories_name_the_target_environment():
+    """In a virtual environment: its own packages before the user's, the base interpreter's last."""
+    directories = native_build.site_directories()
+    own = Path(sys.prefix)
+    assert directories[0].is_relative_to(own)
+    assert any(directory.is_relative_to(sys.base_prefix) and directory.exists() for directory in directories)
+    assert len(directories) == len(set(directories))
+
+
+def test_find_torch_takes_the_first(tmp_path):
+    own, user, base = (tmp_path / name for name in ("own", "user", "base"))
+    assert native_build.find_torch([own, user, base]) is None
+    in_base = fake_torch(base)
+    assert native_build.find_torch([own, user, base]) == (in_base, (2, 10))
+    in_user = fake_torch(user, "2.13.0")
+    assert native_build.find_torch([own, user, base]) == (in_user, (2, 13))
+    (own / "torch").mkdir(parents=True)  # the remains of an uninstalled torch are no torch
+    assert native_build.find_torch([own, user, base]) == (in_user, (2, 13))
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.9.1", "torch 2.9 is older than 2.10"), ("1.13.0", "torch 1.13 is older than 2.10"), (None, "no torch")],
+)
+def test_headers_refused(tmp_path, monkeypatch, version, expected):
+    if version:
+        fake_torch(tmp_path, version)
+    monkeypatch.setattr(native_build.sys, "path", [])
+    monkeypatch.setattr(native_build, "site_directories", lambda: [tmp_path])
+    with pytest.raises(native_build.BuildError, match=expected):
+        native_build.torch_for_building()
+
+
+def test_torch_is_a_build_requirement_only_where_none_is(tmp_path, monkeypatch):
+    def required():
+        hooks = (native_build.get_requires_for_build_wheel, native_build.get_requires_for_build_editable)
+        answers = {tuple(word for word in hook() if word.startswith("torch")) for hook in hooks}
+        assert len(answers) == 1
+        return list(answers.pop())
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
+    monkeypatch.setattr(native_build, "site_directories", lambda: [tmp_path])
+    assert required() == ["torch>=2.10"]
+    assert not [word for word in native_build.get_requires_for_build_sdist() if word.startswith("torch")]
+    monkeypatch.setenv("FASTATTN_BUILD", "0")
+    assert required() == []
+    monkeypatch.delenv("FASTATTN_BUILD")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert required() == []
+    monkeypatch.delenv("CXX")
+    fake_torch(tmp_path, "2.9.0")  # another torch would not be the one that is used
+    assert required() == []
+
+
+# Loading
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An empty package folder that `native` loads from."""
+    monkeypatch.setattr(native, "PACKAGE", tmp_path)
+    native._load.cache_clear()
+    yield tmp_path
+    native._load.cache_clear()
+
+
+def test_missing_library_has_a_reason(package):
+    assert native.library("cpu") is None
+    assert native.reason("cpu") == "_cpu.so was never built; install fastattn again"
+    native._load.cache_clear()
+    (package / "_build.json").write_text('{"cpu": {"reason": "no C++ compiler"}}')
+    assert native.reason("cpu") == "no C++ compiler"
+
+
+def test_library_of_another_machine_has_a_reason(package):
+    (package / "_cpu.so").write_bytes(b"not a library")
+    assert native.library("cpu") is None
+    assert native.reason("cpu").startswith("_cpu.so does not load: ")
+    assert "\n" not in native.reason("cpu")
+
+
+def test_old_torch_has_a_reason(package, monkeypatch):
+    (package / "_cpu.so").touch()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    assert native.library("cpu") is None
+    assert native.reason("cpu") == "torch 2.9.1+cu128 is installed, the library needs 2.10 or newer"
+
+
+# The distributions
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what a clean checkout has."""
+    target = tmp_path_factory.mktemp("checkout") / "fastattn"
+    ignore = shutil.ignore_patterns(".*_cache", ".git", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "*.so")
+    shutil.copytree(ROOT, target, ignore=ignore)
+    (target / "fastattn/_build.json").unlink(missing_ok=True)
+    return target
+
+
+def call_hook(checkout: Path, hook: str, output: Path, **environment: str) -> Path:
+    """Runs a PEP 517 hook as pip does, without isolation."""
+    code = f"import native_build; print(native_build.{hook}({str(output)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout / "csrc"), **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return output / done.stdout.splitlines()[-1]
+
+
+def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
+    with tarfile.open(call_hook(checkout, "build_sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {
+        path.relative_to(checkout).as_posix()
+        for folder in ("csrc", "fastattn", "tests", "benchmarks", "docs")
+        for path in (checkout / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert wanted | {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or name == "fastattn/_build.json"]
+
+
+def test_pure_wheel(checkout, tmp_path):
+    """FASTATTN_BUILD=0: all modules, the corpus, the reason, no library."""
+    wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="0")
+    assert re.fullmatch(r"fastattn-[^-]+-py3-none-any\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+        reason = json.loads(archive.read("fastattn/_build.json"))["cpu"]["reason"]
+    modules = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn").rglob("*.py")}
+    corpus = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn/verses").iterdir()}
+    assert modules | corpus <= names
+    assert not [name for name in names if name.endswith(".so")]
+    assert reason == "installed with FASTATTN_BUILD=0"
+    # No bound, which could make pip replace a user's torch.
+    assert re.findall(r"^Requires-Dist: (torch.*)$", metadata, re.MULTILINE) == ["torch"]
+
+
+@needs_library
+def test_wheel_of_a_build(checkout, tmp_path):
+    """One wheel for every Python, with the library in it."""
+    wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="1")
+    assert re.fullmatch(r"fastattn-[^-]+-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        assert "fastattn/_cpu.so" in archive.namelist()
+        assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
+
+
+# As pip installs it
+
+
+def requirements(name: str, found: dict[str, importlib.metadata.Distribution]) -> dict:
+    """The distribution `name` and all that it requires, by name."""
+    if name not in found:
+        found[name] = importlib.metadata.distribution(name)
+        for requirement in found[name].requires or []:
+            if ";" not in requirement or "python_version" in requirement:
+                requirements(re.match(r"[\w.-]+", requirement)[0], found)
+    return found
+
+
+def link_torch(site_packages: Path) -> None:
+    """Puts this environment's torch, and what it requires, into another environment, as links."""
+    site_packages.mkdir(parents=True, exist_ok=True)
+    for distribution in requirements("torch", {}).values():
+        for top in {Path(file).parts[0] for file in distribution.files or [] if not str(file).startswith("..")}:
+            if not (site_packages / top).exists() and top != "__pycache__":
+                (site_packages / top).symlink_to(distribution.locate_file(top))
+
+
+def new_environment(path: Path, system_site_packages: bool = False) -> tuple[Path, Path]:
+    """(python, site-packages) of a new virtual environment without pip."""
+    venv.create(path, system_site_packages=system_site_packages, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return path / "bin/python", path / "lib" / version / "site-packages"
+
+
+def pip_install(python: Path, *arguments: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def describe(python: Path, **environment: str) -> str:
+    """`fastattn info` of an environment, run elsewhere than in the checkout."""
+    done = subprocess.run(
+        [str(python), "-c", "from fastattn.info import report; print(report())"],
+        cwd=python.parent,
+        env={**os.environ, **environment, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def clean(checkout, monkeypatch):
+    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    shutil.rmtree(checkout / "build", ignore_errors=True)
+    return checkout
+
+
+@pytest.mark.slow
+def test_pip_install_in_a_plain_environment(clean, tmp_path):
+    python, site_packages = new_environment(tmp_path / "env")
+    link_torch(site_packages)
+    output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1")
+    assert "Collecting torch" not in output
+    assert "with the headers of torch " in describe(python)
+
+
+@pytest.mark.slow
+def test_pip_install_with_system_site_packages(clean, tmp_path):
+    """The torch is not in the environment itself, but in a place that the environment sees."""
+    python, _ = new_environment(tmp_path / "env", system_site_packages=True)
+    user = str(tmp_path / "user")
+    link_torch(tmp_path / "user/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages")
+    output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1", PYTHONUSERBASE=user)
+    assert "Collecting torch" not in output
+    assert "with the headers of torch " in describe(python, PYTHONUSERBASE=user)
+
+
+@pytest.mark.slow
+def test_editable_install_without_isolation(clean, tmp_path):
+    python, site_packages = new_environment(tmp_path / "env")
+    link_torch(site_packages)
+    pip_install(python, "setuptools>=77", "ninja", cwd=clean)
+    pip_install(python, "--no-build-isolation", "-e", ".", cwd=clean, FASTATTN_BUILD="1")
+    text = describe(python)
+    assert "with the headers of torch " in text
+    assert str(clean / "fastattn") in text
+
+
+@pytest.mark.slow
+def test_pip_install_without_a_compiler(clean, tmp_path):
+    python, site_packages = new_environment(tmp_path / "env")
+    link_torch(site_packages)
+    pip_install(python, ".", cwd=clean, CXX="no-such-compiler")
+    assert "no C++ compiler: no-such-compiler not found" in describe(python)
