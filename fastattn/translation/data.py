@@ -24,17 +24,23 @@ def read_lines(path: str | Path) -> list[str]:
         data = path.read_bytes()
         if path.suffix == ".gz":
             data = gzip.decompress(data)
-        text = data.decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except (EOFError, zlib.error) as error:
         raise InputError(f"{path} is not a complete gzip file: {error}") from None
+    return decode_lines(data, str(path))
+
+
+def decode_lines(data: bytes, name: str) -> list[str]:
+    """The lines of UTF-8 ``data``, called ``name`` in errors."""
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path} is not UTF-8: byte {data[error.start]:#04x} in line {line}") from None
+        raise InputError(f"{name} is not UTF-8: byte {data[error.start]:#04x} in line {line}") from None
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if not any(line.strip() for line in lines):
-        raise InputError(f"{path} is empty: expected one sentence a line")
+        raise InputError(f"{name} is empty: expected one sentence a line")
     return lines
 
 
