@@ -202,12 +202,22 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
   return out;
 }
 
+// ---- limits ----
+
+// At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
+void multiply_add(int64_t operations, bool bfloat16) {
+  const Parallel threads = torch_threads();
+  std::vector<float> sink(threads.threads);
+  (bfloat16 ? table().limits->bfloat16 : table().limits->float32)(sink.data(), operations, threads);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("set_isa(str name) -> ()");
+  m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
 }
@@ -216,6 +226,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&isa));
   m.impl("isas", TORCH_BOX(&isas));
   m.impl("set_isa", TORCH_BOX(&set_isa));
+  m.impl("multiply_add", TORCH_BOX(&multiply_add));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
