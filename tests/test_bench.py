@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn.bench import contest, limits, peers, report
-from fastattn.bench.cases import OPERATIONS, Case, Floor, dispatch, headline, sweep
+from fastattn.bench.cases import OPERATIONS, Case, Floor, listed, sweep
 from fastattn.bench.timer import Ratio, Timing, interleave
 
 SMALL = [
@@ -123,7 +123,7 @@ def test_flops_of_attention_agree_with_the_counter_of_torch(backward, products):
 
 
 def test_names_of_cases_tell_them_apart():
-    cases = {*headline(), *dispatch(), *sweep()}
+    cases = {*listed(), *sweep()}
     assert len({case.name for case in cases}) == len(cases)
 
 

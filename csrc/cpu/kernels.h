@@ -1,6 +1,7 @@
 // The kernels of every operation, one table for each instruction set that they are compiled for.
 #pragma once
 #include "dropout.h"
+#include "layer_norm.h"
 #include "limits.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
@@ -16,11 +17,13 @@ namespace fastattn {
 #define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
 #endif
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
+FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
 
 struct InstructionSet {
   const char* name;
   const DropoutKernels* dropout;
+  const LayerNormKernels* layer_norm;
   const LimitKernels* limits;
 };
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fastattn.bench import contest, report
-from fastattn.bench.cases import Case, dispatch, headline, sweep
+from fastattn.bench.cases import Case, listed, sweep
 
 __all__ = ["add_arguments", "main", "speed_table"]
 
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> report.Report:
     results = []
-    for case in sweep() if args.sweep else (*headline(), *dispatch()):
+    for case in sweep() if args.sweep else listed():
         if args.filter in case.name:
             result = contest.run(case, budget=args.seconds, everyone=args.peers)
             print(report.table([result]).splitlines()[-1], flush=True)

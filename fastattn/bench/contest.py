@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.bench import limits, peers
+from fastattn.bench import limits, peers, training
 from fastattn.bench.cases import OPERATIONS, Case, Floor
 from fastattn.bench.timer import Ratio, Timing, interleave
 
@@ -27,13 +27,17 @@ REGRESSION = 0.85
 """The share of a recorded ratio that a later run must keep; neighbouring runs on a quiet machine differ by 5-10 %."""
 
 
+VISIBLE_LIMIT = 20e-6
+"""Seconds below which a limit says nothing: calling the function that measures it costs as much."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One case's figures.
 
     seconds: median per contestant. ratios: how many times as fast as each peer ours is. fraction: of the physical
-    limit that ours reaches, which is `limited_by` "arithmetic" or "copy". own: our time in multiples of our time
-    without the case's features.
+    limit that ours reaches, which is `limited_by` "arithmetic" or "copy"; None where the limit is too short to be
+    seen. own: our time in multiples of our time without the case's features.
     """
 
     name: str
@@ -63,6 +67,8 @@ class Result:
 
 def ours(case: Case) -> Callable[[], Any]:
     """What is timed of ours."""
+    if case.operation == "training_step":
+        return training.contestants(case)["ours"]
     operation = OPERATIONS[case.operation]
     tensors, others = operation.operands(case)
     return step(case, partial(operation.call, case, **others), tensors)
@@ -83,17 +89,20 @@ def step(case: Case, function: Callable[..., Tensor], tensors: list[Tensor]) -> 
 
 def contestants(case: Case, *, everyone: bool = False) -> dict[str, Callable[[], Any]]:
     """Ours, the peers, ours without the case's features where the floor asks, and the limits of the machine."""
+    if case.operation == "training_step":
+        return training.contestants(case) | _arithmetic(case)
     tensors, others = OPERATIONS[case.operation].operands(case)
     functions = {"ours": ours(case)}
     for name, peer in peers.available(case, everyone=everyone).items():
         functions[name] = step(case, partial(peer, **others), tensors)
     if case.floor.own is not None:
         functions["plain"] = ours(case.plain)
-    if case.flops and (work := limits.arithmetic(case.flops, case.dtype)):
-        functions["arithmetic"] = work
-    if case.bytes:
-        functions["copy"] = limits.copy(case.bytes, block=max(tensor.nbytes for tensor in tensors))
-    return functions
+    return functions | _arithmetic(case) | {"copy": limits.copy(case.bytes, max(tensor.nbytes for tensor in tensors))}
+
+
+def _arithmetic(case: Case) -> dict[str, Callable[[], Any]]:
+    work = limits.arithmetic(case.flops, case.dtype) if case.flops else None
+    return {"arithmetic": work} if work else {}
 
 
 def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (5, 51), everyone: bool = False) -> Result:
@@ -103,8 +112,8 @@ def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (5, 51), e
 
 
 def summarise(case: Case, timing: Timing) -> Result:
-    bounds = [name for name in ("arithmetic", "copy") if name in timing.samples]
-    limit = max(bounds, key=timing.seconds, default="")
+    bounds = {name: timing.seconds(name) for name in ("arithmetic", "copy") if name in timing.samples}
+    limit = max((name for name in bounds if bounds[name] > VISIBLE_LIMIT), key=bounds.__getitem__, default="")
     rivals = [name for name in timing.samples if name not in ("ours", "plain", *bounds)]
     return Result(
         name=case.name,
@@ -150,6 +159,8 @@ def check(case: Case) -> list[str]:
     Attention is called on the whole case and compared on the leading heads of the first batch: the dropout mask of a
     head depends on its number alone, so a leading part has the whole's mask.
     """
+    if case.operation == "training_step":
+        return training.check(case)
     operation = OPERATIONS[case.operation]
     tensors, others = operation.operands(case)
     seed = torch.tensor([2017, 6])

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 import fastattn
+from fastattn.backends import native
 from fastattn.bench import limits
-from fastattn.bench.cases import dispatch, headline
+from fastattn.bench.cases import listed
 from fastattn.bench.contest import Result
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -70,7 +71,8 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its instruction set as torch and fastattn see it, and the threads in use."""
+    """The processor, the instruction set that the kernels use (torch's, where there are none), the threads in use."""
+    library = native.library("cpu")
     cpu = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -87,7 +89,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "architecture": platform.machine(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
+        "isa": library.isa.default() if library else f"torch {torch.backends.cpu.get_cpu_capability()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -151,10 +153,11 @@ def tables(report: Report) -> str:
         *(f"{figures[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if figures[name]),
         f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache",
     ]
-    named = {case.name for case in (*headline(), *dispatch())}
+    named = {case.name for case in listed()}
     sections = [
-        f"{report.machine['cpu']}, {report.machine['threads']} threads, torch {report.versions['torch']}; limits measured "
-        f"in the same run: {', '.join(known)}. Times torch's speed: median and quartiles of interleaved pairs.",
+        f"{report.machine['cpu']}, {report.machine['threads']} threads, {report.machine['isa']}, torch "
+        f"{report.versions['torch']}. Limits measured in the same run: {', '.join(known)}. Times torch: its time over "
+        "ours, median and quartiles of interleaved pairs.",
         table(result for name, result in report.results.items() if name in named),
     ]
     swept = [result for name, result in report.results.items() if name not in named]
