@@ -35,8 +35,12 @@ def _parser() -> _Parser:
 
     command = commands.add_parser("train", help="train a translator on parallel text")
     command.set_defaults(run=_train)
-    command.add_argument("--train", nargs=2, required=True, metavar=("SRC", "TGT"), help="text or .gz, a sentence a line")
-    command.add_argument("--valid", nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on")
+    command.add_argument(
+        "--train", nargs=2, required=True, metavar=("SRC", "TGT"), help="text or .gz, a sentence a line"
+    )
+    command.add_argument(
+        "--valid", nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on"
+    )
     command.add_argument("--out", required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl")
     command.add_argument("--preset", help="tiny (default: for two CPU cores), base or big")
     command.add_argument("--vocab-size", type=int, help="pieces shared by both languages (default 8000)")
@@ -58,11 +62,15 @@ def _parser() -> _Parser:
     command = commands.add_parser("evaluate", help="score a trained model's translations with BLEU")
     command.set_defaults(run=_evaluate)
     command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
-    command.add_argument("--test", nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line")
+    command.add_argument(
+        "--test", nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
+    )
     command.add_argument("--output", metavar="FILE", help="also write the translations there")
     _add_search(command)
 
-    command = commands.add_parser("info", help="versions, devices, compiled libraries, and why what is missing is missing")
+    command = commands.add_parser(
+        "info", help="versions, devices, compiled libraries, and why what is missing is missing"
+    )
     command.set_defaults(run=_info)
 
     command = commands.add_parser("demo", help="check and time every operation, then train and use a small translator")
@@ -73,7 +81,9 @@ def _parser() -> _Parser:
 
 def _add_search(command: argparse.ArgumentParser) -> None:
     command.add_argument("--beam", type=int, default=4, help="hypotheses a sentence; 1 is greedy (default 4)")
-    command.add_argument("--length-penalty", type=float, default=0.6, help="exponent of ((5 + length) / 6) (default 0.6)")
+    command.add_argument(
+        "--length-penalty", type=float, default=0.6, help="exponent of ((5 + length) / 6) (default 0.6)"
+    )
     command.add_argument("--batch-size", type=int, default=64, help="sentences at a time (default 64)")
 
 

@@ -130,7 +130,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a link or folder; a checkpoint first loses its name, so that an interruption leaves no half of one behind."""
+    """Remove a link or folder; a checkpoint first loses its name, so that no half of one is ever left."""
     if path.is_symlink():
         path.unlink()
         return

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from typing import Any
 
 from fastattn.translation.errors import InputError
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     # For two CPU cores: 7.6 M parameters at a vocabulary of 8000.
     "tiny": {"d_model": 256, "d_ff": 1024, "num_heads": 4, "encoder_layers": 3, "decoder_layers": 3},
     # "Attention Is All You Need", Table 3: base and big.

@@ -48,7 +48,9 @@ def read_parallel(source: str | Path, target: str | Path) -> tuple[list[str], li
     """Two files whose line n are translations of each other."""
     sources, targets = read_lines(source), read_lines(target)
     if len(sources) != len(targets):
-        raise InputError(f"{source} has {len(sources)} lines but {target} has {len(targets)}: line n must pair with line n")
+        raise InputError(
+            f"{source} has {len(sources)} lines but {target} has {len(targets)}: line n must pair with line n"
+        )
     return sources, targets
 
 
@@ -91,8 +93,8 @@ class Batch:
     tokens: int  # labels that are not padding
 
     def to(self, device: torch.device) -> "Batch":
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in fields.items()})
+        names = [field.name for field in dataclasses.fields(self) if field.name != "tokens"]
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 class ParallelText:
@@ -100,8 +102,8 @@ class ParallelText:
 
     Args:
         tokenizer: encodes both sides.
-        sources, targets: lines that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are left
-            out; ``left_out`` counts them.
+        sources, targets: lines that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are
+            left out; ``left_out`` counts them.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: list[str], targets: list[str]):

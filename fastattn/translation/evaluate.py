@@ -35,7 +35,11 @@ def held_out(model: Transformer, batches: Iterable[Batch], autocast) -> dict[str
             correct += int(correct_guesses(logits, labels, model.config.pad_id))
             tokens += batch.tokens
     model.train(was_training)
-    return {"valid_loss": nll / tokens, "valid_perplexity": perplexity(nll / tokens), "valid_accuracy": correct / tokens}
+    return {
+        "valid_loss": nll / tokens,
+        "valid_perplexity": perplexity(nll / tokens),
+        "valid_accuracy": correct / tokens,
+    }
 
 
 def perplexity(loss: float) -> float:

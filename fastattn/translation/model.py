@@ -1,11 +1,11 @@
 """The encoder-decoder of "Attention Is All You Need" (Vaswani et al., 2017), on fastattn's operations.
 
 Every sub-layer is followed by one fused dropout + residual + LayerNorm. Two tensors run through a stack: ``x``, the
-normalised input of the next sub-layer, and ``residual``, the stream that the sub-layers add to. In the paper's post-norm
-they are the same tensor; with ``norm_first`` the stream is the plain sum, and the norm that follows a sub-layer is the
-one that the next sub-layer would begin with, so that a stack begins with one norm and ends with its final norm.
+normalised input of the next sub-layer, and ``residual``, the stream that the sub-layers add to. In the paper's
+post-norm they are the same tensor; with ``norm_first`` the stream is the plain sum, and the norm that follows a
+sub-layer is the one that the next sub-layer would begin with: a stack begins with one norm and ends with its final one.
 
-Batches are padded on the right. Padding is described by lengths alone: no mask is built, and no kernel reads beyond them.
+Batches are padded on the right. Padding is described by lengths alone: no mask is built, no kernel reads beyond them.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         return self.logits(self.features(source, target, source_lengths, target_lengths, seeds=seeds, weights=weights))
 
     def features(self, source, target, source_lengths=None, target_lengths=None, *, seeds=None, weights=None) -> Tensor:
-        """:meth:`forward` without its last product: (B, T, d_model), to be given to :meth:`logits` in full or in part."""
+        """:meth:`forward` without its last product: (B, T, d_model), for :meth:`logits`."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         target_lengths = self.lengths(target) if target_lengths is None else target_lengths
         sites = self._sites(seeds, source.device)
@@ -138,7 +138,9 @@ class Transformer(nn.Module):
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         return self._encode(source, source_lengths, self._sites(None, source.device), None)
 
-    def decode(self, target: Tensor, memory: Tensor, source_lengths: Tensor, cache: DecoderCache | None = None) -> Tensor:
+    def decode(
+        self, target: Tensor, memory: Tensor, source_lengths: Tensor, cache: DecoderCache | None = None
+    ) -> Tensor:
         """Features (B, T, d_model) of target (B, T) over :meth:`encode`'s memory.
 
         With ``cache``, ``target`` holds only the tokens after those that the cache has seen.
@@ -201,7 +203,7 @@ class _Stack(nn.Module):
 
     def __init__(self, config: TransformerConfig, count: int, layer: type[nn.Module], factory: dict):
         super().__init__()
-        self.norm = _norm_first(config, factory) if config.norm_first else nn.Identity()
+        self.norm = LayerNorm(config.d_model, eps=config.norm_eps, **factory) if config.norm_first else nn.Identity()
         self.layers = nn.ModuleList(layer(config, factory) for _ in range(count))
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,6 +288,8 @@ class SinusoidalPositions(nn.Module):
     The table is float32, computed in float64, and grows by doubling.
     """
 
+    table: Tensor
+
     def __init__(self, d_model: int, device=None, length: int = 512):
         super().__init__()
         self.d_model = d_model
@@ -329,18 +333,15 @@ def _positions(config: TransformerConfig, factory: dict) -> nn.Module:
 
 def _attention(config: TransformerConfig, factory: dict) -> MultiHeadAttention:
     return MultiHeadAttention(
-        config.d_model, config.num_heads, dropout=config.attention_dropout, bias=config.attention_bias, batch_first=True,
-        head_dim=config.head_dim, value_head_dim=config.value_head_dim, **factory,
+        config.d_model, config.num_heads, dropout=config.attention_dropout, bias=config.attention_bias,
+        batch_first=True, head_dim=config.head_dim, value_head_dim=config.value_head_dim, **factory,
     )  # fmt: skip
 
 
 def _norm(config: TransformerConfig, factory: dict) -> DropoutAddLayerNorm:
-    norm = DropoutAddLayerNorm(config.d_model, p=config.dropout, eps=config.norm_eps, prenorm=config.norm_first)
-    return norm.to(**factory)
-
-
-def _norm_first(config: TransformerConfig, factory: dict) -> LayerNorm:
-    return LayerNorm(config.d_model, eps=config.norm_eps).to(**factory)
+    return DropoutAddLayerNorm(
+        config.d_model, p=config.dropout, eps=config.norm_eps, prenorm=config.norm_first, **factory
+    )
 
 
 def _add_norm(norm: DropoutAddLayerNorm, output: Tensor, residual: Tensor, seed) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,11 @@ def loss_curve(rows: list[dict[str, float]], path: str | Path) -> None:
 
 
 @torch.no_grad()
-def cross_attention(model: Transformer, tokenizer: Tokenizer, source: str, target: str) -> tuple[Tensor, list[str], list[str]]:
-    """How a translation attends to its source: (T, S) probabilities, averaged over the last layer's heads, with the pieces
-    that each row predicts and each column reads."""
+def cross_attention(
+    model: Transformer, tokenizer: Tokenizer, source: str, target: str
+) -> tuple[Tensor, list[str], list[str]]:
+    """How a translation attends to its source: (T, S) probabilities, the mean of the last layer's heads, with the pieces
+    that the rows predict and the columns read."""
     end, begin = model.config.eos_id, model.config.bos_id
     source_ids, target_ids = tokenizer.encode([source, target])
     weights = AttentionWeights()

@@ -48,7 +48,7 @@ def beam_search(
     config, device = model.config, source.device
     limits = source_lengths + EXTRA_TOKENS
     batch, longest = len(source), int(limits.max())
-    results: list[Hypothesis | None] = [None] * batch
+    results = [Hypothesis([], -torch.inf)] * batch
 
     # Row r of the decoder's batch is hypothesis r % width of sentence r // width: one a sentence before the first step.
     memory = model.encode(source, source_lengths)

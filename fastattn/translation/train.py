@@ -109,7 +109,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def update(self) -> Tensor:
-        """One update on the next batch: its smoothed loss, NLL, correct guesses and target tokens, summed; float64 (4,)."""
+        """One update on the next batch: its summed smoothed loss, NLL, correct guesses, and its target tokens, float64 (4,)."""
         if self._batches is None:
             self._batches = self.text.epochs(self.options.batch_tokens, self.options.seed, self.epoch, self.place)
         self.epoch, self.place, batch = next(self._batches)
@@ -131,7 +131,7 @@ class Trainer:
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Label-smoothed cross-entropy (section 5.4) and the plain one, in nats, summed over the labels that are no padding.
+    """Label-smoothed cross-entropy (section 5.4) and the plain one, in nats, summed over the labels except padding.
 
     The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
     ``torch.nn.functional.cross_entropy``; computed in float32 from logits (N, V) of any dtype and labels int64 (N,).
@@ -145,7 +145,7 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, pad_id: int)
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
     """The dropout seeds of one forward pass: int64 (sites, 2).
 
-    The key is a hash of (seed, update, micro_batch), the micro-batch counted over all processes; the offset is the site.
+    The key is a hash of (seed, update, micro_batch), micro-batches counted over all processes; the offset is the site.
     """
     digest = hashlib.blake2b(struct.pack("<3q", seed, update, micro_batch), digest_size=8).digest()
     (key,) = struct.unpack("<q", digest)
@@ -180,7 +180,13 @@ def train(
     """
     keep_freed_pages()
     out = Path(out)
-    given = {"preset": preset, "vocab_size": vocab_size, "batch_tokens": batch_tokens, "precision": precision, "seed": seed}
+    given = {
+        "preset": preset,
+        "vocab_size": vocab_size,
+        "batch_tokens": batch_tokens,
+        "precision": precision,
+        "seed": seed,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if resume:
         newest = checkpoint.newest(out)
@@ -256,7 +262,7 @@ def _same_options(saved: TrainingOptions, given: dict) -> TrainingOptions:
 
 
 def fastest_precision() -> str:
-    """"bf16" where this machine multiplies bfloat16 matrices in hardware, else "fp32"."""
+    """ "bf16" where this machine multiplies bfloat16 matrices in hardware, else "fp32"."""
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     has = torch.cpu.get_capabilities()
