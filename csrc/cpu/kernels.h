@@ -1,5 +1,6 @@
 // The kernels of every operation, one table for each instruction set that they are compiled for.
 #pragma once
+#include "attention.h"
 #include "dropout.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
@@ -14,10 +15,12 @@ namespace fastattn {
 #else
 #define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
 #endif
+FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
 
 struct InstructionSet {
   const char* name;
+  const AttentionKernels* attention;
   const DropoutKernels* dropout;
 };
 
