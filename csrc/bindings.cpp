@@ -330,6 +330,15 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const T
   return {out, lse, stats};
 }
 
+// ---- limits ----
+
+// At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
+void multiply_add(int64_t operations, bool bfloat16) {
+  const Parallel threads = torch_threads();
+  std::vector<float> sink(threads.threads);
+  (bfloat16 ? table().limits->bfloat16 : table().limits->float32)(sink.data(), operations, threads);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
@@ -343,6 +352,7 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
       "Tensor? seed, int max_q, int max_k, float scale, int window_left, int window_right, int threshold) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
 }
@@ -351,6 +361,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&isa));
   m.impl("isas", TORCH_BOX(&isas));
   m.impl("set_isa", TORCH_BOX(&set_isa));
+  m.impl("multiply_add", TORCH_BOX(&multiply_add));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {

@@ -18,6 +18,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import build_meta
+from setuptools.errors import BaseError
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 10)
@@ -34,7 +35,7 @@ OPTIMIZE = "-O3"
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 
 
-class BuildError(Exception):
+class BuildError(BaseError):
     """Why a library cannot be built, in one line."""
 
 
@@ -126,7 +127,7 @@ def run_ninja(directory: Path, objects: list[tuple[str, Path, str]], target: str
     done = subprocess.run([ninja, "-C", directory, *jobs], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, end="", flush=True)
     if done.returncode:
-        error = re.search(r"^.*(?:error|undefined reference).*$", done.stdout, re.MULTILINE | re.IGNORECASE)
+        error = re.search(r"^.*(?:error:|undefined reference).*$", done.stdout, re.MULTILINE)
         raise BuildError(f"{target} does not compile: {error[0].strip() if error else 'ninja failed'}")
     return directory / target
 

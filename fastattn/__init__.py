@@ -1,6 +1,15 @@
 """Fused attention, softmax-dropout and LayerNorm for PyTorch, and the Transformer built on them."""
 
 from fastattn.backends import backend, explain
+from fastattn.nn import (
+    Dropout,
+    DropoutAddLayerNorm,
+    KeyValueCache,
+    LayerNorm,
+    MultiHeadAttention,
+    MultiheadAttention,
+    SoftmaxDropout,
+)
 from fastattn.ops import (
     attention_weights,
     dropout,
@@ -15,6 +24,13 @@ from fastattn.ops import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Dropout",
+    "DropoutAddLayerNorm",
+    "KeyValueCache",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "MultiheadAttention",
+    "SoftmaxDropout",
     "attention_weights",
     "backend",
     "dropout",

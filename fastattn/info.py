@@ -1,12 +1,12 @@
 """What `fastattn info` prints: versions, device, compiled libraries, and why what is missing is missing."""
 
-import importlib.metadata
 import importlib.util
 import platform
 from pathlib import Path
 
 import torch
 
+from fastattn import __version__
 from fastattn.backends import native
 
 
@@ -20,18 +20,10 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def version() -> str:
-    """fastattn's version, from the installed metadata."""
-    try:
-        return importlib.metadata.version("fastattn")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def report() -> str:
     """The whole text of `fastattn info`."""
     rows = [
-        ("fastattn", f"{version()} in {native.PACKAGE}"),
+        ("fastattn", f"{__version__} in {native.PACKAGE}"),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
         ("cpu", f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()} in torch"),

@@ -41,8 +41,7 @@ def layer(module: str) -> int:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that the file imports, in functions too; `from package import name` counts as package.name where that
-    is a module."""
+    """Every module that the file imports, in functions too; `from package import name` is package.name if a module."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -85,7 +84,7 @@ def test_stems():
 
     assert stems("fastattn/ops", "*.py") >= STEMS
     assert stems("fastattn/backends/reference", "*.py") == STEMS
-    assert stems("csrc/cpu", "*.cpp") == STEMS
+    assert stems("csrc/cpu", "*.cpp") == STEMS | {"limits"}  # what the machine could do at best
 
 
 def test_torch_headers_only_in_bindings():

@@ -15,15 +15,22 @@ from pathlib import Path
 import native_build
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import fastattn
 from fastattn.backends import native
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fastattn.__file__).resolve().parent
-LIBRARY = PACKAGE / "_cpu.so"
 
-needs_library = pytest.mark.skipif(native.library("cpu") is None, reason=f"needs cpu: {native.reason('cpu')}")
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """The compiled library. Skips where there is none, fails under FASTATTN_REQUIRE=cpu."""
+    if native.library("cpu") is None:
+        required = "cpu" in os.environ.get("FASTATTN_REQUIRE", "").split(",")
+        (pytest.fail if required else pytest.skip)(f"no cpu library: {native.reason('cpu')}")
+    return PACKAGE / "_cpu.so"
 
 
 def nm(*arguments) -> list[tuple[str, str]]:
@@ -36,13 +43,12 @@ def nm(*arguments) -> list[tuple[str, str]]:
 # The library
 
 
-@needs_library
-def test_undefined_symbols_are_stable():
+def test_undefined_symbols_are_stable(library):
     """From outside the library takes PyTorch's C shims, declared in the headers of the stable ABI, and the C and C++
     run time. No CPython symbol, no C++ symbol of torch's."""
     include = Path(torch.__file__).parent / "include/torch/csrc"
     shims = "".join((include / name).read_text() for name in ("stable/c/shim.h", "inductor/aoti_torch/c/shim.h"))
-    undefined = [symbol for kind, symbol in nm("-D", "--undefined-only", LIBRARY) if kind == "U"]
+    undefined = [symbol for kind, symbol in nm("-D", "--undefined-only", library) if kind == "U"]
     torch_symbols = {symbol for symbol in undefined if "@" not in symbol}
     assert torch_symbols, "a library that registers operations calls torch"
     undeclared = {symbol for symbol in torch_symbols if not re.search(rf"\b{symbol}\(", shims)}
@@ -51,13 +57,11 @@ def test_undefined_symbols_are_stable():
     assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
 
 
-@needs_library
-def test_library_exports_nothing():
-    assert [symbol for kind, symbol in nm("-D", "--defined-only", LIBRARY)] == []
+def test_library_exports_nothing(library):
+    assert [symbol for kind, symbol in nm("-D", "--defined-only", library)] == []
 
 
-@needs_library
-def test_kernels_share_no_code_between_instruction_sets():
+def test_kernels_share_no_code_between_instruction_sets(library):
     """A weak symbol in an object compiled for a wide instruction set may replace everyone's: there is none."""
     objects = [
         path for isa in native_build.instruction_sets() for path in (ROOT / "build/native/cpu").glob(f"*.{isa}.o")
@@ -66,6 +70,20 @@ def test_kernels_share_no_code_between_instruction_sets():
         pytest.skip("needs the objects of a build in this checkout")
     weak = {(path.name, symbol) for path in objects for kind, symbol in nm("--defined-only", path) if kind in "WVu"}
     assert not weak
+
+
+@pytest.mark.slow
+def test_an_independent_audit_agrees(library):
+    """torch-abi-audit knows from which torch on each shim exists."""
+    audit = Path(sys.executable).with_name("torch-abi-audit")
+    if not audit.exists():
+        pytest.skip("needs torch-abi-audit, of the dev extra")
+    command = [str(audit), "--json", str(library)]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (found,) = (entry["torch"] for entry in report["bundled_libs"])
+    assert found["stable"]
+    assert found["unstable_symbols"] == found["unknown_shim_symbols"] == []
+    assert found["min_torch_version"] == "2.10.0"
 
 
 # The build
@@ -300,10 +318,11 @@ def test_pure_wheel(checkout, tmp_path):
     assert not [name for name in names if name.endswith(".so")]
     assert reason == "installed with FASTATTN_BUILD=0"
     # No bound, which could make pip replace a user's torch.
-    assert re.findall(r"^Requires-Dist: (torch.*)$", metadata, re.MULTILINE) == ["torch"]
+    required = map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE))
+    assert [str(requirement) for requirement in required if requirement.name == "torch"] == ["torch"]
 
 
-@needs_library
+@pytest.mark.slow
 def test_wheel_of_a_build(checkout, tmp_path):
     """One wheel for every Python, with the library in it."""
     wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="1")
@@ -320,9 +339,9 @@ def requirements(name: str, found: dict[str, importlib.metadata.Distribution]) -
     """The distribution `name` and all that it requires, by name."""
     if name not in found:
         found[name] = importlib.metadata.distribution(name)
-        for requirement in found[name].requires or []:
-            if ";" not in requirement or "python_version" in requirement:
-                requirements(re.match(r"[\w.-]+", requirement)[0], found)
+        for requirement in map(Requirement, found[name].requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                requirements(requirement.name, found)
     return found
 
 
@@ -404,6 +423,15 @@ def test_editable_install_without_isolation(clean, tmp_path):
     text = describe(python)
     assert "with the headers of torch " in text
     assert str(clean / "fastattn") in text
+
+
+@pytest.mark.slow
+def test_sdist_as_installed(clean, tmp_path):
+    python, site_packages = new_environment(tmp_path / "env")
+    link_torch(site_packages)
+    sdist = call_hook(clean, "build_sdist", tmp_path)
+    pip_install(python, str(sdist), cwd=tmp_path, FASTATTN_BUILD="1")
+    assert "with the headers of torch " in describe(python)
 
 
 @pytest.mark.slow

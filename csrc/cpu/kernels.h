@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "dropout.h"
+#include "limits.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
 #define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
@@ -17,11 +18,13 @@ namespace fastattn {
 #endif
 FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
+FASTATTN_DECLARE_TABLES(LimitKernels, limits);
 
 struct InstructionSet {
   const char* name;
   const AttentionKernels* attention;
   const DropoutKernels* dropout;
+  const LimitKernels* limits;
 };
 
 // Those that this machine can run, best first; *count says how many.

@@ -137,7 +137,7 @@ def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, he
     refusals = {name: refusal(name, op, operands, attn_mask, head_size) for name in _NAMES}
     able = [name for name, reason in refusals.items() if reason is None]
     if _state.forced is None:
-        chosen = able[0]
+        chosen: str | None = able[0]
         reasons = {name: reason or f"{chosen} is faster" for name, reason in refusals.items() if name != chosen}
     else:
         chosen = _state.forced if _state.forced in able else None

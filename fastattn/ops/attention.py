@@ -18,7 +18,7 @@ from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.backends.reference.softmax_dropout import visibility
 from fastattn.ops import check
 from fastattn.ops.register import BackwardOp, Op
-from fastattn.ops.softmax_dropout import softmax_dropout_op
+from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
 _VARIANTS = ("upper_left", "lower_right")
 
@@ -133,10 +133,8 @@ def attention_weights(
     check.check_seed(name, seed, q.device)
     scale = _scale(name, scale, q.size(3))
     backend = choose("softmax_dropout", (q,), attn_mask)
-    if key_lengths is not None or attn_mask is not None:
-        visible = visibility(
-            q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right
-        )
+    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, -1, -1, False)
+    if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
         k = k.masked_fill(~visible.any(-2).any(1, keepdim=True).unsqueeze(-1), 0.0)
     with torch.autocast(q.device.type, enabled=False):
         # In float32, as attention's own scores are.
@@ -212,16 +210,15 @@ def varlen_attn(
             f"{name}: cu_seq_q and cu_seq_k must name the same number of sequences, got "
             f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
         )
-    if seqused_k is not None:
-        seqused_k = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
-        seqused_k = torch.minimum(seqused_k, cu_seq_k.diff())
+    used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
+    used = used if used is None else torch.minimum(used, cu_seq_k.diff())
     window_left, window_right = check.window(name, window_size, is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
     scale = _scale(name, scale, q.size(2))
     backend = choose("varlen_attention", (q,), None, max(q.size(2), v.size(2)))
     out, lse, _ = varlen_attention_op(
-        backend, q, k, v, cu_seq_q, cu_seq_k, seqused_k, check.draw_seed(seed, threshold, q.device), max_q, max_k,
+        backend, q, k, v, cu_seq_q, cu_seq_k, used, check.draw_seed(seed, threshold, q.device), max_q, max_k,
         scale, window_left, window_right, threshold,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -377,8 +374,7 @@ def _fake_attention_backward(
     attn_mask: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = tuple(empty_heads(t, t.size(2), t.size(3)) for t in (query, key, value))
-    wanted = attn_mask is not None and rest[-1]
-    return *grads, attn_mask.new_empty(attn_mask.shape) if wanted else query.new_empty(0)
+    return *grads, fake_mask_grad(query, attn_mask, rest[-1])
 
 
 attention_backward_op = BackwardOp(

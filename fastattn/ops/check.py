@@ -138,7 +138,7 @@ def autocast_low(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_float32(tensor: Tensor) -> Tensor:
-    """A row operation's operand under autocast: softmax and layer_norm are in float32 on CUDA's list, on none of the CPU's."""
+    """A row operation's operand under autocast: CUDA has softmax and layer_norm in float32, the CPU leaves them."""
     if tensor.is_cuda and autocast_dtype(tensor) is not None and tensor.dtype != torch.float64:
         return tensor.float()
     return tensor

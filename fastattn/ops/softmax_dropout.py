@@ -70,11 +70,15 @@ def _fake_softmax_dropout(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     )
 
 
+def fake_mask_grad(like: Tensor, attn_mask: Tensor | None, wanted: bool) -> Tensor:
+    """The mask's gradient in shape and dtype; an empty tensor where it is not wanted."""
+    return like.new_empty(0) if attn_mask is None or not wanted else attn_mask.new_empty(attn_mask.shape)
+
+
 def _fake_softmax_dropout_backward(
     grad_out: Tensor, input: Tensor, stats: Tensor, attn_mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    wanted = attn_mask is not None and rest[-1]
-    return input.new_empty(input.shape), attn_mask.new_empty(attn_mask.shape) if wanted else input.new_empty(0)
+    return input.new_empty(input.shape), fake_mask_grad(input, attn_mask, rest[-1])
 
 
 softmax_dropout_backward_op = BackwardOp(

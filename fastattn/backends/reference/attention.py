@@ -6,6 +6,8 @@ value (B, Hk, Lk, Ev), Hk dividing Hq.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -122,7 +124,7 @@ def attention_backward(
 def _sequences(cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, slice]]:
     """The rows of query and of key that belong to each sequence of a packed batch."""
     q, k = cu_seq_q.tolist(), cu_seq_k.tolist()
-    used = seqused_k.tolist() if seqused_k is not None else [end - begin for begin, end in zip(k, k[1:], strict=False)]
+    used = seqused_k.tolist() if seqused_k is not None else [end - begin for begin, end in itertools.pairwise(k)]
     return [(slice(q[s], q[s + 1]), slice(k[s], k[s] + used[s])) for s in range(len(q) - 1)]
 
 

@@ -44,8 +44,8 @@ def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matri
     y = torch.arange(tiles_y * 8, device=device)[:, None]
     z = torch.arange(first_matrix, first_matrix + matrices, device=device)[:, None, None] & _LOW
     key, offset = seed[0], seed[1] & _LOW
-    words = _philox((x, y, z, offset), (key & _LOW, (key >> 32) & _LOW))
-    words = [word.expand(matrices, tiles_y * 8, tiles_x * 8) for word in words]
+    philox = _philox((x, y, z, offset), (key & _LOW, (key >> 32) & _LOW))
+    words = [word.expand(matrices, tiles_y * 8, tiles_x * 8) for word in philox]
     # Value v is half v % 2 of word v // 2, and belongs to row half v // 4 and column quarter v % 4 of its 16x32 tile.
     values = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
     values = values.view(2, 4, matrices, tiles_y, 8, tiles_x, 8).permute(2, 3, 0, 4, 5, 1, 6)

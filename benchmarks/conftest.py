@@ -1,0 +1,81 @@
+"""The gate that every benchmark here goes through, and the results that a run leaves.
+
+    pytest benchmarks/               the floors, dispatch overhead, a sample of the sweep
+    pytest benchmarks/ --sweep       the whole sweep as well
+    pytest benchmarks/ --peers       beside torch's functions: its other backends, FlexAttention, torch.compile
+    pytest benchmarks/ --record      keep the results as benchmarks/results/MACHINE.json
+
+A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastattn.bench import contest, report
+from fastattn.bench.cases import Case
+
+RESULTS = Path(__file__).parent / "results"
+FOUND = pytest.StashKey[dict[str, contest.Result]]()
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("fastattn")
+    group.addoption("--sweep", action="store_true", help="every case of the sweep, not a sample")
+    group.addoption("--peers", action="store_true", help="all peers, not torch's functions alone")
+    group.addoption("--record", action="store_true", help="keep the results in benchmarks/results")
+
+
+def pytest_configure(config):
+    config.stash[FOUND] = {}
+
+
+@pytest.fixture(scope="session")
+def baseline() -> report.Report | None:
+    path = RESULTS / f"{report.kind(report.machine())}.json"
+    return report.Report.read(path) if path.exists() else None
+
+
+@pytest.fixture
+def gate(request, benchmark, baseline):
+    """gate(case): fails unless ours is right, and as fast as the case's floor and the recorded ratio ask."""
+
+    def gate(case: Case, budget: float = 0.5, rounds: tuple[int, int] = (5, 51)) -> None:
+        wrong = contest.check(case)
+        assert not wrong, f"{case.name}: {'; '.join(wrong)}"
+        recorded = baseline and baseline.results.get(case.name)
+        everyone = request.config.getoption("--peers")
+        result = contest.run(case, budget=budget, rounds=rounds, everyone=everyone)
+        if contest.failures(result, recorded):  # a neighbour may have disturbed it: only a longer look condemns
+            result = contest.run(case, budget=3 * budget, rounds=rounds, everyone=everyone)
+        request.config.stash[FOUND][case.name] = result
+        benchmark.extra_info.update(result.to_json())
+        benchmark.pedantic(contest.ours(case), rounds=3, warmup_rounds=1)
+        missed = contest.failures(result, recorded)
+        assert not missed, f"{case.name}: {'; '.join(missed)}"
+
+    return gate
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    machine_info.update(report.machine())
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    results = config.stash[FOUND]
+    if not results:
+        return
+    found = report.Report.new(results.values())
+    path = Path(config.rootpath) / ".benchmarks" / f"{report.kind(found.machine)}.json"
+    if config.getoption("--record"):
+        path = RESULTS / path.name
+        if path.exists():
+            found = report.Report.new((report.Report.read(path).results | results).values(), found.limits)
+    found.write(path)
+    terminalreporter.section("fastattn beside torch and the machine's limits")
+    terminalreporter.write_line(report.table(results.values()))
+    terminalreporter.section("the ten weakest")
+    terminalreporter.write_line(report.table(report.weakest(results.values())))
+    terminalreporter.write_line(f"results: {path}")

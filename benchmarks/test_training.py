@@ -1,0 +1,10 @@
+"""A training step of the base model beside torch.nn.Transformer's."""
+
+import pytest
+
+from fastattn.bench.cases import training
+
+
+@pytest.mark.parametrize("case", training(), ids=lambda case: case.name)
+def test_training_step(gate, case):
+    gate(case, rounds=(3, 5))

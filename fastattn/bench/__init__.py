@@ -1,0 +1,69 @@
+"""Measures fastattn beside what a user would pick instead and beside what the machine could do at best."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from fastattn.bench import contest, report
+from fastattn.bench.cases import Case, listed, sweep
+
+__all__ = ["add_arguments", "main", "speed_table"]
+
+
+def speed_table() -> str:
+    """A small Markdown table of speeds against torch, for someone new; takes a few seconds."""
+    dtypes = (torch.float32, torch.bfloat16)
+    cases = [
+        *(Case("attention", (1, 8, 1024, 64), dtype) for dtype in dtypes),
+        *(Case("attention", (1, 8, 512, 64), dtype, True, causal=True, dropout=0.1) for dtype in dtypes),
+        Case("softmax_dropout", (4096, 512), backward=True, dropout=0.1),
+        Case("dropout_add_layer_norm", (4096, 512), backward=True, dropout=0.1),
+        Case("dropout", (4096, 512), backward=True, dropout=0.1),
+        Case("layer_norm", (4096, 512), backward=True),
+    ]
+    return report.table(contest.run(case, budget=0.2, rounds=(3, 21)) for case in cases)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="beside torch's functions: its other backends, FlexAttention, torch.compile",
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="time per contestant and case (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="show a result file instead of measuring"
+    )
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="insert the tables into PAGE, between its markers")
+
+
+def main(args: argparse.Namespace) -> int:
+    """`fastattn bench`: measures, or reads, and shows tables. Returns the exit status."""
+    torch.set_num_threads(args.threads)
+    found = report.Report.read(args.source) if args.source else _measure(args)
+    if args.output:
+        found.write(args.output)
+    if args.table:
+        report.insert(args.table, report.tables(found))
+    elif args.source:
+        print(report.tables(found))
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> report.Report:
+    results = []
+    for case in sweep() if args.sweep else listed():
+        if args.filter in case.name:
+            result = contest.run(case, budget=args.seconds, everyone=args.peers)
+            print(report.table([result]).splitlines()[-1], flush=True)
+            results.append(result)
+    return report.Report.new(results)

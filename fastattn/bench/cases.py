@@ -1,0 +1,316 @@
+"""What is measured: operations, shapes, dtypes and features, with the work that each case needs and its floor.
+
+An operation is one entry of `OPERATIONS`: its operands, its call, its operations and bytes. A case is a value; a new
+one goes into `headline()` with the floor it must reach, or into `sweep()` with the common one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastattn
+
+WIDTH = {torch.float32: 4, torch.bfloat16: 2}
+SWEEP_CAP = 100 * 10**9
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a case must reach. A field that is None asks for nothing.
+
+    ratio: times as fast as torch. fraction: of the physical limit; on a machine where torch leaves less room than
+    `ratio` asks for, reaching this fraction is enough. own: at most this multiple of our own time for the same case
+    without its features (causal, dropout, padding).
+    """
+
+    ratio: float | None = 0.97
+    fraction: float | None = None
+    own: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    shape: (batch, heads, length, head size) of attention, (rows, columns) of the row operations, (sentences, tokens)
+    of a training step. keys: attention's key length where it is not `length`. padding: "lengths" or "mask", how half
+    of the keys are declared invalid.
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    backward: bool = False
+    keys: int | None = None
+    causal: bool = False
+    dropout: float = 0.0
+    padding: str = ""
+    floor: Floor = field(default=Floor(), compare=False)
+
+    @property
+    def name(self) -> str:
+        features = (
+            f"{self.keys} keys" if self.keys else "",
+            "causal" if self.causal else "",
+            f"padding by {self.padding}" if self.padding else "",
+            f"dropout {self.dropout:g}" if self.dropout else "",
+        )
+        parts = (
+            self.operation,
+            str(self.dtype).removeprefix("torch."),
+            "x".join(map(str, self.shape)),
+            *filter(None, features),
+            "forward+backward" if self.backward else "forward",
+        )
+        return " ".join(parts)
+
+    @property
+    def plain(self) -> Case:
+        """The same case without its features."""
+        return replace(self, causal=False, dropout=0.0, padding="", floor=Floor())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the matrix products; element-wise arithmetic is not counted."""
+        return FLOPS[self.operation](self) if self.operation in FLOPS else 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to be read or written, each operand and result of a pass once; 0 where arithmetic alone counts."""
+        return BYTES[self.operation](self) if self.operation in BYTES else 0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """operands(case): the differentiable tensors, and the other arguments. call(case, *tensors, seed=, **others)."""
+
+    operands: Callable[[Case], tuple[list[Tensor], dict[str, Any]]]
+    call: Callable[..., Tensor]
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+# --- attention ---
+
+
+def valid_keys(case: Case) -> int:
+    keys = case.keys or case.shape[2]
+    return max(1, keys // 2) if case.padding else keys
+
+
+def visible_pairs(case: Case) -> int:
+    """Pairs of a query and a key that it attends to, over all batches and heads."""
+    batch, heads, length, _ = case.shape
+    keys = valid_keys(case)
+    if not case.causal:
+        return batch * heads * length * keys
+    triangle = min(length, keys)
+    return batch * heads * (triangle * (triangle + 1) // 2 + (length - triangle) * keys)
+
+
+def _attention_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    batch, heads, length, size = case.shape
+    keys = case.keys or length
+    tensors = [random(batch, heads, n, size, dtype=case.dtype) for n in (length, keys, keys)]
+    if case.padding == "lengths":
+        return tensors, {"key_lengths": torch.full((batch,), valid_keys(case))}
+    if case.padding == "mask":
+        return tensors, {"attn_mask": (torch.arange(keys) < valid_keys(case)).expand(batch, 1, 1, keys)}
+    return tensors, {}
+
+
+def _attention(case: Case, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+    return fastattn.scaled_dot_product_attention(
+        query, key, value, dropout_p=case.dropout, is_causal=case.causal, **arguments
+    )
+
+
+def _attention_flops(case: Case) -> int:
+    """Two products forward; backward five more: the scores again, and one each for dV, dP, dQ and dK."""
+    return 2 * visible_pairs(case) * case.shape[3] * (7 if case.backward else 2)
+
+
+def _attention_bytes(case: Case) -> int:
+    """Forward q, k, v, out; backward those and grad_out read, three gradients written."""
+    batch, heads, length, size = case.shape
+    queries, keys = (6, 6) if case.backward else (2, 2)
+    return WIDTH[case.dtype] * batch * heads * size * (queries * length + keys * valid_keys(case))
+
+
+# --- row operations ---
+
+
+def _rows_bytes(forward: int, backward: int) -> Callable[[Case], int]:
+    """Bytes of an operation that passes over so many tensors of the input's size."""
+    return lambda case: WIDTH[case.dtype] * prod(case.shape) * (forward + backward * case.backward)
+
+
+def _input(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    return [random(*case.shape, dtype=case.dtype)], {}
+
+
+def _affine(columns: int) -> list[Tensor]:
+    """LayerNorm's weight and bias, float32 beside any input, as under autocast."""
+    return [1 + random(columns, dtype=torch.float32) / 8, random(columns + 1, dtype=torch.float32)[1:].contiguous()]
+
+
+def _softmax_dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
+    return fastattn.softmax_dropout(x, case.dropout, seed=seed)
+
+
+def _dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
+    return fastattn.dropout(x, case.dropout, seed=seed)
+
+
+def _layer_norm_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    return [random(*case.shape, dtype=case.dtype), *_affine(case.shape[1])], {}
+
+
+def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None = None) -> Tensor:
+    return fastattn.layer_norm(x, case.shape[1:], weight, bias)
+
+
+def _residual_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """The input in the case's dtype, the residual in float32, as under autocast."""
+    residual = random(*case.shape[::-1], dtype=torch.float32).reshape(case.shape)
+    return [random(*case.shape, dtype=case.dtype), residual, *_affine(case.shape[1])], {}
+
+
+def _dropout_add_layer_norm(
+    case: Case, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None = None
+) -> Tensor:
+    return fastattn.dropout_add_layer_norm(x, residual, weight, bias, case.dropout, seed=seed)
+
+
+def _residual_bytes(case: Case) -> int:
+    """Forward input, residual, out; backward also the sum written and read, grad_out, and both gradients."""
+    own, single = WIDTH[case.dtype], WIDTH[torch.float32]
+    return prod(case.shape) * ((2 * own + 6 * single) if case.backward else (own + 2 * single))
+
+
+# --- a training step (training.py has its contestants) ---
+
+BASE = {"vocab_size": 8000, "d_model": 512, "d_ff": 2048, "num_heads": 8, "encoder_layers": 6, "decoder_layers": 6}
+
+
+def _training_flops(case: Case) -> int:
+    """Matrix products of the base model, source and target of equal length; backward costs twice the forward."""
+    sentences, length = case.shape
+    width, layers = BASE["d_model"], BASE["encoder_layers"]
+    projections, feed_forward = 4 * width * width, 2 * width * BASE["d_ff"]
+    scores = (2 * 2 + 1) * width * length  # encoder, cross, half of the causal ones; two products each
+    weights = layers * (3 * projections + 2 * feed_forward + scores) + BASE["vocab_size"] * width
+    return 2 * sentences * length * weights * (3 if case.backward else 1)
+
+
+OPERATIONS = {
+    "attention": Operation(_attention_operands, _attention),
+    "softmax_dropout": Operation(_input, _softmax_dropout),
+    "layer_norm": Operation(_layer_norm_operands, _layer_norm),
+    "dropout_add_layer_norm": Operation(_residual_operands, _dropout_add_layer_norm),
+    "dropout": Operation(_input, _dropout),
+}
+FLOPS = {"attention": _attention_flops, "training_step": _training_flops}
+BYTES = {
+    "attention": _attention_bytes,
+    "softmax_dropout": _rows_bytes(2, 3),
+    "layer_norm": _rows_bytes(2, 3),
+    "dropout_add_layer_norm": _residual_bytes,
+    "dropout": _rows_bytes(2, 2),
+}
+
+
+# --- the lists ---
+
+
+def headline() -> list[Case]:
+    """The cases with a floor of their own, which README's tables show.
+
+    Fractions beside a ratio that the design states alone are what that ratio stood for on the machine where it was
+    set (500 and 940 GFLOP/s): 2.5 x 119 / 500 for (32, 8, 64, 64) in float32, and so on.
+    """
+    single, half = torch.float32, torch.bfloat16
+    long, wide, short = (1, 8, 2048, 64), (1, 8, 2048, 128), (32, 8, 64, 64)
+    cases = [
+        Case("attention", long, single, floor=Floor(2.1, fraction=0.78)),
+        Case("attention", wide, single, floor=Floor(2.1, fraction=0.82)),
+        Case("attention", long, half, floor=Floor(3.7, fraction=0.70)),
+        Case("attention", wide, half, floor=Floor(3.7, fraction=0.78)),
+        Case("attention", short, single, floor=Floor(2.5, fraction=0.59)),
+        Case("attention", short, half, floor=Floor(4.0, fraction=0.44)),
+        Case("attention", long, single, backward=True, floor=Floor(2.0, fraction=0.64)),
+        Case("attention", long, half, backward=True, floor=Floor(2.3, fraction=0.56)),
+        Case("attention", long, single, backward=True, dropout=0.1, floor=Floor(own=1.15)),
+        Case("attention", long, half, backward=True, dropout=0.1, floor=Floor(own=1.25)),
+    ]
+    for dtype, backward in product((single, half), (False, True)):
+        cases += [
+            Case("attention", long, dtype, backward, causal=True, floor=Floor(own=0.58)),
+            Case("attention", long, dtype, backward, padding="lengths", floor=Floor(own=0.6)),
+            Case("attention", long, dtype, backward, padding="mask", floor=Floor(own=0.6)),
+        ]
+    for dtype in (single, half):
+        cases += [
+            Case("softmax_dropout", (8192, 512), dtype, True, dropout=0.1, floor=Floor(10.0)),
+            Case("dropout_add_layer_norm", (4096, 512), dtype, False, dropout=0.1, floor=Floor(10.0)),
+            Case("dropout_add_layer_norm", (4096, 512), dtype, True, dropout=0.1, floor=Floor(6.0)),
+            Case("dropout", (4096, 512), dtype, True, dropout=0.1, floor=Floor(10.0)),
+            Case("layer_norm", (4096, 512), dtype, False, floor=Floor(1.0)),
+            Case("layer_norm", (4096, 512), dtype, True, floor=Floor(1.3)),
+        ]
+    return cases
+
+
+def training() -> list[Case]:
+    return [
+        Case("training_step", (32, 48), torch.float32, True, dropout=0.1, floor=Floor(1.15)),
+        Case("training_step", (32, 48), torch.bfloat16, True, dropout=0.1, floor=Floor(1.4)),
+    ]
+
+
+def dispatch() -> list[Case]:
+    """Calls so small that the way from Python to the kernel is all their cost."""
+    return [
+        Case("attention", (1, 8, 1, 64), keys=32, floor=Floor(1.0)),
+        Case("attention", (1, 8, 1, 64), torch.bfloat16, keys=32, floor=Floor(1.0)),
+        Case("attention", (1, 8, 1, 64), keys=32, backward=True, floor=Floor(None)),
+        Case("layer_norm", (1, 64), floor=Floor(None)),
+        Case("layer_norm", (1, 64), backward=True, floor=Floor(None)),
+        Case("dropout_add_layer_norm", (1, 64), dropout=0.1, floor=Floor(None)),
+        Case("softmax_dropout", (1, 64), dropout=0.1, floor=Floor(None)),
+        Case("dropout", (1, 64), dropout=0.1, floor=Floor(None)),
+    ]
+
+
+def listed() -> list[Case]:
+    """All cases but the sweep's, in the order of README's table."""
+    return [*headline(), *training(), *dispatch()]
+
+
+def sweep() -> Iterator[Case]:
+    """Everything a user may bring: no case of it may be slower than torch."""
+    for batch, heads, length, size, dtype, backward, causal in product(
+        (1, 8, 64), (1, 16), (1, 7, 32, 128, 512, 4096), (32, 64, 128, 256), WIDTH, (False, True), (False, True)
+    ):
+        case = Case("attention", (batch, heads, length, size), dtype, backward, causal=causal)
+        if case.flops <= SWEEP_CAP and (size == 64 or not causal):
+            yield case
+    for keys, batch, dtype in product((16, 256, 4096), (1, 8, 64), WIDTH):
+        yield Case("attention", (batch, 8, 1, 64), dtype, keys=keys)
+    for shape, dtype, backward in product(
+        ((16, 65536), (1024, 4096), (16384, 1024), (4096, 512), (512, 512), (8192, 64), (1000, 77)),
+        WIDTH,
+        (False, True),
+    ):
+        yield Case("layer_norm", shape, dtype, backward)
+        for operation in ("softmax_dropout", "dropout_add_layer_norm", "dropout"):
+            yield Case(operation, shape, dtype, backward, dropout=0.1)

@@ -1,0 +1,198 @@
+"""Runs a case: ours is checked against the reference, then timed against torch and against the machine's limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.bench import limits, peers, training
+from fastattn.bench.cases import OPERATIONS, Case, Floor
+from fastattn.bench.timer import Ratio, Timing, interleave
+
+CHECKED_SCORES = 1 << 22
+"""Attention is checked on as many heads of the first batch as have this many scores in all (one head at least)."""
+
+EPSILON = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+"""Allowed beside twice the reference's own error, relative to the largest element: a few roundings of the result
+(half a unit in the last place is 6e-8 and 2e-3), so that a reference that happens to be exact does not fail us."""
+
+REGRESSION = 0.85
+"""The share of a recorded ratio that a later run must keep; neighbouring runs on a quiet machine differ by 5-10 %."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case's figures.
+
+    seconds: median per contestant. ratios: how many times as fast as each peer ours is. fraction: of the physical
+    limit that ours reaches, which is `limited_by` "arithmetic" or "copy". own: our time in multiples of our time
+    without the case's features.
+    """
+
+    name: str
+    seconds: dict[str, float]
+    ratios: dict[str, Ratio]
+    fraction: Ratio | None = None
+    limited_by: str = ""
+    own: Ratio | None = None
+    floor: Floor = field(default_factory=Floor)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Result:
+        ratio = lambda value: None if value is None else Ratio(**value)  # noqa: E731
+        return cls(
+            name=data["name"],
+            seconds=dict(data["seconds"]),
+            ratios={name: Ratio(**value) for name, value in data["ratios"].items()},
+            fraction=ratio(data["fraction"]),
+            limited_by=data["limited_by"],
+            own=ratio(data["own"]),
+            floor=Floor(**data["floor"]),
+        )
+
+
+def ours(case: Case) -> Callable[[], Any]:
+    """What is timed of ours."""
+    if case.operation == "training_step":
+        return training.contestants(case)["ours"]
+    operation = OPERATIONS[case.operation]
+    tensors, others = operation.operands(case)
+    return step(case, partial(operation.call, case, **others), tensors)
+
+
+def step(case: Case, function: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Any]:
+    """`function(*tensors)`, and the gradients of all tensors where the case has a backward pass."""
+    if not case.backward:
+        return partial(function, *tensors)
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    grad = torch.randn_like(function(*tensors))
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*tensors), tensors, grad)
+
+    return forward_backward
+
+
+def contestants(case: Case, *, everyone: bool = False) -> dict[str, Callable[[], Any]]:
+    """Ours, the peers, ours without the case's features where the floor asks, and the limits of the machine."""
+    if case.operation == "training_step":
+        return training.contestants(case) | _arithmetic(case)
+    tensors, others = OPERATIONS[case.operation].operands(case)
+    functions = {"ours": ours(case)}
+    for name, peer in peers.available(case, everyone=everyone).items():
+        functions[name] = step(case, partial(peer, **others), tensors)
+    if case.floor.own is not None:
+        functions["plain"] = ours(case.plain)
+    return functions | _arithmetic(case) | {"copy": limits.copy(case.bytes, max(tensor.nbytes for tensor in tensors))}
+
+
+def _arithmetic(case: Case) -> dict[str, Callable[[], Any]]:
+    work = limits.arithmetic(case.flops, case.dtype) if case.flops else None
+    return {"arithmetic": work} if work else {}
+
+
+def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (5, 51), everyone: bool = False) -> Result:
+    """Times `case` for about `budget` seconds a contestant."""
+    functions = contestants(case, everyone=everyone)
+    return summarise(case, interleave(functions, budget=budget * len(functions), rounds=rounds))
+
+
+def summarise(case: Case, timing: Timing) -> Result:
+    bounds = [name for name in ("arithmetic", "copy") if name in timing.samples]
+    limit = max(bounds, key=timing.seconds, default="")
+    rivals = [name for name in timing.samples if name not in ("ours", "plain", *bounds)]
+    return Result(
+        name=case.name,
+        seconds={name: timing.seconds(name) for name in timing.samples},
+        ratios={name: timing.ratio(name, "ours") for name in rivals},
+        fraction=timing.ratio(limit, "ours") if limit else None,
+        limited_by=limit,
+        own=timing.ratio("ours", "plain") if "plain" in timing.samples else None,
+        floor=case.floor,
+    )
+
+
+def failures(result: Result, baseline: Result | None = None) -> list[str]:
+    """What of its floor, and of the ratio recorded before on a machine of this kind, `result` does not reach."""
+    found = []
+    floor, torch_ratio = result.floor, result.ratios["torch"].median
+    if floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
+        found.append(f"{result.fraction.median:.0%} of the limit ({result.limited_by}), at least {floor.fraction:.0%}")
+    if floor.ratio is not None and torch_ratio < (least := attainable_ratio(result)):
+        found.append(f"{torch_ratio:.2f} times as fast as torch, at least {least:.2f}")
+    if floor.own is not None and result.own and result.own.median > floor.own:
+        found.append(f"{result.own.median:.2f} of our time without the features, at most {floor.own:.2f}")
+    if baseline is not None and torch_ratio < REGRESSION * (before := baseline.ratios["torch"].median):
+        found.append(f"{torch_ratio:.2f} times as fast as torch, {before:.2f} when it was recorded")
+    return found
+
+
+def attainable_ratio(result: Result) -> float:
+    """The floor's ratio to torch, or what its fraction of the limit is worth here if that is less.
+
+    A ratio set on one machine can exceed limit / torch on another, where torch sits nearer to the limit.
+    """
+    floor = result.floor
+    ratio = floor.ratio or 0.0
+    if floor.fraction is None or not result.fraction:
+        return ratio
+    return min(ratio, floor.fraction * result.seconds["torch"] / result.seconds[result.limited_by])
+
+
+def check(case: Case) -> list[str]:
+    """What of ours is further from the float64 reference than twice the reference in the case's dtype.
+
+    Attention is called on the whole case and compared on the leading heads of the first batch: the dropout mask of a
+    head depends on its number alone, so a leading part has the whole's mask.
+    """
+    if case.operation == "training_step":
+        return training.check(case)
+    operation = OPERATIONS[case.operation]
+    tensors, others = operation.operands(case)
+    seed = torch.tensor([2017, 6])
+    generator = torch.Generator().manual_seed(2017)
+    grad = torch.randn(tensors[0].shape, generator=generator)  # every output has the first operand's shape
+    heads = _checked_heads(case)
+
+    def leading(tensor: Tensor) -> Tensor:
+        return tensor[:1, :heads] if heads else tensor
+
+    def results(backend: str | None, operands: list[Tensor], grad: Tensor, others: Mapping[str, Any]) -> list[Tensor]:
+        operands = [tensor.detach().requires_grad_(case.backward) for tensor in operands]
+        with nullcontext() if backend is None else fastattn.backend(backend):
+            out = operation.call(case, *operands, seed=seed, **others)
+            gradients = torch.autograd.grad(out, operands, grad.to(out.dtype)) if case.backward else ()
+        return [out.detach(), *gradients]
+
+    def reference(dtype: torch.dtype | None) -> list[Tensor]:
+        operands = [leading(tensor).to(dtype or tensor.dtype) for tensor in tensors]
+        return results("reference", operands, leading(grad), {name: value[:1] for name, value in others.items()})
+
+    actual = [leading(tensor) for tensor in results(None, tensors, grad, others)]
+    found = []
+    for index, (ours, plain, exact) in enumerate(zip(actual, reference(None), reference(torch.float64), strict=True)):
+        scale = exact.abs().max().item()
+        allowed = 2 * (plain.double() - exact).abs().max().item() + EPSILON[case.dtype] * scale
+        error = (ours.double() - exact).abs().max().item()
+        if not error <= allowed:
+            what = f"gradient of operand {index - 1}" if index else "output"
+            found.append(f"{what} is off by {error:.3g}, allowed {allowed:.3g} (largest element {scale:.3g})")
+    return found
+
+
+def _checked_heads(case: Case) -> int:
+    """Heads of the first batch that `check` compares; 0 for the row operations, which are compared whole."""
+    if case.operation != "attention":
+        return 0
+    _, heads, length, _ = case.shape
+    return max(1, min(heads, CHECKED_SCORES // (length * (case.keys or length))))

@@ -1,0 +1,93 @@
+"""What a user would pick instead, per operation: `PEERS[operation][name](case, *tensors, **others)`.
+
+"torch" is the plain functional call and the one that floors are about. The rest take part on request, since they
+compile first or are slower still; `available` leaves out those that cannot do a case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from fastattn.bench.cases import Case
+
+Peer = Callable[..., Tensor]
+
+
+def _attention(
+    case: Case,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    if key_lengths is not None:
+        attn_mask = (torch.arange(key.size(-2)) < key_lengths[:, None])[:, None, None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, case.causal)
+
+
+def _attention_math(case: Case, *tensors: Tensor, **others: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _attention(case, *tensors, **others)
+
+
+def _attention_flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    block_mask = _causal_block_mask(query.size(-2), key.size(-2)) if case.causal else None
+    return _compiled(flex_attention)(query, key, value, block_mask=block_mask)
+
+
+@cache
+def _causal_block_mask(length: int, keys: int) -> Any:
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, keys, device="cpu")
+
+
+def _softmax_dropout(case: Case, x: Tensor) -> Tensor:
+    return F.dropout(F.softmax(x, -1), case.dropout)
+
+
+def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, case.shape[1:], weight, bias)
+
+
+def _dropout_add_layer_norm(case: Case, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(residual + F.dropout(x, case.dropout), case.shape[1:], weight, bias)
+
+
+def _dropout(case: Case, x: Tensor) -> Tensor:
+    return F.dropout(x, case.dropout)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _compile(function: Peer) -> Peer:
+    return lambda case, *tensors, **others: _compiled(function)(case, *tensors, **others)
+
+
+PEERS: dict[str, dict[str, Peer]] = {
+    "attention": {"torch": _attention, "torch math": _attention_math, "flex": _attention_flex},
+    "softmax_dropout": {"torch": _softmax_dropout, "compiled": _compile(_softmax_dropout)},
+    "layer_norm": {"torch": _layer_norm, "compiled": _compile(_layer_norm)},
+    "dropout_add_layer_norm": {"torch": _dropout_add_layer_norm, "compiled": _compile(_dropout_add_layer_norm)},
+    "dropout": {"torch": _dropout, "compiled": _compile(_dropout)},
+}
+
+
+def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
+    """The peers that can do `case`: "torch" alone, or `everyone`."""
+    peers: dict[str, Peer] = {name: partial(peer, case) for name, peer in PEERS[case.operation].items()}
+    if not everyone:
+        return {"torch": peers["torch"]}
+    if case.operation == "attention" and (case.backward or case.dropout or case.padding):
+        del peers["flex"]  # on the CPU: forward only, no dropout; its masks are functions, not tensors
+    return peers

@@ -1,0 +1,175 @@
+"""Result files, and the tables made from them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastattn
+from fastattn.backends import native
+from fastattn.bench import limits
+from fastattn.bench.cases import listed
+from fastattn.bench.contest import Result
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+"""`python -m fastattn.bench --table README.md` writes what stands between these lines."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a run, and everything needed to judge them."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    commit: str
+    date: str
+    limits: dict[str, float | None]
+    results: dict[str, Result]
+
+    @classmethod
+    def new(cls, results: Iterable[Result] = (), measured: dict[str, float | None] | None = None) -> Report:
+        """A report of `results` on this machine, now; its limits are measured unless given."""
+        return cls(
+            machine(),
+            {"fastattn": fastattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            commit(),
+            datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            limits.measure() if measured is None else measured,
+            {result.name: result for result in results},
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        data = json.loads(path.read_text())
+        data["results"] = {entry["name"]: Result.from_json(entry) for entry in data["results"]}
+        return cls(**data)
+
+    def write(self, path: Path) -> None:
+        """Writes the report to `path`, whole or not at all."""
+        data = vars(self) | {"results": [result.to_json() for result in self.results.values()]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            try:
+                json.dump(data, file, indent=1)
+                file.write("\n")
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the instruction set that the kernels use (torch's, where there are none), the threads in use."""
+    library = native.library("cpu")
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        fields = dict(
+            re.findall(
+                r"^(model name|cpu family|model|CPU implementer|CPU part)\s*: (.*)$", information.read_text(), re.M
+            )
+        )
+        cpu = (
+            fields.get("model name", f"{fields.get('CPU implementer', '')} {fields.get('CPU part', '')}").strip() or cpu
+        )
+        if "cpu family" in fields:
+            cpu += f" (family {fields['cpu family']}, model {fields['model']})"
+    return {
+        "cpu": cpu,
+        "architecture": platform.machine(),
+        "isa": library.isa.default() if library else f"torch {torch.backends.cpu.get_cpu_capability()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def kind(machine: dict[str, Any]) -> str:
+    """A file name's worth of what makes results comparable: processor, instruction set, threads."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['isa']} {machine['threads']} threads".lower()).strip(
+        "-"
+    )
+
+
+def commit() -> str:
+    """The commit the package runs from, marked where files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head + (" with changes" if changed else "")
+
+
+def table(results: Iterable[Result]) -> str:
+    """A Markdown table: times torch's speed with quartiles, the share of the limit, and the other comparisons."""
+    rows = [("case", "ours", "times torch", "of the limit", "of own plain time", "other peers")]
+    for result in results:
+        torch_ratio = result.ratios["torch"]
+        fraction, own = result.fraction, result.own
+        rows.append(
+            (
+                result.name,
+                milliseconds(result.seconds["ours"]),
+                f"{torch_ratio.median:.2f} ({torch_ratio.low:.2f}-{torch_ratio.high:.2f})",
+                f"{fraction.median:.0%} {result.limited_by}" if fraction else "",
+                f"{own.median:.2f}" if own else "",
+                ", ".join(f"{name} {ratio.median:.2f}" for name, ratio in result.ratios.items() if name != "torch"),
+            )
+        )
+    keep = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    lines = ["| " + " | ".join(row[column] for column in keep) + " |" for row in rows]
+    lines.insert(1, "| --- " * len(keep) + "|")
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def weakest(results: Iterable[Result], count: int = 10) -> list[Result]:
+    """The results with the least ratio to torch, weakest first."""
+    return sorted(results, key=lambda result: result.ratios["torch"].median)[:count]
+
+
+def tables(report: Report) -> str:
+    """README's tables: the machine with its limits, the headline cases, the dispatch cases and the weakest of all."""
+    figures = report.limits
+    known = [
+        *(f"{figures[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if figures[name]),
+        f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache",
+    ]
+    named = {case.name for case in listed()}
+    sections = [
+        f"{report.machine['cpu']}, {report.machine['threads']} threads, {report.machine['isa']}, torch "
+        f"{report.versions['torch']}. Limits measured in the same run: {', '.join(known)}. Times torch: its time over "
+        "ours, median and quartiles of interleaved pairs.",
+        table(result for name, result in report.results.items() if name in named),
+    ]
+    swept = [result for name, result in report.results.items() if name not in named]
+    if swept:
+        sections += [f"The ten weakest of {len(swept)} further cases:", table(weakest(swept))]
+    return "\n\n".join(sections)
+
+
+def insert(readme: Path, text: str) -> None:
+    """Replaces what stands between the markers in `readme`."""
+    page = readme.read_text()
+    begin, end = page.find(BEGIN), page.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"{readme}: expected the lines {BEGIN!r} and {END!r}, between which the tables go")
+    readme.write_text(page[: begin + len(BEGIN)] + "\n" + text + "\n" + page[end:])

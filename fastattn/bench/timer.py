@@ -1,0 +1,103 @@
+"""Times functions against each other: interleaved in one process, compared pair by pair.
+
+A machine that other programs use slows neighbouring samples alike, so the ratio of two samples taken one after the
+other is steadier than the ratio of two medians taken apart. Every figure of this package is such a ratio.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+Measure = Callable[[Callable[[], object], int], float]
+
+
+def wall_clock(function: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call of `function`, the mean over `repeats` calls in a row.
+
+    The default `Measure`. One for a device that works asynchronously replays `repeats` captured calls between two
+    events; everything else here stays as it is.
+    """
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - start) / repeats
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median ratio and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Ratio:
+        low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        return cls(middle, low, high)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of each function, one sample a round; sample `i` of all functions was taken in round `i`."""
+
+    samples: dict[str, list[float]]
+
+    def seconds(self, name: str) -> float:
+        return median(self.samples[name])
+
+    def ratio(self, name: str, base: str) -> Ratio:
+        """Time of `name` over time of `base`, pair by pair."""
+        return Ratio.of([a / b for a, b in zip(self.samples[name], self.samples[base], strict=True)])
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    budget: float = 1.0,
+    rounds: tuple[int, int] = (5, 51),
+    sample: float = 2e-3,
+    measure: Measure = wall_clock,
+) -> Timing:
+    """Times `functions` in turn (a, b, a, b, ...), after a warm-up, for about `budget` seconds.
+
+    budget: seconds for the rounds; at least `rounds[0]` and at most `rounds[1]` are run whatever it says.
+    sample: seconds that one sample lasts at least; shorter calls are repeated within it.
+    """
+    with _no_garbage_collection():
+        repeats = {name: _repeats(function, sample, measure) for name, function in functions.items()}
+        samples: dict[str, list[float]] = {name: [] for name in functions}
+        start = time.perf_counter()
+        for count in range(rounds[1]):
+            if count >= rounds[0] and time.perf_counter() - start > budget:
+                break
+            for name, function in functions.items():
+                samples[name].append(measure(function, repeats[name]))
+    return Timing(samples)
+
+
+def _repeats(function: Callable[[], object], sample: float, measure: Measure) -> int:
+    """Calls that make a sample of at least `sample` seconds; finding out warms the function up."""
+    function()
+    repeats = 1
+    while (seconds := measure(function, repeats)) * repeats < sample / 2:
+        repeats = max(2 * repeats, min(10 * repeats, math.ceil(sample / max(seconds, 1e-9))))
+    return max(1, math.ceil(sample / seconds))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,450 @@
+"""Modules: parameters and the operations. ``MultiHeadAttention`` is the only attention class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fastattn import ops
+from fastattn.ops import check
+
+
+class MultiHeadAttention(nn.MultiheadAttention):
+    """Multi-head attention with torch's constructor, forward, state dict and initialisation, on fastattn's kernels.
+
+    Source: Vaswani et al. 2017, section 3.2.2: Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K,
+    V W_i^V). Beyond ``torch.nn.MultiheadAttention``: free head sizes (the paper's d_k and d_v), ``is_causal`` without a
+    mask and together with padding, key lengths, windows, a key-value cache, output 0 (not NaN) for rows masked whole.
+
+    Args:
+        embed_dim: size of query and output.
+        num_heads: number of heads h.
+        dropout: probability of dropping an attention weight in training.
+        bias: biases of the input and output projections.
+        add_bias_kv: append a learned key and value.
+        add_zero_attn: append a key and a value of zeros.
+        kdim, vdim: sizes of key and value; embed_dim by default.
+        batch_first: operands are (N, L, E) rather than (L, N, E).
+        device, dtype: of the parameters.
+        head_dim: d_k, size of a head's queries and keys; embed_dim // num_heads by default.
+        value_head_dim: d_v, size of a head's values; head_dim by default.
+
+    Raises:
+        ValueError: sizes that are not positive, or embed_dim not a multiple of num_heads and head_dim not given.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if embed_dim <= 0 or num_heads <= 0:
+            raise ValueError(
+                f"MultiHeadAttention: embed_dim and num_heads must be positive, got {embed_dim} and {num_heads}"
+            )
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"MultiHeadAttention: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
+                "or give head_dim"
+            )
+        check.threshold("MultiHeadAttention", dropout, "dropout")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.add_zero_attn = add_zero_attn
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
+        if self.head_dim <= 0 or self.value_head_dim <= 0:
+            raise ValueError(
+                "MultiHeadAttention: head_dim and value_head_dim must be positive, got "
+                f"{self.head_dim} and {self.value_head_dim}"
+            )
+        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+        sizes = self._projection_sizes
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        if self._qkv_same_embed_dim:
+            self.in_proj_weight = nn.Parameter(torch.empty(sum(sizes), embed_dim, **factory))
+            for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                self.register_parameter(name, None)
+        else:
+            self.register_parameter("in_proj_weight", None)
+            self.q_proj_weight = nn.Parameter(torch.empty(sizes[0], embed_dim, **factory))
+            self.k_proj_weight = nn.Parameter(torch.empty(sizes[1], self.kdim, **factory))
+            self.v_proj_weight = nn.Parameter(torch.empty(sizes[2], self.vdim, **factory))
+        if bias:
+            self.in_proj_bias = nn.Parameter(torch.empty(sum(sizes), **factory))
+        else:
+            self.register_parameter("in_proj_bias", None)
+        self.out_proj = NonDynamicallyQuantizableLinear(sizes[2], embed_dim, bias=bias, **factory)
+        if add_bias_kv:
+            self.bias_k = nn.Parameter(torch.empty(1, 1, sizes[1], **factory))
+            self.bias_v = nn.Parameter(torch.empty(1, 1, sizes[2], **factory))
+        else:
+            self.bias_k = self.bias_v = None
+        self._reset_parameters()
+
+    @property
+    def _projection_sizes(self) -> tuple[int, int, int]:
+        keys, values = self.num_heads * self.head_dim, self.num_heads * self.value_head_dim
+        return keys, keys, values
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        key_lengths: Tensor | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        cache: KeyValueCache | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key and value.
+
+        Args:
+            query: (N, L, E) with ``batch_first``, else (L, N, E); or (L, E).
+            key, value: the same with length S and sizes kdim, vdim. Passing one tensor as query, key and value (or as
+                key and value) projects it once.
+            key_padding_mask: (N, S) or (S,), bool (True = BLOCKED, as in torch) or float (added to the scores).
+            need_weights: also return the weights, which takes O(L S) memory: pass False where speed matters.
+            attn_mask: (L, S) or (N * num_heads, L, S), bool (True = BLOCKED) or float.
+            average_attn_weights: return the mean of the weights over the heads.
+            is_causal: causal attention. It replaces ``attn_mask``, of which torch's flag of this name is a hint.
+            key_lengths: (N,) integers: only the leading ``key_lengths[n]`` keys exist.
+            window_size: (left, right), how far a query sees, -1 = unbounded.
+            cache: keys and values of earlier calls. The new ones are appended to it and query i is at position
+                ``cache.length`` - L + i, so that ``is_causal`` and windows count from the end.
+            seed: int64 (2,) of the dropout; drawn from torch's default generator when not given.
+
+        Returns:
+            The output, of query's shape; and None or the weights after dropout, (N, L, S), unaveraged (N, h, L, S).
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it.
+        """
+        name = "MultiHeadAttention"
+        for label, tensor in (("query", query), ("key", key), ("value", value)):
+            check.float_tensor(name, label, tensor)
+            if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
+                raise ValueError(
+                    f"{name}: query, key and value must all be 3-D, or all 2-D (no batch), got {label} of shape "
+                    f"{tuple(tensor.shape)} beside query of shape {tuple(query.shape)}"
+                )
+        for label, tensor, size in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if tensor.size(-1) != size:
+                raise ValueError(f"{name}: {label} must have size {size} in its last dimension, got {tensor.size(-1)}")
+        batched = query.dim() == 3
+        q, k, v = self._project(query, key, value, cache)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        extra = int(self.bias_k is not None) + int(self.add_zero_attn)
+        if extra and (key_lengths is not None or tuple(window_size) != (-1, -1) or (is_causal and attn_mask is None)):
+            raise ValueError(
+                f"{name}: add_bias_kv and add_zero_attn append keys that every query sees, which key_lengths, "
+                "window_size and is_causal cannot say; give attn_mask or key_padding_mask instead"
+            )
+        is_causal = is_causal and not extra
+        mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
+        if extra:
+            k, v = self._append_key(k, self.bias_k), self._append_key(v, self.bias_v)
+            mask = mask if mask is None else F.pad(mask, (0, extra), value=mask.dtype == torch.bool)
+        causal_variant = "lower_right" if cache is not None and not cache.static else "upper_left"
+        dropout_p = self.dropout if self.training else 0.0
+        if dropout_p > 0.0 and seed is None:
+            seed = check.new_seeds((2,), q.device)
+        out = ops.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p, is_causal, causal_variant=causal_variant,
+            key_lengths=key_lengths, window_size=window_size, seed=seed,
+        )  # fmt: skip
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if not batched:
+            out = out.squeeze(0)
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
+        if not need_weights:
+            return out, None
+        weights = ops.attention_weights(
+            q, k, mask, dropout_p, is_causal, causal_variant=causal_variant,
+            key_lengths=key_lengths, window_size=window_size, seed=seed,
+        )  # fmt: skip
+        if average_attn_weights:
+            weights = weights.mean(1)
+        return out, weights if batched else weights.squeeze(0)
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, h, length, head size) queries, keys and values, by as few products as shared operands allow."""
+        sizes = self._projection_sizes
+        if self._qkv_same_embed_dim:
+            weights: Sequence[Tensor] = (
+                (self.in_proj_weight,) if query is key is value else self.in_proj_weight.split(sizes)
+            )
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases: Sequence[Tensor | None] = (None,) * 3
+        if self.in_proj_bias is not None:
+            biases = (self.in_proj_bias,) if len(weights) == 1 else self.in_proj_bias.split(sizes)
+        if len(weights) == 1:
+            q, k, v = F.linear(query, weights[0], biases[0]).split(sizes, -1)
+            return self._split_heads(q), self._split_heads(k), self._split_heads(v)
+        q = self._split_heads(F.linear(query, weights[0], biases[0]))
+        if cache is not None and cache.static and cache.length:
+            return q, *cache.contents()
+        if key is value and self._qkv_same_embed_dim:
+            weight = self.in_proj_weight[sizes[0] :]
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[sizes[0] :]
+            k, v = F.linear(key, weight, bias).split(sizes[1:], -1)
+        else:
+            k, v = F.linear(key, weights[1], biases[1]), F.linear(value, weights[2], biases[2])
+        return q, self._split_heads(k), self._split_heads(v)
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        if projected.dim() == 2:
+            projected = projected.unsqueeze(0)
+        elif not self.batch_first:
+            projected = projected.transpose(0, 1)
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _mask(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+        """torch's two masks (bool True = blocked) as one of attention's (bool True = takes part)."""
+        batch, heads, rows, columns = q.size(0), q.size(1), q.size(2), k.size(2)
+        mask = None
+        if attn_mask is not None:
+            _check_mask("attn_mask", attn_mask)
+            if attn_mask.shape == (rows, columns):
+                mask = attn_mask
+            elif attn_mask.shape == (batch * heads, rows, columns):
+                mask = attn_mask.unflatten(0, (batch, heads))
+            else:
+                raise ValueError(
+                    f"MultiHeadAttention: attn_mask must have shape {(rows, columns)} or "
+                    f"{(batch * heads, rows, columns)}, got {tuple(attn_mask.shape)}"
+                )
+            mask = ~mask if mask.dtype == torch.bool else mask
+        if key_padding_mask is not None:
+            _check_mask("key_padding_mask", key_padding_mask)
+            padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 else key_padding_mask
+            if padding.shape != (batch, columns):
+                raise ValueError(
+                    f"MultiHeadAttention: key_padding_mask must have shape {(batch, columns)}, "
+                    f"got {tuple(key_padding_mask.shape)}"
+                )
+            padding = padding[:, None, None, :]
+            padding = ~padding if padding.dtype == torch.bool else padding
+            mask = padding if mask is None else _both(mask, padding)
+        return mask
+
+    def _append_key(self, heads: Tensor, learned: Tensor | None) -> Tensor:
+        """(N, h, S, size) keys or values with the learned one and the zero one appended, where there are such."""
+        if learned is not None:
+            row = learned.view(1, self.num_heads, 1, -1).expand(heads.size(0), -1, -1, -1)
+            heads = torch.cat((heads, row.to(heads.dtype)), 2)
+        return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
+
+
+def _check_mask(label: str, mask: Tensor) -> None:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        kind = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"MultiHeadAttention: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
+
+
+def _both(first: Tensor, second: Tensor) -> Tensor:
+    """Two masks of attention as one: bool if both are, else added as floats."""
+    if first.dtype == torch.bool and second.dtype == torch.bool:
+        return first & second
+    return _additive(first, second) + _additive(second, first)
+
+
+def _additive(mask: Tensor, other: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=other.dtype).masked_fill(~mask, -torch.inf)
+
+
+MultiheadAttention = MultiHeadAttention
+
+
+class KeyValueCache:
+    """The keys and values that one attention layer has seen, for decoding token by token. It holds no gradients.
+
+    Args:
+        max_length: most positions it may hold; without it, it grows as needed.
+        static: keep the keys and values of the first call and ignore later ones: cross-attention to a fixed memory.
+    """
+
+    def __init__(self, max_length: int | None = None, *, static: bool = False) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"KeyValueCache: max_length must be at least 1, got {max_length}")
+        self.max_length = max_length
+        self.static = static
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, H, L, E) keys and (B, H, L, Ev) values; return all so far, as views.
+
+        Raises:
+            ValueError: other sizes than before, or more positions than ``max_length``.
+        """
+        if self.static and self.length:
+            return self.contents()
+        if self._keys is not None and self._values is not None:
+            for label, new, old in (("key", key, self._keys), ("value", value, self._values)):
+                if new.shape[:2] != old.shape[:2] or new.size(3) != old.size(3):
+                    raise ValueError(
+                        f"KeyValueCache: {label} must be {(*old.shape[:2], 'L', old.size(3))} as before, "
+                        f"got {tuple(new.shape)}; use reset() for a new batch"
+                    )
+        needed = self.length + key.size(2)
+        if self.max_length is not None and needed > self.max_length:
+            raise ValueError(f"KeyValueCache: max_length is {self.max_length}, {needed} positions are needed")
+        self._keys = self._reserve(self._keys, key, needed)
+        self._values = self._reserve(self._values, value, needed)
+        self._keys[:, :, self.length : needed] = key.detach()
+        self._values[:, :, self.length : needed] = value.detach()
+        self.length = needed
+        return self.contents()
+
+    def _reserve(self, store: Tensor | None, like: Tensor, needed: int) -> Tensor:
+        capacity = 0 if store is None else store.size(2)
+        if store is not None and needed <= capacity:
+            return store
+        size = needed if self.static else max(needed, self.max_length or max(2 * capacity, 64))
+        grown = like.new_empty(*like.shape[:2], size, like.size(3))
+        if store is not None:
+            grown[:, :, : self.length] = store[:, :, : self.length]
+        return grown
+
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """The (B, H, length, E) keys and (B, H, length, Ev) values, as views.
+
+        Raises:
+            ValueError: nothing was appended yet.
+        """
+        if self._keys is None or self._values is None:
+            raise ValueError("KeyValueCache: it is empty; append keys and values first")
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def reorder(self, index: Tensor) -> None:
+        """Keep the batch entries ``index``, (B',) integers, in that order: what beam search does to its hypotheses."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.length, self._keys, self._values = 0, None, None
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on fastattn's ``layer_norm``: the same constructor, parameters and state dict."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class DropoutAddLayerNorm(nn.LayerNorm):
+    """LayerNorm(residual + dropout(input)) over the last dimension, in one pass: the end of a sub-layer.
+
+    Args:
+        normalized_shape: size of the last dimension.
+        p: probability of dropping an element of input in training.
+        eps, elementwise_affine, bias, device, dtype: as of ``torch.nn.LayerNorm``.
+        prenorm: also return the sum, the residual of the next sub-layer.
+
+    Raises:
+        ValueError: p outside [0, 1], or more than one size.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.1,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        prenorm: bool = False,
+    ) -> None:
+        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(f"DropoutAddLayerNorm: normalized_shape must be one size, got {normalized_shape}")
+        check.threshold("DropoutAddLayerNorm", p, "p")
+        self.p = p
+        self.prenorm = prenorm
+
+    def forward(self, input: Tensor, residual: Tensor, seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """input, residual: (..., D). Returns the normalised sum, with ``prenorm`` also the sum."""
+        return ops.dropout_add_layer_norm(
+            input, residual, self.weight, self.bias, self.p if self.training else 0.0, self.eps, prenorm=self.prenorm,
+            seed=seed,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, p={self.p}, prenorm={self.prenorm}"
+
+
+class SoftmaxDropout(nn.Module):
+    """``softmax_dropout`` with dropout in training only."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        check.threshold("SoftmaxDropout", p, "p")
+        self.p = p
+
+    def forward(
+        self,
+        input: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float = 1.0,
+        *,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """input: (..., L, S) scores; the arguments are ``softmax_dropout``'s."""
+        return ops.softmax_dropout(input, self.p if self.training else 0.0, attn_mask, is_causal, scale, seed=seed)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class Dropout(nn.Dropout):
+    """``torch.nn.Dropout`` on fastattn's ``dropout``."""
+
+    def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """input: any shape."""
+        return ops.dropout(input, self.p, self.training, self.inplace, seed=seed)

@@ -1,0 +1,304 @@
+"""The benchmark framework: what it times, what it counts, what it lets through, what it writes."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn.bench import contest, limits, peers, report
+from fastattn.bench.cases import OPERATIONS, Case, Floor, listed, sweep
+from fastattn.bench.timer import Ratio, Timing, interleave
+
+SMALL = [
+    Case("attention", (2, 3, 20, 16)),
+    Case("attention", (2, 3, 20, 16), backward=True, causal=True),
+    Case("attention", (2, 3, 20, 16), torch.bfloat16, padding="lengths"),
+    Case("attention", (2, 3, 20, 16), backward=True, padding="mask"),
+    Case("attention", (2, 3, 1, 16), keys=40),
+    Case("softmax_dropout", (30, 50), backward=True),
+    Case("layer_norm", (30, 50), torch.bfloat16, backward=True),
+    Case("dropout_add_layer_norm", (30, 50), torch.bfloat16, backward=True),
+    Case("dropout", (30, 50), backward=True),
+]
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def result(ratio, *, fraction=None, own=None, floor=Floor(), torch_seconds=1.0, limit_seconds=0.5):  # noqa: B008
+    def exactly(value):
+        return None if value is None else Ratio(value, value, value)
+
+    return contest.Result(
+        "case",
+        seconds={"ours": torch_seconds / ratio, "torch": torch_seconds, "arithmetic": limit_seconds},
+        ratios={"torch": exactly(ratio)},
+        fraction=exactly(fraction),
+        limited_by="arithmetic" if fraction is not None else "",
+        own=exactly(own),
+        floor=floor,
+    )
+
+
+# --- timer ---
+
+
+def test_samples_alternate_after_the_warm_up():
+    calls = []
+
+    def measure(function, repeats):
+        function()
+        return 1.0
+
+    interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=(4, 4), measure=measure)
+    assert "".join(calls[-8:]) == "abababab"
+
+
+def test_short_calls_are_repeated_within_a_sample_and_reported_per_call():
+    asked = []
+
+    def measure(function, repeats):  # a clock on which every call takes 10 us
+        asked.append(repeats)
+        return 1e-5
+
+    timing = interleave({"a": lambda: None}, sample=2e-3, rounds=(3, 3), measure=measure)
+    assert asked[-3:] == [200] * 3
+    assert timing.samples == {"a": [1e-5] * 3}
+
+
+def test_the_budget_ends_the_rounds_but_not_before_the_least():
+    pause = {"a": lambda: time.sleep(0.005)}
+    assert len(interleave(pause, budget=0.0, rounds=(4, 50)).samples["a"]) == 4
+    assert 1 <= len(interleave(pause, budget=0.1, rounds=(1, 1000)).samples["a"]) <= 21
+
+
+def test_ratios_are_of_pairs():
+    """A machine that is ten times slower in some rounds changes the seconds, not the ratio."""
+    slow = [1, 10, 1, 10, 10]
+    timing = Timing({"a": [2.0 * s for s in slow], "b": [1.0 * s for s in slow]})
+    assert timing.ratio("a", "b") == Ratio(2.0, 2.0, 2.0)
+    assert timing.seconds("a") == 20.0
+    assert Ratio.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Ratio(3.0, 2.0, 4.0)
+    assert Ratio.of([7.0]) == Ratio(7.0, 7.0, 7.0)
+
+
+# --- cases ---
+
+
+@pytest.mark.parametrize(
+    ("case", "flops", "size"),
+    [
+        # 2 products of 2 * (2 * 3 * 4 * 5) * 8 operations; q and out 2*3*4*8, k and v 2*3*5*8 elements
+        (Case("attention", (2, 3, 4, 8), keys=5), 3840, 4 * (2 * 192 + 2 * 240)),
+        # causal, 4 queries over 3 keys: 1 + 2 + 3 + 3 = 9 pairs, 7 products; 6 tensors of 32, 6 of 24 elements
+        (Case("attention", (1, 1, 4, 8), torch.bfloat16, True, keys=3, causal=True), 7 * 2 * 9 * 8, 2 * (192 + 144)),
+        # half of 10 keys are valid: 4 x 5 pairs
+        (Case("attention", (1, 1, 4, 8), keys=10, padding="lengths"), 2 * 2 * 20 * 8, 4 * (2 * 32 + 2 * 40)),
+        (Case("layer_norm", (3, 7)), 0, 4 * 21 * 2),
+        (Case("softmax_dropout", (3, 7), torch.bfloat16, True), 0, 2 * 21 * 5),
+        (Case("dropout", (3, 7), backward=True), 0, 4 * 21 * 4),
+        # bf16 input and its gradient; residual, sum twice, out, grad_out, gradient of the residual in float32
+        (Case("dropout_add_layer_norm", (3, 7), torch.bfloat16, True), 0, 21 * (2 * 2 + 6 * 4)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_work_is_counted_as_by_hand(case, flops, size):
+    assert (case.flops, case.bytes) == (flops, size)
+
+
+@pytest.mark.parametrize(("backward", "products"), [(False, 2), (True, 6)])
+def test_flops_of_attention_agree_with_the_counter_of_torch(backward, products):
+    """torch's math path keeps the weights for its backward pass, which ours computes again: six products, not seven."""
+    case = Case("attention", (2, 3, 64, 16), backward=backward)
+    math = peers.available(case, everyone=True)["torch math"]
+    step = contest.step(case, math, OPERATIONS["attention"].operands(case)[0])
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert counter.get_total_flops() == case.flops * products // (7 if backward else 2)
+
+
+def test_names_of_cases_tell_them_apart():
+    cases = {*listed(), *sweep()}
+    assert len({case.name for case in cases}) == len(cases)
+
+
+# --- peers and check ---
+
+
+@named(SMALL)
+def test_peers_compute_what_ours_computes(case):
+    """Otherwise a ratio would compare different work."""
+    tensors, others = OPERATIONS[case.operation].operands(case)
+    ours = OPERATIONS[case.operation].call(case, *tensors, **others)
+    for name, peer in peers.available(case, everyone=True).items():
+        if name not in ("flex", "compiled"):  # what compiles first takes too long here
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if case.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(peer(*tensors, **others), ours, **tolerance)
+
+
+@named([*SMALL, *(replace(case, dropout=0.25) for case in SMALL if case.operation != "layer_norm")])
+def test_check_accepts_ours(case):
+    assert contest.check(case) == []
+
+
+def spoil(monkeypatch, name, call):
+    monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS[name], call=call))
+
+
+def wrong_at_first(case, wrong):
+    """The case's call whose first use, which is ours (the others are the reference), goes through `wrong`."""
+    call, calls = OPERATIONS[case.operation].call, []
+
+    def first_wrong(*arguments, **keywords):
+        calls.append(1)
+        out = call(*arguments, **keywords)
+        return wrong(out) if len(calls) == 1 else out
+
+    return first_wrong
+
+
+def test_check_reports_a_wrong_output(monkeypatch):
+    """Off by 1e-4 of its size; and an element dropped that the formula keeps."""
+    case = Case("dropout", (30, 50), dropout=0.5)
+    spoil(monkeypatch, "dropout", wrong_at_first(case, lambda out: out * (1 + 1e-4)))
+    (line,) = contest.check(case)
+    assert line.startswith("output is off by ")
+
+    def flip(out):
+        out[out.nonzero()[7].unbind()] = 0
+        return out
+
+    spoil(monkeypatch, "dropout", wrong_at_first(case, flip))
+    assert len(contest.check(case)) == 1
+
+
+def test_check_reports_a_wrong_gradient(monkeypatch):
+    """The right output, every gradient negated."""
+    case = Case("layer_norm", (30, 50), backward=True)
+    spoil(monkeypatch, "layer_norm", wrong_at_first(case, lambda out: 2 * out.detach() - out))
+    assert [line.split(" is off")[0] for line in contest.check(case)] == [
+        f"gradient of operand {index}" for index in range(3)
+    ]
+
+
+# --- the gate ---
+
+
+def test_a_slow_ours_fails_the_gate(monkeypatch):
+    def slow(case, x, seed=None):
+        time.sleep(0.01)
+        return fastattn.dropout(x, case.dropout)
+
+    spoil(monkeypatch, "dropout", slow)
+    (line,) = contest.failures(contest.run(Case("dropout", (30, 50), dropout=0.1), budget=0.0))
+    assert "as fast as torch, at least 0.97" in line
+
+
+@pytest.mark.parametrize(
+    ("floor", "figures", "failing"),
+    [
+        (Floor(2.0), {"ratio": 2.1}, ""),
+        (Floor(2.0), {"ratio": 1.9}, "1.90 times as fast as torch, at least 2.00"),
+        (Floor(None), {"ratio": 0.1}, ""),
+        (Floor(0.97, own=0.6), {"ratio": 1.0, "own": 0.7}, "0.70 of our time"),
+        (Floor(0.97, own=0.6), {"ratio": 1.0, "own": 0.5}, ""),
+        (Floor(2.1, fraction=0.8), {"ratio": 2.5, "fraction": 0.7}, "70% of the limit (arithmetic), at least 80%"),
+        # The limit is twice torch's speed: 2.1 is out of reach, 80 % of the limit (1.6) is not.
+        (Floor(2.1, fraction=0.8), {"ratio": 1.65, "fraction": 0.82}, ""),
+        # The limit is ten times torch's speed: 2.1 counts.
+        (Floor(2.1, fraction=0.25), {"ratio": 2.0, "fraction": 0.26, "limit_seconds": 0.1}, "2.00 times"),
+        # Without a limit the ratio counts alone.
+        (Floor(2.1, fraction=0.8), {"ratio": 2.0}, "2.00 times"),
+    ],
+)
+def test_floors(floor, figures, failing):
+    found = contest.failures(result(**figures, floor=floor))
+    assert (failing in found[0] and len(found) == 1) if failing else found == []
+
+
+def test_a_lost_ratio_fails_against_the_recorded_one():
+    recorded = result(4.0)
+    assert contest.failures(result(3.5), recorded) == []
+    assert contest.failures(result(3.0), recorded) == ["3.00 times as fast as torch, 4.00 when it was recorded"]
+
+
+def test_the_slower_limit_is_the_limit():
+    samples = {"ours": [4.0], "torch": [8.0], "arithmetic": [1.0], "copy": [2.0]}
+    found = contest.summarise(Case("attention", (1, 1, 8, 8)), Timing(samples))
+    assert (found.limited_by, found.fraction.median, found.ratios["torch"].median) == ("copy", 0.5, 2.0)
+    assert set(found.ratios) == {"torch"}
+
+
+# --- limits ---
+
+
+def test_limits_are_plausible():
+    """No matrix product is faster than the registers alone; the fastest sample of each, 10 % allowed for noise."""
+    found = limits.measure(seconds=0.05)
+    assert found["copy_fresh"] > 0
+    assert found["copy_cached"] > 0
+    if found["float32"] is None:
+        pytest.skip("no compiled library, arithmetic limits are unknown")
+    a = torch.randn(1024, 1024)
+    product = interleave({"product": lambda: a @ a}, budget=0.2)
+    assert 2 * 1024**3 / min(product.samples["product"]) / 1e9 < 1.1 * found["float32"]
+    assert found["bfloat16"] > 0.9 * found["float32"]
+
+
+def test_copy_moves_the_bytes_asked_for():
+    assert [tensor.nbytes for tensor in limits.copy(1000, block=300)()] == [300, 200]
+
+
+# --- reports ---
+
+
+def test_report_round_trips_and_is_written_whole(tmp_path, monkeypatch):
+    path = tmp_path / "results" / "machine.json"
+    first = report.Report.new([result(2.0, fraction=0.5, own=0.9, floor=Floor(2.0, fraction=0.4))], measured={})
+    first.write(path)
+    assert report.Report.read(path) == first
+
+    def interrupted(data, file, **_):
+        file.write("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(json, "dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.Report.new([result(3.0)], measured={}).write(path)
+    assert report.Report.read(path) == first
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_machine_is_told_apart_by_processor_instructions_and_threads():
+    machine = report.machine()
+    assert machine["threads"] == torch.get_num_threads()
+    kinds = {report.kind(machine | change) for change in ({}, {"cpu": "other"}, {"isa": "other"}, {"threads": 99})}
+    assert len(kinds) == 4
+    assert (
+        report.kind({"cpu": "AMD EPYC (family 25)", "isa": "AVX512", "threads": 2})
+        == "amd-epyc-family-25-avx512-2-threads"
+    )
+
+
+def test_weakest_come_first():
+    results = [replace(result(ratio), name=str(ratio)) for ratio in (3.0, 1.0, 2.0)]
+    assert [entry.name for entry in report.weakest(results, 2)] == ["1.0", "2.0"]
+
+
+def test_tables_go_between_the_markers(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.insert(page, report.table([result(2.5)]))
+    text = page.read_text()
+    assert "old" not in text
+    assert "2.50 (2.50-2.50)" in text
+    assert text.startswith(f"before\n{report.BEGIN}\n")
+    assert text.endswith(f"\n{report.END}\nafter\n")
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="expected the lines"):
+        report.insert(page, "")
