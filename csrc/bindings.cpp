@@ -142,6 +142,57 @@ struct Matrices {
   }
 };
 
+// A tensor as rows at one stride: the last dimension, and all others folded into one; a copy where they do not fold.
+struct Rows {
+  Tensor tensor;
+  const void* data;
+  Dtype dtype;
+  int64_t stride = 0;
+
+  Rows(const Tensor& source, const char* name)
+      : tensor(folds(source) ? source : torch::stable::contiguous(source)),
+        data(tensor.const_data_ptr()),
+        dtype(dtype_of(source, name)) {
+    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+    for (int64_t d = (int64_t)sizes.size() - 2; d >= 0; --d)
+      if (sizes[d] > 1) {
+        stride = strides[d];
+        break;
+      }
+  }
+
+ private:
+  static bool folds(const Tensor& tensor) {
+    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+    const int64_t last = (int64_t)sizes.size() - 1;
+    if (sizes[last] > 1 && strides[last] != 1) return false;
+    int64_t expected = -1;
+    for (int64_t d = last - 1; d >= 0; --d) {
+      if (sizes[d] == 1) continue;
+      if (expected >= 0 && strides[d] != expected) return false;
+      expected = strides[d] * sizes[d];
+    }
+    return true;
+  }
+};
+
+Tensor nothing(ScalarType dtype) {
+  const int64_t size = 0;
+  return empty(Sizes(&size, 1), dtype);
+}
+
+Sizes without_last(Sizes sizes) { return Sizes(sizes.data(), sizes.size() - 1); }
+
+// (matrices, rows, columns) as the dropout formula counts them: a 1-D tensor is one row.
+template <class Problem>
+void set_shape(Problem& problem, Sizes sizes) {
+  const int64_t dims = (int64_t)sizes.size();
+  problem.columns = sizes[dims - 1];
+  problem.rows = dims >= 2 ? sizes[dims - 2] : 1;
+  problem.matrices = 1;
+  for (int64_t d = 0; d < dims - 2; ++d) problem.matrices *= sizes[d];
+}
+
 // ---- dropout ----
 
 // Whether the elements fill a block of memory without gaps or overlaps, in whatever order of dimensions.
@@ -330,6 +381,137 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const T
   return {out, lse, stats};
 }
 
+// ---- layer_norm ----
+
+// weight or bias as float32, which almost always they are.
+struct Parameter {
+  std::optional<Tensor> tensor;
+  const float* values = nullptr;
+
+  explicit Parameter(const std::optional<Tensor>& source, const char* name) {
+    if (!source) return;
+    const Dtype dtype = dtype_of(*source, name);
+    const Tensor dense = source->is_contiguous() ? *source : torch::stable::contiguous(*source);
+    if (dtype == Dtype::float32) {
+      tensor = dense;
+    } else {
+      tensor = empty(dense.sizes(), ScalarType::Float);
+      table().layer_norm->to_float32(dense.const_data_ptr(), dtype, dense.numel(), tensor->mutable_data_ptr<float>());
+    }
+    values = tensor->const_data_ptr<float>();
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, double eps) {
+  const Sizes sizes = input.sizes();
+  const Rows x(input, "input");
+  const Parameter w(weight, "weight"), b(bias, "bias");
+  Tensor out = empty(sizes, input.scalar_type());
+  Tensor mean = empty(without_last(sizes), ScalarType::Float), rstd = empty(without_last(sizes), ScalarType::Float);
+  LayerNorm problem = {};
+  set_shape(problem, sizes);
+  problem.rows *= problem.matrices, problem.matrices = 1;
+  problem.input = x.data, problem.input_dtype = problem.dtype = x.dtype, problem.input_row = x.stride;
+  problem.weight = w.values, problem.bias = b.values;
+  problem.out = out.mutable_data_ptr();
+  problem.mean = mean.mutable_data_ptr<float>(), problem.rstd = rstd.mutable_data_ptr<float>();
+  problem.eps = (float)eps;
+  table().layer_norm->forward(problem, torch_threads());
+  return {out, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
+    const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& seed, int64_t threshold, double eps) {
+  const Sizes sizes = input.sizes();
+  const Rows x(input, "input"), r(residual, "residual");
+  const Parameter w(weight, "weight"), b(bias, "bias");
+  const ScalarType dtype = x.dtype == r.dtype ? input.scalar_type() : ScalarType::Float;
+  Tensor out = empty(sizes, dtype), sum = empty(sizes, dtype);
+  Tensor mean = empty(without_last(sizes), ScalarType::Float), rstd = empty(without_last(sizes), ScalarType::Float);
+  LayerNorm problem = {};
+  set_shape(problem, sizes);
+  problem.input = x.data, problem.input_dtype = x.dtype, problem.input_row = x.stride;
+  problem.residual = r.data, problem.residual_dtype = r.dtype, problem.residual_row = r.stride;
+  problem.weight = w.values, problem.bias = b.values;
+  problem.sum = sum.mutable_data_ptr(), problem.out = out.mutable_data_ptr(), problem.dtype = dtype_of(sum, "sum");
+  problem.mean = mean.mutable_data_ptr<float>(), problem.rstd = rstd.mutable_data_ptr<float>();
+  problem.eps = (float)eps;
+  if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
+  table().layer_norm->forward(problem, torch_threads());
+  return {out, sum, mean, rstd};
+}
+
+// grad_input is written where input_dtype is given. Returns (grad_x, grad_input, grad_weight, grad_bias).
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
+    LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x,
+    const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+    const std::optional<ScalarType>& input_dtype, bool weight_grad, bool bias_grad) {
+  const ScalarType dtype = x.scalar_type();
+  STD_TORCH_CHECK(grad_out.scalar_type() == dtype, "grad_out has dtype ",
+                  torch::headeronly::toString(grad_out.scalar_type()), ", expected ",
+                  torch::headeronly::toString(dtype));
+  const Rows dy(grad_out, "grad_out"), normalized(x, "input");
+  const Parameter w(weight, "weight");
+  const ScalarType parameter_dtype = weight ? weight->scalar_type() : ScalarType::Float;
+  const int64_t columns = problem.columns;
+  Tensor grad_x = empty(x.sizes(), dtype);
+  Tensor grad_input = input_dtype ? empty(x.sizes(), *input_dtype) : grad_x;
+  Tensor grad_weight = weight_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
+  Tensor grad_bias = bias_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
+
+  problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
+  problem.x = normalized.data, problem.x_row = normalized.stride, problem.dtype = normalized.dtype;
+  std::optional<Rows> more;
+  if (grad_sum) {
+    STD_TORCH_CHECK(grad_sum->scalar_type() == dtype, "grad_sum has dtype ",
+                    torch::headeronly::toString(grad_sum->scalar_type()), ", expected ",
+                    torch::headeronly::toString(dtype));
+    more.emplace(*grad_sum, "grad_sum");
+    problem.grad_sum = more->data, problem.grad_sum_row = more->stride;
+  }
+  problem.mean = mean.const_data_ptr<float>(), problem.rstd = rstd.const_data_ptr<float>();
+  problem.weight = w.values;
+  problem.grad_x = grad_x.mutable_data_ptr();
+  problem.grad_input = input_dtype ? grad_input.mutable_data_ptr() : nullptr;
+  problem.input_dtype = dtype_of(grad_input, "grad_input");
+  problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
+  problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
+  problem.weight_dtype = problem.bias_dtype = dtype_of(grad_weight, "weight");
+  const int64_t size = table().layer_norm->workspace(problem);
+  std::optional<Tensor> workspace;
+  if (size > 0) {
+    workspace = empty(Sizes(&size, 1), ScalarType::Float);
+    problem.workspace = workspace->mutable_data_ptr<float>();
+  }
+  table().layer_norm->backward(problem, torch_threads());
+  return {grad_x, grad_input, grad_weight, grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
+                                                       const Tensor& rstd, const std::optional<Tensor>& weight,
+                                                       bool weight_grad, bool bias_grad) {
+  LayerNormBackward problem = {};
+  set_shape(problem, input.sizes());
+  problem.rows *= problem.matrices, problem.matrices = 1;
+  auto [grad_input, same, grad_weight, grad_bias] = run_layer_norm_backward(
+      problem, grad_out, std::nullopt, input, mean, rstd, weight, std::nullopt, weight_grad, bias_grad);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
+    const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
+    ScalarType input_dtype, bool weight_grad, bool bias_grad) {
+  LayerNormBackward problem = {};
+  set_shape(problem, sum.sizes());
+  if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
+  auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
+      problem, grad_out, grad_sum, sum, mean, rstd, weight, input_dtype, weight_grad, bias_grad);
+  return {grad_input, grad_sum_total, grad_weight, grad_bias};
+}
+
 // ---- limits ----
 
 // At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
@@ -355,6 +537,17 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
+  m.def("layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool weight_grad, "
+      "bool bias_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, "
+      "int threshold, float eps) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
+      "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
+      "-> (Tensor grad_input, Tensor grad_sum_total, Tensor grad_weight, Tensor grad_bias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
@@ -369,4 +562,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("dropout", TORCH_BOX(&dropout));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
+  m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
 }

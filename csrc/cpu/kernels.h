@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "dropout.h"
+#include "layer_norm.h"
 #include "limits.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
@@ -18,12 +19,14 @@ namespace fastattn {
 #endif
 FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
+FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
 
 struct InstructionSet {
   const char* name;
   const AttentionKernels* attention;
   const DropoutKernels* dropout;
+  const LayerNormKernels* layer_norm;
   const LimitKernels* limits;
 };
 

@@ -1,0 +1,344 @@
+// See layer_norm.h.
+#include <math.h>
+
+#include "kernels.h"
+#include "rows.h"
+
+namespace fastattn {
+namespace {
+
+constexpr int kChunkTiles = 64;
+constexpr int kChunk = kChunkTiles * kTileColumns;
+
+// Calls body(j, n) for the vectors of a row: n lanes from column j. n is a constant except for the last.
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
+  int64_t j = 0;
+  for (; j + kLanes <= columns; j += kLanes) body(j, kLanes);
+  if (j < columns) body(j, (int)(columns - j));
+}
+
+template <class T>
+FASTATTN_INLINE vf load_lanes(const T* p, int n) {
+  return n == kLanes ? load(p) : load(p, n);
+}
+
+template <class T>
+FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
+  if (n == kLanes)
+    store(p, x);
+  else
+    store(p, x, n);
+}
+
+// ---- forward ----
+
+// Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy.
+template <class T>
+void normalize_row(const T* x, const float* weight, const float* bias, T* out, int64_t columns, float eps, float* mean,
+                   float* rstd) {
+  vf total[4] = {}, squares[4] = {};
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
+    for (int k = 0; k < 4; ++k) total[k] += load(x + j + k * kLanes);
+  for (; j < columns; j += kLanes) total[0] += load_lanes(x + j, (int)smaller(kLanes, columns - j));
+  const float center = sum((total[0] + total[1]) + (total[2] + total[3])) / (float)columns;
+
+  j = 0;
+  for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
+    for (int k = 0; k < 4; ++k) {
+      const vf d = load(x + j + k * kLanes) - center;
+      squares[k] = fma(d, d, squares[k]);
+    }
+  for (; j < columns; j += kLanes) {
+    const int n = (int)smaller(kLanes, columns - j);
+    const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - center);
+    squares[0] = fma(d, d, squares[0]);
+  }
+  const float variance = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
+  const float scale = 1.0f / sqrtf(variance + eps);
+  *mean = center;
+  *rstd = scale;
+
+  if (weight && bias)
+    for_each_vector(columns, [&](int64_t j, int n) {
+      const vf xhat = (load_lanes(x + j, n) - center) * scale;
+      store_lanes(out + j, fma(xhat, load_lanes(weight + j, n), load_lanes(bias + j, n)), n);
+    });
+  else
+    for_each_vector(columns, [&](int64_t j, int n) {
+      vf y = (load_lanes(x + j, n) - center) * scale;
+      if (weight) y *= load_lanes(weight + j, n);
+      if (bias) y += load_lanes(bias + j, n);
+      store_lanes(out + j, y, n);
+    });
+}
+
+// sum = residual + dropout(input); keep is null without dropout.
+template <class Input, class Residual, class Sum>
+void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep, float scale) {
+  for_each_vector(columns, [&](int64_t j, int n) {
+    vf x = load_lanes(input + j, n);
+    if (keep) x = keep_bits(keep[j / 32] >> j % 32, x * scale);
+    store_lanes(sum + j, load_lanes(residual + j, n) + x, n);
+  });
+}
+
+template <class T>
+void normalize(const LayerNorm& p, const Parallel& parallel) {
+  for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
+    for (int r = 0; r < block.rows; ++r) {
+      if (!block.has(r)) continue;
+      const int64_t row = block.z * p.rows + block.first + r;
+      normalize_row((const T*)p.input + row * p.input_row, p.weight, p.bias, (T*)p.out + row * p.columns, p.columns,
+                    p.eps, p.mean + row, p.rstd + row);
+    }
+  });
+}
+
+template <class Input, class Residual, class Sum>
+void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
+  const float scale = dropout_scale(p.threshold);
+  for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
+    const int64_t first = block.z * p.rows + block.first;
+    for (int64_t column = 0; column < p.columns; column += kChunk) {
+      const int64_t n = smaller(kChunk, p.columns - column);
+      uint32_t keep[kTileRows][kChunkTiles];
+      if (p.threshold > 0)
+        keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + n, kTileColumns), keep[0],
+                   kChunkTiles);
+      for (int r = 0; r < block.rows; ++r)
+        if (block.has(r))
+          add_row((const Input*)p.input + (first + r) * p.input_row + column,
+                  (const Residual*)p.residual + (first + r) * p.residual_row + column,
+                  (Sum*)p.sum + (first + r) * p.columns + column, n, p.threshold > 0 ? keep[r] : nullptr, scale);
+    }
+    for (int r = 0; r < block.rows; ++r) {
+      if (!block.has(r)) continue;
+      const int64_t row = first + r;
+      normalize_row((const Sum*)p.sum + row * p.columns, p.weight, p.bias, (Sum*)p.out + row * p.columns, p.columns,
+                    p.eps, p.mean + row, p.rstd + row);
+    }
+  });
+}
+
+// float32 unless both are the same 16-bit type, as torch promotes.
+template <class A, class B>
+struct Promoted {
+  typedef float type;
+};
+template <class A>
+struct Promoted<A, A> {
+  typedef A type;
+};
+
+template <class Input>
+void forward_of(const LayerNorm& p, const Parallel& parallel) {
+  if (!p.residual) return normalize<Input>(p, parallel);
+  switch (p.residual_dtype) {
+    case Dtype::float32: return add_and_normalize<Input, float, float>(p, parallel);
+    case Dtype::bfloat16: return add_and_normalize<Input, bfloat16, typename Promoted<Input, bfloat16>::type>(p, parallel);
+    case Dtype::float16: return add_and_normalize<Input, float16, typename Promoted<Input, float16>::type>(p, parallel);
+    case Dtype::boolean: return;
+  }
+}
+
+void forward(const LayerNorm& problem, const Parallel& parallel) {
+  switch (problem.input_dtype) {
+    case Dtype::float32: return forward_of<float>(problem, parallel);
+    case Dtype::bfloat16: return forward_of<bfloat16>(problem, parallel);
+    case Dtype::float16: return forward_of<float16>(problem, parallel);
+    case Dtype::boolean: return;
+  }
+}
+
+// ---- backward ----
+
+// The sums over rows are made in a fixed number of chunks of row blocks, then added in order: the same bits for every
+// number of threads.
+constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768;
+
+struct Chunks {
+  int64_t blocks_per_matrix, blocks, per_chunk, count;
+
+  explicit Chunks(const LayerNormBackward& p)
+      : blocks_per_matrix(ceil_div(p.rows, kTileRows)), blocks(p.matrices * blocks_per_matrix) {
+    const int64_t block_elements = larger(1, smaller(p.rows, kTileRows) * p.columns);
+    per_chunk = larger(1, larger(ceil_div(blocks, kMaxChunks), kMinChunkElements / block_elements));
+    count = ceil_div(blocks, per_chunk);
+  }
+};
+
+// Rows of one block that are handled together, so that the sums over rows are loaded and stored less often.
+constexpr int kGroup = 4;
+
+template <int R, class T>
+FASTATTN_INLINE void backward_rows(const LayerNormBackward& p, const int64_t* rows, float* weight_sum,
+                                   float* bias_sum) {
+  const T *dy[R], *x[R];
+  vf mean[R], rstd[R], g_total[R], gx_total[R];
+  for (int r = 0; r < R; ++r) {
+    dy[r] = (const T*)p.grad_out + rows[r] * p.grad_out_row;
+    x[r] = (const T*)p.x + rows[r] * p.x_row;
+    mean[r] = splat(p.mean[rows[r]]);
+    rstd[r] = splat(p.rstd[rows[r]]);
+    g_total[r] = gx_total[r] = vf{};
+  }
+  for_each_vector(p.columns, [&](int64_t j, int n) {
+    const vf weight = p.weight ? load_lanes(p.weight + j, n) : splat(1.0f);
+    vf dw = {}, db = {};
+    for (int r = 0; r < R; ++r) {
+      const vf grad = load_lanes(dy[r] + j, n), g = grad * weight;
+      const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
+      dw = fma(grad, xhat, dw);
+      db += grad;
+      g_total[r] += g;
+      gx_total[r] = fma(g, xhat, gx_total[r]);
+    }
+    if (weight_sum) store_lanes(weight_sum + j, load_lanes(weight_sum + j, n) + dw, n);
+    if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + db, n);
+  });
+  for (int r = 0; r < R; ++r) {
+    const float g_mean = sum(g_total[r]) / (float)p.columns, gx_mean = sum(gx_total[r]) / (float)p.columns;
+    T* grad_x = (T*)p.grad_x + rows[r] * p.columns;
+    const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + rows[r] * p.grad_sum_row : nullptr;
+    for_each_vector(p.columns, [&](int64_t j, int n) {
+      vf g = load_lanes(dy[r] + j, n);
+      if (p.weight) g *= load_lanes(p.weight + j, n);
+      const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
+      vf dx = (g - g_mean - xhat * gx_mean) * rstd[r];
+      if (grad_sum) dx += load_lanes(grad_sum + j, n);
+      store_lanes(grad_x + j, dx, n);
+    });
+  }
+}
+
+template <class T, class Input>
+void dropout_backward_block(const LayerNormBackward& p, const RowBlock& block) {
+  const float scale = dropout_scale(p.threshold);
+  const int64_t first = block.z * p.rows + block.first;
+  for (int64_t column = 0; column < p.columns; column += kChunk) {
+    const int64_t columns = smaller(kChunk, p.columns - column);
+    uint32_t keep[kTileRows][kChunkTiles];
+    if (p.threshold > 0)
+      keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + columns, kTileColumns), keep[0],
+                 kChunkTiles);
+    for (int r = 0; r < block.rows; ++r) {
+      const T* grad_x = (const T*)p.grad_x + (first + r) * p.columns + column;
+      Input* grad_input = (Input*)p.grad_input + (first + r) * p.columns + column;
+      for_each_vector(columns, [&](int64_t j, int n) {
+        vf grad = load_lanes(grad_x + j, n);
+        if (p.threshold > 0) grad = keep_bits(keep[r][j / 32] >> j % 32, grad * scale);
+        store_lanes(grad_input + j, grad, n);
+      });
+    }
+  }
+}
+
+template <class T>
+void store_row(const float* values, int64_t count, void* out) {
+  for_each_vector(count, [&](int64_t j, int n) { store_lanes((T*)out + j, load_lanes(values + j, n), n); });
+}
+
+void from_float32(const float* values, Dtype dtype, int64_t count, void* out, int64_t first) {
+  switch (dtype) {
+    case Dtype::float32: return store_row<float>(values, count, (float*)out + first);
+    case Dtype::bfloat16: return store_row<bfloat16>(values, count, (bfloat16*)out + first);
+    case Dtype::float16: return store_row<float16>(values, count, (float16*)out + first);
+    case Dtype::boolean: return;
+  }
+}
+
+// workspace: for each chunk a row of grad_weight and a row of grad_bias, those that are wanted.
+template <class T, class Input>
+void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
+  const Chunks chunks(p);
+  const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
+  const int64_t chunk_row = weight_row + bias_row;
+  const int workers = useful_workers(parallel, p.matrices * p.rows * p.columns);
+  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int) {
+    float* sums = p.workspace + chunk * chunk_row;
+    if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
+    float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
+    const int64_t end = smaller(chunks.blocks, (chunk + 1) * chunks.per_chunk);
+    for (int64_t i = chunk * chunks.per_chunk; i < end; ++i) {
+      RowBlock block;
+      block.z = i / chunks.blocks_per_matrix;
+      block.first = i % chunks.blocks_per_matrix * kTileRows;
+      block.rows = (int)smaller(kTileRows, p.rows - block.first);
+      block.line_begin = 0, block.line_end = 8;
+      int64_t rows[kTileRows];
+      for (int r = 0; r < block.rows; ++r) rows[r] = block.z * p.rows + block.first + r;
+      int r = 0;
+      for (; r + kGroup <= block.rows; r += kGroup) backward_rows<kGroup, T>(p, rows + r, weight_sum, bias_sum);
+      for (; r < block.rows; ++r) backward_rows<1, T>(p, rows + r, weight_sum, bias_sum);
+      if (p.grad_input) dropout_backward_block<T, Input>(p, block);
+    }
+  });
+
+  constexpr int64_t kStretch = 1024;
+  if (chunk_row)
+    parallel_for(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
+                 ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
+                   const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
+                   float total[kStretch];
+                   const int64_t part[2] = {0, weight_row};
+                   for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
+                     memset(total, 0, sizeof total);
+                     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+                       const float* sums = p.workspace + chunk * chunk_row + part[k] + first;
+                       for_each_vector(count, [&](int64_t j, int n) {
+                         store(total + j, load(total + j) + load_lanes(sums + j, n));
+                       });
+                     }
+                     if (k == 0)
+                       from_float32(total, p.weight_dtype, count, p.grad_weight, first);
+                     else
+                       from_float32(total, p.bias_dtype, count, p.grad_bias, first);
+                   }
+                 });
+}
+
+template <class T>
+void backward_dtype(const LayerNormBackward& p, const Parallel& parallel) {
+  switch (p.input_dtype) {
+    case Dtype::float32: return backward_of<T, float>(p, parallel);
+    case Dtype::bfloat16: return backward_of<T, bfloat16>(p, parallel);
+    case Dtype::float16: return backward_of<T, float16>(p, parallel);
+    case Dtype::boolean: return;
+  }
+}
+
+void backward(const LayerNormBackward& problem, const Parallel& parallel) {
+  switch (problem.dtype) {
+    case Dtype::float32: return backward_dtype<float>(problem, parallel);
+    case Dtype::bfloat16: return backward_dtype<bfloat16>(problem, parallel);
+    case Dtype::float16: return backward_dtype<float16>(problem, parallel);
+    case Dtype::boolean: return;
+  }
+}
+
+int64_t workspace(const LayerNormBackward& p) {
+  return Chunks(p).count * p.columns * ((p.grad_weight != nullptr) + (p.grad_bias != nullptr));
+}
+
+template <class T>
+void load_row(const void* values, int64_t count, float* out) {
+  for_each_vector(count, [&](int64_t j, int n) { store_lanes(out + j, load_lanes((const T*)values + j, n), n); });
+}
+
+void to_float32(const void* values, Dtype dtype, int64_t count, float* out) {
+  switch (dtype) {
+    case Dtype::float32: return load_row<float>(values, count, out);
+    case Dtype::bfloat16: return load_row<bfloat16>(values, count, out);
+    case Dtype::float16: return load_row<float16>(values, count, out);
+    case Dtype::boolean: return;
+  }
+}
+
+}  // namespace
+
+extern const LayerNormKernels FASTATTN_TABLE(layer_norm);
+const LayerNormKernels FASTATTN_TABLE(layer_norm) = {&forward, &backward, &workspace, &to_float32};
+
+}  // namespace fastattn

@@ -1,0 +1,245 @@
+"""What docs/design.md says the operations compute, written a second time and as plainly as possible.
+
+Masks and dropout bits are NumPy; the arithmetic is torch in float64, whose autograd gives every gradient. With another
+`dtype` the same compositions are PyTorch's own computation in that dtype, against which the tolerance rule measures.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+MASK32 = 0xFFFFFFFF
+
+
+def philox4x32(counter, key, rounds=7):
+    """Philox4x32 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": four words for four words."""
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = key
+    for _ in range(rounds):
+        first, second = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        high0, low0 = first >> np.uint64(32), first & np.uint64(MASK32)
+        high1, low1 = second >> np.uint64(32), second & np.uint64(MASK32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
+        k0, k1 = (k0 + 0x9E3779B9) & MASK32, (k1 + 0xBB67AE85) & MASK32
+    return c0, c1, c2, c3
+
+
+def threshold(p):
+    return math.floor(p * 65536 + 0.5)
+
+
+def dropout_values(z, i, j, seed):
+    """The 16-bit value of element (i, j) of matrix z; the arguments broadcast."""
+    key, offset = (int(word) for word in seed)
+    z, i, j = np.broadcast_arrays(z, i, j)
+    counter = ((j // 32) * 8 + j % 8, (i // 16) * 8 + i % 8, z & MASK32, np.full(z.shape, offset % 2**32))
+    words = philox4x32(counter, (key & MASK32, (key >> 32) & MASK32))
+    v = 4 * ((i // 8) % 2) + (j // 8) % 4
+    word = np.choose(v // 2, words)
+    return np.where(v % 2 == 0, word & np.uint64(0xFFFF), (word >> np.uint64(16)) & np.uint64(0xFFFF))
+
+
+def dropout_mask(shape, p, seed):
+    """bool, True = kept: rows and columns are the last two dimensions, z counts the rest; one dimension is one row."""
+    rows, columns = ([1, 1, *list(shape)])[-2:]
+    matrices = math.prod(shape[:-2])
+    z, i, j = np.arange(matrices)[:, None, None], np.arange(rows)[:, None], np.arange(columns)
+    return torch.from_numpy(dropout_values(z, i, j, seed) >= threshold(p)).reshape(shape)
+
+
+def dropout_factor(shape, p, seed):
+    """What dropout multiplies by: 0, or 65536 / (65536 - threshold), unbiased for the rate that is realised."""
+    if threshold(p) == 0:
+        return torch.ones(shape, dtype=torch.float64)
+    if threshold(p) == 65536:
+        return torch.zeros(shape, dtype=torch.float64)
+    return dropout_mask(shape, p, seed).double() * (65536 / (65536 - threshold(p)))
+
+
+def dropout(input, p, seed, dtype=torch.float64):
+    return input.to(dtype) * dropout_factor(input.shape, p, seed).to(dtype)
+
+
+def visible(
+    shape, attn_mask=None, is_causal=False, causal_variant="upper_left", key_lengths=None, window_size=(-1, -1)
+):
+    """bool (..., Hq, Lq, Lk): which query sees which key, one sequence at a time."""
+    queries, keys = shape[-2:]
+    heads = shape[-3] if len(shape) > 2 else 1
+    result = np.ones((math.prod(shape[:-3]), heads, queries, keys), dtype=bool)
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    left, right = window_size
+    for b in range(len(result)):
+        length = keys if key_lengths is None else int(key_lengths[b])
+        diagonal = i + (length - queries if causal_variant == "lower_right" else 0)
+        result[b] &= j < length
+        if is_causal:
+            result[b] &= j <= diagonal
+        if left >= 0:
+            result[b] &= j >= diagonal - left
+        if right >= 0:
+            result[b] &= j <= diagonal + right
+    result = torch.from_numpy(result).reshape(shape)
+    if attn_mask is not None:
+        result = result & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -math.inf)
+    return result
+
+
+def attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    causal_variant="upper_left",
+    key_lengths=None,
+    window_size=(-1, -1),
+    seed=None,
+    dtype=torch.float64,
+):
+    """(out, lse, weights after dropout)."""
+    if query.dim() == 2:
+        inner = locals()
+        tensors = [inner.pop(name).unsqueeze(0) for name in ("query", "key", "value")]
+        return tuple(t.squeeze(0) for t in attention(*tensors, **inner))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query, key, value = (t.expand(*batch, *t.shape[-2:]) for t in (query, key, value))
+    shape = (*batch, query.shape[-2], key.shape[-2])
+
+    seen = visible(shape, attn_mask, is_causal, causal_variant, key_lengths, window_size)
+    unused = ~seen.any(dim=-2)[..., None]  # keys nobody sees may hold NaN
+    scores = scale * (query @ key.masked_fill(unused, 0).mT)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask.to(torch.promote_types(dtype, attn_mask.dtype))
+    if dtype.itemsize == 2:
+        scores = scores.float()  # what PyTorch programs do: products in 16 bits, softmax in float32
+    weights, lse = softmax(scores.masked_fill(~seen, -math.inf))
+    if dropout_p > 0:
+        weights = weights * dropout_factor(shape, dropout_p, seed).to(weights.dtype)
+    out = weights.to(dtype) @ value.masked_fill(unused, 0)
+    return out, lse, weights
+
+
+def softmax(scores):
+    """Softmax and log-sum-exp over the last dimension; a row of -inf alone gives zeros and -inf."""
+    if scores.shape[-1] == 0:
+        return scores, scores.sum(-1) - math.inf
+    point = scores.detach().amax(-1, keepdim=True)
+    point = point.masked_fill(point == -math.inf, 0)
+    exponentials = torch.exp(scores - point)
+    total = exponentials.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    return exponentials / total, (point + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
+
+
+def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, seqused_k=None, seed=None, **options):
+    """(out, lse (total, Hq)): each sequence alone, lower-right; dropout counts matrices as sequence * Hq + h."""
+    outs, lses = [], []
+    for n in range(len(cu_seq_q) - 1):
+        q = query[cu_seq_q[n] : cu_seq_q[n + 1]].transpose(0, 1)
+        k = key[cu_seq_k[n] : cu_seq_k[n + 1]].transpose(0, 1)
+        v = value[cu_seq_k[n] : cu_seq_k[n + 1]].transpose(0, 1)
+        lengths = None if seqused_k is None else seqused_k[n : n + 1]
+        options_n = {"causal_variant": "lower_right", "key_lengths": lengths, **options}
+        if dropout_p > 0:  # a dummy sequence for each one before puts this one's heads at their place
+            q, k, v = (torch.cat([t.new_zeros(n, *t.shape), t[None]]) for t in (q, k, v))
+            if lengths is not None:
+                options_n["key_lengths"] = torch.cat([lengths.new_zeros(n), lengths])
+            out, lse, _ = attention(q, k, v, dropout_p=dropout_p, seed=seed, **options_n)
+            out, lse = out[n], lse[n]
+        else:
+            out, lse, _ = attention(q, k, v, **options_n)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse.transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def softmax_dropout(
+    input, dropout_p=0.0, attn_mask=None, is_causal=False, scale=1.0, *, seed=None, dtype=torch.float64
+):
+    shape = input.shape
+    seen = visible((1, 1, *shape), None, is_causal).reshape(shape)
+    scores = scale * input.to(dtype)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        seen = seen & attn_mask
+    elif attn_mask is not None:
+        seen = seen & (attn_mask > -math.inf)
+        scores = scores + attn_mask.to(torch.promote_types(dtype, attn_mask.dtype))
+    weights, _ = softmax(scores.masked_fill(~seen, -math.inf))
+    if dropout_p > 0:
+        weights = weights * dropout_factor(shape, dropout_p, seed).to(weights.dtype)
+    return weights.to(dtype)
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, dtype=torch.float64):
+    dims = tuple(range(-len(normalized_shape), 0))
+    input = input.to(dtype)
+    centred = input - input.mean(dims, keepdim=True)
+    out = centred / torch.sqrt((centred * centred).mean(dims, keepdim=True) + eps)
+    out = out if weight is None else out * weight.to(dtype)
+    return out if bias is None else out + bias.to(dtype)
+
+
+def dropout_add_layer_norm(input, residual, weight=None, bias=None, p=0.0, eps=1e-5, *, seed=None, dtype=torch.float64):
+    """(LN(residual + dropout(input)), the sum)."""
+    total = residual.to(dtype) + (dropout(input, p, seed, dtype) if p > 0 else input.to(dtype))
+    return layer_norm(total, total.shape[-1:], weight, bias, eps, dtype), total
+
+
+# The epsilon of the tolerance rule, in units of the largest expected magnitude: a few roundings of the result's own
+# dtype, for the cases in which PyTorch's own result happens to be exact.
+EPSILON = {
+    dtype: factor * torch.finfo(dtype).eps
+    for dtype, factor in {torch.float64: 64, torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}.items()
+}
+
+
+def assert_accurate(actual, expected, peer, what="", *, dtype=None, magnitude=None):
+    """The tolerance rule: the error against float64 is at most twice that of PyTorch's own computation `peer` in the
+    same dtype, plus EPSILON times the largest expected magnitude. Infinities must agree exactly.
+
+    `dtype` is that of the coarsest rounding on the way, where it is not the result's; `magnitude` is that of the terms
+    of a sum that cancels, where the result itself is smaller."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    wide, finite = actual.double(), expected.isfinite()
+    assert torch.equal(wide[~finite], expected[~finite]), f"{what}: infinities differ"
+    assert wide[finite].isfinite().all(), f"{what}: not finite where the expected values are"
+    error = largest((wide - expected)[finite])
+    peer_error = largest((peer.double() - expected)[finite & peer.isfinite()])
+    magnitude = max(largest(expected[finite]), magnitude or 0.0)
+    bound = 2 * peer_error + EPSILON[dtype or actual.dtype] * magnitude
+    assert error <= bound, (
+        f"{what}: error {error:.3e} > {bound:.3e}; PyTorch's {peer_error:.3e}, values to {magnitude:.3e}"
+    )
+
+
+def largest(tensor):
+    return tensor.abs().amax().item() if tensor.numel() else 0.0
+
+
+def gradients(function, tensors, seeds=0):
+    """(outputs, gradients of the float tensors) of function(*tensors) for fixed random output gradients.
+
+    The tensors keep their strides; output gradients come in the dtype of each output from one float64 draw, so that
+    calls with other dtypes receive the same numbers."""
+    leaves = [t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(seeds)
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16) for o in outputs]
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    got = torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
+    return tuple(o.detach() for o in outputs), got

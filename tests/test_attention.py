@@ -1,0 +1,684 @@
+"""scaled_dot_product_attention and attention_weights against the float64 oracle, every semantic of docs/design.md."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_accurate, dropout_mask, gradients, visible
+from oracle import attention as exact
+
+import fastattn
+from fastattn import attention_weights, scaled_dot_product_attention
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+SEED = torch.tensor([0x1234567890ABCDEF, 7])
+
+
+def operands(shape, dtype=torch.float32):
+    """query, key and value of (B, Hq, Hk, Lq, Lk, E, Ev)."""
+    b, hq, hk, lq, lk, e, ev = shape
+    sizes = (b, hq, lq, e), (b, hk, lk, e), (b, hk, lk, ev)
+    return [torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+def check(query, key, value, attn_mask=None, *, lse=True, **options):
+    """Output, LSE and every gradient, at the tensors' own strides.
+
+    The peer is PyTorch's fused function where it has the semantics and returns enough, else the plain composition."""
+    tensors = query, key, value, attn_mask
+    ours = gradients(functools.partial(scaled_dot_product_attention, return_lse=lse, **options), tensors)
+    outputs = 2 if lse else 1
+    wanted = gradients(lambda *t: exact(*t, **options)[:outputs], tensors)
+    if lse or options.get("dropout_p"):
+        peer = gradients(lambda *t: exact(*t, dtype=query.dtype, **options)[:outputs], tensors)
+    else:
+        peer = gradients(functools.partial(torch_attention, **options), tensors)
+    names = [*["out", "lse"][:outputs], "grad_query", "grad_key", "grad_value", "grad_mask"]
+    for name, a, e, p in zip(names, *([*o, *g] for o, g in (ours, wanted, peer)), strict=False):
+        if name == "lse":
+            assert a.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
+            p = exact(*tensors, dtype=torch.promote_types(query.dtype, torch.float32), **options)[1].detach()
+        elif name != "grad_mask":
+            assert a.dtype == query.dtype, name
+        assert_accurate(a, e.double(), p, f"{name} {options}")
+    return ours
+
+
+def torch_attention(query, key, value, attn_mask=None, scale=None, enable_gqa=False, **masks):
+    """PyTorch's function with all the masks folded into one."""
+    shape = (*query.shape[:-1], key.shape[-2])
+    if not enable_gqa:
+        shape = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), *shape[-2:])
+    seen = visible(shape, attn_mask, **masks)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        seen = torch.where(seen, attn_mask.to(query.dtype), -math.inf)
+    return F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=enable_gqa)
+
+
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 3, 3, 1, 37, 64, 64),
+    (1, 2, 2, 19, 1, 7, 3),
+    (2, 2, 2, 33, 65, 59, 59),
+    (1, 2, 2, 17, 40, 85, 85),
+    (1, 4, 2, 113, 203, 64, 64),
+    (2, 6, 2, 16, 31, 96, 32),
+    (1, 4, 1, 8, 32, 128, 128),
+    (1, 1, 1, 50, 100, 200, 1),
+    (1, 2, 1, 7, 49, 256, 256),
+    (3, 1, 1, 129, 130, 16, 200),
+    (1, 1, 1, 20, 30, 5, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(backend, shape, dtype):
+    check(*operands(shape, dtype), lse=False, enable_gqa=shape[1] != shape[2])
+    check(*operands(shape, dtype), is_causal=True, enable_gqa=shape[1] != shape[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long(backend, dtype):
+    check(*operands((1, 1, 1, 1023, 1024, 64, 64), dtype), lse=False)
+    check(*operands((1, 1, 1, 1023, 1024, 64, 64), dtype), is_causal=True, dropout_p=0.1, seed=SEED)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 255, 257, 513])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lengths_around_tiles(backend, dtype, length):
+    check(*operands((1, 2, 1, length, length + 1, 32, 32), dtype), is_causal=True, enable_gqa=True)
+    check(*operands((1, 1, 1, 5, length, 64, 64), dtype), lse=False)
+
+
+def test_reference_serves_float64_and_wide_heads():
+    check(*operands((2, 2, 2, 9, 11, 8, 6), torch.float64), is_causal=True, dropout_p=0.3, seed=SEED)
+    check(*operands((1, 2, 2, 9, 11, 300, 257), torch.float32), causal_variant="lower_right", is_causal=True)
+    with fastattn.backend("reference"):
+        check(*operands((1, 2, 2, 9, 11, 300, 300), torch.bfloat16), lse=False)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
+def test_empty(backend, shape):
+    (out, lse), grads = gradients(functools.partial(scaled_dot_product_attention, return_lse=True), operands(shape))
+    b, h, _, lq, _lk, _, ev = shape
+    assert out.shape == (b, h, lq, ev)
+    assert lse.shape == (b, h, lq)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert all((g == 0).all() for g in grads)
+
+
+MASKS = {
+    "none": lambda shape: None,
+    "bool": lambda shape: torch.rand(shape) < 0.6,
+    "padding": lambda shape: torch.arange(shape[-1]).expand(shape[0], 1, 1, -1) < 23,
+    "float": lambda shape: torch.randn(shape),
+    "bias": lambda shape: torch.randn(shape[1], 1, shape[-1]).masked_fill(
+        torch.rand(shape[1], 1, shape[-1]) < 0.3, -math.inf
+    ),
+}
+DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": True, "causal_variant": "lower_right"}}
+WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_combine(backend, mask, diagonal):
+    """Every kind of mask with either diagonal, key lengths, windows and dropout, all at once, with all gradients."""
+    shape = (3, 2, 21, 43)
+    query, key, value = operands((3, 2, 2, 21, 43, 16, 24))
+    for window, lengths, p in itertools.product(WINDOWS, (None, torch.tensor([43, 0, 18])), (0.0, 0.4)):
+        options = {"window_size": window, "key_lengths": lengths, "dropout_p": p, "seed": SEED if p else None}
+        check(query, key, value, MASKS[mask](shape), **options, **DIAGONALS[diagonal])
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masks_combine_in_16_bits(backend, dtype, diagonal):
+    query, key, value = operands((2, 4, 2, 37, 75, 64, 64), dtype)
+    lengths = torch.tensor([60, 33])
+    for name, make in MASKS.items():
+        mask = make((2, 4, 37, 75))
+        if name == "float":
+            mask = mask.to(dtype)
+        options = {"key_lengths": lengths, "enable_gqa": True, **DIAGONALS[diagonal]}
+        check(query, key, value, mask, window_size=(20, 9), **options)
+        check(query, key, value, mask, dropout_p=0.2, seed=SEED, **options)
+        if mask is None or mask.dtype == torch.bool:
+            check(query, key, value, mask, lse=False, **options)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 43),
+        (3, 1, 1, 43),
+        (1, 4, 21, 1),
+        (3, 4, 21, 43),
+        (3, 1, 21, 43),
+        (4, 1, 1),
+        (21, 43),
+        (1, 43),
+        (21, 1),
+        (43,),
+        (1,),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+def test_mask_broadcasts(backend, shape, kind):
+    mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
+    check(*operands((3, 4, 4, 21, 43, 8, 8), torch.bfloat16 if kind == torch.bfloat16 else torch.float32), mask)
+
+
+def test_mask_strides(backend):
+    tensors = operands((2, 4, 4, 21, 43, 8, 8))
+    full = torch.randn(2, 4, 43, 21)
+    for mask in (
+        full.mT,
+        full.mT > 0,
+        torch.randn(2, 4, 21, 86)[..., ::2],
+        torch.randn(2, 4, 22, 50)[:, :, 1:, 7:],
+        torch.randn(21, 43).expand(2, 4, 21, 43),
+        (torch.randn(2, 1, 1, 43) > 0).expand(2, 4, 21, 43),
+        torch.randn(4, 2, 43).transpose(0, 1)[:, :, None],
+    ):
+        check(*tensors, mask)
+
+
+def test_mask_may_need_the_only_gradient(backend):
+    query, key, value = operands((2, 2, 2, 9, 21, 8, 8))
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = torch.randn(2, 1, 21).to(dtype).requires_grad_()
+        wanted = torch.autograd.grad(exact(query, key, value, mask)[0].sum(), mask)[0]
+        got = torch.autograd.grad(scaled_dot_product_attention(query, key, value, mask).sum(), mask)[0]
+        assert got.dtype == dtype
+        assert got.shape == mask.shape
+        torch.testing.assert_close(got, wanted, rtol=8 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_causal_bias(backend):
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    tensors = operands((2, 2, 2, 5, 9, 8, 8))
+    for bias, variant in (causal_upper_left(5, 9), "upper_left"), (causal_lower_right(5, 9), "lower_right"):
+        wanted = exact(*tensors, is_causal=True, causal_variant=variant)[0]
+        assert_accurate(scaled_dot_product_attention(*tensors, bias), wanted, wanted)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((5, 8), (9, 8), (9, 6)),
+        ((3, 5, 8), (3, 9, 8), (3, 9, 6)),
+        ((2, 3, 5, 8), (1, 3, 9, 8), (1, 3, 9, 6)),
+        ((1, 3, 5, 8), (2, 3, 9, 8), (2, 1, 9, 6)),
+        ((2, 3, 5, 8), (9, 8), (3, 9, 6)),
+        ((2, 2, 3, 5, 8), (2, 2, 3, 9, 8), (2, 2, 3, 9, 6)),
+        ((2, 1, 3, 5, 8), (4, 3, 9, 8), (1, 4, 3, 9, 6)),
+        ((2, 2, 1, 2, 3, 8), (2, 2, 1, 2, 4, 8), (2, 2, 1, 2, 4, 8)),
+    ],
+    ids=str,
+)
+def test_batch_dimensions(backend, shapes):
+    tensors = [torch.randn(shape) for shape in shapes]
+    check(*tensors, lse=False)
+    check(*tensors, is_causal=True, dropout_p=0.5, seed=SEED)
+
+
+def test_strides(backend):
+    """Transposed, sliced, expanded, offset and last-stride-not-1 operands; gradients go back through every one."""
+
+    def lay(kind, b, h, n, e):
+        if kind == "transposed":
+            return torch.randn(b, n, h, e).transpose(1, 2)
+        if kind == "packed":
+            return torch.randn(b, n, 3, h, e)[:, :, 1].transpose(1, 2)
+        if kind == "last":
+            return torch.randn(b, h, e, n).mT
+        if kind == "step":
+            return torch.randn(b, h, n, 2 * e)[..., ::2]
+        if kind == "expanded":
+            return torch.randn(1, 1, n, e).expand(b, h, n, e)
+        if kind == "row":
+            return torch.randn(b, h, 1, e).expand(b, h, n, e)
+        return torch.randn(b + 1, h + 2, n + 3, e + 5)[1:, 1:-1, 3:, 2:-3]  # odd storage offset and strides
+
+    kinds = ["transposed", "packed", "last", "step", "expanded", "row", "offset"]
+    for n, kind in enumerate(kinds):
+        other = kinds[(n + 3) % len(kinds)]
+        tensors = lay(kind, 2, 3, 33, 20), lay(other, 2, 3, 41, 20), lay(kind, 2, 3, 41, 24)
+        check(*tensors, lse=False)
+        check(*(t.bfloat16() for t in tensors), is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_output_layout_is_querys(backend, dtype):
+    dense, transposed = torch.randn(2, 3, 5, 8, dtype=dtype), torch.randn(2, 5, 3, 8, dtype=dtype).transpose(1, 2)
+    for query, key in itertools.product((dense, transposed), repeat=2):
+        (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
+        assert out.stride() == query.stride()
+        assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
+        assert [g.stride() for g in grads] == [query.stride(), key.stride(), key.stride()]
+
+
+def test_operands_are_left_alone(backend):
+    tensors = [*operands((2, 2, 2, 9, 21, 8, 8)), torch.randn(21)]
+    before = [t.clone() for t in tensors]
+    gradients(functools.partial(scaled_dot_product_attention, is_causal=True, dropout_p=0.5), tensors)
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_rows_with_nothing_to_see(backend, dtype):
+    query, key, value = operands((2, 2, 2, 19, 40, 16, 16), dtype)
+    mask = torch.ones(2, 1, 19, 40, dtype=torch.bool)
+    mask[0, :, 3] = False
+    mask[1, :, 16:] = False
+    empty = (~mask.any(-1)).expand(2, 2, 19)
+    for options in ({"attn_mask": mask}, {"attn_mask": torch.zeros(mask.shape).masked_fill(~mask, -math.inf)}):
+        for p in (0.0, 0.3):
+            (out, lse), (grad, *_) = check(query, key, value, **options, dropout_p=p, seed=SEED)
+            assert (out[empty] == 0).all()
+            assert (grad[empty] == 0).all()
+            assert (lse[empty] == -math.inf).all()
+            assert lse[~empty].isfinite().all()
+    for options in (
+        {"key_lengths": torch.tensor([0, 0])},
+        {"attn_mask": torch.zeros(1, 1, 1, 40, dtype=torch.bool)},
+        {"attn_mask": torch.full((40,), -math.inf)},
+        {"key_lengths": torch.tensor([0, 0]), "is_causal": True, "causal_variant": "lower_right"},
+    ):
+        mask = options.pop("attn_mask", None)
+        (out, lse), grads = check(query, key, value, mask, **options)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+        assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_excluded_keys_may_hold_anything(backend, dtype, bad):
+    query, key, value = operands((2, 4, 2, 9, 70, 16, 24), dtype)
+    lengths = torch.tensor([37, 64])
+    padding = torch.arange(70) < lengths[:, None, None, None]
+    for b, length in enumerate(lengths):
+        key[b, :, length:] = bad
+        value[b, :, length:] = bad
+    for options in (
+        {"key_lengths": lengths},
+        {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"},
+        {"attn_mask": padding},
+        {"attn_mask": padding & (torch.rand(2, 4, 9, 70) < 0.8)},
+        {"attn_mask": padding.expand(2, 4, 9, 70), "is_causal": True},
+        {"attn_mask": torch.randn(70), "key_lengths": lengths, "dropout_p": 0.2, "seed": SEED},
+    ):
+        mask = options.pop("attn_mask", None)
+        _, (_, grad_key, grad_value, *_) = check(query, key, value, mask, enable_gqa=True, **options)
+        gone = ~padding[:, :, 0].expand(2, 2, 70)
+        assert (grad_key[gone] == 0).all()
+        assert (grad_value[gone] == 0).all()
+
+
+def test_nan_reaches_what_attends_to_it(backend):
+    query, key, value = operands((1, 1, 1, 9, 40, 8, 8))
+    value[0, 0, 20, 3] = math.nan
+    out = scaled_dot_product_attention(query, key, value)
+    assert out[..., 3].isnan().all()
+    assert not out[..., :3].isnan().any()
+    query[0, 0, 4] = math.nan
+    out = scaled_dot_product_attention(query, key, key)
+    assert out[0, 0, 4].isnan().all()
+    assert not out[0, 0, 5:].isnan().any()
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, 1, -0.7, 1e-3, 3.5])
+def test_scale(backend, scale):
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = operands((1, 2, 2, 21, 43, 16, 16), dtype)
+        check(*tensors, scale=scale, lse=False)
+        check(*tensors, torch.randn(43), scale=scale, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("magnitude", [100.0, 1e4])
+def test_large_scores(backend, dtype, magnitude):
+    """Scores up to 1e4: the softmax is one key, or two that tie."""
+    query, key, value = operands((1, 2, 2, 17, 90, 16, 16), dtype)
+    key[:, :, 50] = key[:, :, 7]
+    scores = (query.double() @ key.double().mT).abs().amax().item()
+    for sign in (1, -1):
+        check(query, key, value, scale=sign * magnitude / scores)
+    shifted = torch.zeros(90).masked_fill(torch.arange(90) % 3 == 0, -magnitude)
+    check(query, key, value, shifted)
+    check(query, key, value, shifted + magnitude)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("mask_dtype", [torch.float32, None], ids=["float32", "own"])
+def test_finite_extremes_are_numbers(backend, dtype, mask_dtype):
+    """A mask of finfo.min gives what torch gives: a row all at the minimum is uniform, others ignore those keys."""
+    query, key, value = operands((2, 2, 2, 11, 45, 16, 16), dtype)
+    mask_dtype = mask_dtype or dtype
+    mask = torch.zeros(2, 1, 11, 45, dtype=mask_dtype)
+    mask[0, :, :, 30:] = torch.finfo(mask_dtype).min
+    mask[1, :, 4] = torch.finfo(mask_dtype).min
+    wanted = gradients(
+        lambda *t: F.scaled_dot_product_attention(*t), (*(t.double() for t in (query, key, value)), mask.double())
+    )
+    got = gradients(scaled_dot_product_attention, (query, key, value, mask))
+    peer = gradients(lambda *t: exact(*t, dtype=dtype)[0], (query, key, value, mask))
+    for a, e, p in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), (*peer[0], *peer[1]), strict=True):
+        assert_accurate(a, e, p)
+    if mask_dtype != torch.float16:  # float16's minimum leaves room for the score below its last place in float32
+        uniform = value[1].double().mean(dim=-2)
+        assert (got[0][0][1, :, 4].double() - uniform).abs().amax() <= 2 * torch.finfo(dtype).eps
+    everywhere = torch.full((45,), torch.finfo(mask_dtype).min, dtype=mask_dtype)
+    check(query, key, value, everywhere, key_lengths=torch.tensor([45, 20]), dropout_p=0.2, seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mask_that_leaves_one_key(backend, dtype):
+    query, key, value = operands((1, 2, 2, 40, 70, 16, 16), dtype)
+    only = torch.randint(70, (40,))
+    mask = torch.arange(70) == only[:, None]
+    (out,), (grad_query, *_) = check(query, key, value, mask, lse=False)
+    assert torch.equal(out, value[:, :, only])
+    assert (grad_query.abs() <= 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_identity_value_shows_the_zero_pattern(backend, dtype, p):
+    """With V = identity the output is P itself: exactly zero where masked or dropped, and nowhere else."""
+    b, h, lq, lk = 2, 4, 70, 113
+    query, key, _ = operands((b, h, 2, lq, lk, 16, 1), dtype)
+    query, key = query / 4, key / 4
+    value = torch.eye(lk, dtype=dtype).expand(b, 2, lk, lk)
+    for name, diagonal, window, lengths in itertools.product(
+        MASKS, DIAGONALS, [(-1, -1), (30, 17)], [None, torch.tensor([50, 113])]
+    ):
+        mask = MASKS[name]((b, h, lq, lk))
+        masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
+        out = scaled_dot_product_attention(
+            query, key, value, mask, p, enable_gqa=True, seed=SEED if p else None, **masks
+        )
+        kept = visible((b, h, lq, lk), mask, **masks)
+        if p:
+            kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
+        assert torch.equal(out != 0, kept), (name, masks)
+        # The gradient of V is P transposed times the output gradient: identity again.
+        leaf = value[:, :, :, :lq].clone().requires_grad_()
+        out = scaled_dot_product_attention(
+            query, key, leaf, mask, p, enable_gqa=True, seed=SEED if p else None, **masks
+        )
+        (grad,) = torch.autograd.grad(out, leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
+        assert torch.equal(grad != 0, kept.view(b, 2, 2, lq, lk).any(2).mT), (name, masks)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_scores_gradient_uses_the_same_mask(backend, p):
+    """Lengths beyond one tile in both directions; GQA and a batch, so that z counts query heads."""
+    check(*operands((2, 4, 2, 75, 140, 24, 24)), dropout_p=p, seed=SEED, enable_gqa=True)
+
+
+@pytest.mark.parametrize(("p", "rate"), [(1e-6, 0.0), (7.6e-6, 1 / 65536), (1.0, 1.0), (0.99999, 65535 / 65536)])
+def test_dropout_extremes(backend, p, rate):
+    tensors = operands((2, 2, 2, 19, 45, 8, 8))
+    (out, _), grads = check(*tensors, dropout_p=p, seed=SEED)
+    if rate == 0.0:
+        assert torch.equal(out, scaled_dot_product_attention(*tensors))
+    if rate == 1.0:
+        assert (out == 0).all()
+        assert all((g == 0).all() for g in grads[2:])
+
+
+@pytest.mark.parametrize("seed", [(-1, 0), (2**63 - 1, 2**32 + 5), (-(2**63), 2**40), (3, -1)], ids=str)
+def test_dropout_seeds(backend, seed):
+    check(*operands((1, 2, 2, 19, 45, 8, 8)), dropout_p=0.5, seed=torch.tensor(seed))
+
+
+def test_dropout_is_unbiased(backend):
+    query, key, value = operands((1, 2, 2, 33, 65, 16, 16))
+    full = scaled_dot_product_attention(query, key, value)
+    draws = torch.stack(
+        [scaled_dot_product_attention(query, key, value, dropout_p=0.3, seed=torch.tensor([n, 0])) for n in range(200)]
+    )
+    deviation = draws.std(0) / math.sqrt(len(draws))
+    z = (draws.mean(0) - full) / deviation
+    assert abs(z.mean()) < 5 / math.sqrt(z.numel() / 33)  # one key's fate is shared by 16 columns of value
+    assert z.abs().amax() < 6
+
+
+def test_seeds_are_drawn_from_torchs_generator(backend):
+    tensors = operands((1, 2, 2, 19, 45, 8, 8))
+    call = functools.partial(scaled_dot_product_attention, *tensors, dropout_p=0.5)
+    torch.manual_seed(5)
+    first, second = call(), call()
+    torch.manual_seed(5)
+    assert torch.equal(call(), first)
+    assert torch.equal(call(), second)
+    assert not torch.equal(first, second)
+    state = torch.random.get_rng_state()
+    scaled_dot_product_attention(*tensors)
+    call(seed=SEED)
+    assert torch.equal(state, torch.random.get_rng_state())  # no draw without need
+    assert torch.equal(call(seed=SEED), call(seed=SEED.clone()))
+    assert not torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 1])))  # a chunk's offset
+    assert torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 2**32])))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_attention_weights(backend, dtype):
+    query, key, value = operands((2, 4, 2, 37, 75, 16, 8), dtype)
+    for name, diagonal, p in itertools.product(MASKS, DIAGONALS, (0.0, 0.3)):
+        mask = MASKS[name]((2, 4, 37, 75))
+        options = {
+            "enable_gqa": True,
+            "key_lengths": torch.tensor([75, 20]),
+            "window_size": (30, -1),
+            "dropout_p": p,
+            "seed": SEED if p else None,
+            **DIAGONALS[diagonal],
+        }
+        got = gradients(functools.partial(attention_weights, **options), (query, key, mask))
+        wanted = gradients(lambda q, k, m, o=options: exact(q, k, value, m, **o)[2], (query, key, mask))
+        peer = gradients(
+            lambda q, k, m, o=options: exact(q, k, value, m, dtype=dtype, **o)[2].to(dtype), (query, key, mask)
+        )
+        assert got[0][0].dtype == dtype
+        assert got[0][0].shape == (2, 4, 37, 75)
+        assert torch.equal(got[0][0] == 0, wanted[0][0] == 0) or dtype == torch.float16  # float16 underflows
+        for a, e, q in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), (*peer[0], *peer[1]), strict=True):
+            assert_accurate(a, e.double(), q, f"{name} {diagonal} {p}")
+
+
+def test_halves_merged_by_lse_are_the_whole(backend):
+    query, key, value = (t.requires_grad_() for t in operands((2, 2, 2, 33, 90, 16, 16)))
+    lengths = torch.tensor([90, 55])
+    grad = torch.randn(2, 2, 33, 16)
+
+    def merged():
+        parts = []
+        for start, stop in ((0, 40), (40, 90)):
+            parts.append(
+                scaled_dot_product_attention(
+                    query, key[:, :, start:stop], value[:, :, start:stop],
+                    key_lengths=(lengths - start).clamp(0, stop - start), return_lse=True,
+                )
+            )  # fmt: skip
+        share = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
+        return sum(w[..., None] * out for w, (out, _) in zip(share, parts, strict=True))
+
+    whole = scaled_dot_product_attention(query, key, value, key_lengths=lengths)
+    wanted = exact(query, key, value, key_lengths=lengths)[0]
+    composed = exact(query, key, value, key_lengths=lengths, dtype=torch.float32)[0]
+    out = merged()
+    assert_accurate(out, wanted, composed)
+    grads = [torch.autograd.grad(o, (query, key, value), grad.to(o.dtype)) for o in (out, whole, wanted, composed)]
+    for got, direct, e, p in zip(*grads, strict=True):
+        assert_accurate(got, e.double(), p)
+        assert_accurate(direct, e.double(), p)
+
+
+@pytest.mark.parametrize("needed", [c for c in itertools.product((False, True), repeat=3) if any(c)], ids=str)
+def test_subsets_of_gradients(backend, needed):
+    tensors = operands((1, 2, 2, 9, 21, 8, 12))
+    everything = [t.clone().requires_grad_() for t in tensors]
+    wanted = torch.autograd.grad(scaled_dot_product_attention(*everything, is_causal=True).square().sum(), everything)
+    some = [t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+    scaled_dot_product_attention(*some, is_causal=True).square().sum().backward()
+    for t, n, g in zip(some, needed, wanted, strict=True):
+        assert torch.equal(t.grad, g) if n else t.grad is None
+
+
+def test_gradients_of_any_layout(backend):
+    """An expanded gradient (from .sum()), a transposed one, a sliced one, and one for the LSE alone."""
+    tensors = [t.requires_grad_() for t in operands((2, 2, 2, 9, 21, 8, 8))]
+    out, lse = scaled_dot_product_attention(*tensors, return_lse=True)
+    wanted, wanted_lse, _ = exact(*tensors)
+    for grad in (
+        torch.ones(()).expand(out.shape),
+        torch.randn(2, 2, 8, 9).mT,
+        torch.randn(2, 9, 2, 8).transpose(1, 2),
+        torch.randn(2, 2, 9, 16)[..., ::2],
+    ):
+        got = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+        expected = torch.autograd.grad(wanted, tensors, grad.double(), retain_graph=True)
+        for a, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+    got = torch.autograd.grad(lse.sum(), tensors, materialize_grads=True)
+    expected = torch.autograd.grad(wanted_lse.sum(), tensors, materialize_grads=True)
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_gradcheck():
+    """The reference in float64: first and second derivatives, of the LSE and the mask too."""
+    query, key, value = (t.requires_grad_() for t in operands((1, 2, 1, 3, 5, 3, 2), torch.float64))
+    mask = torch.randn(2, 1, 5, dtype=torch.float64, requires_grad=True)
+    options = {"enable_gqa": True, "is_causal": True, "causal_variant": "lower_right", "key_lengths": torch.tensor([4])}
+
+    def call(*tensors):
+        return scaled_dot_product_attention(*tensors, 0.3, return_lse=True, seed=SEED, **options)
+
+    with fastattn.backend("reference"):
+        assert torch.autograd.gradcheck(call, (query, key, value, mask))
+        assert torch.autograd.gradgradcheck(call, (query, key, value, mask))
+
+
+def test_double_backward_names_the_reference(backend):
+    tensors = [t.requires_grad_() for t in operands((1, 2, 2, 5, 7, 8, 8))]
+    (grad,) = torch.autograd.grad(scaled_dot_product_attention(*tensors).square().sum(), tensors[0], create_graph=True)
+    if backend == "reference":
+        assert torch.autograd.grad(grad.square().sum(), tensors[1])[0].abs().sum() > 0
+    else:
+        with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+            torch.autograd.grad(grad.square().sum(), tensors[1])
+
+
+def test_autocast(backend):
+    tensors = operands((2, 2, 2, 9, 21, 8, 8))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            out = scaled_dot_product_attention(*tensors)
+            theirs = F.scaled_dot_product_attention(*tensors)
+        assert out.dtype == theirs.dtype == dtype
+        assert torch.equal(out, scaled_dot_product_attention(*(t.to(dtype) for t in tensors)))
+        with torch.autocast("cpu", dtype):
+            mixed = scaled_dot_product_attention(tensors[0].to(dtype), *tensors[1:], torch.randn(21))
+        assert mixed.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_every_run_and_for_every_thread_count(backend, dtype):
+    tensors = [*operands((2, 4, 2, 150, 333, 32, 32), dtype), torch.randn(4, 1, 333)]
+    call = functools.partial(
+        scaled_dot_product_attention, is_causal=True, dropout_p=0.1, seed=SEED, enable_gqa=True, return_lse=True
+    )
+    threads = torch.get_num_threads()
+    runs = []
+    try:
+        for n in (1, 2, 3, 2):
+            torch.set_num_threads(n)
+            outputs, grads = gradients(call, tensors)
+            runs.append([*outputs, *grads])
+    finally:
+        torch.set_num_threads(threads)
+    if backend == "reference":  # its products are PyTorch's, which promise this for one thread count only
+        runs = runs[1::2]
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+def test_activation_checkpointing(backend):
+    from torch.utils.checkpoint import checkpoint
+
+    tensors = [t.requires_grad_() for t in operands((1, 2, 2, 19, 45, 8, 8))]
+    call = functools.partial(scaled_dot_product_attention, dropout_p=0.5, is_causal=True)
+    torch.manual_seed(3)
+    plain = call(*tensors)
+    wanted = torch.autograd.grad(plain.square().sum(), tensors)
+    torch.manual_seed(3)
+    out = checkpoint(call, *tensors, use_reentrant=False)
+    assert torch.equal(out, plain)
+    assert all(map(torch.equal, torch.autograd.grad(out.square().sum(), tensors), wanted))
+
+
+@st.composite
+def problems(draw):
+    """Any small problem: shapes, dtypes, layouts, masks and dropout together."""
+    b, hk, group = (draw(st.integers(1, 3)) for _ in range(3))
+    lq, lk = draw(st.integers(1, 70)), draw(st.integers(1, 140))
+    e, ev = draw(st.integers(1, 130)), draw(st.integers(1, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]))
+    mask = draw(st.sampled_from(list(MASKS)))
+    options = dict(DIAGONALS[draw(st.sampled_from(list(DIAGONALS)))])
+    options["window_size"] = (draw(st.integers(-1, lk)), draw(st.integers(-1, lk)))
+    options["scale"] = draw(st.sampled_from([None, 0.2, -0.1]))
+    if draw(st.booleans()):
+        options["key_lengths"] = torch.tensor(draw(st.lists(st.integers(0, lk), min_size=b, max_size=b)))
+    if draw(st.booleans()):
+        options["dropout_p"] = draw(st.sampled_from([0.1, 0.5, 0.85]))
+        options["seed"] = torch.tensor([draw(st.integers(-(2**63), 2**63 - 1)), draw(st.integers(0, 2**62))])
+    layouts = [draw(st.permutations(range(4))) for _ in range(3)]
+    return (b, hk * group, hk, lq, lk, e, ev), dtype, mask, options, layouts, draw(st.integers(0, 2**31))
+
+
+@given(problem=problems())
+def test_any_problem(backend, problem):
+    shape, dtype, mask, options, layouts, seed = problem
+    torch.manual_seed(seed)
+    tensors = []
+    for tensor, order in zip(operands(shape, dtype), layouts, strict=True):
+        inverse = [order.index(d) for d in range(4)]
+        tensors.append(tensor.permute(order).contiguous().permute(inverse))
+    b, hq, hk, lq, lk, *_ = shape
+    try_mask = MASKS[mask]((b, hq, lq, lk))
+    check(*tensors, try_mask, enable_gqa=hq != hk, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("e", [*range(1, 34), 47, 48, 49, 63, 65, 79, 80, 127, 129, 160, 191, 224, 255])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_every_head_size(backend, dtype, e):
+    check(*operands((1, 2, 1, 35, 70, e, max(1, e - 3)), dtype), is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lq", "lk"),
+    list(itertools.product([1, 2, 7, 8, 15, 16, 17, 31, 48, 49, 96], [1, 7, 31, 32, 33, 48, 63, 64, 65, 97, 512])),
+)
+def test_every_tile_edge(backend, lq, lk):
+    for dtype, p in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.5)):
+        tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
+        for diagonal in DIAGONALS.values():
+            check(*tensors, dropout_p=p, seed=SEED, **diagonal)
+            check(*tensors, torch.randn(lq, lk) > 0, dropout_p=p, seed=SEED, window_size=(5, 40), **diagonal)

@@ -1,0 +1,152 @@
+"""Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
+
+import threading
+
+import pytest
+import torch
+from oracle import gradients
+
+import fastattn
+from fastattn import (
+    attention_weights,
+    backend,
+    dropout,
+    dropout_add_layer_norm,
+    explain,
+    layer_norm,
+    scaled_dot_product_attention,
+    softmax_dropout,
+    varlen_attn,
+)
+from fastattn.backends import native
+
+X = torch.randn(1, 2, 5, 8)
+SEQUENCES = torch.tensor([0, 5], dtype=torch.int32)
+CALLS = {
+    scaled_dot_product_attention: (X, X, X),
+    attention_weights: (X, X),
+    varlen_attn: (X[0].transpose(0, 1), X[0].transpose(0, 1), X[0].transpose(0, 1), SEQUENCES, SEQUENCES, 5, 5),
+    softmax_dropout: (X,),
+    layer_norm: (X, (8,)),
+    dropout_add_layer_norm: (X, X),
+    dropout: (X, 0.5),
+}
+needs_cpu = pytest.mark.skipif(native.library("cpu") is None, reason=f"no cpu backend: {native.reason('cpu')}")
+
+
+def doubled(arguments):
+    return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_explain(function):
+    """explain names the backend that would run and, for each other one, why not."""
+    text = str(explain(function, *CALLS[function]))
+    assert "reference" in text
+    assert "cpu" in text
+    if native.library("cpu") is None:
+        assert native.reason("cpu") in text
+    with backend("reference"):
+        forced = str(explain(function, *CALLS[function]))
+    assert "reference" in forced
+    assert forced != text or native.library("cpu") is None
+
+
+@needs_cpu
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_forced_backend_refuses_what_it_cannot_serve(function):
+    arguments = doubled(CALLS[function])
+    function(*arguments)  # by itself the reference takes over
+    assert "float64" in str(explain(function, *arguments))
+    with (
+        backend("cpu"),
+        pytest.raises(
+            (ValueError, TypeError, RuntimeError, NotImplementedError), match=r"(?s)cpu.*float64|float64.*cpu"
+        ),
+    ):
+        function(*arguments)
+
+
+@needs_cpu
+def test_wide_heads_are_the_references():
+    wide = torch.randn(1, 1, 3, 257)
+    scaled_dot_product_attention(wide, wide, wide)
+    with backend("cpu"), pytest.raises((ValueError, RuntimeError, NotImplementedError), match="257"):
+        scaled_dot_product_attention(wide, wide, wide)
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match=r"(?s)nonesuch.*reference|reference.*nonesuch"), backend("nonesuch"):
+        pass
+
+
+@pytest.mark.skipif(native.library("cpu") is not None, reason="the cpu backend is here")
+def test_missing_backend_says_why():
+    with pytest.raises((ValueError, RuntimeError), match="cpu"), backend("cpu"):
+        layer_norm(X, (8,))
+
+
+def used():
+    """The backend that a float64 operand tells apart: only the reference serves it."""
+    try:
+        layer_norm(X.double(), (8,))
+    except (ValueError, TypeError, RuntimeError, NotImplementedError):
+        return "cpu"
+    return "reference or any"
+
+
+@needs_cpu
+def test_nesting_and_exceptions_restore_the_choice():
+    assert used() == "reference or any"
+    with backend("cpu"):
+        assert used() == "cpu"
+        with backend("reference"):
+            assert used() == "reference or any"
+        assert used() == "cpu"
+        with pytest.raises(KeyError), backend("reference"):
+            raise KeyError
+        assert used() == "cpu"
+    assert used() == "reference or any"
+
+
+@needs_cpu
+def test_choice_is_the_threads():
+    seen = []
+    with backend("cpu"):
+        thread = threading.Thread(target=lambda: seen.append(used()))
+        thread.start()
+        thread.join()
+        assert used() == "cpu"
+    assert seen == ["reference or any"]
+
+
+def test_backward_uses_the_forwards_backend():
+    """Autograd's thread sees no context manager, so the choice is saved: only the reference differentiates twice."""
+    query = X.clone().requires_grad_()
+    with backend("reference"):
+        out = scaled_dot_product_attention(query, query, query)
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    assert torch.autograd.grad(grad.square().sum(), query)[0].abs().sum() > 0
+
+
+@needs_cpu
+def test_forcing_the_backward_changes_nothing():
+    query = torch.randn(1, 2, 70, 16)
+    with backend("cpu"):
+        _, wanted = gradients(scaled_dot_product_attention, (query, query, query))
+    leaf = query.clone().requires_grad_()
+    with backend("cpu"):
+        out = scaled_dot_product_attention(leaf, leaf, leaf)
+    with backend("reference"):
+        generator = torch.Generator().manual_seed(0)
+        grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).bfloat16().float()
+        (got,) = torch.autograd.grad(out, leaf, grad)
+    torch.testing.assert_close(got, sum(wanted), rtol=1e-6, atol=1e-6)
+
+
+def test_public_names():
+    names = """scaled_dot_product_attention attention_weights varlen_attn softmax_dropout layer_norm dropout dropout_mask
+    dropout_add_layer_norm MultiHeadAttention MultiheadAttention KeyValueCache LayerNorm DropoutAddLayerNorm
+    SoftmaxDropout Dropout backend explain""".split()  # noqa: SIM905
+    assert set(names) <= set(fastattn.__all__)
+    assert all(hasattr(fastattn, name) for name in fastattn.__all__)

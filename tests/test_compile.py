@@ -1,0 +1,199 @@
+"""opcheck of every registered op, torch.compile, functorch's and vmap's refusals, and compiled dropout seeds."""
+
+import functools
+
+import pytest
+import torch
+from oracle import gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn import (
+    attention_weights,
+    dropout,
+    dropout_add_layer_norm,
+    dropout_mask,
+    layer_norm,
+    scaled_dot_product_attention,
+    softmax_dropout,
+    varlen_attn,
+)
+
+SEED = torch.tensor([3, 4])
+
+
+def sequences(n):
+    return torch.tensor([0, n // 3, n], dtype=torch.int32)
+
+
+def attention(n):
+    return torch.randn(2, n, 4, 16).transpose(1, 2), torch.randn(2, 2, n + 3, 16), torch.randn(2, 2, n + 3, 8)
+
+
+# name: (function of tensors, the tensors at size n)
+CALLS = {
+    "attention": (
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True),
+        attention,
+    ),
+    "attention, masks and dropout": (
+        lambda q, k, v, m: scaled_dot_product_attention(
+            q, k, v, m, 0.2, enable_gqa=True, key_lengths=torch.tensor([3, 7]), window_size=(9, 9), seed=SEED
+        ),
+        lambda n: (*attention(n), torch.randn(n, n + 3)),
+    ),
+    "weights": (
+        lambda q, k: attention_weights(q, k, None, 0.2, True, enable_gqa=True, seed=SEED),
+        lambda n: attention(n)[:2],
+    ),
+    "varlen": (
+        lambda q, k, v: varlen_attn(
+            q, k, v, sequences(24), sequences(24), 24, 24, dropout_p=0.2, is_causal=True, seed=SEED
+        ),
+        lambda n: tuple(torch.randn(24, 2, n) for _ in range(3)),
+    ),
+    "softmax_dropout": (
+        lambda x, m: softmax_dropout(x, 0.2, m, True, 0.5, seed=SEED),
+        lambda n: (torch.randn(2, 3, n, n + 3), torch.randn(n, 1)),
+    ),
+    "layer_norm": (
+        lambda x, w, b: layer_norm(x, (16,), w, b),
+        lambda n: (torch.randn(2, n, 16), torch.randn(16), torch.randn(16)),
+    ),
+    "dropout_add_layer_norm": (
+        lambda x, r, w, b: dropout_add_layer_norm(x, r, w, b, 0.2, prenorm=True, seed=SEED),
+        lambda n: (torch.randn(2, n, 16).bfloat16(), torch.randn(2, n, 16), torch.randn(16), torch.randn(16)),
+    ),
+    "dropout": (lambda x: dropout(x, 0.2, seed=SEED), lambda n: (torch.randn(n, 3, 4).transpose(0, 1),)),
+    "dropout_mask": (lambda x: dropout_mask(x.shape, 0.3, SEED) * x, lambda n: (torch.randn(3, n),)),
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps every call of an op of ours that reaches a backend."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fastattn":
+            self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def recorded(name):
+    function, tensors = CALLS[name]
+    with Recorder() as recorder:
+        gradients(function, tensors(13))
+    return recorder.calls
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(backend, name):
+    """Schema, autograd registration, fakes and the AOT path, on the very arguments that the public functions pass."""
+    calls = recorded(name)
+    assert calls
+    for op, args, kwargs in calls:
+        differentiable = not op._schema.name.endswith("_backward")
+        args = tuple(
+            a.detach()
+            .clone(memory_format=torch.preserve_format)
+            .requires_grad_(differentiable and a.is_floating_point())
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in args
+        )
+        torch.library.opcheck(op, args, kwargs)
+
+
+def test_opcheck_covers_every_op():
+    with fastattn.backend("reference"):
+        seen = {op._schema.name for name in CALLS for op, *_ in recorded(name)}
+    registered = {name for name in map(str, torch._C._dispatch_get_all_op_names()) if name.startswith("fastattn::")}
+    assert {name.split(".")[0] for name in registered} == seen
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_whole(backend, name, dynamic):
+    """fullgraph, at two sizes, one compilation where dynamic: the eager numbers and gradients."""
+    function, tensors = CALLS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n in (13, 21):
+        inputs = tensors(n)
+        (outputs, grads), (wanted, wanted_grads) = gradients(compiled, inputs), gradients(function, inputs)
+        assert [o.stride() for o in outputs] == [o.stride() for o in wanted]
+        for a, e in zip((*outputs, *grads), (*wanted, *wanted_grads), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            for a, e in zip(torch.utils._pytree.tree_leaves(compiled(*inputs)), wanted, strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_seeds_drawn_inside_a_compiled_function(backend, dynamic):
+    """Without a seed each call draws another one, from torch's generator."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: dropout(x, 0.5) + softmax_dropout(x, 0.5), fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
+    x = torch.randn(9, 40)
+    torch.manual_seed(0)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(0)
+    assert torch.equal(compiled(x), first)
+    assert not torch.equal(first, second)
+    torch._dynamo.reset()
+
+
+def test_inductor(backend):
+    """One module through the real compiler, training with dropout: reproducible and close to eager."""
+    torch._dynamo.reset()
+    module = fastattn.MultiHeadAttention(16, 2, batch_first=True)
+    norm = fastattn.DropoutAddLayerNorm(16, 0.1)
+
+    def block(x, seed):
+        return norm(module(x, x, x, is_causal=True, need_weights=False)[0], x, seed=seed)
+
+    x = torch.randn(2, 9, 16)
+    wanted, wanted_grads = gradients(lambda t: block(t, SEED), (x,))
+    got, grads = gradients(torch.compile(lambda t: block(t, SEED), fullgraph=True), (x,))
+    for a, e in zip((*got, *grads), (*wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_meta_and_fake_tensors():
+    """Shapes, dtypes and strides without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for name in CALLS:
+        function, tensors = CALLS[name]
+        if name == "dropout_mask":
+            continue
+        inputs = tensors(13)
+        real = torch.utils._pytree.tree_leaves(function(*inputs))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = torch.utils._pytree.tree_leaves(function(*(mode.from_tensor(t) for t in inputs)))
+        for a, e in zip(fake, real, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride()), name
+
+
+def test_checkpointed_and_compiled_training_step(backend):
+    """Checkpointing under a compiler draws the same seed in both forwards."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 40, requires_grad=True)
+    run = torch.compile(
+        lambda t: checkpoint(functools.partial(dropout, p=0.5), t, use_reentrant=False),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    out = run(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad != 0, out != 0)
+    torch._dynamo.reset()

@@ -1,0 +1,274 @@
+"""dropout and dropout_mask: the formula of docs/design.md, bit for bit."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import dropout as exact
+from oracle import dropout_mask as exact_mask
+from oracle import dropout_values, gradients, philox4x32, threshold
+
+import fastattn
+from fastattn import dropout, dropout_mask, scaled_dot_product_attention, softmax_dropout
+
+SEED = torch.tensor([-81985529216486896, 12345678901])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    ],
+)
+def test_oracle_has_random123s_philox(counter, key, words):
+    """Known answers of philox4x32 with 7 rounds, from Random123's kat_vectors."""
+    counter, key, words = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
+    assert [int(word) for word in philox4x32(counter, key)] == words
+
+
+def test_oracle_tile():
+    """One call serves rows i, i + 8 and columns j, j + 8, j + 16, j + 24 of a 16 x 32 tile, in the documented order."""
+    words = philox4x32((8 + 3, 2 * 8 + 5, 4, 6), (1, 2))
+    for row, column in itertools.product(range(2), range(4)):
+        v = 4 * row + column
+        value = dropout_values(4, 32 + 5 + 8 * row, 32 + 3 + 8 * column, (2 * 2**32 + 1, 6))
+        assert int(value) == (int(words[v // 2]) >> (16 * (v % 2))) & 0xFFFF
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16, 17, 33])
+def test_mask_at_tile_edges(backend, rows):
+    for columns in (1, 7, 8, 9, 16, 24, 31, 32, 33, 40, 65, 129):
+        for p in (0.1, 0.5):
+            assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33), (2**16 + 3, 2, 3)], ids=str
+)
+def test_mask_shapes(backend, shape):
+    """One dimension is one row; z goes beyond 2**16."""
+    mask = dropout_mask(shape, 0.3, SEED)
+    assert mask.dtype == torch.bool
+    assert mask.shape == shape
+    if shape:
+        assert torch.equal(mask, exact_mask(shape, 0.3, SEED))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        (0, 0),
+        (1, 0),
+        (-1, 0),
+        (2**32, 0),
+        (2**63 - 1, 1),
+        (-(2**63), 1),
+        (5, 2**32),
+        (5, 2**32 - 1),
+        (5, 2**33 + 7),
+        (5, -1),
+        (5, -(2**63)),
+    ],
+    ids=str,
+)
+def test_mask_seeds(backend, seed):
+    """The key is two's complement, low word first; the offset counts modulo 2**32."""
+    assert torch.equal(dropout_mask((2, 20, 70), 0.4, torch.tensor(seed)), exact_mask((2, 20, 70), 0.4, seed))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 7e-6, 8e-6, 1 / 65536, 0.1, 1 / 3, 0.5, 0.99, 1 - 8e-6, 1 - 7e-6, 1.0])
+def test_threshold_rounds_once(backend, p):
+    """threshold = floor(p * 65536 + 0.5); at 0 nothing changes, at 65536 nothing is left."""
+    mask = dropout_mask((64, 2048), p, SEED)
+    assert torch.equal(mask, exact_mask((64, 2048), p, SEED))
+    assert mask.all() or threshold(p) > 0
+    assert not mask.any() or threshold(p) < 65536
+    input = torch.randn(64, 2048)
+    out = dropout(input, p, seed=SEED)
+    torch.testing.assert_close(out, exact(input, p, SEED).float(), rtol=3e-7, atol=0)
+    if threshold(p) == 0:
+        assert torch.equal(out, input)
+
+
+def test_realised_rate_and_independence():
+    """Counts of kept elements and of kept pairs (neighbours, partners in one Philox call, other z, key and offset) lie
+    within five standard deviations of their expectation."""
+    shape, p = (4, 512, 1024), 0.3
+    keep = 1 - threshold(p) / 65536
+    mask = dropout_mask(shape, p, SEED)
+
+    def check(kept, probability):
+        n = kept.numel()
+        assert abs(kept.sum().item() - n * probability) <= 5 * math.sqrt(n * probability * (1 - probability))
+
+    check(mask, keep)
+    for pair in (mask[:, 1:] & mask[:, :-1], mask[:, 8:] & mask[:, :-8], mask[..., 1:] & mask[..., :-1]):
+        check(pair, keep * keep)
+    for step in (8, 16, 24, 32):
+        check(mask[..., step:] & mask[..., :-step], keep * keep)
+    check(mask[1:] & mask[:-1], keep * keep)
+    for other in (SEED + torch.tensor([1, 0]), SEED + torch.tensor([0, 1]), SEED + torch.tensor([2**32, 0])):
+        check(mask & dropout_mask(shape, p, other), keep * keep)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (77,), (9, 65), (3, 17, 33), (2, 3, 8, 40), (0, 4), (2, 2, 2, 3, 5)], ids=str)
+def test_matches_the_formula(backend, shape, dtype):
+    input = torch.randn(shape).to(dtype)
+    (out,), (grad,) = gradients(lambda t: dropout(t, 0.3, seed=SEED), (input,))
+    (wanted,), (wanted_grad,) = gradients(lambda t: exact(t, 0.3, SEED), (input,))
+    for a, e in ((out, wanted), (grad, wanted_grad.double())):
+        assert a.dtype == dtype
+        assert a.shape == shape
+        assert torch.equal(a == 0, e == 0)
+        # one rounding of the scale in float32, one of the product, one to the dtype
+        info = torch.finfo(dtype)
+        torch.testing.assert_close(a.double(), e, rtol=info.eps, atol=info.eps * info.smallest_normal)
+
+
+def test_more_than_2_to_the_16_matrices(backend):
+    input = torch.randn(2**16 + 3, 1, 2)
+    torch.testing.assert_close(dropout(input, 0.3, seed=SEED).double(), exact(input, 0.3, SEED), rtol=3e-7, atol=0)
+
+
+def test_float64_is_the_references():
+    input = torch.randn(3, 9, 40, dtype=torch.float64)
+    torch.testing.assert_close(dropout(input, 0.3, seed=SEED), exact(input, 0.3, SEED), rtol=1e-15, atol=0)
+
+
+def test_layouts(backend):
+    """Positions are logical, whatever the strides; the output is as dense as the input in the same order."""
+    base = torch.randn(4, 3, 9, 33)
+    for input in (
+        base.transpose(1, 2),
+        base.permute(3, 0, 2, 1),
+        base.mT,
+        base[..., ::2],
+        base[:, 1:, 2:],
+        base[:1].expand(5, 3, 9, 33),
+        base[..., :1].expand(4, 3, 9, 20),
+        base.contiguous(memory_format=torch.channels_last),
+    ):
+        (out,), (_grad,) = gradients(lambda t: dropout(t, 0.4, seed=SEED), (input,))
+        torch.testing.assert_close(out.double(), exact(input, 0.4, SEED), rtol=3e-7, atol=0)
+        dense = torch.empty_like(input).stride() == input.stride()
+        assert out.stride() == (input.stride() if dense else torch.empty(input.shape).stride())
+
+
+def test_gradients_of_any_layout(backend):
+    input = torch.randn(9, 33, requires_grad=True)
+    out = dropout(input, 0.4, seed=SEED)
+    factor = exact(torch.ones(9, 33), 0.4, SEED).float()
+    for grad in (torch.ones(()).expand(9, 33), torch.randn(33, 9).T, torch.randn(9, 66)[:, ::2]):
+        (got,) = torch.autograd.grad(out, input, grad, retain_graph=True)
+        torch.testing.assert_close(got, grad * factor, rtol=3e-7, atol=0)
+
+
+def test_twice_differentiable(backend):
+    """Dropout is linear: its backward is itself, differentiable on every backend."""
+    input = torch.randn(9, 33, requires_grad=True)
+    (grad,) = torch.autograd.grad(dropout(input, 0.4, seed=SEED).square().sum(), input, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), input)
+    torch.testing.assert_close(second, 2 * exact(torch.ones(9, 33), 0.4, SEED).float() ** 2)
+
+
+def test_inplace(backend):
+    input = torch.randn(4, 9, 33).transpose(0, 1)
+    wanted = dropout(input, 0.4, seed=SEED)
+    leaf = input.clone().requires_grad_()
+    middle = leaf * 1
+    out = dropout(middle, 0.4, inplace=True, seed=SEED)
+    assert out.data_ptr() == middle.data_ptr()
+    assert torch.equal(middle, wanted)
+    out.sum().backward()
+    torch.testing.assert_close(leaf.grad, exact(torch.ones(input.shape), 0.4, SEED).float(), rtol=3e-7, atol=0)
+    gap = torch.randn(9, 66)
+    before = gap.clone()
+    assert dropout(gap[:, ::2], 0.4, inplace=True, seed=SEED).data_ptr() == gap.data_ptr()
+    assert torch.equal(gap[:, 1::2], before[:, 1::2])
+    torch.testing.assert_close(gap[:, ::2].double(), exact(before[:, ::2], 0.4, SEED), rtol=3e-7, atol=0)
+    assert dropout(input, 0.4, training=False, inplace=True) is input
+    with pytest.raises(RuntimeError, match="in-place"):
+        dropout(torch.randn(3, requires_grad=True), 0.4, inplace=True)
+
+
+def test_outside_training_it_is_the_identity(backend):
+    input = torch.randn(9, 33)
+    assert torch.equal(dropout(input, 0.5, False), input)
+    assert torch.equal(dropout(input, 0.0), input)
+    assert torch.equal(dropout(input, 0.5, training=False), F.dropout(input, 0.5, training=False))
+
+
+def test_zero_times_infinity_is_dropped(backend):
+    """What is dropped is 0 whatever it was; p = 1 leaves zeros."""
+    input = torch.full((9, 33), math.inf)
+    input[::2] = math.nan
+    out = dropout(input, 0.5, seed=SEED)
+    kept = exact_mask((9, 33), 0.5, SEED)
+    assert (out[~kept] == 0).all()
+    assert not out[kept].isfinite().any()
+    assert (dropout(input, 1.0) == 0).all()
+
+
+def test_seeds_are_drawn_from_torchs_generator(backend):
+    input = torch.ones(40, 50)
+    torch.manual_seed(1)
+    first, second = dropout(input), dropout(input)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(input), first)
+    assert not torch.equal(first, second)
+    assert abs((first == 0).float().mean() - 0.5) < 0.06  # five standard deviations
+    state = torch.random.get_rng_state()
+    dropout(input, 0.5, training=False), dropout(input, 0.0), dropout(input, 0.5, seed=SEED)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_every_operation_drops_the_same_elements(backend):
+    """softmax_dropout then a product drops what fused attention drops; both drop what dropout_mask says."""
+    b, h, n = 2, 3, 70
+    zeros = torch.zeros(b, h, n, n)
+    kept = dropout_mask((b, h, n, n), 0.4, SEED)
+    assert torch.equal(dropout(zeros + 1, 0.4, seed=SEED) != 0, kept)
+    assert torch.equal(softmax_dropout(zeros, 0.4, seed=SEED) != 0, kept)
+    query = torch.zeros(b, h, n, 8)
+    value = torch.eye(n).expand(b, h, n, n)
+    assert torch.equal(scaled_dot_product_attention(query, query, value, dropout_p=0.4, seed=SEED) != 0, kept)
+    total = fastattn.dropout_add_layer_norm(zeros + 1, zeros, dropout_p=0.4, prenorm=True, seed=SEED)[1]
+    assert torch.equal(total != 0, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_for_every_thread_count(backend, dtype):
+    input = torch.randn(300, 517).to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        runs = []
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            runs.append(dropout(input, 0.3, seed=SEED))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+def test_autocast_keeps_the_dtype(backend):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dropout(torch.randn(3, 4)).dtype == F.dropout(torch.randn(3, 4)).dtype == torch.float32
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    p=st.floats(0, 1),
+    key=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(0, 2**63 - 1),
+)
+def test_any_mask(backend, shape, p, key, offset):
+    seed = torch.tensor([key, offset])
+    assert torch.equal(dropout_mask(shape, p, seed), exact_mask(shape, p, seed))

@@ -1,0 +1,235 @@
+"""Bad input of every public function: the message names the argument, what was given and what was expected, and no
+kernel has run."""
+
+import re
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import (
+    Dropout,
+    DropoutAddLayerNorm,
+    KeyValueCache,
+    LayerNorm,
+    MultiHeadAttention,
+    SoftmaxDropout,
+    attention_weights,
+    dropout,
+    dropout_add_layer_norm,
+    dropout_mask,
+    layer_norm,
+    softmax_dropout,
+    varlen_attn,
+)
+from fastattn import scaled_dot_product_attention as attention
+
+Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 6)
+K2, V2 = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 6)
+X = torch.randn(3, 5, 8)
+SEED = torch.tensor([1, 2])
+T = torch.randn(9, 4, 8)
+CU = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def varlen(query=T, key=T, value=T, cu_q=CU, cu_k=CU, max_q=5, max_k=5, **options):
+    return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, **options)
+
+
+# (call, what the message must contain: the argument, then what was received)
+MASK_CASES = {
+    "attention": lambda **o: attention(Q, K, V, **o),
+    "weights": lambda **o: attention_weights(Q, K, **o),
+}
+BAD = [
+    # scaled_dot_product_attention: operands
+    (lambda: attention([1.0], K, V), "query", "list"),
+    (lambda: attention(Q, None, V), "key", "NoneType"),
+    (lambda: attention(Q, K, 3), "value", "int"),
+    (lambda: attention(torch.randn(8), K, V), "query", "8"),
+    (lambda: attention(Q, K[..., :7], V), "key", "7", "8"),
+    (lambda: attention(Q, K, V[:, :, :8]), "value", "8", "9"),
+    (lambda: attention(Q, K.double(), V), "key", "float64", "float32"),
+    (lambda: attention(Q, K, V.bfloat16()), "value", "bfloat16", "float32"),
+    (lambda: attention(Q.int(), K.int(), V.int()), "query", "int32"),
+    (lambda: attention(Q.to(torch.complex64), K.to(torch.complex64), V.to(torch.complex64)), "query", "complex64"),
+    (lambda: attention(Q, K.to("meta"), V), "key", "meta", "cpu"),
+    (lambda: attention(Q, K[:1].expand(3, 4, 9, 8), V), "key", "3", "2"),
+    (lambda: attention(Q, K2, V2), "3", "4"),
+    (lambda: attention(Q, K2, V2, enable_gqa=True), "key", "3", "4"),
+    (lambda: attention(Q, K2, V, enable_gqa=True), "3", "4"),
+    (lambda: attention(Q[..., :0], K[..., :0], V), "query", "0"),
+    # masks, shared with attention_weights
+    *(
+        (lambda o=o, call=call: call(**o), *words)
+        for call in MASK_CASES.values()
+        for o, *words in (
+            ({"attn_mask": torch.zeros(5, 8)}, "attn_mask", "(5, 8)", "9"),
+            ({"attn_mask": torch.zeros(3, 1, 5, 9)}, "attn_mask", "(3, 1, 5, 9)"),
+            ({"attn_mask": torch.zeros(1, 2, 4, 5, 9)}, "attn_mask", "(1, 2, 4, 5, 9)"),
+            ({"attn_mask": torch.zeros(5, 9, dtype=torch.int64)}, "attn_mask", "int64", "bool"),
+            ({"attn_mask": torch.zeros(5, 9, device="meta")}, "attn_mask", "meta", "cpu"),
+            ({"attn_mask": "causal"}, "attn_mask", "str"),
+            ({"dropout_p": -0.1}, "dropout_p", "-0.1"),
+            ({"dropout_p": 1.5}, "dropout_p", "1.5"),
+            ({"dropout_p": float("nan")}, "dropout_p", "nan"),
+            ({"dropout_p": "half"}, "dropout_p", "str"),
+            ({"scale": float("nan")}, "scale", "nan"),
+            ({"scale": float("inf")}, "scale", "inf"),
+            ({"scale": "auto"}, "scale", "str"),
+            ({"causal_variant": "lower"}, "causal_variant", "lower", "lower_right"),
+            ({"key_lengths": torch.tensor([3, 10])}, "key_lengths", "10", "9"),
+            ({"key_lengths": torch.tensor([-1, 3])}, "key_lengths", "-1"),
+            ({"key_lengths": torch.tensor([3])}, "key_lengths", "(1,)", "(2,)"),
+            ({"key_lengths": torch.tensor([[3, 3]])}, "key_lengths", "(1, 2)", "(2,)"),
+            ({"key_lengths": torch.tensor([3.0, 4.0])}, "key_lengths", "float32", "integers"),
+            ({"key_lengths": [3, 4]}, "key_lengths", "list"),
+            ({"window_size": (-2, 0)}, "window_size", "-2"),
+            ({"window_size": (1, 2, 3)}, "window_size", "(1, 2, 3)"),
+            ({"window_size": 4}, "window_size", "4"),
+            ({"window_size": (1.5, 2)}, "window_size", "1.5"),
+            ({"dropout_p": 0.1, "seed": 3}, "seed", "int"),
+            ({"dropout_p": 0.1, "seed": torch.tensor([1])}, "seed", "(1,)", "(2,)"),
+            ({"dropout_p": 0.1, "seed": torch.tensor([1.0, 2.0])}, "seed", "float32", "int64"),
+            ({"dropout_p": 0.1, "seed": torch.zeros(2, dtype=torch.int64, device="meta")}, "seed", "meta", "cpu"),
+        )
+    ),
+    # varlen_attn
+    (lambda: varlen(query=torch.randn(1, 9, 4, 8)), "query", "(1, 9, 4, 8)"),
+    (lambda: varlen(key=torch.randn(9, 3, 8), value=torch.randn(9, 3, 8)), "3", "4"),
+    (lambda: varlen(key=T[..., :5]), "key", "5", "8"),
+    (lambda: varlen(value=T[:8]), "value", "8", "9"),
+    (lambda: varlen(key=T.bfloat16()), "key", "bfloat16", "float32"),
+    (lambda: varlen(cu_q=[0, 4, 9]), "cu_seq_q", "list"),
+    (lambda: varlen(cu_q=CU.float()), "cu_seq_q", "float32"),
+    (lambda: varlen(cu_k=CU[None]), "cu_seq_k", "(1, 3)"),
+    (lambda: varlen(cu_k=CU[:2]), "cu_seq_k", "[0, 4]", "9"),
+    (lambda: varlen(cu_q=torch.tensor([0, 4, 8])), "cu_seq_q", "8", "9"),
+    (lambda: varlen(cu_q=torch.tensor([1, 4, 9])), "cu_seq_q", "1", "0"),
+    (lambda: varlen(cu_k=torch.tensor([0, 12, 9])), "cu_seq_k", "12"),
+    (lambda: varlen(max_q=3), "max_q", "3", "5"),
+    (lambda: varlen(max_k=4), "max_k", "4", "5"),
+    (lambda: varlen(max_q=5.5), "max_q", "5.5"),
+    (lambda: varlen(window_size=(0,)), "window_size", "(0,)"),
+    (lambda: varlen(dropout_p=2.0), "dropout_p", "2.0"),
+    (lambda: varlen(dropout_p=0.1, seed=torch.tensor([1])), "seed", "(1,)"),
+    (lambda: varlen(seqused_k=torch.tensor([5, 5], dtype=torch.int32)), "seqused_k", "5", "4"),
+    (lambda: varlen(seqused_k=torch.tensor([4], dtype=torch.int32)), "seqused_k", "(1,)", "(2,)"),
+    (lambda: varlen(block_table=torch.zeros(2, 1, dtype=torch.int32)), "block_table"),
+    (lambda: varlen(num_splits=1), "num_splits"),
+    (lambda: varlen(return_aux=True), "return_aux"),
+    # softmax_dropout
+    (lambda: softmax_dropout("x"), "input", "str"),
+    (lambda: softmax_dropout(X.long()), "input", "int64"),
+    (lambda: softmax_dropout(torch.tensor(1.0)), "input", "scalar"),
+    (lambda: softmax_dropout(X, 1.1), "dropout_p", "1.1"),
+    (lambda: softmax_dropout(X, 0.1, torch.zeros(7)), "attn_mask", "(7,)", "(3, 5, 8)"),
+    (lambda: softmax_dropout(X, 0.1, torch.zeros(5, 8, dtype=torch.uint8)), "attn_mask", "uint8", "bool"),
+    (lambda: softmax_dropout(X, scale=float("nan")), "scale", "nan"),
+    (lambda: softmax_dropout(X, 0.1, seed=SEED.int()), "seed", "int32", "int64"),
+    # layer_norm
+    (lambda: layer_norm(3, (8,)), "input", "int"),
+    (lambda: layer_norm(X.int(), (8,)), "input", "int32"),
+    (lambda: layer_norm(X, (7,)), "normalized_shape", "7", "(3, 5, 8)"),
+    (lambda: layer_norm(X, ()), "normalized_shape", "()"),
+    (lambda: layer_norm(X, (2, 3, 5, 8)), "normalized_shape", "(2, 3, 5, 8)"),
+    (lambda: layer_norm(X, "8"), "normalized_shape", "8"),
+    (lambda: layer_norm(X, (8,), torch.ones(7)), "weight", "(7,)", "(8,)"),
+    (lambda: layer_norm(X, (8,), None, torch.ones(5, 8)), "bias", "(5, 8)", "(8,)"),
+    (lambda: layer_norm(X, (8,), torch.ones(8, dtype=torch.int32)), "weight", "int32"),
+    (lambda: layer_norm(X, (8,), torch.ones(8, device="meta")), "weight", "meta", "cpu"),
+    (lambda: layer_norm(X, (8,), eps="small"), "eps", "small"),
+    (lambda: layer_norm(X, (8,), eps=-1.0), "eps", "-1.0"),
+    (lambda: layer_norm(X, (8,), eps=float("nan")), "eps", "nan"),
+    # dropout_add_layer_norm
+    (lambda: dropout_add_layer_norm(X, X[:2]), "residual", "(2, 5, 8)", "(3, 5, 8)"),
+    (lambda: dropout_add_layer_norm(X, None), "residual", "NoneType"),
+    (lambda: dropout_add_layer_norm(X, X.long()), "residual", "int64"),
+    (lambda: dropout_add_layer_norm(X, X.to("meta")), "residual", "meta", "cpu"),
+    (lambda: dropout_add_layer_norm(X, X, torch.ones(5)), "weight", "(5,)", "(8,)"),
+    (lambda: dropout_add_layer_norm(X, X, None, torch.ones(5)), "bias", "(5,)", "(8,)"),
+    (lambda: dropout_add_layer_norm(X, X, dropout_p=-1), "dropout_p", "-1"),
+    (lambda: dropout_add_layer_norm(X, X, dropout_p=0.5, seed=torch.tensor(1)), "seed", "()", "(2,)"),
+    # dropout, dropout_mask
+    (lambda: dropout(None), "input", "NoneType"),
+    (lambda: dropout(X.long(), 0.5), "input", "int64"),
+    (lambda: dropout(X, 1.01), "p", "1.01"),
+    (lambda: dropout(X, float("nan")), "p", "nan"),
+    (lambda: dropout(X, -0.5, training=False), "p", "-0.5"),
+    (lambda: dropout(X, 0.5, seed=torch.zeros(3, dtype=torch.int64)), "seed", "(3,)", "(2,)"),
+    (lambda: dropout_mask((3, -1), 0.5, SEED), "shape", "-1"),
+    (lambda: dropout_mask("ab", 0.5, SEED), "shape", "'a'"),
+    (lambda: dropout_mask((3, 4), 3.0, SEED), "dropout_p", "3.0"),
+    (lambda: dropout_mask((3, 4), 0.5, None), "seed", "NoneType"),
+    (lambda: dropout_mask((3, 4), 0.5, (1, 2)), "seed", "tuple"),
+]
+BAD_MODULES = [
+    (lambda: MultiHeadAttention(16, 3), "embed_dim", "16", "3"),
+    (lambda: MultiHeadAttention(0, 1), "embed_dim", "0"),
+    (lambda: MultiHeadAttention(16, 0), "num_heads", "0"),
+    (lambda: MultiHeadAttention(16, 4, dropout=1.5), "dropout", "1.5"),
+    (lambda: MultiHeadAttention(16, 4, head_dim=0), "head_dim", "0"),
+    (lambda: MultiHeadAttention(16, 4, value_head_dim=-3), "value_head_dim", "-3"),
+    (lambda: MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 12)] * 3), "query", "12", "16"),
+    (lambda: MultiHeadAttention(16, 4)(*[torch.randn(5)] * 3), "query", "(5,)"),
+    (lambda: MultiHeadAttention(16, 4)(torch.randn(5, 2, 16), *[torch.randn(5, 3, 16)] * 2), "key", "3", "2"),
+    (lambda: MultiHeadAttention(16, 4)(torch.randn(5, 2, 16), torch.randn(5, 16), torch.randn(5, 16)), "key", "2", "3"),
+    (
+        lambda: MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 16)] * 3, attn_mask=torch.zeros(4, 5)),
+        "attn_mask",
+        "(4, 5)",
+        "(5, 5)",
+    ),
+    (
+        lambda: MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 16)] * 3, key_padding_mask=torch.zeros(5, 2)),
+        "key_padding_mask",
+        "(5, 2)",
+        "(2, 5)",
+    ),
+    (
+        lambda: MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 16)] * 3, key_padding_mask=torch.zeros(2, 5).int()),
+        "key_padding_mask",
+        "int32",
+    ),
+    (lambda: LayerNorm(8)(torch.randn(3, 9)), "normalized_shape", "9", "8"),
+    (lambda: Dropout(1.5), "dropout probability", "1.5"),
+    (lambda: SoftmaxDropout(-1), "p", "-1"),
+    (lambda: DropoutAddLayerNorm(8, p=2), "p", "2"),
+    (lambda: KeyValueCache(-1), "max_length", "-1"),
+    # backends
+    (lambda: fastattn.backend("gpu").__enter__(), "gpu", "reference"),
+    (lambda: fastattn.backend(None).__enter__(), "None", "reference"),
+    (lambda: fastattn.explain(print, X), "print"),
+]
+
+
+def check(call, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    message = str(caught.value)
+    for word in words:
+        assert re.search(rf"(?<![\w.]){re.escape(word)}(?![\w]|\.\d)", message), f"{word!r} not in: {message}"
+    assert "\n" not in message, message
+    assert len(message) < 400, message
+
+
+@pytest.mark.parametrize("case", BAD, ids=[f"{n}-{words[0]}" for n, (_, *words) in enumerate(BAD)])
+def test_bad_input(case):
+    call, *words = case
+    state = torch.random.get_rng_state()
+    check(call, words)
+    assert torch.equal(torch.random.get_rng_state(), state)  # refused before a seed was drawn
+
+
+@pytest.mark.parametrize("case", BAD_MODULES, ids=[f"{n}-{words[0]}" for n, (_, *words) in enumerate(BAD_MODULES)])
+def test_bad_input_of_modules(case):
+    call, *words = case
+    check(call, words)
+
+
+def test_bad_input_under_no_grad_and_with_gradients():
+    """Checks do not depend on the path that autograd takes."""
+    for context in (torch.no_grad(), torch.enable_grad()):
+        for query in (Q, Q.clone().requires_grad_()):
+            with context, pytest.raises(ValueError, match="key_lengths"):
+                attention(query, K, V, key_lengths=torch.tensor([3, 10]))

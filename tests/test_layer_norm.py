@@ -1,0 +1,296 @@
+"""layer_norm and dropout_add_layer_norm against the float64 oracle."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_accurate, dropout_mask, gradients
+from oracle import dropout_add_layer_norm as exact_fused
+from oracle import layer_norm as exact
+
+import fastattn
+from fastattn import dropout_add_layer_norm, layer_norm
+
+SEED = torch.tensor([4, 5])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def affine(shape, kind, dtype):
+    return (
+        torch.randn(shape).to(dtype) if "w" in kind else None,
+        torch.randn(shape).to(dtype) if "b" in kind else None,
+    )
+
+
+def check(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """The peer is torch's own function; where it refuses the mixture of dtypes, torch's in float32."""
+    tensors = input, weight, bias
+    ours = gradients(lambda *t: layer_norm(t[0], normalized_shape, *t[1:], eps), tensors)
+    wanted = gradients(lambda *t: exact(t[0], normalized_shape, *t[1:], eps), tensors)
+    same = [t if t is None else t.to(input.dtype) for t in tensors]
+    peer = gradients(lambda *t: F.layer_norm(t[0], normalized_shape, *t[1:], eps), same)
+    assert ours[0][0].dtype == input.dtype
+    assert ours[0][0].is_contiguous()
+    assert [g.dtype for g in ours[1]] == [t.dtype for t in tensors if t is not None]
+    compare(
+        ours, wanted, peer, ["out", "grad_input", "grad", "grad"], input.dtype, input, normalized_shape, weight, eps
+    )
+    return ours
+
+
+def check_fused(input, residual, weight=None, bias=None, p=0.0, eps=1e-5):
+    tensors = input, residual, weight, bias
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    total = exact_fused(*tensors, p, eps, seed=SEED)[1]
+    for count in (1, 2):
+        ours = gradients(lambda *t, n=count: dropout_add_layer_norm(*t, p, eps, seed=SEED, prenorm=n == 2), tensors)
+        wanted = gradients(lambda *t, n=count: exact_fused(*t, p, eps, seed=SEED)[:n], tensors)
+        peer = gradients(lambda *t, n=count: exact_fused(*t, p, eps, seed=SEED, dtype=dtype)[:n], tensors)
+        assert [o.dtype for o in ours[0]] == [dtype] * count
+        assert [g.dtype for g in ours[1]] == [t.dtype for t in tensors if t is not None]
+        names = ["out", "sum"][:count] + ["grad_input", "grad_residual", "grad", "grad"]
+        compare(ours, wanted, peer, names, dtype, total, total.shape[-1:], weight, eps)
+
+
+def compare(ours, wanted, peer, names, dtype, total, normalized_shape, weight, eps):
+    """`dtype` is that of the row that is normalised. The gradient of a row is a difference of terms of the size of
+    rstd * weight, which may cancel (for two columns, all but eps of it)."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    rstd = (total.double().var(dims, unbiased=False) + eps).rsqrt()
+    terms = largest(rstd) * (1 if weight is None else largest(weight.double()))
+    for name, a, e, p in zip(names, *([*o, *g] for o, g in (ours, wanted, peer)), strict=False):
+        coarsest = max(dtype, a.dtype, key=lambda d: torch.finfo(d).eps)
+        what = f"{name} of {tuple(total.shape)}, {dtype}"
+        magnitude = terms if name in ("grad_input", "grad_residual") else None
+        assert_accurate(a, e.double(), p, what, dtype=coarsest, magnitude=magnitude)
+
+
+SHAPES = [
+    ((1,), (1,)),
+    ((7,), (7,)),
+    ((3, 1), (1,)),
+    ((5, 2), (2,)),
+    ((9, 64), (64,)),
+    ((2, 3, 85), (85,)),
+    ((4, 512), (512,)),
+    ((2, 3, 4, 17), (4, 17)),
+    ((2, 6, 5), (2, 6, 5)),
+    ((300, 40), (40,)),
+    ((2, 4097), (4097,)),
+    ((0, 8), (8,)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "normalized"), SHAPES, ids=str)
+def test_shapes(backend, shape, normalized, dtype):
+    for kind in ("", "w", "b", "wb"):
+        check(torch.randn(shape).to(dtype), normalized, *affine(normalized, kind, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
+def test_every_width(backend, columns):
+    for dtype in DTYPES:
+        check(torch.randn(5, columns).to(dtype), (columns,), *affine((columns,), "wb", dtype))
+        check_fused(torch.randn(5, columns).to(dtype), torch.randn(5, columns), *affine((columns,), "wb", dtype), p=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_another_dtype(backend, dtype):
+    """16-bit activations with float32 weights, and the reverse: weight gradients come in the weight's dtype."""
+    for kind in ("w", "b", "wb"):
+        check(torch.randn(33, 85).to(dtype), (85,), *affine((85,), kind, torch.float32))
+        check(torch.randn(33, 85), (85,), *affine((85,), kind, dtype))
+
+
+def test_float64_is_the_references():
+    tensors = torch.randn(9, 33, dtype=torch.float64), (33,), *affine((33,), "wb", torch.float64)
+    check(*tensors)
+    check_fused(tensors[0], torch.randn(9, 33, dtype=torch.float64), *tensors[2:], p=0.3)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-5, 1.0])
+def test_eps(backend, eps):
+    check(torch.randn(9, 33), (33,), *affine((33,), "wb", torch.float32), eps)
+    check(torch.randn(9, 33) * 1e-3, (33,), eps=eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_constant_rows_become_the_bias(backend, dtype):
+    input = torch.full((4, 64), 3.25).to(dtype)
+    input[1], input[2] = 0, -1024
+    out = layer_norm(input, (64,))
+    assert (out == 0).all()
+    weight, bias = affine((64,), "wb", dtype)
+    assert torch.equal(layer_norm(input, (64,), weight, bias), bias.expand(4, 64))
+
+
+@pytest.mark.parametrize("columns", [17, 512, 3001])
+def test_rows_far_from_zero(backend, columns):
+    """A mean a thousand deviations away: a one-pass variance from squares would lose its digits."""
+    check(torch.randn(9, columns) + 1000, (columns,), *affine((columns,), "wb", torch.float32))
+    check(torch.randn(9, columns) * 1e-4 + 1, (columns,))
+    check(torch.randn(9, columns) * 1e15, (columns,))
+
+
+def test_layouts(backend):
+    base = torch.randn(6, 10, 66)
+    weight, bias = torch.randn(66)[::2], torch.randn(33, 2)[:, 1]
+    for input in (
+        base[..., ::2],
+        base[::2, 1:, :33],
+        base.transpose(0, 1)[..., 33:],
+        torch.randn(6, 33, 10).mT,
+        base[:, :1, :33].expand(6, 5, 33),
+    ):
+        check(input, (33,), weight, bias)
+        check_fused(input, torch.randn(input.shape), weight, bias, p=0.2)
+        check_fused(torch.randn(input.shape), input, p=0.2)
+    check(base.permute(2, 0, 1), (6, 10), torch.randn(10, 6).T)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        *((d, d) for d in DTYPES),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.7])
+def test_fused(backend, p, dtypes):
+    """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
+    for shape, kind in itertools.product([(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ("", "w", "b", "wb")):
+        input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
+        check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
+
+
+def test_fused_extremes(backend):
+    input, residual, weight = torch.randn(9, 40), torch.randn(9, 40), torch.randn(40)
+    check_fused(input, residual, weight, p=1.0)
+    assert torch.equal(
+        dropout_add_layer_norm(input, residual, weight, dropout_p=1.0), layer_norm(residual, (40,), weight)
+    )
+    _, total = dropout_add_layer_norm(torch.ones(9, 40), torch.zeros(9, 40), dropout_p=0.3, prenorm=True, seed=SEED)
+    assert torch.equal(total != 0, dropout_mask((9, 40), 0.3, SEED))
+    torch.manual_seed(1)
+    first, second = (dropout_add_layer_norm(input, residual, dropout_p=0.3) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(dropout_add_layer_norm(input, residual, dropout_p=0.3), first)
+    assert not torch.equal(first, second)
+
+
+def test_subsets_of_gradients(backend):
+    names = "input", "residual", "weight", "bias"
+    tensors = torch.randn(9, 33), torch.randn(9, 33), torch.randn(33), torch.randn(33)
+    wanted = gradients(lambda *t: dropout_add_layer_norm(*t, 0.3, seed=SEED), tensors)[1]
+    output_grad = torch.randn(9, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16().float()
+    for needed in itertools.product((False, True), repeat=4):
+        leaves = [t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+        if any(needed):
+            dropout_add_layer_norm(*leaves, 0.3, seed=SEED).backward(output_grad)
+        for name, leaf, n, g in zip(names, leaves, needed, wanted, strict=True):
+            assert torch.equal(leaf.grad, g) if n else leaf.grad is None, name
+    _, total = dropout_add_layer_norm(
+        *(leaves := [t.clone().requires_grad_() for t in tensors]), 0.3, seed=SEED, prenorm=True
+    )
+    total.sum().backward()  # the sum alone: nothing reaches weight and bias
+    assert torch.equal(leaves[1].grad, torch.ones(9, 33))
+    torch.testing.assert_close(leaves[0].grad, dropout_mask((9, 33), 0.3, SEED) / (1 - 19661 / 65536))
+
+
+def test_gradients_of_any_layout(backend):
+    tensors = [t.requires_grad_() for t in (torch.randn(4, 9, 33), torch.randn(33), torch.randn(33))]
+    out, wanted = layer_norm(tensors[0], (33,), *tensors[1:]), exact(tensors[0], (33,), *tensors[1:])
+    for grad in (
+        torch.ones(()).expand(4, 9, 33),
+        torch.randn(4, 33, 9).mT,
+        torch.randn(9, 4, 66).transpose(0, 1)[..., ::2],
+    ):
+        got = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+        expected = torch.autograd.grad(wanted, tensors, grad.double(), retain_graph=True)
+        for a, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stays_in_its_row(backend):
+    input = torch.randn(9, 33)
+    input[4, 20], input[6, 3] = math.nan, math.inf
+    out = layer_norm(input, (33,))
+    assert out[[4, 6]].isnan().any(-1).all()
+    assert not out[[0, 1, 2, 3, 5, 7, 8]].isnan().any()
+
+
+def test_gradcheck():
+    double = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
+    tensors = double(2, 3, 4), double(2, 3, 4), double(4), double(4)
+    with fastattn.backend("reference"):
+        for check_derivative in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert check_derivative(lambda t, w, b: layer_norm(t, (4,), w, b), (tensors[0], *tensors[2:]))
+            assert check_derivative(lambda *t: dropout_add_layer_norm(*t, 0.3, prenorm=True, seed=SEED), tensors)
+
+
+def test_double_backward_names_the_reference(backend):
+    input = torch.randn(3, 9, requires_grad=True)
+    for function in (lambda t: layer_norm(t, (9,)), lambda t: dropout_add_layer_norm(t, t, dropout_p=0.2)):
+        (grad,) = torch.autograd.grad(function(input).pow(3).sum(), input, create_graph=True)
+        if backend == "reference":
+            assert torch.autograd.grad(grad.square().sum(), input)[0].abs().sum() > 0
+        else:
+            with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+                torch.autograd.grad(grad.square().sum(), input)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_for_every_thread_count(backend, dtype):
+    tensors = torch.randn(700, 333).to(dtype), torch.randn(700, 333), torch.randn(333), torch.randn(333)
+    threads = torch.get_num_threads()
+    runs = []
+    try:
+        for n in (1, 2, 3, 2):
+            torch.set_num_threads(n)
+            outputs, grads = gradients(lambda *t: dropout_add_layer_norm(*t, 0.3, seed=SEED, prenorm=True), tensors)
+            runs.append([*outputs, *grads])
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs[1::2] if backend == "reference" else runs:
+        assert all(map(torch.equal, run, runs[1]))
+
+
+def test_autocast(backend):
+    """The dtypes that torch's layer_norm gives under CPU autocast."""
+    weight, bias = affine((33,), "wb", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            input = torch.randn(9, 33).to(dtype)
+            ours, theirs = layer_norm(input, (33,), weight, bias), F.layer_norm(input, (33,), weight, bias)
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            out, total = dropout_add_layer_norm(input, torch.randn(9, 33), weight, bias, prenorm=True)
+            assert total.dtype == torch.float32
+            assert out.dtype == F.layer_norm(total, (33,), weight, bias).dtype
+
+
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 300),
+    dtypes=st.tuples(st.sampled_from(DTYPES[:2]), st.sampled_from(DTYPES[:2]), st.sampled_from(DTYPES)),
+    kind=st.sampled_from(["", "w", "b", "wb"]),
+    p=st.sampled_from([0.0, 0.2, 0.9]),
+    gap=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_any_problem(backend, rows, columns, dtypes, kind, p, gap, seed):
+    torch.manual_seed(seed)
+    input = torch.randn(rows, columns + gap).to(dtypes[0])[:, gap:]
+    residual = torch.randn(columns, rows).to(dtypes[1]).T
+    check(input, (columns,), *affine((columns,), kind, dtypes[0]))
+    check_fused(input, residual, *affine((columns,), kind, dtypes[2]), p=p)

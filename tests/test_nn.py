@@ -1,0 +1,377 @@
+"""MultiHeadAttention against torch.nn.MultiheadAttention, KeyValueCache, and the other modules."""
+
+import copy
+import functools
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_accurate, dropout_mask, largest
+
+import fastattn
+from fastattn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention, SoftmaxDropout
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-6}
+SEED = torch.tensor([17, 0])
+
+
+def pair(*args, **kwargs):
+    """Ours and torch's with the same parameters."""
+    theirs = torch.nn.MultiheadAttention(*args, **kwargs)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours = MultiHeadAttention(*args, **kwargs)
+    assert ours.load_state_dict(theirs.state_dict()).missing_keys == []
+    return ours, theirs
+
+
+def compare(ours, theirs, inputs, **options):
+    """Outputs, weights, gradients of inputs and parameters: the tolerance rule with torch's module as the peer."""
+    results = []
+    for module, dtype in ((ours, None), (copy.deepcopy(theirs).double(), torch.float64), (theirs, None)):
+        module.zero_grad()
+        leaves = [t.to(dtype or t.dtype).clone().requires_grad_() for t in inputs]
+        masks = {
+            n: m.double() if dtype and isinstance(m, torch.Tensor) and m.is_floating_point() else m
+            for n, m in options.items()
+        }
+        out, weights = module(*leaves, **masks)
+        loss = (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum()
+        if weights is not None:
+            loss = loss + (weights * torch.linspace(-1, 1, weights.numel()).view(weights.shape)).sum()
+        loss.backward()
+        gradients = [t.grad for t in leaves] + [p.grad for _, p in sorted(module.named_parameters())]
+        results.append((out, weights, *gradients))
+    for n, (a, e, p) in enumerate(zip(*results, strict=True)):
+        if e is None:
+            assert a is None
+        else:  # scores that saturate or cancel leave gradients far below those of the values
+            magnitude = 1.0 if n < 2 else max(largest(g) for g in results[1][2:])
+            assert_accurate(a, e, p, str(options), magnitude=magnitude)
+
+
+CONSTRUCTIONS = [
+    {},
+    {"bias": False},
+    {"kdim": 12, "vdim": 10},
+    {"kdim": 12},
+    {"add_bias_kv": True},
+    {"add_zero_attn": True},
+    {"add_bias_kv": True, "add_zero_attn": True, "vdim": 10},
+    {"batch_first": True},
+]
+
+
+@pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
+def test_constructed_like_torchs(options):
+    """The same initialisation under the same seed, state dicts that load both ways, the same attributes."""
+    torch.manual_seed(3)
+    theirs = torch.nn.MultiheadAttention(16, 4, **options)
+    torch.manual_seed(3)
+    ours = MultiHeadAttention(16, 4, **options)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+    torch.nn.MultiheadAttention(16, 4, **options).load_state_dict(ours.state_dict())
+    for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "dropout", "batch_first", "add_zero_attn"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    meta = MultiHeadAttention(16, 4, device="meta", dtype=torch.bfloat16, **options)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in meta.parameters())
+
+
+def test_alias():
+    assert fastattn.MultiheadAttention is MultiHeadAttention
+
+
+@pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
+def test_matches_torchs_module(backend, options):
+    ours, theirs = pair(16, 4, **options)
+    first = options.get("batch_first", False)
+    sizes = (16, options.get("kdim") or 16, options.get("vdim") or 16)
+    lengths = (5, 9, 9)
+    inputs = [torch.randn((2, n, e) if first else (n, 2, e)) for n, e in zip(lengths, sizes, strict=True)]
+    unbatched = [torch.randn(n, e) for n, e in zip(lengths, sizes, strict=True)]
+    padding = torch.arange(9) >= torch.tensor([9, 6])[:, None]
+    blocked = torch.rand(5, 9) < 0.3
+    blocked[:, 0] = False
+    for weights in ({"need_weights": False}, {}, {"average_attn_weights": False}):
+        compare(ours, theirs, inputs, **weights)
+        compare(ours, theirs, unbatched, **weights)
+        compare(ours, theirs, inputs, key_padding_mask=padding, **weights)
+        compare(ours, theirs, inputs, attn_mask=blocked, **weights)
+        compare(ours, theirs, inputs, attn_mask=torch.randn(5, 9), **weights)
+        compare(ours, theirs, inputs, attn_mask=blocked, key_padding_mask=padding, **weights)
+        compare(ours, theirs, inputs, attn_mask=torch.randn(8, 5, 9), key_padding_mask=torch.randn(2, 9), **weights)
+        compare(ours, theirs, inputs, attn_mask=blocked.expand(8, 5, 9), **weights)
+        compare(ours, theirs, unbatched, attn_mask=torch.randn(4, 5, 9), key_padding_mask=padding[1], **weights)
+    ours.eval(), theirs.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*inputs)[0], theirs(*inputs)[0], **CLOSE)
+
+
+def test_self_attention_and_one_tensor_for_key_and_value(backend):
+    ours, theirs = pair(16, 4, batch_first=True)
+    x, memory = torch.randn(2, 7, 16), torch.randn(2, 9, 16)
+    causal = torch.ones(7, 7).triu(1).bool()
+    for module_inputs in ((x, x, x), (x, memory, memory)):
+        torch.testing.assert_close(ours(*module_inputs)[0], theirs(*module_inputs)[0], **CLOSE)
+    expected = theirs(x, x, x, attn_mask=causal, is_causal=True)[0]
+    torch.testing.assert_close(
+        ours(x, x, x, attn_mask=causal, is_causal=True, need_weights=False)[0], expected, **CLOSE
+    )
+    torch.testing.assert_close(ours(x, x, x, is_causal=True, need_weights=False)[0], expected, **CLOSE)
+    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], expected, **CLOSE)
+
+
+def test_own_masks(backend):
+    """key_lengths and window_size say what masks say; causal and padding combine."""
+    ours, _ = pair(16, 4, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    lengths = torch.tensor([7, 4])
+    padding = torch.arange(7) >= lengths[:, None]
+    i, j = torch.arange(7)[:, None], torch.arange(7)
+    for weights in (False, True):
+        expected = ours(x, x, x, key_padding_mask=padding, attn_mask=j > i, need_weights=weights)
+        got = ours(x, x, x, key_lengths=lengths, is_causal=True, need_weights=weights)
+        for a, e in zip(got, expected, strict=True):
+            assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+        expected = ours(x, x, x, attn_mask=(j < i - 2) | (j > i + 1), need_weights=weights)[0]
+        torch.testing.assert_close(ours(x, x, x, window_size=(2, 1), need_weights=weights)[0], expected, **CLOSE)
+
+
+def test_rows_masked_whole_are_the_bias(backend):
+    """Where torch gives NaN, nothing is attended to: the output is the output projection's bias."""
+    ours, _ = pair(16, 4, batch_first=True)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    padding = torch.tensor([[False] * 5, [True] * 5])
+    for weights in (False, True):
+        out, shown = ours(x, x, x, key_padding_mask=padding, need_weights=weights)
+        torch.testing.assert_close(out[1], ours.out_proj.bias.expand(5, 16))
+        assert shown is None or (shown[1] == 0).all()
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert grad.isfinite().all()
+        assert (grad[1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        {"head_dim": 5},
+        {"head_dim": 85, "value_head_dim": 85},
+        {"value_head_dim": 7},
+        {"head_dim": 16, "value_head_dim": 3},
+    ],
+    ids=str,
+)
+def test_free_head_sizes(backend, dims):
+    """d_k and d_v of their own, as in rows (A) and (B) of the paper's table 3: against the formula, head by head."""
+    module = MultiHeadAttention(12, 3, batch_first=True, **dims)
+    dk, dv = dims.get("head_dim", 4), dims.get("value_head_dim", dims.get("head_dim", 4))
+    if "head_dim" not in dims:
+        dk = 4
+    x, memory = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
+    out, weights = module(x, memory, memory, average_attn_weights=False)
+    assert out.shape == (2, 5, 12)
+    assert weights.shape == (2, 3, 5, 9)
+    assert module.out_proj.weight.shape == (12, 3 * dv)
+    expected = sum(p.numel() for p in module.parameters())
+    assert expected == (12 + 1) * 3 * (2 * dk + dv) + (3 * dv + 1) * 12
+    again = MultiHeadAttention(12, 3, batch_first=True, **dims)
+    again.load_state_dict(module.state_dict())
+    torch.testing.assert_close(again(x, memory, memory, need_weights=False)[0], out, **CLOSE)
+    out.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_dropout_in_training_only(backend):
+    module = MultiHeadAttention(16, 4, dropout=0.4, batch_first=True)
+    x = torch.randn(2, 40, 16)
+    torch.manual_seed(0)
+    first, second = (module(x, x, x, need_weights=False)[0] for _ in range(2))
+    torch.manual_seed(0)
+    assert torch.equal(module(x, x, x, need_weights=False)[0], first)
+    assert not torch.equal(first, second)
+    fused = module(x, x, x, need_weights=False, seed=SEED)[0]
+    shown, weights = module(x, x, x, average_attn_weights=False, seed=SEED)
+    torch.testing.assert_close(fused, shown, **CLOSE)  # the same elements dropped on both paths
+    assert torch.equal(weights != 0, dropout_mask((2, 4, 40, 40), 0.4, SEED))
+    module.eval()
+    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+
+
+def test_cache_equals_the_whole(backend):
+    """Token by token, and by uneven chunks: the outputs of the causal whole."""
+    module = MultiHeadAttention(16, 4, batch_first=True).eval()
+    x = torch.randn(3, 11, 16)
+    whole = module(x, x, x, is_causal=True, need_weights=False)[0]
+    for chunks in ([1] * 11, [4, 1, 5, 1], [11], [2, 9]):
+        for cache in (KeyValueCache(), KeyValueCache(16), KeyValueCache(11)):
+            with torch.no_grad():
+                parts = [
+                    module(c, c, c, is_causal=True, cache=cache, need_weights=False)[0] for c in x.split(chunks, 1)
+                ]
+            torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+            assert cache.length == 11
+            cache.reset()
+            assert cache.length == 0
+            torch.testing.assert_close(module(x, x, x, is_causal=True, cache=cache)[0], whole, **CLOSE)
+
+
+def test_cache_reorders_beams(backend):
+    module = MultiHeadAttention(16, 4, batch_first=True).eval()
+    x, step = torch.randn(3, 6, 16), torch.randn(3, 1, 16)
+    order = torch.tensor([2, 0, 0])
+    cache = KeyValueCache(10)
+    with torch.no_grad():
+        module(x, x, x, is_causal=True, cache=cache)
+        cache.reorder(order)
+        out = module(step, step, step, is_causal=True, cache=cache)[0]
+        full = torch.cat([x[order], step], 1)
+        expected = module(full, full, full, is_causal=True)[0][:, -1:]
+    torch.testing.assert_close(out, expected, **CLOSE)
+    cache.reorder(torch.tensor([1]))  # fewer hypotheses
+    keys, _ = cache.append(torch.randn(1, 4, 1, 4), torch.randn(1, 4, 1, 4))
+    assert keys.shape == (1, 4, 8, 4)
+
+
+def test_static_cache_is_cross_attention(backend):
+    module = MultiHeadAttention(16, 4, batch_first=True).eval()
+    memory, lengths = torch.randn(2, 9, 16), torch.tensor([9, 5])
+    cache = KeyValueCache(static=True)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(2, 1, 16)
+            out = module(x, memory, memory, cache=cache, key_lengths=lengths)[0]
+            torch.testing.assert_close(out, module(x, memory, memory, key_lengths=lengths)[0], **CLOSE)
+            assert cache.length == 9
+
+
+def test_cache_itself():
+    cache = KeyValueCache(5)
+    keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 6)
+    for n in range(4):
+        all_keys, all_values = cache.append(keys[:, :, n : n + 1], values[:, :, n : n + 1])
+        assert torch.equal(all_keys, keys[:, :, : n + 1])
+        assert torch.equal(all_values, values[:, :, : n + 1])
+    cache.reorder(torch.tensor([1, 1]))
+    all_keys, _ = cache.append(keys[:, :, :1], values[:, :, :1])
+    assert cache.length == 5
+    assert torch.equal(all_keys[:, :, :4], keys[[1, 1]])
+    with pytest.raises(ValueError, match=r"(?s)5.*6|6.*5"):
+        cache.append(keys[:, :, :1], values[:, :, :1])
+
+
+def test_autocast(backend):
+    ours, theirs = pair(16, 4, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        for weights in (False, True):
+            a, e = ours(x, x, x, need_weights=weights)[0], theirs(x, x, x, need_weights=weights)[0]
+            assert a.dtype == e.dtype == torch.bfloat16
+            torch.testing.assert_close(a, e, rtol=0.05, atol=0.05)
+
+
+def test_inside_torchs_encoder_layer(backend):
+    """torch's layer takes a fused path of its own in eval; with our module inside it must not bypass it."""
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    padding = torch.arange(7) >= torch.tensor([7, 4])[:, None]
+    expected = layer(x, src_key_padding_mask=padding)
+    ours = MultiHeadAttention(16, 4, batch_first=True)
+    ours.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = ours
+    calls = []
+    ours.register_forward_hook(lambda *_: calls.append(1))
+    for training in (True, False):
+        with torch.no_grad():
+            out = layer.train(training)(x, src_key_padding_mask=padding)
+        valid = ~padding
+        torch.testing.assert_close(out[valid], expected[valid], **CLOSE)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("shape", [64, (64,), (3, 64)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-3}, {"elementwise_affine": False}, {"bias": False}], ids=str)
+def test_layer_norm_module(backend, shape, options):
+    ours, theirs = LayerNorm(shape, **options), torch.nn.LayerNorm(shape, **options)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 64)
+    torch.testing.assert_close(ours(x), theirs(x), **CLOSE)
+
+
+def test_dropout_add_layer_norm_module(backend):
+    x, residual = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
+    for prenorm, options in itertools.product((False, True), ({}, {"elementwise_affine": False}, {"bias": False})):
+        module = DropoutAddLayerNorm(64, p=0.3, prenorm=prenorm, **options)
+        norm = torch.nn.LayerNorm(64, **options)
+        assert list(module.state_dict()) == list(norm.state_dict())
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+        norm.load_state_dict(module.state_dict())
+        total = residual + fastattn.dropout(x, 0.3, seed=SEED)
+        for training, expected in ((True, total), (False, residual + x)):
+            got = module.train(training)(x, residual, seed=SEED)
+            for a, e in zip(got if prenorm else (got,), (norm(expected), expected)[: 2 if prenorm else 1], strict=True):
+                torch.testing.assert_close(a, e, **CLOSE)
+
+
+def test_dropout_modules(backend):
+    x = torch.randn(2, 9, 40)
+    for module, function in ((Dropout(0.3), fastattn.dropout), (SoftmaxDropout(0.3), fastattn.softmax_dropout)):
+        assert torch.equal(module(x, seed=SEED), function(x, 0.3, seed=SEED))
+        torch.manual_seed(0)
+        first, second = module(x), module(x)
+        assert not torch.equal(first, second)
+        assert torch.equal(module.eval()(x), function(x, 0.0))
+
+
+MODULES = {
+    "MultiHeadAttention": functools.partial(MultiHeadAttention, 16, 4, dropout=0.1, add_bias_kv=True),
+    "LayerNorm": functools.partial(LayerNorm, 16),
+    "DropoutAddLayerNorm": functools.partial(DropoutAddLayerNorm, 16, 0.2, prenorm=True),
+    "SoftmaxDropout": functools.partial(SoftmaxDropout, 0.1),
+    "Dropout": functools.partial(Dropout, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_travel(name):
+    """Pickle, deepcopy, state dicts, repr, meta construction."""
+    module = MODULES[name]().eval()
+    inputs = {"MultiHeadAttention": 3, "DropoutAddLayerNorm": 2}.get(name, 1)
+    x = [torch.randn(5, 2, 16)] * inputs
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert not twin.training
+        assert repr(twin) == repr(module)
+        a, e = twin(*x), module(*x)
+        assert all(map(torch.equal, a, e)) if isinstance(a, tuple) else torch.equal(a, e)
+    assert name in repr(module)
+
+
+@given(
+    heads=st.integers(1, 4),
+    head_dim=st.integers(1, 20),
+    lengths=st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 30)),
+    flags=st.tuples(*[st.booleans()] * 6),
+)
+def test_any_configuration(backend, heads, head_dim, lengths, flags):
+    torch.manual_seed(0)
+    bias, bias_kv, zero, batch_first, padded, weights = flags
+    ours, theirs = pair(
+        heads * head_dim, heads, bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, batch_first=batch_first
+    )
+    batch, queries, keys = lengths
+    inputs = [
+        torch.randn((batch, n, heads * head_dim) if batch_first else (n, batch, heads * head_dim))
+        for n in (queries, keys, keys)
+    ]
+    padding = torch.arange(keys).expand(batch, keys) >= math.ceil(keys / 2) if padded else None
+    compare(ours, theirs, inputs, key_padding_mask=padding, need_weights=weights)

@@ -1,0 +1,212 @@
+"""softmax_dropout against the float64 oracle."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_accurate, gradients
+from oracle import softmax_dropout as exact
+
+import fastattn
+from fastattn import softmax_dropout
+
+SEED = torch.tensor([99, 2**35 + 1])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check(input, attn_mask=None, **options):
+    tensors = input, attn_mask
+
+    def call(function, **more):
+        return gradients(lambda t, m: function(t, attn_mask=m, **options, **more), tensors)
+
+    ours, wanted, peer = call(softmax_dropout), call(exact), call(exact, dtype=input.dtype)
+    assert ours[0][0].dtype == input.dtype
+    for name, a, e, p in zip(
+        ["out", "grad_input", "grad_mask"], *([*o, *g] for o, g in (ours, wanted, peer)), strict=False
+    ):
+        assert_accurate(a, e.double(), p, f"{name} {options}")
+    return ours
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1,),
+        (70,),
+        (1, 1),
+        (9, 1),
+        (3, 17),
+        (5, 33),
+        (2, 3, 64),
+        (2, 3, 16, 129),
+        (2, 2, 2, 7, 40),
+        (3, 1000),
+        (2, 4097),
+        (1, 0),
+        (0, 5),
+        (2, 0, 3, 4),
+    ],
+    ids=str,
+)
+def test_shapes(backend, shape, dtype):
+    input = torch.randn(shape).to(dtype)
+    check(input)
+    check(input, dropout_p=0.3, seed=SEED)
+    check(input, scale=-1.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
+def test_every_width(backend, columns):
+    for dtype in DTYPES:
+        check(torch.randn(3, columns).to(dtype), dropout_p=0.2, seed=SEED)
+
+
+MASKS = {
+    "bool": lambda: torch.rand(2, 3, 21, 43) < 0.6,
+    "padding": lambda: torch.arange(43).expand(2, 1, 1, 43) < 30,
+    "rows": lambda: torch.rand(3, 21, 1) < 0.6,
+    "float": lambda: torch.randn(2, 3, 21, 43),
+    "bias": lambda: torch.randn(3, 1, 43).masked_fill(torch.rand(3, 1, 43) < 0.3, -math.inf),
+    "strided": lambda: torch.randn(43, 42)[:, ::2].T,
+    "bfloat16": lambda: torch.randn(43).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(backend, mask, dtype):
+    """Every kind of mask with and without causal, scale and dropout, with all gradients and the exact zero pattern."""
+    input = torch.randn(2, 3, 21, 43).to(dtype)
+    attn_mask = MASKS[mask]()
+    if mask == "bfloat16" and dtype == torch.float16:
+        attn_mask = attn_mask.to(dtype)
+    for causal, p, scale in itertools.product((False, True), (0.0, 0.4), (1.0, 0.3)):
+        options = {"is_causal": causal, "dropout_p": p, "scale": scale, "seed": SEED if p else None}
+        (out,), _ = check(input, attn_mask, **options)
+        assert torch.equal(out == 0, exact(input, attn_mask=attn_mask, **options) == 0)
+
+
+def test_causal_is_upper_left(backend):
+    for rows, columns in ((21, 43), (43, 21), (1, 9), (30, 30)):
+        (out,), _ = check(torch.randn(2, rows, columns), is_causal=True)
+        assert torch.equal(out != 0, torch.ones(rows, columns).tril().bool().expand_as(out))
+
+
+def test_layouts(backend):
+    base = torch.randn(3, 17, 4, 33)
+    for input in (base.transpose(1, 2), base.mT, base[..., ::3], base[:, 1:, :, 5:], base[:, :1].expand(3, 5, 4, 33)):
+        check(input, dropout_p=0.3, seed=SEED)
+
+
+def test_rows_with_nothing_left(backend):
+    mask = torch.ones(5, 40, dtype=torch.bool)
+    mask[2] = False
+    for attn_mask in (mask, torch.zeros(5, 40).masked_fill(~mask, -math.inf)):
+        (out,), (grad, *_) = check(torch.randn(2, 5, 40), attn_mask)
+        assert (out[:, 2] == 0).all()
+        assert (grad[:, 2] == 0).all()
+    (out,), (grad,) = check(torch.randn(9, 40).index_fill(0, torch.tensor([4]), -math.inf))
+    assert (out[4] == 0).all()
+    assert (grad[4] == 0).all()
+
+
+def test_large_and_extreme_values(backend):
+    for dtype in (torch.float32, torch.bfloat16):
+        check((torch.randn(5, 90) * 1e4).to(dtype))
+        extreme = torch.zeros(4, 90, dtype=dtype)
+        extreme[0] = torch.finfo(dtype).min
+        extreme[1, 9:] = torch.finfo(dtype).min
+        check(torch.randn(2, 4, 90).to(dtype), extreme)
+        check(torch.randn(4, 90).to(dtype), scale=0.0)
+
+
+def test_agrees_with_torch(backend):
+    input = torch.randn(5, 90)
+    torch.testing.assert_close(softmax_dropout(input), F.softmax(input, -1), rtol=2e-6, atol=1e-8)
+    torch.testing.assert_close(softmax_dropout(input).sum(-1), torch.ones(5))
+
+
+def test_seeds_are_drawn_from_torchs_generator(backend):
+    input = torch.randn(9, 33)
+    torch.manual_seed(1)
+    first, second = softmax_dropout(input, 0.5), softmax_dropout(input, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(softmax_dropout(input, 0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_gradients_of_any_layout(backend):
+    input = torch.randn(3, 9, 33, requires_grad=True)
+    out, wanted = softmax_dropout(input, 0.4, seed=SEED), exact(input, 0.4, seed=SEED)
+    for grad in (torch.ones(()).expand(3, 9, 33), torch.randn(3, 33, 9).mT, torch.randn(3, 9, 66)[..., ::2]):
+        (got,) = torch.autograd.grad(out, input, grad, retain_graph=True)
+        (expected,) = torch.autograd.grad(wanted, input, grad.double(), retain_graph=True)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradcheck():
+    input = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.randn(3, 1, dtype=torch.float64, requires_grad=True)
+    call = functools.partial(softmax_dropout, is_causal=True, scale=0.7, seed=SEED)
+    with fastattn.backend("reference"):
+        assert torch.autograd.gradcheck(lambda t, m: call(t, 0.3, m), (input, mask))
+        assert torch.autograd.gradgradcheck(lambda t, m: call(t, 0.3, m), (input, mask))
+
+
+def test_double_backward_names_the_reference(backend):
+    input = torch.randn(3, 9, requires_grad=True)
+    (grad,) = torch.autograd.grad(softmax_dropout(input).square().sum(), input, create_graph=True)
+    if backend == "reference":
+        assert torch.autograd.grad(grad.square().sum(), input)[0].abs().sum() > 0
+    else:
+        with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+            torch.autograd.grad(grad.square().sum(), input)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_for_every_thread_count(backend, dtype):
+    input, mask = torch.randn(2, 3, 150, 333).to(dtype), torch.randn(3, 1, 333)
+    threads = torch.get_num_threads()
+    runs = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            (out,), grads = gradients(lambda t, m: softmax_dropout(t, 0.3, m, seed=SEED), (input, mask))
+            runs.append((out, *grads))
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs if backend != "reference" else runs[:1]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+def test_autocast(backend):
+    """A softmax stays in float32 under autocast, like torch's."""
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            input = torch.randn(3, 9).to(dtype)
+            assert softmax_dropout(input).dtype == F.softmax(input, -1).dtype
+
+
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    columns=st.integers(1, 200),
+    dtype=st.sampled_from(DTYPES),
+    causal=st.booleans(),
+    p=st.sampled_from([0.0, 0.25, 0.9]),
+    scale=st.sampled_from([1.0, -0.5, 0.1]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_problem(backend, shape, columns, dtype, causal, p, scale, seed):
+    torch.manual_seed(seed)
+    shape = shape[-4:] if math.prod(shape) * columns < 200_000 else shape[-2:]
+    check(
+        torch.randn(*shape, columns).to(dtype), is_causal=causal, dropout_p=p, scale=scale, seed=torch.tensor([seed, 0])
+    )

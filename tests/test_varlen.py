@@ -1,0 +1,169 @@
+"""varlen_attn against each sequence attended alone, lower-right, in float64."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_accurate, gradients, varlen_attention
+
+import fastattn
+from fastattn import scaled_dot_product_attention, varlen_attn
+
+SEED = torch.tensor([-3, 11])
+QUERIES, KEYS = (5, 0, 33, 1, 17), (9, 4, 40, 0, 17)
+
+
+def packed(lengths, heads, size, dtype=torch.float32):
+    return torch.randn(sum(lengths), heads, size, dtype=torch.float64).to(dtype)
+
+
+def boundaries(lengths, dtype=torch.int32):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options):
+    sequences = boundaries(queries), boundaries(keys)
+    longest = max(queries, default=0) if max_q is None else max_q, max(keys, default=0) if max_k is None else max_k
+    tensors = query, key, value
+    expected_options = dict(options)
+    ours = gradients(lambda *t: varlen_attn(*t, *sequences, *longest, return_lse=True, **options), tensors)
+    wanted = gradients(lambda *t: varlen_attention(*t, *sequences, **expected_options), tensors)
+    peer = gradients(lambda *t: varlen_attention(*t, *sequences, dtype=query.dtype, **expected_options), tensors)
+    peer_lse = varlen_attention(*tensors, *sequences, dtype=torch.float32, **expected_options)[1]
+    names = ["out", "lse", "grad_query", "grad_key", "grad_value"]
+    for name, a, e, p in zip(names, *([*o, *g] for o, g in (ours, wanted, peer)), strict=True):
+        assert a.dtype == (torch.float32 if name == "lse" else query.dtype)
+        assert_accurate(a, e.double(), peer_lse if name == "lse" else p, f"{name} {options}")
+    return ours
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (4, 2, 59, 24), (3, 1, 64, 64)], ids=str)
+def test_matches_each_sequence_alone(backend, heads, dtype):
+    hq, hk, e, ev = heads
+    tensors = packed(QUERIES, hq, e, dtype), packed(KEYS, hk, e, dtype), packed(KEYS, hk, ev, dtype)
+    gqa = {"enable_gqa": hq != hk}
+    for options in (
+        {},
+        {"is_causal": True},
+        {"window_size": (-1, 0)},
+        {"window_size": (4, 2)},
+        {"is_causal": True, "window_size": (6, -1), "scale": -0.3},
+        {"is_causal": True, "dropout_p": 0.4, "seed": SEED},
+    ):
+        check(*tensors, QUERIES, KEYS, **options, **gqa)
+
+
+def test_window_0_is_causal(backend):
+    tensors = packed(QUERIES, 2, 16), packed(KEYS, 2, 16), packed(KEYS, 2, 16)
+    call = functools.partial(varlen_attn, *tensors, boundaries(QUERIES), boundaries(KEYS), 33, 40)
+    assert torch.equal(call(window_size=(-1, 0)), call(is_causal=True))
+
+
+def test_seqused_k(backend):
+    """Only the first seqused_k keys of each sequence take part; the diagonal ends at the last of them."""
+    used = torch.tensor([3, 4, 40, 0, 16], dtype=torch.int32)
+    query, key, value = packed(QUERIES, 4, 16), packed(KEYS, 2, 16), packed(KEYS, 2, 16)
+    starts = boundaries(KEYS)[:-1]
+    for start, length, n in zip(starts, KEYS, used, strict=True):
+        key[start + n : start + length] = math.nan
+        value[start + n : start + length] = math.inf
+    for options in ({}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3, "seed": SEED}):
+        check(query, key, value, QUERIES, KEYS, seqused_k=used, enable_gqa=True, **options)
+
+
+def test_bounds_may_exceed_the_lengths_and_be_int64(backend):
+    tensors = packed(QUERIES, 2, 16), packed(KEYS, 2, 16), packed(KEYS, 2, 16)
+    check(*tensors, QUERIES, KEYS, max_q=50, max_k=200, is_causal=True, dropout_p=0.2, seed=SEED)
+    narrow = varlen_attn(*tensors, boundaries(QUERIES), boundaries(KEYS), 33, 40)
+    wide = varlen_attn(*tensors, boundaries(QUERIES, torch.int64), boundaries(KEYS, torch.int64), 33, 40)
+    assert torch.equal(narrow, wide)
+
+
+def test_empty(backend):
+    none = torch.randn(0, 2, 8)
+    assert varlen_attn(none, none, none, boundaries(()), boundaries(()), 0, 0).shape == (0, 2, 8)
+    for queries, keys in (((0, 0), (0, 3)), ((3,), (0,))):
+        (out, lse), grads = check(packed(queries, 2, 8), packed(keys, 2, 8), packed(keys, 2, 8), queries, keys)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+        assert all((g == 0).all() for g in grads)
+
+
+def test_strides(backend):
+    """Slices of one packed projection, transposed heads, a last stride that is not 1."""
+    projection = torch.randn(sum(QUERIES), 3, 2, 16)
+    check(*projection.unbind(1), QUERIES, QUERIES, is_causal=True)
+    key = torch.randn(2, sum(KEYS), 16).transpose(0, 1)
+    value = torch.randn(sum(KEYS), 2, 32)[..., ::2]
+    check(projection[:, 0], key, value, QUERIES, KEYS, dropout_p=0.2, seed=SEED)
+
+
+def test_equals_the_padded_batch(backend):
+    """The same sequences padded, with key_lengths: the same numbers, and the same dropout where Hq and rows agree."""
+    lengths = (9, 21, 2)
+    tensors = [packed(lengths, 2, 16) for _ in range(3)]
+    sequences = boundaries(lengths)
+    out = varlen_attn(*tensors, sequences, sequences, 21, 21, dropout_p=0.3, seed=SEED)
+    padded = [torch.nn.utils.rnn.pad_sequence(t.split(lengths), batch_first=True).transpose(1, 2) for t in tensors]
+    whole = scaled_dot_product_attention(
+        *padded, dropout_p=0.3, key_lengths=torch.tensor(lengths), causal_variant="lower_right", seed=SEED
+    )
+    for n, length in enumerate(lengths):
+        torch.testing.assert_close(out[sequences[n] : sequences[n + 1]], whole[n, :, :length].transpose(0, 1))
+
+
+def test_gradcheck():
+    lengths, keys = (2, 0, 3), (3, 2, 4)
+    query, key, value = (
+        torch.randn(n, h, 3, dtype=torch.float64, requires_grad=True)
+        for n, h in ((sum(lengths), 2), (sum(keys), 1), (sum(keys), 1))
+    )
+
+    def call(*tensors):
+        return varlen_attn(
+            *tensors, boundaries(lengths), boundaries(keys), 3, 4,
+            is_causal=True, dropout_p=0.3, seed=SEED, enable_gqa=True, return_lse=True,
+        )  # fmt: skip
+
+    def finite(*tensors):
+        out, lse = call(*tensors)
+        return out, lse.masked_fill(lse == -math.inf, 0)
+
+    with fastattn.backend("reference"):
+        assert torch.autograd.gradcheck(finite, (query, key, value))
+        assert torch.autograd.gradgradcheck(finite, (query, key, value))
+
+
+def test_double_backward_names_the_reference(backend):
+    tensors = [packed((5,), 2, 8).requires_grad_() for _ in range(3)]
+    out = varlen_attn(*tensors, boundaries((5,)), boundaries((5,)), 5, 5)
+    (grad,) = torch.autograd.grad(out.square().sum(), tensors[0], create_graph=True)
+    if backend == "reference":
+        assert torch.autograd.grad(grad.square().sum(), tensors[1])[0].abs().sum() > 0
+    else:
+        with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+            torch.autograd.grad(grad.square().sum(), tensors[1])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 90)), min_size=1, max_size=5),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    sizes=st.tuples(st.integers(1, 80), st.integers(1, 80)),
+    window=st.tuples(st.integers(-1, 60), st.integers(-1, 60)),
+    causal=st.booleans(),
+    p=st.sampled_from([0.0, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_problem(backend, lengths, heads, sizes, window, causal, p, dtype):
+    torch.manual_seed(0)
+    queries, keys = zip(*lengths, strict=True)
+    (hk, group), (e, ev) = heads, sizes
+    check(
+        packed(queries, hk * group, e, dtype), packed(keys, hk, e, dtype), packed(keys, hk, ev, dtype), queries, keys,
+        window_size=window, is_causal=causal, dropout_p=p, seed=SEED, enable_gqa=group > 1,
+    )  # fmt: skip
