@@ -27,13 +27,17 @@ REGRESSION = 0.85
 """The share of a recorded ratio that a later run must keep; neighbouring runs on a quiet machine differ by 5-10 %."""
 
 
+VISIBLE_LIMIT = 20e-6
+"""Seconds below which a limit says nothing: calling the function that measures it costs as much."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One case's figures.
 
     seconds: median per contestant. ratios: how many times as fast as each peer ours is. fraction: of the physical
-    limit that ours reaches, which is `limited_by` "arithmetic" or "copy". own: our time in multiples of our time
-    without the case's features.
+    limit that ours reaches, which is `limited_by` "arithmetic" or "copy"; None where the limit is too short to be
+    seen. own: our time in multiples of our time without the case's features.
     """
 
     name: str
@@ -108,8 +112,8 @@ def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (5, 51), e
 
 
 def summarise(case: Case, timing: Timing) -> Result:
-    bounds = [name for name in ("arithmetic", "copy") if name in timing.samples]
-    limit = max(bounds, key=timing.seconds, default="")
+    bounds = {name: timing.seconds(name) for name in ("arithmetic", "copy") if name in timing.samples}
+    limit = max((name for name in bounds if bounds[name] > VISIBLE_LIMIT), key=bounds.__getitem__, default="")
     rivals = [name for name in timing.samples if name not in ("ours", "plain", *bounds)]
     return Result(
         name=case.name,

@@ -69,26 +69,26 @@ def scaled_dot_product_attention(
     """
     name = "scaled_dot_product_attention"
     q, k, v, batch = _heads(name, query, key, value, enable_gqa)
-    attn_mask, is_causal, causal_variant = _causal_bias(
-        name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
-    )
+    _, heads, rows, head_size = q.shape
+    columns = k.shape[2]
+    if attn_mask is not None:
+        attn_mask, is_causal, causal_variant = _causal_bias(name, attn_mask, is_causal, causal_variant, rows, columns)
+        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, heads, rows, columns)), q.dtype, q.device)
+    if key_lengths is not None:
+        key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
     lower_right = _lower_right(name, causal_variant)
     window_left, window_right = check.window(name, window_size, is_causal)
-    if attn_mask is not None:
-        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
-    if key_lengths is not None:
-        key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(3))
-    backend = choose("attention", (q,), attn_mask, max(q.size(3), v.size(3)))
+    scale = _scale(name, scale, head_size)
+    backend = choose("attention", (q,), attn_mask, max(head_size, v.shape[3]))
+    seed = check.draw_seed(seed, threshold, q.device)
     out, lse, _ = attention_op(
-        backend, q, k, v, attn_mask, key_lengths, check.draw_seed(seed, threshold, q.device), scale, window_left,
-        window_right, lower_right, threshold,
-    )  # fmt: skip
-    if query.dim() != 4:
-        out = out.reshape(*query.shape[:-2], *out.shape[2:]) if query.dim() < 4 else out.unflatten(0, batch)
-        lse = lse.reshape(out.shape[:-1]) if return_lse else lse
+        backend, q, k, v, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
+    )
+    if len(query.shape) != 4:
+        out = out.unflatten(0, batch) if len(batch) > 1 else out.reshape(*query.shape[:-1], v.shape[3])
+        lse = lse.reshape(out.shape[:-1])
     return (out, lse) if return_lse else out
 
 
@@ -133,6 +133,7 @@ def attention_weights(
     check.check_seed(name, seed, q.device)
     scale = _scale(name, scale, q.size(3))
     backend = choose("softmax_dropout", (q,), attn_mask)
+    seed = check.draw_seed(seed, threshold, q.device)
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, -1, -1, False)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
         k = k.masked_fill(~visible.any(-2).any(1, keepdim=True).unsqueeze(-1), 0.0)
@@ -141,9 +142,8 @@ def attention_weights(
         grouped = q.to(stat_dtype(q.dtype)).unflatten(1, (k.size(1), -1))
         scores = (grouped @ k.to(stat_dtype(q.dtype)).mT.unsqueeze(2)).flatten(1, 2)
     weights, _ = softmax_dropout_op(
-        backend, scores, attn_mask, key_lengths, check.draw_seed(seed, threshold, q.device), scale, window_left,
-        window_right, lower_right, threshold,
-    )  # fmt: skip
+        backend, scores, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
+    )
     return weights.to(q.dtype).reshape(*query.shape[:-1], k.size(2))
 
 
@@ -240,6 +240,9 @@ def _heads(
             )
     q, k, v = check.autocast_low(query, key, value)
     _same_kind(name, q, k, v)
+    sizes, key_sizes = q.shape, k.shape
+    if len(sizes) == 4 and sizes[:2] == key_sizes[:2] and sizes[3] == key_sizes[3] > 0 and key_sizes[:3] == v.shape[:3]:
+        return q, k, v, (sizes[0],)  # nothing to broadcast: the short way for small problems
     if k.size(-2) != v.size(-2):
         raise ValueError(
             f"{name}: key and value must have the same length, got {k.size(-2)} and {v.size(-2)} "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ def same_device(function: str, name: str, tensor: Tensor, device: torch.device) 
 
 def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
     """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
-    if not isinstance(dropout_p, numbers.Real):
+    if not isinstance(dropout_p, float | int):
         raise TypeError(f"{function}: {name} must be a number in [0, 1], got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
@@ -61,6 +59,8 @@ def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
     """(left, right) with causal folded in: no column to the right of the diagonal."""
+    if window_size == (-1, -1):
+        return -1, 0 if is_causal else -1
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}")
     left, right = window_size

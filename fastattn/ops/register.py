@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from fastattn.backends import TABLE
 
 _library = torch.library.Library("fastattn", "DEF")
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Op:
@@ -49,8 +49,10 @@ class Op:
     def __call__(self, backend: str, *args: Any) -> Any:
         if torch.compiler.is_compiling() or not _is_plain(args):
             return self._overload(*args, backend)
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return self._differentiate(*args, backend)
+        if torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    return self._differentiate_plain(*args, backend)
         return getattr(TABLE[backend], self.name)(*args)
 
     def _run(self, *args: Any) -> Any:
@@ -58,6 +60,10 @@ class Op:
 
     def _differentiate(self, *args: Any) -> Any:
         return self._function.apply(*args)
+
+    def _differentiate_plain(self, *args: Any) -> Any:
+        # Function.apply adds what functorch needs (it inspects a signature each time); nobody transforms this call.
+        return super(torch.autograd.Function, self._function).apply(*args)  # type: ignore[misc]
 
     def below_autograd(self, *args: Any) -> Any:
         if _is_plain(args):
@@ -68,12 +74,13 @@ class Op:
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
     """Whether nothing but autograd has to see this call."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and all(type(a) in _PLAIN for a in args if isinstance(a, Tensor))
-    )
+    if (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    return all(type(arg) is Tensor or type(arg) is Parameter or not isinstance(arg, Tensor) for arg in args)
 
 
 def _autograd_function(
@@ -108,3 +115,6 @@ class BackwardOp(Op):
         if args[-1] == "reference" and _is_plain(args):
             return self._run(*args)
         return super()._differentiate(*args)
+
+    def _differentiate_plain(self, *args: Any) -> Any:
+        return self._run(*args) if args[-1] == "reference" else super()._differentiate_plain(*args)
