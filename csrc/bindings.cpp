@@ -262,7 +262,7 @@ Tensor with_dense_columns(const Tensor& tensor) {
 }
 
 // (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
-Rows rows_of(const Tensor& tensor) {
+Heads heads_of(const Tensor& tensor) {
   void* data = const_cast<void*>(tensor.const_data_ptr());
   if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
   return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
@@ -302,7 +302,7 @@ Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor
   a.batch = query.size(0), a.queries = query.size(row), a.keys = key.size(row);
   a.heads = query.size(query.dim() == 3 ? 1 : head), a.key_heads = key.size(query.dim() == 3 ? 1 : head);
   a.depth = (int)query.size(column), a.value_depth = (int)value.size(column);
-  a.query = rows_of(query), a.key = rows_of(key), a.value = rows_of(value);
+  a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);
   a.scale = (float)scale;
   // Beyond all keys there is no bound; this keeps sums of positions from overflowing.
   const int64_t far = a.queries + a.keys;
@@ -348,7 +348,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
   const Tensor out = empty_heads(query, a.queries, a.value_depth);
   const Tensor lse = empty(Sizes(rows + 1, 3), ScalarType::Float), stats = empty(Sizes(rows, 4), ScalarType::Float);
-  a.out = rows_of(out);
+  a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
   set_rows(&a, stats);
   a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
@@ -373,7 +373,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const T
   const int64_t sizes[3] = {query.size(0), a.heads, a.value_depth}, rows[3] = {2, query.size(0), a.heads};
   const Tensor out = empty(Sizes(sizes, 3), query.scalar_type());
   const Tensor lse = empty(Sizes(rows + 1, 2), ScalarType::Float), stats = empty(Sizes(rows, 3), ScalarType::Float);
-  a.out = rows_of(out);
+  a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
   set_rows(&a, stats);
   a.row_head = 1, a.row_query = a.heads;

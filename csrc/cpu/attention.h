@@ -13,7 +13,7 @@
 namespace fastattn {
 
 // (batch, head, row, column) in memory: strides in elements, columns are dense.
-struct Rows {
+struct Heads {
   void* data;
   int64_t batch, head, row;
 };
@@ -29,7 +29,7 @@ struct Attention {
   Dtype dtype;
   int64_t batch, heads, key_heads, queries, keys;  // of packed sequences: the greatest number of queries, of keys
   int depth, value_depth;
-  Rows query, key, value, out;
+  Heads query, key, value, out;
   const int64_t *query_start, *key_start;  // packed sequences: batch + 1 offsets into the rows; null where dense
   const int64_t* key_lengths;              // valid keys of each sequence; null: all
   AttentionMask mask;
@@ -43,9 +43,9 @@ struct Attention {
 };
 
 struct AttentionGradients {
-  Rows out_grad;
+  Heads out_grad;
   const float* lse_grad;  // laid out as lse; null: zero
-  Rows query_grad, key_grad, value_grad;
+  Heads query_grad, key_grad, value_grad;
   void* mask_grad;  // contiguous (mask.batches, mask.heads, mask.rows, mask.columns) in the mask's dtype; null: unwanted
 };
 

@@ -267,13 +267,13 @@ FASTATTN_INLINE void clear_row(Unit* to, int64_t width) {
   memset((void*)to, 0, (size_t)width * sizeof *to);
 }
 
-// Rows of a matrix as a product reads them: with a stride in bytes.
+// Heads of a matrix as a product reads them: with a stride in bytes.
 struct Matrix {
   const char* data;
   int64_t stride;
 };
 
-// Rows 2 i and 2 i + 1 as row i of pairs. Rows that are not `seen` (null: all are) count as zero, those beyond `rows` too.
+// Heads 2 i and 2 i + 1 as row i of pairs. Heads that are not `seen` (null: all are) count as zero, those beyond `rows` too.
 FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, int length, Pair* to, int64_t width,
                                 const uint8_t* seen) {
   for (int row = 0; row < rows; row += 2, to += width) {
@@ -315,8 +315,8 @@ FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
 }
 
 template <class T>
-FASTATTN_INLINE T* row_pointer(const Rows& rows, int64_t batch, int64_t head, int64_t row) {
-  return (T*)rows.data + batch * rows.batch + head * rows.head + row * rows.row;
+FASTATTN_INLINE T* row_pointer(const Heads& heads, int64_t batch, int64_t head, int64_t row) {
+  return (T*)heads.data + batch * heads.batch + head * heads.head + row * heads.row;
 }
 
 FASTATTN_INLINE int64_t row_offset(const Attention& a, const Sequence& s, int64_t head, int64_t query) {
