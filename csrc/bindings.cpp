@@ -512,6 +512,100 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
+// ---- softmax_dropout ----
+
+// A 4-D tensor with dense columns; a copy where they are not.
+Tensor dense_columns(const Tensor& tensor) {
+  return tensor.size(3) > 1 && tensor.stride(3) != 1 ? torch::stable::contiguous(tensor) : tensor;
+}
+
+int64_t broadcast_stride(const Tensor& mask, int64_t dim) { return mask.size(dim) > 1 ? mask.stride(dim) : 0; }
+
+// `input` has dense columns; `lengths` is contiguous.
+Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& lengths,
+                 double scale, int64_t window_left, int64_t window_right, bool lower_right) {
+  Scores scores = {};
+  scores.input = input.const_data_ptr();
+  scores.dtype = dtype_of(input, "input");
+  const Sizes strides = input.strides(), sizes = input.sizes();
+  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
+  scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
+  if (attn_mask) {
+    scores.mask = attn_mask->const_data_ptr();
+    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
+    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
+    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
+  }
+  if (lengths) scores.key_lengths = lengths->const_data_ptr<int64_t>();
+  scores.scale = (float)scale;
+  scores.window_left = window_left, scores.window_right = window_right;
+  scores.lower_right = lower_right;
+  return scores;
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  if (!tensor || tensor->is_contiguous()) return tensor;
+  return torch::stable::contiguous(*tensor);
+}
+
+Tensor bytes(int64_t count) {
+  const int64_t floats = (count + 3) / 4;
+  return empty(Sizes(&floats, 1), ScalarType::Float);
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optional<Tensor>& attn_mask,
+                                           const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
+                                           double scale, int64_t window_left, int64_t window_right, bool lower_right,
+                                           int64_t threshold) {
+  const Tensor x = dense_columns(input);
+  const std::optional<Tensor> lengths = contiguous(key_lengths);
+  const Sizes sizes = x.sizes();
+  const int64_t stats_sizes[4] = {2, sizes[0], sizes[1], sizes[2]};
+  Tensor out = empty(sizes, x.scalar_type()), stats = empty(Sizes(stats_sizes, 4), ScalarType::Float);
+  SoftmaxDropout problem = {};
+  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
+  problem.out = out.mutable_data_ptr();
+  problem.stats = stats.mutable_data_ptr<float>();
+  const Parallel parallel = torch_threads();
+  Tensor workspace = bytes(table().softmax_dropout->forward_workspace(problem, parallel));
+  problem.workspace = (char*)workspace.mutable_data_ptr();
+  table().softmax_dropout->forward(problem, parallel);
+  return {out, stats};
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
+                                                    const std::optional<Tensor>& attn_mask,
+                                                    const std::optional<Tensor>& key_lengths,
+                                                    const std::optional<Tensor>& seed, double scale,
+                                                    int64_t window_left, int64_t window_right, bool lower_right,
+                                                    int64_t threshold, bool mask_grad) {
+  STD_TORCH_CHECK(grad_out.scalar_type() == input.scalar_type(), "grad_out has dtype ",
+                  torch::headeronly::toString(grad_out.scalar_type()), ", expected ",
+                  torch::headeronly::toString(input.scalar_type()));
+  const Tensor x = dense_columns(input), dy = dense_columns(grad_out);
+  const std::optional<Tensor> lengths = contiguous(key_lengths);
+  Tensor grad_input = empty(x.sizes(), x.scalar_type());
+  SoftmaxDropoutBackward problem = {};
+  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
+  problem.grad_out = dy.const_data_ptr();
+  problem.grad_batch = dy.stride(0), problem.grad_head = dy.stride(1), problem.grad_row = dy.stride(2);
+  problem.stats = stats.const_data_ptr<float>();
+  problem.grad_input = grad_input.mutable_data_ptr();
+  Tensor grad_mask = mask_grad && attn_mask ? empty(attn_mask->sizes(), attn_mask->scalar_type())
+                                            : nothing(x.scalar_type());
+  if (mask_grad && attn_mask) {
+    problem.grad_mask = grad_mask.mutable_data_ptr();
+    for (int64_t d = 0; d < 4; ++d) problem.full[d] = attn_mask->size(d) == x.size(d);
+  }
+  const Parallel parallel = torch_threads();
+  Tensor workspace = bytes(table().softmax_dropout->backward_workspace(problem, parallel));
+  problem.workspace = (char*)workspace.mutable_data_ptr();
+  table().softmax_dropout->backward(problem, parallel);
+  return {grad_input, grad_mask};
+}
+
 // ---- limits ----
 
 // At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
@@ -548,6 +642,13 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
       "-> (Tensor grad_input, Tensor grad_sum_total, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "softmax_dropout(Tensor input, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
+      "int window_left, int window_right, bool lower_right, int threshold) -> (Tensor out, Tensor stats)");
+  m.def(
+      "softmax_dropout_backward(Tensor grad_out, Tensor input, Tensor stats, Tensor? attn_mask, Tensor? key_lengths, "
+      "Tensor? seed, float scale, int window_left, int window_right, bool lower_right, int threshold, bool mask_grad) "
+      "-> (Tensor grad_input, Tensor grad_mask)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
@@ -566,4 +667,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
   m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
+  m.impl("softmax_dropout", TORCH_BOX(&softmax_dropout));
+  m.impl("softmax_dropout_backward", TORCH_BOX(&softmax_dropout_backward));
 }

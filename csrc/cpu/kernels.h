@@ -4,6 +4,7 @@
 #include "dropout.h"
 #include "layer_norm.h"
 #include "limits.h"
+#include "softmax_dropout.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
 #define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
@@ -21,6 +22,7 @@ FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
 FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
+FASTATTN_DECLARE_TABLES(SoftmaxDropoutKernels, softmax_dropout);
 
 struct InstructionSet {
   const char* name;
@@ -28,6 +30,7 @@ struct InstructionSet {
   const DropoutKernels* dropout;
   const LayerNormKernels* layer_norm;
   const LimitKernels* limits;
+  const SoftmaxDropoutKernels* softmax_dropout;
 };
 
 // Those that this machine can run, best first; *count says how many.

@@ -93,7 +93,7 @@ def refusal(
     if backend_ is None:
         return f"its library is not loaded: {_MISSING[name]}"
     for operand in operands:
-        if operand.dtype not in _NATIVE_DTYPES:
+        if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
             return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
     if attn_mask is not None and attn_mask.dtype not in _MASK_DTYPES:
         return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
@@ -109,7 +109,7 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
 
     Args:
         op: name of the operation in the table.
-        operands: floating-point tensors whose device and dtypes decide; the first one's device counts.
+        operands: the tensors whose device and floating-point dtypes decide; the first one's device counts.
         attn_mask: the mask, whose dtype decides too.
         head_size: the largest head size, for attention.
 
