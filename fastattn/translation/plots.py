@@ -27,8 +27,8 @@ def loss_curve(rows: list[dict[str, float]], path: str | Path) -> None:
 def cross_attention(
     model: Transformer, tokenizer: Tokenizer, source: str, target: str
 ) -> tuple[Tensor, list[str], list[str]]:
-    """How a translation attends to its source: (T, S) probabilities, the mean of the last layer's heads, with the pieces
-    that the rows predict and the columns read."""
+    """How a translation attends to its source: (T, S) probabilities, the mean of the last layer's heads, and
+    the pieces that its rows predict and its columns read."""
     end, begin = model.config.eos_id, model.config.bos_id
     source_ids, target_ids = tokenizer.encode([source, target])
     weights = AttentionWeights()
