@@ -254,6 +254,133 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
   return out;
 }
 
+// ---- attention ----
+
+Tensor with_dense_columns(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+Heads heads_of(const Tensor& tensor) {
+  void* data = const_cast<void*>(tensor.const_data_ptr());
+  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
+  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+// (batch, heads, length, size): heads lie inside positions where they do so in `like`, otherwise contiguous.
+Tensor empty_heads(const Tensor& like, int64_t length, int64_t size) {
+  const int64_t batch = like.size(0), heads = like.size(1);
+  const int64_t sizes[4] = {batch, heads, length, size};
+  const bool inside = like.stride(1) < like.stride(2);
+  const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
+  return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), like.scalar_type());
+}
+
+AttentionMask mask_of(const std::optional<Tensor>& tensor) {
+  AttentionMask mask = {};
+  if (!tensor) return mask;
+  mask.data = const_cast<void*>(tensor->const_data_ptr());
+  mask.dtype = dtype_of(*tensor, "attn_mask");
+  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
+    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
+    *size = *stride == 0 ? 1 : tensor->size(d);
+  };
+  dimension(0, &mask.batches, &mask.batch);
+  dimension(1, &mask.heads, &mask.head);
+  dimension(2, &mask.rows, &mask.row);
+  dimension(3, &mask.columns, &mask.column);
+  return mask;
+}
+
+// What dense and packed attention, forward and backward, have in common.
+Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& seed,
+                            double scale, int64_t window_left, int64_t window_right, int64_t threshold) {
+  Attention a = {};
+  const int head = (int)query.dim() - 3, row = query.dim() == 3 ? 0 : 2, column = (int)query.dim() - 1;
+  a.dtype = dtype_of(query, "query");
+  a.batch = query.size(0), a.queries = query.size(row), a.keys = key.size(row);
+  a.heads = query.size(query.dim() == 3 ? 1 : head), a.key_heads = key.size(query.dim() == 3 ? 1 : head);
+  a.depth = (int)query.size(column), a.value_depth = (int)value.size(column);
+  a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);
+  a.scale = (float)scale;
+  // Beyond all keys there is no bound; this keeps sums of positions from overflowing.
+  const int64_t far = a.queries + a.keys;
+  a.window_left = window_left < far ? window_left : -1;
+  a.window_right = window_right < far ? window_right : -1;
+  if (seed) a.seed = seed_of(*seed);
+  a.threshold = (int)threshold;
+  return a;
+}
+
+void set_rows(Attention* a, const Tensor& stats) {
+  float* data = (float*)const_cast<void*>(stats.const_data_ptr());
+  a->reference = data;
+  a->sum = data + stats.stride(0);
+}
+
+Tensor workspace_of(int64_t bytes) {
+  const int64_t sizes[1] = {bytes / 4 + 16}, strides[1] = {1};
+  return empty_strided(Sizes(sizes, 1), Sizes(strides, 1), ScalarType::Float);
+}
+
+char* align(const Tensor& workspace) {
+  return (char*)(((uintptr_t)workspace.mutable_data_ptr() + 63) / 64 * 64);
+}
+
+void run_attention(const Attention& a) {
+  const Parallel threads = torch_threads();
+  const AttentionKernels& kernels = *table().attention;
+  const Tensor workspace = workspace_of(kernels.workspace(a, threads));
+  kernels.forward(a, threads, align(workspace));
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
+                                             std::optional<Tensor> seed, double scale, int64_t window_left,
+                                             int64_t window_right, bool lower_right, int64_t threshold) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  a.mask = mask_of(attn_mask);
+  a.lower_right = lower_right;
+  const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();
+  if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
+  const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
+  const Tensor out = empty_heads(query, a.queries, a.value_depth);
+  const Tensor lse = empty(Sizes(rows + 1, 3), ScalarType::Float), stats = empty(Sizes(rows, 4), ScalarType::Float);
+  a.out = heads_of(out);
+  a.lse = lse.mutable_data_ptr<float>();
+  set_rows(&a, stats);
+  a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
+  run_attention(a);
+  return {out, lse, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                                    std::optional<Tensor> seqused_k, std::optional<Tensor> seed,
+                                                    int64_t max_q, int64_t max_k, double scale, int64_t window_left,
+                                                    int64_t window_right, int64_t threshold) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  const Tensor starts_q = torch::stable::contiguous(cu_seq_q), starts_k = torch::stable::contiguous(cu_seq_k);
+  const Tensor used = seqused_k ? torch::stable::contiguous(*seqused_k) : Tensor();
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  a.batch = starts_q.numel() - 1;
+  a.queries = max_q, a.keys = max_k;
+  a.query_start = starts_q.const_data_ptr<int64_t>(), a.key_start = starts_k.const_data_ptr<int64_t>();
+  if (seqused_k) a.key_lengths = used.const_data_ptr<int64_t>();
+  a.lower_right = true;
+  const int64_t sizes[3] = {query.size(0), a.heads, a.value_depth}, rows[3] = {2, query.size(0), a.heads};
+  const Tensor out = empty(Sizes(sizes, 3), query.scalar_type());
+  const Tensor lse = empty(Sizes(rows + 1, 2), ScalarType::Float), stats = empty(Sizes(rows, 3), ScalarType::Float);
+  a.out = heads_of(out);
+  a.lse = lse.mutable_data_ptr<float>();
+  set_rows(&a, stats);
+  a.row_head = 1, a.row_query = a.heads;
+  run_attention(a);
+  return {out, lse, stats};
+}
+
 // ---- layer_norm ----
 
 // weight or bias as float32, which almost always they are.
@@ -494,6 +621,13 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("set_isa(str name) -> ()");
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, "
+      "float scale, int window_left, int window_right, bool lower_right, int threshold) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
+      "Tensor? seed, int max_q, int max_k, float scale, int window_left, int window_right, int threshold) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
@@ -525,6 +659,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("dropout", TORCH_BOX(&dropout));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));

@@ -1,5 +1,6 @@
 // The kernels of every operation, one table for each instruction set that they are compiled for.
 #pragma once
+#include "attention.h"
 #include "dropout.h"
 #include "layer_norm.h"
 #include "limits.h"
@@ -17,6 +18,7 @@ namespace fastattn {
 #else
 #define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
 #endif
+FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
 FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
@@ -24,6 +26,7 @@ FASTATTN_DECLARE_TABLES(SoftmaxDropoutKernels, softmax_dropout);
 
 struct InstructionSet {
   const char* name;
+  const AttentionKernels* attention;
   const DropoutKernels* dropout;
   const LayerNormKernels* layer_norm;
   const LimitKernels* limits;

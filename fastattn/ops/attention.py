@@ -237,6 +237,18 @@ def _heads(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
+    if type(query) is type(key) is type(value) is Tensor and query.dtype in check.FLOATS:
+        sizes, key_sizes = query.shape, key.shape
+        if (
+            len(sizes) == 4
+            and sizes[:2] == key_sizes[:2]
+            and sizes[3] == key_sizes[3] > 0
+            and key_sizes[:3] == value.shape[:3]
+            and query.dtype is key.dtype is value.dtype
+            and query.device == key.device == value.device
+            and check.autocast_dtype(query) is None
+        ):
+            return query, key, value, (sizes[0],)  # nothing to convert or broadcast: the short way for small problems
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.float_tensor(name, label, tensor)
         if tensor.dim() < 2:
@@ -246,9 +258,6 @@ def _heads(
             )
     q, k, v = check.autocast_low(query, key, value)
     _same_kind(name, q, k, v)
-    sizes, key_sizes = q.shape, k.shape
-    if len(sizes) == 4 and sizes[:2] == key_sizes[:2] and sizes[3] == key_sizes[3] > 0 and key_sizes[:3] == v.shape[:3]:
-        return q, k, v, (sizes[0],)  # nothing to broadcast: the short way for small problems
     if k.size(-2) != v.size(-2):
         raise ValueError(
             f"{name}: key and value must have the same length, got {k.size(-2)} and {v.size(-2)} "
@@ -256,6 +265,8 @@ def _heads(
         )
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         q, k, v = (t[(None,) * (4 - t.dim())] for t in (q, k, v))
+    if q.size(-3) == 1 != k.size(-3) and not enable_gqa:  # heads broadcast as batch dimensions do
+        q = q.expand(*q.shape[:-3], k.size(-3), *q.shape[-2:])
     _head_counts(name, q.size(-3), k.size(-3), q.size(-1), k.size(-1), enable_gqa or k.size(-3) == 1)
     if v.size(-3) != k.size(-3):
         if v.size(-3) != 1 and k.size(-3) != 1:
