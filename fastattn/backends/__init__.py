@@ -42,6 +42,7 @@ if native.library("cpu") is not None:
     TABLE["cpu"] = _overloads(native.library("cpu"))
 else:
     _MISSING["cpu"] = native.reason("cpu")
+_CPU_OPS = frozenset(vars(TABLE["cpu"])) if "cpu" in TABLE else frozenset()
 
 
 class _State(threading.local):
@@ -119,6 +120,10 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
     if _state.explaining:
         _explain(op, operands, attn_mask, head_size)
     forced = _state.forced
+    if forced is None and attn_mask is None and head_size <= MAX_HEAD_SIZE:  # the short way for small problems
+        first = operands[0]
+        if first.is_cpu and first.dtype in _NATIVE_DTYPES and len(operands) == 1 and op in _CPU_OPS:
+            return "cpu"
     if forced is not None:
         reason = refusal(forced, op, operands, attn_mask, head_size)
         if reason is not None:

@@ -47,12 +47,16 @@ class Op:
         _library.impl(name, self._differentiate, "Autograd")
 
     def __call__(self, backend: str, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain(args):
+        if torch.compiler.is_compiling() or _is_observed():
             return self._overload(*args, backend)
-        if torch.is_grad_enabled():
-            for arg in args:
-                if isinstance(arg, Tensor) and arg.requires_grad:
-                    return self._differentiate_plain(*args, backend)
+        wants_grad = False
+        for arg in args:
+            if type(arg) is Tensor or type(arg) is Parameter:
+                wants_grad = wants_grad or arg.requires_grad
+            elif isinstance(arg, Tensor):  # a subclass, which may have its own idea of the call
+                return self._overload(*args, backend)
+        if wants_grad and torch.is_grad_enabled():
+            return self._differentiate_plain(*args, backend)
         return getattr(TABLE[backend], self.name)(*args)
 
     def _run(self, *args: Any) -> Any:
@@ -72,15 +76,18 @@ class Op:
             return self._overload(*args)
 
 
-def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether nothing but autograd has to see this call."""
-    if (
+def _is_observed() -> bool:
+    """Whether a dispatch mode, functorch or forward-mode differentiation wants to see every call in this thread."""
+    return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-    ):
-        return False
-    return all(type(arg) is Tensor or type(arg) is Parameter or not isinstance(arg, Tensor) for arg in args)
+    )
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether nothing but autograd has to see this call."""
+    return not _is_observed() and all(type(a) in (Tensor, Parameter) for a in args if isinstance(a, Tensor))
 
 
 def _autograd_function(
