@@ -328,6 +328,13 @@ char* align(const Tensor& workspace) {
   return (char*)(((uintptr_t)workspace.mutable_data_ptr() + 63) / 64 * 64);
 }
 
+void run_attention_backward(const Attention& a, const AttentionGradients& gradients) {
+  const Parallel threads = torch_threads();
+  const AttentionBackwardKernels& kernels = *table().attention_backward;
+  const Tensor workspace = workspace_of(kernels.workspace(a, gradients, threads));
+  kernels.backward(a, gradients, threads, align(workspace));
+}
+
 void run_attention(const Attention& a) {
   const Parallel threads = torch_threads();
   const AttentionKernels& kernels = *table().attention;
@@ -356,29 +363,102 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   return {out, lse, stats};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& stats, std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
+    std::optional<Tensor> seed, double scale, int64_t window_left, int64_t window_right, bool lower_right,
+    int64_t threshold, bool mask_grad) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out), rows = torch::stable::contiguous(stats);
+  const Tensor lse_grad = grad_lse ? torch::stable::contiguous(*grad_lse) : Tensor();
+  const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  a.mask = mask_of(attn_mask);
+  a.lower_right = lower_right;
+  if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
+  a.out = heads_of(o);
+  set_rows(&a, rows);
+  a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
+
+  const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
+  const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
+  const int64_t none[1] = {0};
+  const Tensor mask_gradient = mask_grad ? empty(attn_mask->sizes(), attn_mask->scalar_type())
+                                         : empty(Sizes(none, 1), query.scalar_type());
+  AttentionGradients g = {};
+  g.out_grad = heads_of(grad);
+  if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
+  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
+  if (mask_grad) {
+    // The gradient has all of the mask's elements, those too that share their memory.
+    a.mask.batches = attn_mask->size(0), a.mask.heads = attn_mask->size(1);
+    a.mask.rows = attn_mask->size(2), a.mask.columns = attn_mask->size(3);
+    g.mask_grad = mask_gradient.mutable_data_ptr();
+  }
+  run_attention_backward(a, g);
+  return {query_grad, key_grad, value_grad, mask_gradient};
+}
+
+// The offsets and lengths of packed sequences, as the kernels want them.
+struct PackedSequences {
+  Tensor query_start, key_start, used;
+
+  PackedSequences(const Tensor& cu_seq_q, const Tensor& cu_seq_k, const std::optional<Tensor>& seqused_k)
+      : query_start(torch::stable::contiguous(cu_seq_q)), key_start(torch::stable::contiguous(cu_seq_k)) {
+    if (seqused_k) used = torch::stable::contiguous(*seqused_k);
+  }
+
+  void describe(Attention* a, int64_t max_q, int64_t max_k) const {
+    a->batch = query_start.numel() - 1;
+    a->queries = max_q, a->keys = max_k;
+    a->query_start = query_start.const_data_ptr<int64_t>(), a->key_start = key_start.const_data_ptr<int64_t>();
+    if (used.defined()) a->key_lengths = used.const_data_ptr<int64_t>();
+    a->lower_right = true;
+    a->row_head = 1, a->row_query = a->heads;
+  }
+};
+
 std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const Tensor& cu_seq_q, const Tensor& cu_seq_k,
                                                     std::optional<Tensor> seqused_k, std::optional<Tensor> seed,
                                                     int64_t max_q, int64_t max_k, double scale, int64_t window_left,
                                                     int64_t window_right, int64_t threshold) {
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
-  const Tensor starts_q = torch::stable::contiguous(cu_seq_q), starts_k = torch::stable::contiguous(cu_seq_k);
-  const Tensor used = seqused_k ? torch::stable::contiguous(*seqused_k) : Tensor();
+  const PackedSequences sequences(cu_seq_q, cu_seq_k, seqused_k);
   Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
-  a.batch = starts_q.numel() - 1;
-  a.queries = max_q, a.keys = max_k;
-  a.query_start = starts_q.const_data_ptr<int64_t>(), a.key_start = starts_k.const_data_ptr<int64_t>();
-  if (seqused_k) a.key_lengths = used.const_data_ptr<int64_t>();
-  a.lower_right = true;
+  sequences.describe(&a, max_q, max_k);
   const int64_t sizes[3] = {query.size(0), a.heads, a.value_depth}, rows[3] = {2, query.size(0), a.heads};
   const Tensor out = empty(Sizes(sizes, 3), query.scalar_type());
   const Tensor lse = empty(Sizes(rows + 1, 2), ScalarType::Float), stats = empty(Sizes(rows, 3), ScalarType::Float);
   a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
   set_rows(&a, stats);
-  a.row_head = 1, a.row_query = a.heads;
   run_attention(a);
   return {out, lse, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& stats, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+    std::optional<Tensor> seqused_k, std::optional<Tensor> seed, int64_t max_q, int64_t max_k, double scale,
+    int64_t window_left, int64_t window_right, int64_t threshold) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out), rows = torch::stable::contiguous(stats);
+  const Tensor lse_grad = grad_lse ? torch::stable::contiguous(*grad_lse) : Tensor();
+  const PackedSequences sequences(cu_seq_q, cu_seq_k, seqused_k);
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  sequences.describe(&a, max_q, max_k);
+  a.out = heads_of(o);
+  set_rows(&a, rows);
+
+  const Tensor query_grad = empty(query.sizes(), query.scalar_type()), key_grad = empty(key.sizes(), key.scalar_type());
+  const Tensor value_grad = empty(value.sizes(), value.scalar_type());
+  AttentionGradients g = {};
+  g.out_grad = heads_of(grad);
+  if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
+  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
+  run_attention_backward(a, g);
+  return {query_grad, key_grad, value_grad};
 }
 
 // ---- layer_norm ----
@@ -625,9 +705,17 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, "
       "float scale, int window_left, int window_right, bool lower_right, int threshold) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, int window_left, "
+      "int window_right, bool lower_right, int threshold, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
       "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
       "Tensor? seed, int max_q, int max_k, float scale, int window_left, int window_right, int threshold) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, int max_q, int max_k, "
+      "float scale, int window_left, int window_right, int threshold) -> (Tensor, Tensor, Tensor)");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
@@ -660,7 +748,9 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
+  m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
   m.impl("dropout", TORCH_BOX(&dropout));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));

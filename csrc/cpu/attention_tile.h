@@ -64,6 +64,8 @@ struct Pair {
   bfloat16 even, odd;
 };
 
+FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
+
 // What elements of type T are computed in, and whether they are units already.
 template <class T>
 struct UnitOf {
@@ -299,16 +301,18 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
 
 struct Sequence {
   int64_t index, first_query, first_key, queries, keys, diagonal;
+  int64_t rows;  // in memory: keys, and those beyond the sequence's length
 };
 
 FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
-  Sequence s = {index, 0, 0, a.queries, a.keys, 0};
+  Sequence s = {index, 0, 0, a.queries, a.keys, 0, a.keys};
   if (a.query_start) {
     s.first_query = a.query_start[index];
     s.queries = a.query_start[index + 1] - s.first_query;
     s.first_key = a.key_start[index];
     s.keys = a.key_start[index + 1] - s.first_key;
   }
+  s.rows = s.keys;
   if (a.key_lengths) s.keys = smaller(s.keys, a.key_lengths[index]);
   if (a.lower_right) s.diagonal = s.keys - s.queries;
   return s;
@@ -513,6 +517,7 @@ struct MaskBuffers {
   uint64_t* seen;   // (kBlock): bit i of word j: query i of the panel sees key j
   uint64_t* kept;   // (kBlock): dropout keeps it
   uint8_t* visible; // (kBlock): some query sees key j
+  uint8_t* present; // (kPanel): query i sees some key
   float *rows, *columns;  // (kPanel, kBlock) and (kBlock, kPanel): a mask of floats, and transposed
 
   MaskBuffers(const Attention& a, Arena* arena) {
@@ -520,6 +525,7 @@ struct MaskBuffers {
     seen = arena->take<uint64_t>(kBlock);
     kept = arena->take<uint64_t>(kBlock);
     visible = arena->take<uint8_t>(kBlock);
+    present = arena->take<uint8_t>(kPanel);
     rows = arena->take<float>(floats ? kPanel * kBlock : 0);
     columns = arena->take<float>(floats ? kPanel * kBlock : kBlock);
   }

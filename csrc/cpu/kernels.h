@@ -19,6 +19,7 @@ namespace fastattn {
 #define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
 #endif
 FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
+FASTATTN_DECLARE_TABLES(AttentionBackwardKernels, attention_backward);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
 FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
@@ -27,6 +28,7 @@ FASTATTN_DECLARE_TABLES(SoftmaxDropoutKernels, softmax_dropout);
 struct InstructionSet {
   const char* name;
   const AttentionKernels* attention;
+  const AttentionBackwardKernels* attention_backward;
   const DropoutKernels* dropout;
   const LayerNormKernels* layer_norm;
   const LimitKernels* limits;

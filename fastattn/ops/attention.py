@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
     window_left, window_right = check.window(name, window_size, is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, head_size)
+    scale = 1.0 / math.sqrt(head_size) if scale is None else check.scale(name, scale)
     backend = choose("attention", (q,), attn_mask, max(head_size, v.shape[3]))
     seed = check.draw_seed(seed, threshold, q.device)
     out, lse, _ = attention_op(
@@ -131,7 +131,7 @@ def attention_weights(
     key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(3))
+    scale = 1.0 / math.sqrt(q.size(3)) if scale is None else check.scale(name, scale)
     backend = choose("softmax_dropout", (q,), attn_mask)
     seed = check.draw_seed(seed, threshold, q.device)
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, -1, -1, False)
@@ -211,11 +211,17 @@ def varlen_attn(
             f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
         )
     used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
-    used = used if used is None else torch.minimum(used, cu_seq_k.diff())
+    if used is not None:
+        own = cu_seq_k.diff()
+        if check.is_readable(used) and bool((used > own).any()):
+            raise ValueError(
+                f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
+            )
+        used = torch.minimum(used, own)
     window_left, window_right = check.window(name, window_size, is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(2))
+    scale = 1.0 / math.sqrt(q.size(2)) if scale is None else check.scale(name, scale)
     backend = choose("varlen_attention", (q,), None, max(q.size(2), v.size(2)))
     out, lse, _ = varlen_attention_op(
         backend, q, k, v, cu_seq_q, cu_seq_k, used, check.draw_seed(seed, threshold, q.device), max_q, max_k,
@@ -299,7 +305,7 @@ def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) ->
     if e != ek:
         raise ValueError(f"{name}: query and key must have the same head size, got {e} and {ek}")
     if e == 0:
-        raise ValueError(f"{name}: the head size must be at least 1, got 0")
+        raise ValueError(f"{name}: the head size of query and key must be at least 1, got 0")
     if hq == hk:
         return
     if not grouped:
@@ -308,14 +314,6 @@ def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) ->
         )
     if hk == 0 or hq % hk:
         raise ValueError(f"{name}: query's heads must be a multiple of key's, got {hq} and {hk}")
-
-
-def _scale(name: str, scale: float | None, head_size: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_size)
-    if isinstance(scale, bool | Tensor) or not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{name}: scale must be a number or None, got {type(scale).__name__}")
-    return float(scale)
 
 
 def _lower_right(name: str, causal_variant: str) -> bool:
@@ -354,7 +352,7 @@ def _cumulative(
     check.same_device(name, label, offsets, device)
     if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
         raise ValueError(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
-    if device.type == "cpu" and type(offsets) is Tensor and not torch.compiler.is_compiling():
+    if check.is_readable(offsets):
         lengths = offsets.diff()
         if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((lengths < 0).any()):
             raise ValueError(f"{name}: {label} must rise from 0 to {total}, got {_brief(offsets)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,14 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
     return int(dropout_p * 65536 + 0.5)
+
+
+def scale(function: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{function}: scale must be finite, got {value}")
+    return float(value)
 
 
 def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None:
@@ -71,6 +81,11 @@ def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tupl
     return left, 0 if is_causal else right
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a check may look at the values: they exist, and reading them waits for no device."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
 def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, device: torch.device,
                 name: str = "key_lengths") -> Tensor | None:  # fmt: skip
     """``lengths`` as int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would synchronise."""
@@ -86,7 +101,7 @@ def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, de
         raise ValueError(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)
     lengths = lengths.to(torch.int64)
-    if device.type == "cpu" and type(lengths) is Tensor and not torch.compiler.is_compiling() and batch > 0:
+    if is_readable(lengths) and batch > 0:
         low, high = (int(extreme) for extreme in lengths.aminmax())
         if low < 0 or high > keys:
             raise ValueError(f"{function}: {name} must be within [0, {keys}], got values from {low} to {high}")
