@@ -105,7 +105,7 @@ def _arithmetic(case: Case) -> dict[str, Callable[[], Any]]:
     return {"arithmetic": work} if work else {}
 
 
-def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (5, 51), everyone: bool = False) -> Result:
+def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (6, 100), everyone: bool = False) -> Result:
     """Times `case` for about `budget` seconds a contestant."""
     functions = contestants(case, everyone=everyone)
     return summarise(case, interleave(functions, budget=budget * len(functions), rounds=rounds))
