@@ -254,6 +254,213 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
   return out;
 }
 
+// ---- attention ----
+
+Tensor with_dense_columns(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+Heads heads_of(const Tensor& tensor) {
+  void* data = const_cast<void*>(tensor.const_data_ptr());
+  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
+  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+// (batch, heads, length, size): heads lie inside positions where they do so in `like`, otherwise contiguous.
+Tensor empty_heads(const Tensor& like, int64_t length, int64_t size) {
+  const int64_t batch = like.size(0), heads = like.size(1);
+  const int64_t sizes[4] = {batch, heads, length, size};
+  const bool inside = like.stride(1) < like.stride(2);
+  const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
+  return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), like.scalar_type());
+}
+
+AttentionMask mask_of(const std::optional<Tensor>& tensor) {
+  AttentionMask mask = {};
+  if (!tensor) return mask;
+  mask.data = const_cast<void*>(tensor->const_data_ptr());
+  mask.dtype = dtype_of(*tensor, "attn_mask");
+  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
+    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
+    *size = *stride == 0 ? 1 : tensor->size(d);
+  };
+  dimension(0, &mask.batches, &mask.batch);
+  dimension(1, &mask.heads, &mask.head);
+  dimension(2, &mask.rows, &mask.row);
+  dimension(3, &mask.columns, &mask.column);
+  return mask;
+}
+
+// What dense and packed attention, forward and backward, have in common.
+Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& seed,
+                            double scale, int64_t window_left, int64_t window_right, int64_t threshold) {
+  Attention a = {};
+  const int head = (int)query.dim() - 3, row = query.dim() == 3 ? 0 : 2, column = (int)query.dim() - 1;
+  a.dtype = dtype_of(query, "query");
+  a.batch = query.size(0), a.queries = query.size(row), a.keys = key.size(row);
+  a.heads = query.size(query.dim() == 3 ? 1 : head), a.key_heads = key.size(query.dim() == 3 ? 1 : head);
+  a.depth = (int)query.size(column), a.value_depth = (int)value.size(column);
+  a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);
+  a.scale = (float)scale;
+  // Beyond all keys there is no bound; this keeps sums of positions from overflowing.
+  const int64_t far = a.queries + a.keys;
+  a.window_left = window_left < far ? window_left : -1;
+  a.window_right = window_right < far ? window_right : -1;
+  if (seed) a.seed = seed_of(*seed);
+  a.threshold = (int)threshold;
+  return a;
+}
+
+void set_rows(Attention* a, const Tensor& stats) {
+  float* data = (float*)const_cast<void*>(stats.const_data_ptr());
+  a->reference = data;
+  a->sum = data + stats.stride(0);
+}
+
+Tensor workspace_of(int64_t bytes) {
+  const int64_t sizes[1] = {bytes / 4 + 16}, strides[1] = {1};
+  return empty_strided(Sizes(sizes, 1), Sizes(strides, 1), ScalarType::Float);
+}
+
+char* align(const Tensor& workspace) {
+  return (char*)(((uintptr_t)workspace.mutable_data_ptr() + 63) / 64 * 64);
+}
+
+void run_attention_backward(const Attention& a, const AttentionGradients& gradients) {
+  const Parallel threads = torch_threads();
+  const AttentionBackwardKernels& kernels = *table().attention_backward;
+  const Tensor workspace = workspace_of(kernels.workspace(a, gradients, threads));
+  kernels.backward(a, gradients, threads, align(workspace));
+}
+
+void run_attention(const Attention& a) {
+  const Parallel threads = torch_threads();
+  const AttentionKernels& kernels = *table().attention;
+  const Tensor workspace = workspace_of(kernels.workspace(a, threads));
+  kernels.forward(a, threads, align(workspace));
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
+                                             std::optional<Tensor> seed, double scale, int64_t window_left,
+                                             int64_t window_right, bool lower_right, int64_t threshold) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  a.mask = mask_of(attn_mask);
+  a.lower_right = lower_right;
+  const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();
+  if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
+  const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
+  const Tensor out = empty_heads(query, a.queries, a.value_depth);
+  const Tensor lse = empty(Sizes(rows + 1, 3), ScalarType::Float), stats = empty(Sizes(rows, 4), ScalarType::Float);
+  a.out = heads_of(out);
+  a.lse = lse.mutable_data_ptr<float>();
+  set_rows(&a, stats);
+  a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
+  run_attention(a);
+  return {out, lse, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& stats, std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
+    std::optional<Tensor> seed, double scale, int64_t window_left, int64_t window_right, bool lower_right,
+    int64_t threshold, bool mask_grad) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out), rows = torch::stable::contiguous(stats);
+  const Tensor lse_grad = grad_lse ? torch::stable::contiguous(*grad_lse) : Tensor();
+  const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  a.mask = mask_of(attn_mask);
+  a.lower_right = lower_right;
+  if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
+  a.out = heads_of(o);
+  set_rows(&a, rows);
+  a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
+
+  const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
+  const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
+  const int64_t none[1] = {0};
+  const Tensor mask_gradient = mask_grad ? empty(attn_mask->sizes(), attn_mask->scalar_type())
+                                         : empty(Sizes(none, 1), query.scalar_type());
+  AttentionGradients g = {};
+  g.out_grad = heads_of(grad);
+  if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
+  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
+  if (mask_grad) {
+    // The gradient has all of the mask's elements, those too that share their memory.
+    a.mask.batches = attn_mask->size(0), a.mask.heads = attn_mask->size(1);
+    a.mask.rows = attn_mask->size(2), a.mask.columns = attn_mask->size(3);
+    g.mask_grad = mask_gradient.mutable_data_ptr();
+  }
+  run_attention_backward(a, g);
+  return {query_grad, key_grad, value_grad, mask_gradient};
+}
+
+// The offsets and lengths of packed sequences, as the kernels want them.
+struct PackedSequences {
+  Tensor query_start, key_start, used;
+
+  PackedSequences(const Tensor& cu_seq_q, const Tensor& cu_seq_k, const std::optional<Tensor>& seqused_k)
+      : query_start(torch::stable::contiguous(cu_seq_q)), key_start(torch::stable::contiguous(cu_seq_k)) {
+    if (seqused_k) used = torch::stable::contiguous(*seqused_k);
+  }
+
+  void describe(Attention* a, int64_t max_q, int64_t max_k) const {
+    a->batch = query_start.numel() - 1;
+    a->queries = max_q, a->keys = max_k;
+    a->query_start = query_start.const_data_ptr<int64_t>(), a->key_start = key_start.const_data_ptr<int64_t>();
+    if (used.defined()) a->key_lengths = used.const_data_ptr<int64_t>();
+    a->lower_right = true;
+    a->row_head = 1, a->row_query = a->heads;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                                    std::optional<Tensor> seqused_k, std::optional<Tensor> seed,
+                                                    int64_t max_q, int64_t max_k, double scale, int64_t window_left,
+                                                    int64_t window_right, int64_t threshold) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  const PackedSequences sequences(cu_seq_q, cu_seq_k, seqused_k);
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  sequences.describe(&a, max_q, max_k);
+  const int64_t sizes[3] = {query.size(0), a.heads, a.value_depth}, rows[3] = {2, query.size(0), a.heads};
+  const Tensor out = empty(Sizes(sizes, 3), query.scalar_type());
+  const Tensor lse = empty(Sizes(rows + 1, 2), ScalarType::Float), stats = empty(Sizes(rows, 3), ScalarType::Float);
+  a.out = heads_of(out);
+  a.lse = lse.mutable_data_ptr<float>();
+  set_rows(&a, stats);
+  run_attention(a);
+  return {out, lse, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& stats, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+    std::optional<Tensor> seqused_k, std::optional<Tensor> seed, int64_t max_q, int64_t max_k, double scale,
+    int64_t window_left, int64_t window_right, int64_t threshold) {
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out), rows = torch::stable::contiguous(stats);
+  const Tensor lse_grad = grad_lse ? torch::stable::contiguous(*grad_lse) : Tensor();
+  const PackedSequences sequences(cu_seq_q, cu_seq_k, seqused_k);
+  Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
+  sequences.describe(&a, max_q, max_k);
+  a.out = heads_of(o);
+  set_rows(&a, rows);
+
+  const Tensor query_grad = empty(query.sizes(), query.scalar_type()), key_grad = empty(key.sizes(), key.scalar_type());
+  const Tensor value_grad = empty(value.sizes(), value.scalar_type());
+  AttentionGradients g = {};
+  g.out_grad = heads_of(grad);
+  if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
+  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
+  run_attention_backward(a, g);
+  return {query_grad, key_grad, value_grad};
+}
+
 // ---- layer_norm ----
 
 // weight or bias as float32, which almost always they are.
@@ -385,6 +592,100 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
+// ---- softmax_dropout ----
+
+// A 4-D tensor with dense columns; a copy where they are not.
+Tensor dense_columns(const Tensor& tensor) {
+  return tensor.size(3) > 1 && tensor.stride(3) != 1 ? torch::stable::contiguous(tensor) : tensor;
+}
+
+int64_t broadcast_stride(const Tensor& mask, int64_t dim) { return mask.size(dim) > 1 ? mask.stride(dim) : 0; }
+
+// `input` has dense columns; `lengths` is contiguous.
+Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& lengths,
+                 double scale, int64_t window_left, int64_t window_right, bool lower_right) {
+  Scores scores = {};
+  scores.input = input.const_data_ptr();
+  scores.dtype = dtype_of(input, "input");
+  const Sizes strides = input.strides(), sizes = input.sizes();
+  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
+  scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
+  if (attn_mask) {
+    scores.mask = attn_mask->const_data_ptr();
+    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
+    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
+    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
+  }
+  if (lengths) scores.key_lengths = lengths->const_data_ptr<int64_t>();
+  scores.scale = (float)scale;
+  scores.window_left = window_left, scores.window_right = window_right;
+  scores.lower_right = lower_right;
+  return scores;
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  if (!tensor || tensor->is_contiguous()) return tensor;
+  return torch::stable::contiguous(*tensor);
+}
+
+Tensor bytes(int64_t count) {
+  const int64_t floats = (count + 3) / 4;
+  return empty(Sizes(&floats, 1), ScalarType::Float);
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optional<Tensor>& attn_mask,
+                                           const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
+                                           double scale, int64_t window_left, int64_t window_right, bool lower_right,
+                                           int64_t threshold) {
+  const Tensor x = dense_columns(input);
+  const std::optional<Tensor> lengths = contiguous(key_lengths);
+  const Sizes sizes = x.sizes();
+  const int64_t stats_sizes[4] = {2, sizes[0], sizes[1], sizes[2]};
+  Tensor out = empty(sizes, x.scalar_type()), stats = empty(Sizes(stats_sizes, 4), ScalarType::Float);
+  SoftmaxDropout problem = {};
+  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
+  problem.out = out.mutable_data_ptr();
+  problem.stats = stats.mutable_data_ptr<float>();
+  const Parallel parallel = torch_threads();
+  Tensor workspace = bytes(table().softmax_dropout->forward_workspace(problem, parallel));
+  problem.workspace = (char*)workspace.mutable_data_ptr();
+  table().softmax_dropout->forward(problem, parallel);
+  return {out, stats};
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
+                                                    const std::optional<Tensor>& attn_mask,
+                                                    const std::optional<Tensor>& key_lengths,
+                                                    const std::optional<Tensor>& seed, double scale,
+                                                    int64_t window_left, int64_t window_right, bool lower_right,
+                                                    int64_t threshold, bool mask_grad) {
+  STD_TORCH_CHECK(grad_out.scalar_type() == input.scalar_type(), "grad_out has dtype ",
+                  torch::headeronly::toString(grad_out.scalar_type()), ", expected ",
+                  torch::headeronly::toString(input.scalar_type()));
+  const Tensor x = dense_columns(input), dy = dense_columns(grad_out);
+  const std::optional<Tensor> lengths = contiguous(key_lengths);
+  Tensor grad_input = empty(x.sizes(), x.scalar_type());
+  SoftmaxDropoutBackward problem = {};
+  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
+  problem.grad_out = dy.const_data_ptr();
+  problem.grad_batch = dy.stride(0), problem.grad_head = dy.stride(1), problem.grad_row = dy.stride(2);
+  problem.stats = stats.const_data_ptr<float>();
+  problem.grad_input = grad_input.mutable_data_ptr();
+  Tensor grad_mask = mask_grad && attn_mask ? empty(attn_mask->sizes(), attn_mask->scalar_type())
+                                            : nothing(x.scalar_type());
+  if (mask_grad && attn_mask) {
+    problem.grad_mask = grad_mask.mutable_data_ptr();
+    for (int64_t d = 0; d < 4; ++d) problem.full[d] = attn_mask->size(d) == x.size(d);
+  }
+  const Parallel parallel = torch_threads();
+  Tensor workspace = bytes(table().softmax_dropout->backward_workspace(problem, parallel));
+  problem.workspace = (char*)workspace.mutable_data_ptr();
+  table().softmax_dropout->backward(problem, parallel);
+  return {grad_input, grad_mask};
+}
+
 // ---- limits ----
 
 // At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
@@ -400,6 +701,21 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("set_isa(str name) -> ()");
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, "
+      "float scale, int window_left, int window_right, bool lower_right, int threshold) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, int window_left, "
+      "int window_right, bool lower_right, int threshold, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
+      "Tensor? seed, int max_q, int max_k, float scale, int window_left, int window_right, int threshold) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, int max_q, int max_k, "
+      "float scale, int window_left, int window_right, int threshold) -> (Tensor, Tensor, Tensor)");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
@@ -414,6 +730,13 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
       "-> (Tensor grad_input, Tensor grad_sum_total, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "softmax_dropout(Tensor input, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
+      "int window_left, int window_right, bool lower_right, int threshold) -> (Tensor out, Tensor stats)");
+  m.def(
+      "softmax_dropout_backward(Tensor grad_out, Tensor input, Tensor stats, Tensor? attn_mask, Tensor? key_lengths, "
+      "Tensor? seed, float scale, int window_left, int window_right, bool lower_right, int threshold, bool mask_grad) "
+      "-> (Tensor grad_input, Tensor grad_mask)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
@@ -424,10 +747,16 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
+  m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
   m.impl("dropout", TORCH_BOX(&dropout));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
   m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
+  m.impl("softmax_dropout", TORCH_BOX(&softmax_dropout));
+  m.impl("softmax_dropout_backward", TORCH_BOX(&softmax_dropout_backward));
 }

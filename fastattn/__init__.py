@@ -20,6 +20,8 @@ from fastattn.ops import (
     softmax_dropout,
     varlen_attn,
 )
+from fastattn.translation.config import TransformerConfig
+from fastattn.translation.model import Transformer
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,8 @@ __all__ = [
     "MultiHeadAttention",
     "MultiheadAttention",
     "SoftmaxDropout",
+    "Transformer",
+    "TransformerConfig",
     "attention_weights",
     "backend",
     "dropout",

@@ -149,6 +149,7 @@ def test_seeds_drawn_inside_a_compiled_function(backend, dynamic):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_inductor(backend):
     """One module through the real compiler, training with dropout: reproducible and close to eager."""
     torch._dynamo.reset()

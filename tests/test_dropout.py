@@ -49,11 +49,9 @@ def test_mask_at_tile_edges(backend, rows):
             assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33), (2**16 + 3, 2, 3)], ids=str
-)
+@pytest.mark.parametrize("shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33)], ids=str)
 def test_mask_shapes(backend, shape):
-    """One dimension is one row; z goes beyond 2**16."""
+    """One dimension is one row."""
     mask = dropout_mask(shape, 0.3, SEED)
     assert mask.dtype == torch.bool
     assert mask.shape == shape
@@ -100,7 +98,7 @@ def test_threshold_rounds_once(backend, p):
 def test_realised_rate_and_independence():
     """Counts of kept elements and of kept pairs (neighbours, partners in one Philox call, other z, key and offset) lie
     within five standard deviations of their expectation."""
-    shape, p = (4, 512, 1024), 0.3
+    shape, p = (4, 256, 512), 0.3
     keep = 1 - threshold(p) / 65536
     mask = dropout_mask(shape, p, SEED)
 
@@ -134,8 +132,12 @@ def test_matches_the_formula(backend, shape, dtype):
 
 
 def test_more_than_2_to_the_16_matrices(backend):
-    input = torch.randn(2**16 + 3, 1, 2)
-    torch.testing.assert_close(dropout(input, 0.3, seed=SEED).double(), exact(input, 0.3, SEED), rtol=3e-7, atol=0)
+    """z is a whole word of the counter."""
+    shape = (2**16 + 3, 1, 2)
+    kept = exact_mask(shape, 0.3, SEED)
+    assert torch.equal(dropout_mask(shape, 0.3, SEED), kept)
+    if backend != "reference":
+        assert torch.equal(dropout(torch.ones(shape), 0.3, seed=SEED) != 0, kept)
 
 
 def test_float64_is_the_references():

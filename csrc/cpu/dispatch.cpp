@@ -13,7 +13,9 @@ struct Available {
   const InstructionSet* current = nullptr;
 
   Available() {
-#define FASTATTN_ADD(isa) sets[count++] = {#isa, &dropout_##isa, &layer_norm_##isa, &limits_##isa}
+#define FASTATTN_ADD(isa) \
+  sets[count++] = {#isa,           &attention_##isa,  &attention_backward_##isa, \
+                   &dropout_##isa, &layer_norm_##isa, &limits_##isa,             &softmax_dropout_##isa}
 #if defined(__x86_64__)
     // __builtin_cpu_supports asks the operating system's support of the wide registers too.
     __builtin_cpu_init();

@@ -88,5 +88,30 @@ FASTATTN_INLINE void keep_tile(Seed seed, int threshold, uint32_t z, int64_t row
   }
 }
 
+// The same tile by columns: keep[c], bit r. Fills in the columns c with c % 8 < column_count.
+FASTATTN_INLINE void keep_tile_columns(Seed seed, int threshold, uint32_t z, int64_t row_block, int64_t column_block,
+                                       int column_count, uint32_t keep[kTileColumns]) {
+  if (threshold >= kDropoutLevels) {
+    for (int column = 0; column < kTileColumns; ++column) keep[column] = 0;
+    return;
+  }
+  constexpr int kGroups = 8 / kPhiloxLanes;
+  vq lane_index = {};
+  for (int lane = 0; lane < kPhiloxLanes; ++lane) lane_index[lane] = (uint64_t)lane;
+  for (int line = 0; line < column_count && line < 8; ++line) {
+    vq word[4][kGroups];
+    for (int group = 0; group < kGroups; ++group) {
+      vq counter[4] = {(uint64_t)(column_block * 8 + line) + vq{},
+                       lane_index + (uint64_t)(row_block * 8 + group * kPhiloxLanes), (uint64_t)z + vq{},
+                       (uint64_t)seed.offset + vq{}};
+      philox(counter, seed.key0, seed.key1);
+      for (int k = 0; k < 4; ++k) word[k][group] = counter[k];
+    }
+    const uint32_t upper = compare_values(word[0], word[1], threshold), lower = compare_values(word[2], word[3], threshold);
+    for (int part = 0; part < 4; ++part)
+      keep[8 * part + line] = (upper >> (8 * part) & 0xff) | (lower >> (8 * part) & 0xff) << 8;
+  }
+}
+
 }  // namespace
 }  // namespace fastattn

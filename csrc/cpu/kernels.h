@@ -1,8 +1,10 @@
 // The kernels of every operation, one table for each instruction set that they are compiled for.
 #pragma once
+#include "attention.h"
 #include "dropout.h"
 #include "layer_norm.h"
 #include "limits.h"
+#include "softmax_dropout.h"
 
 // FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
 #define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
@@ -16,15 +18,21 @@ namespace fastattn {
 #else
 #define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
 #endif
+FASTATTN_DECLARE_TABLES(AttentionKernels, attention);
+FASTATTN_DECLARE_TABLES(AttentionBackwardKernels, attention_backward);
 FASTATTN_DECLARE_TABLES(DropoutKernels, dropout);
 FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
 FASTATTN_DECLARE_TABLES(LimitKernels, limits);
+FASTATTN_DECLARE_TABLES(SoftmaxDropoutKernels, softmax_dropout);
 
 struct InstructionSet {
   const char* name;
+  const AttentionKernels* attention;
+  const AttentionBackwardKernels* attention_backward;
   const DropoutKernels* dropout;
   const LayerNormKernels* layer_norm;
   const LimitKernels* limits;
+  const SoftmaxDropoutKernels* softmax_dropout;
 };
 
 // Those that this machine can run, best first; *count says how many.

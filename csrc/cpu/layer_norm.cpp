@@ -10,27 +10,6 @@ namespace {
 constexpr int kChunkTiles = 64;
 constexpr int kChunk = kChunkTiles * kTileColumns;
 
-// Calls body(j, n) for the vectors of a row: n lanes from column j. n is a constant except for the last.
-template <class Body>
-FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
-  int64_t j = 0;
-  for (; j + kLanes <= columns; j += kLanes) body(j, kLanes);
-  if (j < columns) body(j, (int)(columns - j));
-}
-
-template <class T>
-FASTATTN_INLINE vf load_lanes(const T* p, int n) {
-  return n == kLanes ? load(p) : load(p, n);
-}
-
-template <class T>
-FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
-  if (n == kLanes)
-    store(p, x);
-  else
-    store(p, x, n);
-}
-
 // ---- forward ----
 
 // Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy.

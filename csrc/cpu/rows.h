@@ -17,6 +17,27 @@ inline int useful_workers(const Parallel& parallel, int64_t elements) {
   return (int)larger(1, smaller(parallel.threads, elements / kElementsPerWorker));
 }
 
+// Calls body(j, n) for the vectors of a row: n lanes from column j. n is a constant except for the last.
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
+  int64_t j = 0;
+  for (; j + kLanes <= columns; j += kLanes) body(j, kLanes);
+  if (j < columns) body(j, (int)(columns - j));
+}
+
+template <class T>
+FASTATTN_INLINE vf load_lanes(const T* p, int n) {
+  return n == kLanes ? load(p) : load(p, n);
+}
+
+template <class T>
+FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
+  if (n == kLanes)
+    store(p, x);
+  else
+    store(p, x, n);
+}
+
 // Rows first .. first + rows - 1 of matrix z, or a part of them: a task takes the lines [line_begin, line_end), where
 // line l is the pair of rows first + l and first + l + 8, which share their Philox calls.
 struct RowBlock {

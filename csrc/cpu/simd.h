@@ -41,6 +41,7 @@ typedef float vf __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));   // masks: 0 or -1 in each lane
 typedef uint32_t vu __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));  // bits: arithmetic wraps
 typedef uint16_t vh __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 2)));  // as many 16-bit lanes as vf has
+typedef uint8_t vb __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 4)));   // as many bytes
 
 FASTATTN_INLINE vf splat(float x) { return x - vf{}; }
 FASTATTN_INLINE vu splat_bits(uint32_t x) { return x + vu{}; }
@@ -255,6 +256,13 @@ FASTATTN_INLINE void store(T* p, vf x, int n) {
 #else
   memcpy(p, &h, (size_t)n * sizeof *p);
 #endif
+}
+
+// Bytes as a mask: -1 where not 0.
+FASTATTN_INLINE vi load_nonzero(const uint8_t* p, int n) {
+  vb x = {};
+  memcpy(&x, p, (size_t)n);
+  return __builtin_convertvector(x, vu) != 0;
 }
 
 template <class T>

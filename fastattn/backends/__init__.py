@@ -42,6 +42,7 @@ if native.library("cpu") is not None:
     TABLE["cpu"] = _overloads(native.library("cpu"))
 else:
     _MISSING["cpu"] = native.reason("cpu")
+_CPU_OPS = frozenset(vars(TABLE["cpu"])) if "cpu" in TABLE else frozenset()
 
 
 class _State(threading.local):
@@ -93,7 +94,7 @@ def refusal(
     if backend_ is None:
         return f"its library is not loaded: {_MISSING[name]}"
     for operand in operands:
-        if operand.dtype not in _NATIVE_DTYPES:
+        if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
             return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
     if attn_mask is not None and attn_mask.dtype not in _MASK_DTYPES:
         return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
@@ -109,7 +110,7 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
 
     Args:
         op: name of the operation in the table.
-        operands: floating-point tensors whose device and dtypes decide; the first one's device counts.
+        operands: the tensors whose device and floating-point dtypes decide; the first one's device counts.
         attn_mask: the mask, whose dtype decides too.
         head_size: the largest head size, for attention.
 
@@ -119,6 +120,10 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
     if _state.explaining:
         _explain(op, operands, attn_mask, head_size)
     forced = _state.forced
+    if forced is None and attn_mask is None and head_size <= MAX_HEAD_SIZE:  # the short way for small problems
+        first = operands[0]
+        if first.is_cpu and first.dtype in _NATIVE_DTYPES and len(operands) == 1 and op in _CPU_OPS:
+            return "cpu"
     if forced is not None:
         reason = refusal(forced, op, operands, attn_mask, head_size)
         if reason is not None:

@@ -69,26 +69,26 @@ def scaled_dot_product_attention(
     """
     name = "scaled_dot_product_attention"
     q, k, v, batch = _heads(name, query, key, value, enable_gqa)
-    attn_mask, is_causal, causal_variant = _causal_bias(
-        name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
-    )
+    _, heads, rows, head_size = q.shape
+    columns = k.shape[2]
+    if attn_mask is not None:
+        attn_mask, is_causal, causal_variant = _causal_bias(name, attn_mask, is_causal, causal_variant, rows, columns)
+        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, heads, rows, columns)), q.dtype, q.device)
+    if key_lengths is not None:
+        key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
     lower_right = _lower_right(name, causal_variant)
     window_left, window_right = check.window(name, window_size, is_causal)
-    if attn_mask is not None:
-        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
-    if key_lengths is not None:
-        key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(3))
-    backend = choose("attention", (q,), attn_mask, max(q.size(3), v.size(3)))
+    scale = 1.0 / math.sqrt(head_size) if scale is None else check.scale(name, scale)
+    backend = choose("attention", (q,), attn_mask, max(head_size, v.shape[3]))
+    seed = check.draw_seed(seed, threshold, q.device)
     out, lse, _ = attention_op(
-        backend, q, k, v, attn_mask, key_lengths, check.draw_seed(seed, threshold, q.device), scale, window_left,
-        window_right, lower_right, threshold,
-    )  # fmt: skip
-    if query.dim() != 4:
-        out = out.reshape(*query.shape[:-2], *out.shape[2:]) if query.dim() < 4 else out.unflatten(0, batch)
-        lse = lse.reshape(out.shape[:-1]) if return_lse else lse
+        backend, q, k, v, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
+    )
+    if len(query.shape) != 4:
+        out = out.unflatten(0, batch) if len(batch) > 1 else out.reshape(*query.shape[:-1], v.shape[3])
+        lse = lse.reshape(out.shape[:-1])
     return (out, lse) if return_lse else out
 
 
@@ -131,8 +131,9 @@ def attention_weights(
     key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(3))
+    scale = 1.0 / math.sqrt(q.size(3)) if scale is None else check.scale(name, scale)
     backend = choose("softmax_dropout", (q,), attn_mask)
+    seed = check.draw_seed(seed, threshold, q.device)
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, -1, -1, False)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
         k = k.masked_fill(~visible.any(-2).any(1, keepdim=True).unsqueeze(-1), 0.0)
@@ -141,9 +142,8 @@ def attention_weights(
         grouped = q.to(stat_dtype(q.dtype)).unflatten(1, (k.size(1), -1))
         scores = (grouped @ k.to(stat_dtype(q.dtype)).mT.unsqueeze(2)).flatten(1, 2)
     weights, _ = softmax_dropout_op(
-        backend, scores, attn_mask, key_lengths, check.draw_seed(seed, threshold, q.device), scale, window_left,
-        window_right, lower_right, threshold,
-    )  # fmt: skip
+        backend, scores, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
+    )
     return weights.to(q.dtype).reshape(*query.shape[:-1], k.size(2))
 
 
@@ -211,11 +211,17 @@ def varlen_attn(
             f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
         )
     used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
-    used = used if used is None else torch.minimum(used, cu_seq_k.diff())
+    if used is not None:
+        own = cu_seq_k.diff()
+        if check.is_readable(used) and bool((used > own).any()):
+            raise ValueError(
+                f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
+            )
+        used = torch.minimum(used, own)
     window_left, window_right = check.window(name, window_size, is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(2))
+    scale = 1.0 / math.sqrt(q.size(2)) if scale is None else check.scale(name, scale)
     backend = choose("varlen_attention", (q,), None, max(q.size(2), v.size(2)))
     out, lse, _ = varlen_attention_op(
         backend, q, k, v, cu_seq_q, cu_seq_k, used, check.draw_seed(seed, threshold, q.device), max_q, max_k,
@@ -231,6 +237,18 @@ def _heads(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
+    if type(query) is type(key) is type(value) is Tensor and query.dtype in check.FLOATS:
+        sizes, key_sizes = query.shape, key.shape
+        if (
+            len(sizes) == 4
+            and sizes[:2] == key_sizes[:2]
+            and sizes[3] == key_sizes[3] > 0
+            and key_sizes[:3] == value.shape[:3]
+            and query.dtype is key.dtype is value.dtype
+            and query.device == key.device == value.device
+            and check.autocast_dtype(query) is None
+        ):
+            return query, key, value, (sizes[0],)  # nothing to convert or broadcast: the short way for small problems
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.float_tensor(name, label, tensor)
         if tensor.dim() < 2:
@@ -247,6 +265,8 @@ def _heads(
         )
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         q, k, v = (t[(None,) * (4 - t.dim())] for t in (q, k, v))
+    if q.size(-3) == 1 != k.size(-3) and not enable_gqa:  # heads broadcast as batch dimensions do
+        q = q.expand(*q.shape[:-3], k.size(-3), *q.shape[-2:])
     _head_counts(name, q.size(-3), k.size(-3), q.size(-1), k.size(-1), enable_gqa or k.size(-3) == 1)
     if v.size(-3) != k.size(-3):
         if v.size(-3) != 1 and k.size(-3) != 1:
@@ -285,7 +305,7 @@ def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) ->
     if e != ek:
         raise ValueError(f"{name}: query and key must have the same head size, got {e} and {ek}")
     if e == 0:
-        raise ValueError(f"{name}: the head size must be at least 1, got 0")
+        raise ValueError(f"{name}: the head size of query and key must be at least 1, got 0")
     if hq == hk:
         return
     if not grouped:
@@ -294,14 +314,6 @@ def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) ->
         )
     if hk == 0 or hq % hk:
         raise ValueError(f"{name}: query's heads must be a multiple of key's, got {hq} and {hk}")
-
-
-def _scale(name: str, scale: float | None, head_size: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_size)
-    if isinstance(scale, bool | Tensor) or not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{name}: scale must be a number or None, got {type(scale).__name__}")
-    return float(scale)
 
 
 def _lower_right(name: str, causal_variant: str) -> bool:
@@ -340,7 +352,7 @@ def _cumulative(
     check.same_device(name, label, offsets, device)
     if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
         raise ValueError(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
-    if device.type == "cpu" and type(offsets) is Tensor and not torch.compiler.is_compiling():
+    if check.is_readable(offsets):
         lengths = offsets.diff()
         if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((lengths < 0).any()):
             raise ValueError(f"{name}: {label} must rise from 0 to {total}, got {_brief(offsets)}")

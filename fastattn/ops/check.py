@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
+import math
 
 import torch
 from torch import Tensor
@@ -25,11 +25,19 @@ def same_device(function: str, name: str, tensor: Tensor, device: torch.device) 
 
 def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
     """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
-    if not isinstance(dropout_p, numbers.Real):
+    if not isinstance(dropout_p, float | int):
         raise TypeError(f"{function}: {name} must be a number in [0, 1], got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
     return int(dropout_p * 65536 + 0.5)
+
+
+def scale(function: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{function}: scale must be finite, got {value}")
+    return float(value)
 
 
 def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None:
@@ -61,6 +69,8 @@ def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
     """(left, right) with causal folded in: no column to the right of the diagonal."""
+    if window_size == (-1, -1):
+        return -1, 0 if is_causal else -1
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}")
     left, right = window_size
@@ -69,6 +79,11 @@ def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tupl
     if left < -1 or right < -1:
         raise ValueError(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
     return left, 0 if is_causal else right
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a check may look at the values: they exist, and reading them waits for no device."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, device: torch.device,
@@ -86,7 +101,7 @@ def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, de
         raise ValueError(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)
     lengths = lengths.to(torch.int64)
-    if device.type == "cpu" and type(lengths) is Tensor and not torch.compiler.is_compiling() and batch > 0:
+    if is_readable(lengths) and batch > 0:
         low, high = (int(extreme) for extreme in lengths.aminmax())
         if low < 0 or high > keys:
             raise ValueError(f"{function}: {name} must be within [0, {keys}], got values from {low} to {high}")

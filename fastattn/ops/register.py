@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from fastattn.backends import TABLE
 
 _library = torch.library.Library("fastattn", "DEF")
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Op:
@@ -47,10 +47,16 @@ class Op:
         _library.impl(name, self._differentiate, "Autograd")
 
     def __call__(self, backend: str, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain(args):
+        if torch.compiler.is_compiling() or _is_observed():
             return self._overload(*args, backend)
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return self._differentiate(*args, backend)
+        wants_grad = False
+        for arg in args:
+            if type(arg) is Tensor or type(arg) is Parameter:
+                wants_grad = wants_grad or arg.requires_grad
+            elif isinstance(arg, Tensor):  # a subclass, which may have its own idea of the call
+                return self._overload(*args, backend)
+        if wants_grad and torch.is_grad_enabled():
+            return self._differentiate_plain(*args, backend)
         return getattr(TABLE[backend], self.name)(*args)
 
     def _run(self, *args: Any) -> Any:
@@ -59,6 +65,10 @@ class Op:
     def _differentiate(self, *args: Any) -> Any:
         return self._function.apply(*args)
 
+    def _differentiate_plain(self, *args: Any) -> Any:
+        # Function.apply adds what functorch needs (it inspects a signature each time); nobody transforms this call.
+        return super(torch.autograd.Function, self._function).apply(*args)  # type: ignore[misc]
+
     def below_autograd(self, *args: Any) -> Any:
         if _is_plain(args):
             return self._run(*args)
@@ -66,14 +76,18 @@ class Op:
             return self._overload(*args)
 
 
+def _is_observed() -> bool:
+    """Whether a dispatch mode, functorch or forward-mode differentiation wants to see every call in this thread."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
 def _is_plain(args: tuple[Any, ...]) -> bool:
     """Whether nothing but autograd has to see this call."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and all(type(a) in _PLAIN for a in args if isinstance(a, Tensor))
-    )
+    return not _is_observed() and all(type(a) in (Tensor, Parameter) for a in args if isinstance(a, Tensor))
 
 
 def _autograd_function(
@@ -108,3 +122,6 @@ class BackwardOp(Op):
         if args[-1] == "reference" and _is_plain(args):
             return self._run(*args)
         return super()._differentiate(*args)
+
+    def _differentiate_plain(self, *args: Any) -> Any:
+        return self._run(*args) if args[-1] == "reference" else super()._differentiate_plain(*args)

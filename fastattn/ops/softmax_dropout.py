@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn.backends import choose
@@ -51,13 +50,12 @@ def softmax_dropout(
     x = check.autocast_float32(input)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, x.device)
-    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
-        raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}")
+    scale = check.scale(name, scale)
     mask = check.mask(name, attn_mask, x.shape, x.dtype, x.device)
     scores = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
     backend = choose("softmax_dropout", (scores,), mask)
     out, _ = softmax_dropout_op(
-        backend, scores, mask, None, check.draw_seed(seed, threshold, x.device), float(scale), -1,
+        backend, scores, mask, None, check.draw_seed(seed, threshold, x.device), scale, -1,
         0 if is_causal else -1, False, threshold,
     )  # fmt: skip
     return out.view(x.shape)

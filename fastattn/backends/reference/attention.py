@@ -6,13 +6,27 @@ value (B, Hk, Lk, Ev), Hk dividing Hq.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.backends.reference.dropout import drop, opmath
 from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward, visibility
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An autocast region around the call would run the products inside, float32 on purpose, in 16 bits."""
+
+    @functools.wraps(function)
+    def run(first: Tensor, *args: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *args)
+
+    return run
 
 
 def empty_heads(like: Tensor, length: int, size: int) -> Tensor:
@@ -62,6 +76,7 @@ def _probabilities(
     return q, k, v, probabilities, stats
 
 
+@_without_autocast
 def attention(
     query: Tensor,
     key: Tensor,
@@ -84,6 +99,7 @@ def attention(
     return _in_layout_of(out, query), maximum + total.log(), stats
 
 
+@_without_autocast
 def attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

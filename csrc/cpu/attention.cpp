@@ -1,0 +1,310 @@
+// Attention, forward: panels of queries go over the keys with a running maximum and sum (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
+#include <math.h>
+
+#include "attention_tile.h"
+#include "kernels.h"
+
+namespace fastattn {
+namespace {
+
+constexpr int kTaskPanels = 128 / kPanel;  // they share what is packed of the keys and values
+
+// Of one row (batch, head, query) and one range of keys: the output before it is divided by the sum.
+struct Part {
+  float *out, *reference, *sum;
+};
+
+template <class T>
+struct Forward {
+  using Unit = typename UnitOf<T>::Unit;
+  static constexpr bool kPairs = UnitOf<T>::pairs;
+
+  const Attention& a;
+  MaskSummary mask;
+  int64_t blocks, splits;
+  int depth, width;  // units in a row of keys; rounded up to vectors
+  int value_width;   // elements in a row of values, rounded up to vectors
+  bool in_place;     // rows of keys are read where they lie
+  Part parts;        // (splits, batch, heads, queries); used where splits > 1
+
+  struct Panel {
+    Unit* query;                    // (width, kPanel)
+    float *out, *reference, *sum;   // (value_width, kPanel), (kPanel), (kPanel)
+  };
+
+  struct Scratch {
+    Unit *rows, *key, *value;
+    float *score, *factor, *out;
+    MaskBuffers mask;
+    Panel panel[kTaskPanels];
+  };
+
+  Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
+    blocks = divide_up(a.queries, kTaskPanels * kPanel);
+    // Few queries on many keys: the keys are split, by the shape alone, and the parts merged in order.
+    splits = smaller(16 / greater(a.batch * a.heads * blocks, (int64_t)1), a.keys / 384);
+    splits = greater(splits, (int64_t)1);
+    depth = kPairs ? (a.depth + 1) / 2 : a.depth;
+    width = (int)round_up(depth, kLanes);
+    value_width = (int)round_up(a.value_depth, kLanes);
+    in_place = UnitOf<T>::in_memory && !(kPairs && a.depth % 2);
+    const int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.queries : 0;
+    parts.out = arena->take<float>(rows * value_width);
+    parts.reference = arena->take<float>(rows);
+    parts.sum = arena->take<float>(rows);
+  }
+
+  Scratch take_scratch(Arena* arena) const {
+    Scratch s = {arena->take<Unit>(kPanel * width),
+                 arena->take<Unit>(in_place ? 0 : kBlock * width),
+                 arena->take<Unit>(kBlock * value_width),
+                 arena->take<float>(kBlock * kPanel),
+                 arena->take<float>(kPanel),
+                 arena->take<float>(kPanel * value_width),
+                 MaskBuffers(a, arena),
+                 {}};
+    for (Panel& p : s.panel)
+      p = {arena->take<Unit>(kPanel * width), arena->take<float>(kPanel * value_width), arena->take<float>(kPanel),
+           arena->take<float>(kPanel)};
+    return s;
+  }
+
+  void start(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch, const Panel& panel) const {
+    const int count = (int)smaller((int64_t)kPanel, s.queries - query), padded = (int)round_up(count, kLanes);
+    for (int i = 0; i < padded; ++i) {
+      Unit* row = scratch.rows + i * width;
+      if (i < count)
+        pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query + i), a.depth, row, width);
+      else
+        clear_row(row, width);
+    }
+    transpose(scratch.rows, width, padded, width, panel.query, kPanel);
+    for (int i = 0; i < value_width; ++i) memset(panel.out + i * kPanel, 0, (size_t)padded * sizeof(float));
+    for (int i = 0; i < padded; ++i) panel.reference[i] = -kInfinity, panel.sum[i] = 0;
+  }
+
+  Matrix pack_key(const Sequence& s, int64_t head, int64_t key, int keys, const Scratch& scratch) const {
+    const T* from = row_pointer<T>(a.key, s.index, head, s.first_key + key);
+    if (in_place) return {(const char*)from, a.key.row * (int64_t)sizeof(T)};
+    for (int j = 0; j < keys; ++j) pack_row(from + j * a.key.row, a.depth, scratch.key + j * width, width);
+    return {(const char*)scratch.key, width * 4};
+  }
+
+  // Keys that are hidden from all queries may hold anything, and 0 times anything is not 0: they become 0.
+  Matrix pack_value(const Sequence& s, int64_t head, int64_t key_head, int64_t key, int keys, const Scratch& scratch) const {
+    const T* from = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
+    const uint8_t* seen = mask.seen_keys(a, s, head, head + 1, key, keys, scratch.mask.visible);
+    if constexpr (kPairs) {
+      pack_pairs(from, a.value.row, keys, a.value_depth, scratch.value, value_width, seen);
+    } else {
+      if (UnitOf<T>::in_memory && !seen) return {(const char*)from, a.value.row * (int64_t)sizeof(T)};
+      for (int j = 0; j < keys; ++j) {
+        if (!seen || seen[j])
+          pack_row(from + j * a.value.row, a.value_depth, scratch.value + j * value_width, value_width);
+        else
+          clear_row(scratch.value + j * value_width, value_width);
+      }
+    }
+    return {(const char*)scratch.value, value_width * 4};
+  }
+
+  // Scores to exp(score - reference), as units, with the new reference; *factor is what the old sums are worth.
+  template <bool dropout>
+  FASTATTN_INLINE void softmax(const Tile& t, const Scratch& scratch, const Panel& panel) const {
+    const uint64_t* kept = scratch.mask.kept;
+    for (int v = 0; v < t.vectors; ++v) {
+      float* score = scratch.score + v * kLanes;
+      const vf before = load(panel.reference + v * kLanes);
+      vf top[4] = {before, before, before, before};
+      int j = 0;
+      for (; j + 4 <= t.keys; j += 4)
+        for (int i = 0; i < 4; ++i) top[i] = max(load(score + (j + i) * kPanel), top[i]);
+      for (; j < t.keys; ++j) top[0] = max(load(score + j * kPanel), top[0]);
+      top[0] = max(max(top[0], top[1]), max(top[2], top[3]));
+      store(panel.reference + v * kLanes, top[0]);
+      // A query that has seen no key yet is measured from 0.
+      const vf reference = select(top[0] == splat(-kInfinity), vf{}, top[0]);
+      const vf factor = exp2((before - reference) * kLog2e);
+      store(scratch.factor + v * kLanes, factor);
+      vf sum[2] = {load(panel.sum + v * kLanes) * factor, vf{}};
+      const auto probability = [&](int key, vf* total) {
+        const vf p = exp2((load(score + key * kPanel) - reference) * kLog2e);
+        *total += p;
+        return dropout ? keep_bits((uint32_t)(kept[key] >> (v * kLanes)) & first_lanes(kLanes), p) : p;
+      };
+      for (j = 0; j + 2 <= t.keys; j += 2) {
+        const vf even = probability(j, &sum[0]), odd = probability(j + 1, &sum[1]);
+        if constexpr (kPairs) {
+          store(score + j / 2 * kPanel, make_pairs(even, odd, Unit{}));
+        } else {
+          store(score + j * kPanel, even);
+          store(score + (j + 1) * kPanel, odd);
+        }
+      }
+      if (j < t.keys) {
+        const vf last = probability(j, &sum[0]);
+        if constexpr (kPairs)
+          store(score + j / 2 * kPanel, make_pairs(last, vf{}, Unit{}));
+        else
+          store(score + j * kPanel, last);
+      }
+      store(panel.sum + v * kLanes, sum[0] + sum[1]);
+    }
+  }
+
+  void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
+            const Panel& panel) const {
+    product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel, scratch.score,
+                                      kPanel, nullptr, a.scale);
+    if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    if (a.threshold) {
+      draw_dropout(a, s, head, t, scratch.mask.kept);
+      softmax<true>(t, scratch, panel);
+    } else {
+      softmax<false>(t, scratch, panel);
+    }
+    product<Unit, true, Start::factor>(t.vectors, a.value_depth, kPairs ? (t.keys + 1) / 2 : t.keys, value.data,
+                                       value.stride, (const Unit*)scratch.score, kPanel, panel.out, kPanel,
+                                       scratch.factor, 1.0f);
+  }
+
+  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
+    T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
+    // Where there was nothing to see, hidden keys may have left anything in `out`.
+    const vf factor = splat(sum == 0 ? 0.0f : dropout_scale(a.threshold) / sum);
+    for (int i = 0; i < a.value_depth; i += kLanes) {
+      const vf x = sum == 0 ? vf{} : load(out + i) * factor;
+      if (i + kLanes <= a.value_depth)
+        store(to + i, x);
+      else
+        store(to + i, x, a.value_depth - i);
+    }
+    const int64_t row = row_offset(a, s, head, query);
+    a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
+    a.reference[row] = sum == 0 ? 0 : reference;
+    a.sum[row] = sum;
+  }
+
+  int64_t part_row(const Sequence& s, int64_t split, int64_t head, int64_t query) const {
+    return ((split * a.batch + s.index) * a.heads + head) * a.queries + query;
+  }
+
+  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch, const Panel& panel) const {
+    const int count = (int)smaller((int64_t)kPanel, s.queries - query);
+    transpose(panel.out, kPanel, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
+    for (int i = 0; i < count; ++i) {
+      const float* out = scratch.out + i * value_width;
+      if (splits == 1) {
+        write(s, head, query + i, out, panel.reference[i], panel.sum[i]);
+        continue;
+      }
+      const int64_t row = part_row(s, split, head, query + i);
+      memcpy(parts.out + row * value_width, out, (size_t)value_width * sizeof(float));
+      parts.reference[row] = panel.reference[i];
+      parts.sum[row] = panel.sum[i];
+    }
+  }
+
+  void task(int64_t index, const Scratch& scratch) const {
+    const int64_t split = index % splits, block = blocks - 1 - index / splits % blocks;  // causal: the longest first
+    const int64_t head = index / splits / blocks % a.heads, key_head = head / (a.heads / a.key_heads);
+    const Sequence s = find_sequence(a, index / splits / blocks / a.heads);
+    const int64_t first = block * kTaskPanels * kPanel;
+    const int panels = (int)smaller((int64_t)kTaskPanels, divide_up(s.queries - first, kPanel));
+    if (panels <= 0) return;
+    for (int p = 0; p < panels; ++p) start(s, head, first + p * kPanel, scratch, scratch.panel[p]);
+    const int64_t last = smaller(s.queries, first + kTaskPanels * kPanel) - 1;
+    const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
+    const int64_t begin = greater(begin_of_keys(a, s, first) / kBlock * kBlock, split * range);
+    const int64_t end = smaller(end_of_keys(a, s, last), (split + 1) * range);
+    for (int64_t key = begin; key < end; key += kBlock) {
+      int keys = 0;
+      for (int p = 0; p < panels; ++p) {
+        const Tile t(a, s, mask, head, first + p * kPanel, key);
+        if (!t.empty()) keys = greater(keys, t.keys);
+      }
+      if (keys == 0) continue;
+      const Matrix packed_key = pack_key(s, key_head, key, keys, scratch);
+      const Matrix packed_value = pack_value(s, head, key_head, key, keys, scratch);
+      for (int p = 0; p < panels; ++p) {
+        const Tile t(a, s, mask, head, first + p * kPanel, key);
+        if (!t.empty()) step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p]);
+      }
+    }
+    for (int p = 0; p < panels; ++p) finish(s, head, first + p * kPanel, split, scratch, scratch.panel[p]);
+  }
+
+  // Brings the parts of a row to one reference and adds them up, into the first.
+  void merge(int64_t index) const {
+    const Sequence s = find_sequence(a, index / a.queries / a.heads);
+    const int64_t head = index / a.queries % a.heads, query = index % a.queries;
+    if (query >= s.queries) return;
+    float reference = -kInfinity, sum = 0;
+    for (int64_t split = 0; split < splits; ++split)
+      reference = fmaxf(reference, parts.reference[part_row(s, split, head, query)]);
+    float* out = parts.out + part_row(s, 0, head, query) * value_width;
+    for (int64_t split = 0; split < splits; ++split) {
+      const int64_t row = part_row(s, split, head, query);
+      if (parts.sum[row] == 0) {
+        if (split == 0) clear_row(out, value_width);
+        continue;
+      }
+      const float factor = expf(parts.reference[row] - reference);
+      sum += parts.sum[row] * factor;
+      const float* part = parts.out + row * value_width;
+      for (int i = 0; i < value_width; i += kLanes)
+        store(out + i, split == 0 ? load(part + i) * factor : fma(load(part + i), splat(factor), load(out + i)));
+    }
+    write(s, head, query, out, reference, sum);
+  }
+};
+
+template <class T>
+int64_t measure(const Attention& a, const Parallel& parallel) {
+  Arena arena = {0};
+  const Forward<T> forward(a, &arena);
+  for (int worker = 0; worker < parallel.threads; ++worker) forward.take_scratch(&arena);
+  return (int64_t)arena.at;
+}
+
+template <class T>
+void run(const Attention& a, const Parallel& parallel, char* workspace) {
+  Arena arena = {(uintptr_t)workspace};
+  const Forward<T> forward(a, &arena);
+  const int workers = useful_workers(a, parallel, 2);
+  forward.mask.read(a, parallel, workers);
+  Arena here = arena;
+  forward.take_scratch(&here);
+  const uintptr_t size = here.at - arena.at;
+  const int64_t tasks = a.batch * a.heads * forward.blocks * forward.splits;
+  parallel_for(parallel, workers, tasks, [&](int64_t index, int worker) {
+    Arena own = {arena.at + (uintptr_t)worker * size};
+    forward.task(index, forward.take_scratch(&own));
+  });
+  if (forward.splits > 1)
+    parallel_for(parallel, 1, a.batch * a.heads * a.queries, [&](int64_t index, int) { forward.merge(index); });
+}
+
+int64_t measure_any(const Attention& a, const Parallel& parallel) {
+  switch (a.dtype) {
+    case Dtype::float32: return measure<float>(a, parallel);
+    case Dtype::bfloat16: return measure<bfloat16>(a, parallel);
+    default: return measure<float16>(a, parallel);
+  }
+}
+
+void run_any(const Attention& a, const Parallel& parallel, char* workspace) {
+  switch (a.dtype) {
+    case Dtype::float32: return run<float>(a, parallel, workspace);
+    case Dtype::bfloat16: return run<bfloat16>(a, parallel, workspace);
+    default: return run<float16>(a, parallel, workspace);
+  }
+}
+
+}  // namespace
+
+extern const AttentionKernels FASTATTN_TABLE(attention);
+const AttentionKernels FASTATTN_TABLE(attention) = {&measure_any, &run_any};
+
+}  // namespace fastattn

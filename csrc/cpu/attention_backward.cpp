@@ -1,0 +1,458 @@
+// Attention, backward, in one pass of five products over the tiles (Dao, "FlashAttention-2", 2023, algorithm 2): with
+// dO the gradient of the output,
+//
+//   dV_j = sum_i P_ij dO_i,  dP_ij = dO_i . v_j,  dS_ij = P_ij (dP_ij - delta_i),  delta_i = dO_i . out_i - grad_lse_i,
+//   dQ_i = scale sum_j dS_ij k_j,  dK_j = scale sum_i dS_ij q_i,  grad_mask_ij = dS_ij;
+//
+// with dropout, P in dV and dP become P kept / (1 - p) and dP kept / (1 - p).
+//
+// A task has one key head and one range of keys, and keeps the gradients of these keys; its queries' gradients are complete
+// where there is one range, else they are partial and added up in order. The number of ranges depends on the shape alone.
+#include "attention_tile.h"
+#include "kernels.h"
+
+namespace fastattn {
+namespace {
+
+template <class T>
+struct Backward {
+  using Unit = typename UnitOf<T>::Unit;
+  static constexpr bool kPairs = UnitOf<T>::pairs;
+
+  const Attention& a;
+  const AttentionGradients& g;
+  MaskSummary mask;
+  int depth, value_depth;            // units in a row of keys and of values
+  int units, value_units;            // the same, rounded up to vectors
+  int width, value_width;            // elements in such rows, rounded up to vectors
+  bool key_in_place, value_in_place;  // rows are read where they lie
+  int64_t splits, range;             // of keys: a multiple of kBlock
+  float* partial;                    // (splits, batch, heads, queries, width), where splits > 1
+
+  struct Scratch {
+    Unit *query_rows, *query, *grad_rows, *grad;  // a panel of queries and of dO: (kPanel, units) and (units, kPanel)
+    Unit *query_right, *grad_right;               // as second factors of a sum over queries
+    float *query_grad, *reference, *inverse, *delta;
+    float *score, *grad_score;                           // a tile, (kBlock, kPanel)
+    Unit *probability_left, *grad_left, *grad_score_right;  // P and dS as first factors, dS as second factor
+    uint8_t* packed;                                     // which blocks of keys are not read where they lie
+    Unit *key_rows, *value_rows, *key_left;              // keys as first factors of a sum over keys
+    float *key_grad, *value_grad;
+    MaskBuffers mask;
+  };
+
+  Backward(const Attention& problem, const AttentionGradients& gradients, Arena* arena)
+      : a(problem), g(gradients), mask(problem, arena) {
+    depth = kPairs ? (a.depth + 1) / 2 : a.depth;
+    value_depth = kPairs ? (a.value_depth + 1) / 2 : a.value_depth;
+    units = (int)round_up(depth, kLanes);
+    value_units = (int)round_up(value_depth, kLanes);
+    width = (int)round_up(a.depth, kLanes);
+    value_width = (int)round_up(a.value_depth, kLanes);
+    key_in_place = UnitOf<T>::in_memory && !(kPairs && a.depth % 2);
+    value_in_place = UnitOf<T>::in_memory && !(kPairs && a.value_depth % 2);
+    splits = smaller(smaller(16 / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), a.keys / 384);
+    splits = greater(splits, (int64_t)1);
+    range = round_up(divide_up(a.keys, splits), kBlock);
+    partial = arena->take<float>(splits > 1 ? splits * a.batch * a.heads * a.queries * width : 0);
+  }
+
+  Scratch take_scratch(Arena* arena) const {
+    // Keys that nothing sees are replaced by 0, wherever they lie.
+    const bool hidden = a.mask.data || a.window_left >= 0;
+    Scratch s = {arena->take<Unit>(kPanel * units),
+                 arena->take<Unit>(kPanel * units),
+                 arena->take<Unit>(kPanel * value_units),
+                 arena->take<Unit>(kPanel * value_units),
+                 arena->take<Unit>(kPairs ? kPanel / 2 * width : 0),
+                 arena->take<Unit>(kPairs ? kPanel / 2 * value_width : 0),
+                 arena->take<float>(kPanel * width),
+                 arena->take<float>(kPanel),
+                 arena->take<float>(kPanel),
+                 arena->take<float>(kPanel),
+                 arena->take<float>(kPanel * kBlock),
+                 arena->take<float>(kPanel * kBlock),
+                 arena->take<Unit>(kPairs ? kPanel / 2 * kBlock : 0),
+                 arena->take<Unit>(kPairs ? kPanel / 2 * kBlock : 0),
+                 arena->take<Unit>(kPairs ? kPanel / 2 * kBlock : 0),
+                 arena->take<uint8_t>(range / kBlock),
+                 arena->take<Unit>(key_in_place && !hidden ? 0 : range * units),
+                 arena->take<Unit>(value_in_place && !hidden ? 0 : range * value_units),
+                 arena->take<Unit>(kPairs ? range / 2 * width : 0),
+                 arena->take<float>(range * width),
+                 arena->take<float>(range * value_width),
+                 MaskBuffers(a, arena)};
+    if constexpr (!kPairs) {
+      s.query_right = s.query_rows;
+      s.grad_right = s.grad_rows;
+      s.probability_left = s.score;
+      s.grad_left = s.grad_score_right = s.grad_score;
+    }
+    return s;
+  }
+
+  // ---- a block of keys ----
+
+  struct Keys {
+    Matrix key, value, left;
+  };
+
+  template <class Row>
+  void pack_rows(const Row* from, int64_t stride, int count, int length, const uint8_t* seen, Unit* to, int64_t row) const {
+    for (int j = 0; j < count; ++j) {
+      if (!seen || seen[j])
+        pack_row(from + j * stride, length, to + j * row, row);
+      else
+        clear_row(to + j * row, row);
+    }
+  }
+
+  void pack_keys(const Sequence& s, int64_t key_head, int64_t first_head, int64_t end_head, int64_t key, int count,
+                 int64_t slot, const Scratch& scratch) const {
+    const T* k = row_pointer<T>(a.key, s.index, key_head, s.first_key + key);
+    const T* v = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
+    const uint8_t* seen = mask.seen_keys(a, s, first_head, end_head, key, count, scratch.mask.visible);
+    scratch.packed[slot / kBlock] = seen != nullptr;
+    if (!key_in_place || seen) pack_rows(k, a.key.row, count, a.depth, seen, scratch.key_rows + slot * units, units);
+    if (!value_in_place || seen)
+      pack_rows(v, a.value.row, count, a.value_depth, seen, scratch.value_rows + slot * value_units, value_units);
+    if constexpr (kPairs)
+      pack_pairs(k, a.key.row, count, a.depth, scratch.key_left + slot / 2 * width, width, seen);
+  }
+
+  Keys find_keys(const Sequence& s, int64_t key_head, int64_t key, int64_t slot, const Scratch& scratch) const {
+    const bool packed = scratch.packed[slot / kBlock];
+    Keys keys;
+    keys.key = {(const char*)row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row * (int64_t)sizeof(T)};
+    keys.value = {(const char*)row_pointer<T>(a.value, s.index, key_head, s.first_key + key),
+                  a.value.row * (int64_t)sizeof(T)};
+    if (packed || !key_in_place) keys.key = {(const char*)(scratch.key_rows + slot * units), units * 4};
+    if (packed || !value_in_place) keys.value = {(const char*)(scratch.value_rows + slot * value_units), value_units * 4};
+    keys.left = keys.key;
+    if constexpr (kPairs) keys.left = {(const char*)(scratch.key_left + slot / 2 * width), width * 4};
+    return keys;
+  }
+
+  // ---- a panel of queries ----
+
+  void start(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch) const {
+    const int count = (int)smaller((int64_t)kPanel, s.queries - query), padded = (int)round_up(count, kLanes);
+    for (int i = 0; i < padded; ++i) {
+      scratch.reference[i] = scratch.inverse[i] = scratch.delta[i] = 0;
+      Unit *query_row = scratch.query_rows + i * units, *grad_row = scratch.grad_rows + i * value_units;
+      const int64_t row = row_offset(a, s, head, query + i);
+      // A query that sees nothing has no gradient, whatever it and dO hold.
+      const bool present = i < count && a.sum[row] != 0;
+      scratch.mask.present[i] = present;
+      if (!present) {
+        clear_row(query_row, units);
+        clear_row(grad_row, value_units);
+        continue;
+      }
+      const T* grad = row_pointer<T>(g.out_grad, s.index, head, s.first_query + query + i);
+      const T* out = row_pointer<T>(a.out, s.index, head, s.first_query + query + i);
+      pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query + i), a.depth, query_row, units);
+      pack_row(grad, a.value_depth, grad_row, value_units);
+      vf dot = {};
+      int d = 0;
+      for (; d + kLanes <= a.value_depth; d += kLanes) dot = fma(load(grad + d), load(out + d), dot);
+      if (d < a.value_depth) dot = fma(load(grad + d, a.value_depth - d), load(out + d, a.value_depth - d), dot);
+      scratch.reference[i] = a.reference[row];
+      scratch.inverse[i] = 1 / a.sum[row];
+      scratch.delta[i] = sum(dot) - (g.lse_grad ? g.lse_grad[row] : 0.0f);
+    }
+    transpose(scratch.query_rows, units, padded, units, scratch.query, kPanel);
+    transpose(scratch.grad_rows, value_units, padded, value_units, scratch.grad, kPanel);
+    if constexpr (kPairs) {
+      const uint8_t* present = scratch.mask.present;
+      pack_pairs(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.query.row, count, a.depth,
+                 scratch.query_right, width, present);
+      pack_pairs(row_pointer<T>(g.out_grad, s.index, head, s.first_query + query), g.out_grad.row, count, a.value_depth,
+                 scratch.grad_right, value_width, present);
+    }
+  }
+
+  // ---- a tile ----
+
+  // P and dS of two keys and a vector of queries at a time: use(key, vector, P, dS, P of the next key, dS of the next key).
+  template <bool dropout, class Use>
+  FASTATTN_INLINE void gradients(const Tile& t, const Scratch& scratch, const Use& use) const {
+    for (int v = 0; v < t.vectors; ++v) {
+      const vf reference = load(scratch.reference + v * kLanes), inverse = load(scratch.inverse + v * kLanes);
+      const vf delta = load(scratch.delta + v * kLanes);
+      vf p[2], ds[2];
+      const auto one = [&](int j, int which) {
+        const int at = j * kPanel + v * kLanes;
+        const vf whole = exp2((load(scratch.score + at) - reference) * kLog2e) * inverse;
+        vf dp = load(scratch.grad_score + at);
+        p[which] = whole;
+        if constexpr (dropout) {
+          const uint32_t kept = (uint32_t)(scratch.mask.kept[j] >> (v * kLanes)) & first_lanes(kLanes);
+          p[which] = keep_bits(kept, whole);
+          dp = keep_bits(kept, dp);
+        }
+        ds[which] = whole * (dp - delta);
+      };
+      int j = 0;
+      for (; j + 2 <= t.keys; j += 2) {
+        one(j, 0);
+        one(j + 1, 1);
+        use(j, v, p[0], ds[0], p[1], ds[1], true);
+      }
+      if (j < t.keys) {
+        one(j, 0);
+        use(j, v, p[0], ds[0], vf{}, vf{}, false);
+      }
+    }
+  }
+
+  template <class Use>
+  FASTATTN_INLINE void compute(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, const Scratch& scratch,
+                               const Use& use) const {
+    product<Unit, false, Start::zero>(t.vectors, t.keys, depth, keys.key.data, keys.key.stride, scratch.query, kPanel,
+                                      scratch.score, kPanel, nullptr, a.scale);
+    product<Unit, false, Start::zero>(t.vectors, t.keys, value_depth, keys.value.data, keys.value.stride, scratch.grad,
+                                      kPanel, scratch.grad_score, kPanel, nullptr,
+                                      a.threshold ? dropout_scale(a.threshold) : 1.0f);
+    if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    if (a.threshold) {
+      draw_dropout(a, s, head, t, scratch.mask.kept);
+      gradients<true>(t, scratch, use);
+    } else {
+      gradients<false>(t, scratch, use);
+    }
+  }
+
+  // C (rows, width) += A (rows, depth) B (depth, width), for any width.
+  void add_product(int rows, int terms, const Unit* left, int64_t stride, const Unit* right, int columns, float* c) const {
+    for (int n = 0; n < columns; n += kPanel) {
+      const int vectors = smaller(columns - n, kPanel) / kLanes;
+      product<Unit, false, Start::keep>(vectors, rows, terms, (const char*)left, stride, right + n, columns, c + n, columns,
+                                        nullptr, 1.0f);
+    }
+  }
+
+  void step(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, int64_t slot, const Scratch& scratch) const {
+    compute(s, head, t, keys, scratch, [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both) {
+      const int at = j * kPanel + v * kLanes;
+      if constexpr (kPairs) {
+        store((bfloat16*)scratch.probability_left + at, p0);
+        store((bfloat16*)scratch.grad_left + at, ds0);
+        store_unit(scratch.grad_score_right + j / 2 * kPanel + v * kLanes, make_pairs(ds0, ds1, Unit{}));
+        if (!both) return;
+        store((bfloat16*)scratch.probability_left + at + kPanel, p1);
+        store((bfloat16*)scratch.grad_left + at + kPanel, ds1);
+      } else {
+        store(scratch.score + at, p0);
+        store(scratch.grad_score + at, ds0);
+        if (!both) return;
+        store(scratch.score + at + kPanel, p1);
+        store(scratch.grad_score + at + kPanel, ds1);
+      }
+    });
+    const int queries = kPairs ? (t.queries + 1) / 2 : t.queries, count = kPairs ? (t.keys + 1) / 2 : t.keys;
+    const int64_t stride = kPairs ? kPanel * 2 : kPanel * 4;
+    add_product(t.keys, queries, scratch.probability_left, stride, scratch.grad_right, value_width,
+                scratch.value_grad + slot * value_width);
+    add_product(t.keys, queries, scratch.grad_left, stride, scratch.query_right, width, scratch.key_grad + slot * width);
+    product<Unit, true, Start::keep>(t.vectors, a.depth, count, keys.left.data, keys.left.stride, scratch.grad_score_right,
+                                     kPanel, scratch.query_grad, kPanel, nullptr, 1.0f);
+  }
+
+  // ---- results ----
+
+  FASTATTN_INLINE void write_row(const float* from, float factor, int length, T* to) const {
+    for (int d = 0; d < length; d += kLanes) {
+      const vf x = load(from + d) * factor;
+      if (d + kLanes <= length)
+        store(to + d, x);
+      else
+        store(to + d, x, length - d);
+    }
+  }
+
+  float* partial_row(int64_t split, const Sequence& s, int64_t head, int64_t query) const {
+    return partial + (((split * a.batch + s.index) * a.heads + head) * a.queries + query) * width;
+  }
+
+  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch) const {
+    const int count = (int)smaller((int64_t)kPanel, s.queries - query);
+    float* rows = scratch.score;
+    for (int d = 0; d < width; d += kBlock) {  // as many columns as there is room for
+      const int columns = smaller(width - d, kBlock);
+      transpose(scratch.query_grad + d * kPanel, kPanel, columns, (int)round_up(count, kLanes), rows, kBlock);
+      for (int i = 0; i < count; ++i) {
+        if (splits > 1)
+          memcpy(partial_row(split, s, head, query + i) + d, rows + i * kBlock, (size_t)columns * sizeof(float));
+        else
+          write_row(rows + i * kBlock, a.scale, smaller(a.depth - d, columns),
+                    row_pointer<T>(g.query_grad, s.index, head, s.first_query + query + i) + d);
+      }
+    }
+  }
+
+  void task(int64_t index, const Scratch& scratch) const {
+    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = a.heads / a.key_heads;
+    const Sequence s = find_sequence(a, index / splits / a.key_heads);
+    const int64_t begin = split * range, end = smaller(begin + range, s.keys), stored = smaller(begin + range, s.rows);
+    for (int64_t key = begin; key < end; key += kBlock)
+      pack_keys(s, key_head, key_head * group, (key_head + 1) * group, key, (int)smaller((int64_t)kBlock, end - key),
+                key - begin, scratch);
+    const int64_t rows = greater(stored - begin, (int64_t)0);
+    clear_row(scratch.key_grad, rows * width);
+    clear_row(scratch.value_grad, rows * value_width);
+    for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head)
+      for (int64_t query = 0; query < s.queries; query += kPanel) {
+        const int count = (int)smaller((int64_t)kPanel, s.queries - query);
+        for (int d = 0; d < width; ++d)
+          memset(scratch.query_grad + d * kPanel, 0, (size_t)round_up(count, kLanes) * sizeof(float));
+        const int64_t first = greater(begin_of_keys(a, s, query) / kBlock * kBlock, begin);
+        const int64_t last = smaller(end_of_keys(a, s, query + count - 1), end);
+        bool started = false;
+        for (int64_t key = first; key < last; key += kBlock) {
+          const Tile t(a, s, mask, head, query, key);
+          if (t.empty()) continue;
+          if (!started) start(s, head, query, scratch);
+          started = true;
+          step(s, head, t, find_keys(s, key_head, key, key - begin, scratch), key - begin, scratch);
+        }
+        finish(s, head, query, split, scratch);
+      }
+    for (int64_t j = 0; j < rows; ++j) {
+      write_row(scratch.key_grad + j * width, a.scale, a.depth,
+                row_pointer<T>(g.key_grad, s.index, key_head, s.first_key + begin + j));
+      write_row(scratch.value_grad + j * value_width, a.threshold ? dropout_scale(a.threshold) : 1.0f, a.value_depth,
+                row_pointer<T>(g.value_grad, s.index, key_head, s.first_key + begin + j));
+    }
+  }
+
+  void add_partial(int64_t index) const {
+    const Sequence s = find_sequence(a, index / a.queries / a.heads);
+    const int64_t head = index / a.queries % a.heads, query = index % a.queries;
+    if (query >= s.queries) return;
+    float* total = partial_row(0, s, head, query);
+    for (int64_t split = 1; split < splits; ++split) {
+      const float* part = partial_row(split, s, head, query);
+      for (int d = 0; d < width; d += kLanes) store(total + d, load(total + d) + load(part + d));
+    }
+    write_row(total, a.scale, a.depth, row_pointer<T>(g.query_grad, s.index, head, s.first_query + query));
+  }
+
+  // ---- the mask's gradient, by itself: a task owns a part of it and goes over everything that it was broadcast to ----
+
+  float* take_mask_grad(Arena* arena) const { return arena->take<float>(round_up(a.mask.columns, kBlock) * kPanel); }
+
+  void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
+    const AttentionMask& m = a.mask;
+    const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
+    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = a.heads / a.key_heads;
+    clear_row(sums, round_up(m.columns, kBlock) * kPanel);
+    for (int64_t batch = m.batches == 1 ? 0 : mask_batch; batch < (m.batches == 1 ? a.batch : mask_batch + 1); ++batch)
+      for (int64_t head = m.heads == 1 ? 0 : mask_head; head < (m.heads == 1 ? a.heads : mask_head + 1); ++head) {
+        const Sequence s = find_sequence(a, batch);
+        const int64_t key_head = head / group;
+        const int64_t first = m.rows == 1 ? 0 : panel * kPanel, last = m.rows == 1 ? s.queries : first + 1;
+        for (int64_t query = first; query < last; query += kPanel) {
+          start(s, head, query, scratch);
+          for (int64_t key = 0; key < s.keys; key += kBlock) {
+            const Tile t(a, s, mask, head, query, key);
+            if (t.empty()) continue;
+            pack_keys(s, key_head, key_head * group, (key_head + 1) * group, key, t.keys, 0, scratch);
+            compute(s, head, t, find_keys(s, key_head, key, 0, scratch), scratch,
+                    [&](int j, int v, vf, vf ds0, vf, vf ds1, bool both) {
+                      float* at = sums + (m.columns == 1 ? 0 : key + j) * kPanel + v * kLanes;
+                      store(at, load(at) + ds0);
+                      if (m.columns > 1) at += kPanel;
+                      if (both) store(at, load(at) + ds1);
+                    });
+          }
+        }
+      }
+    const int64_t row = panel * kPanel, rows = m.rows == 1 ? 1 : smaller((int64_t)kPanel, m.rows - row);
+    with_mask_type(m.dtype, [&](auto type) {
+      decltype(type)* to =
+          (decltype(type)*)g.mask_grad + ((mask_batch * m.heads + mask_head) * m.rows + row) * m.columns;
+      for (int64_t key = 0; key < m.columns; key += kBlock) {
+        const int count = (int)smaller((int64_t)kBlock, m.columns - key);
+        const float* block = sums + key * kPanel;
+        if (m.rows == 1) {
+          for (int j = 0; j < count; ++j) {
+            vf total = {};
+            for (int v = 0; v < kPanelVectors; ++v) total += load(block + j * kPanel + v * kLanes);
+            store_scalar(to + key + j, sum(total));
+          }
+          continue;
+        }
+        float* lines = scratch.mask.rows;
+        transpose(block, kPanel, kBlock, kPanel, lines, kBlock);
+        for (int i = 0; i < rows; ++i)
+          for (int j = 0; j < count; j += kLanes) {
+            const vf x = load(lines + i * kBlock + j);
+            if (j + kLanes <= count)
+              store(to + i * m.columns + key + j, x);
+            else
+              store(to + i * m.columns + key + j, x, count - j);
+          }
+      }
+    });
+  }
+};
+
+template <class T>
+int64_t measure(const Attention& a, const AttentionGradients& g, const Parallel& parallel) {
+  Arena arena = {0};
+  const Backward<T> backward(a, g, &arena);
+  for (int worker = 0; worker < parallel.threads; ++worker) {
+    backward.take_scratch(&arena);
+    if (g.mask_grad) backward.take_mask_grad(&arena);
+  }
+  return (int64_t)arena.at;
+}
+
+template <class T>
+void run(const Attention& a, const AttentionGradients& g, const Parallel& parallel, char* workspace) {
+  Arena arena = {(uintptr_t)workspace};
+  const Backward<T> backward(a, g, &arena);
+  const int workers = useful_workers(a, parallel, 5);
+  backward.mask.read(a, parallel, workers);
+  Arena here = arena;
+  backward.take_scratch(&here);
+  if (g.mask_grad) backward.take_mask_grad(&here);
+  const uintptr_t size = here.at - arena.at;
+  parallel_for(parallel, workers, a.batch * a.key_heads * backward.splits, [&](int64_t index, int worker) {
+    Arena own = {arena.at + (uintptr_t)worker * size};
+    backward.task(index, backward.take_scratch(&own));
+  });
+  if (backward.splits > 1)
+    parallel_for(parallel, workers, a.batch * a.heads * a.queries, [&](int64_t index, int) { backward.add_partial(index); });
+  if (g.mask_grad)
+    parallel_for(parallel, workers, a.mask.batches * a.mask.heads * (a.mask.rows == 1 ? 1 : backward.mask.panels),
+                 [&](int64_t index, int worker) {
+                   Arena own = {arena.at + (uintptr_t)worker * size};
+                   const auto scratch = backward.take_scratch(&own);
+                   backward.mask_task(index, scratch, backward.take_mask_grad(&own));
+                 });
+}
+
+int64_t measure_any(const Attention& a, const AttentionGradients& g, const Parallel& parallel) {
+  switch (a.dtype) {
+    case Dtype::float32: return measure<float>(a, g, parallel);
+    case Dtype::bfloat16: return measure<bfloat16>(a, g, parallel);
+    default: return measure<float16>(a, g, parallel);
+  }
+}
+
+void run_any(const Attention& a, const AttentionGradients& g, const Parallel& parallel, char* workspace) {
+  switch (a.dtype) {
+    case Dtype::float32: return run<float>(a, g, parallel, workspace);
+    case Dtype::bfloat16: return run<bfloat16>(a, g, parallel, workspace);
+    default: return run<float16>(a, g, parallel, workspace);
+  }
+}
+
+}  // namespace
+
+extern const AttentionBackwardKernels FASTATTN_TABLE(attention_backward);
+const AttentionBackwardKernels FASTATTN_TABLE(attention_backward) = {&measure_any, &run_any};
+
+}  // namespace fastattn

@@ -1,0 +1,607 @@
+// What the attention kernels are made of: panels of queries, tiles of scores, products, packing and masks.
+//
+// Queries are lanes. A panel holds up to kPanel queries transposed, (depth, query), so that every product has a panel or a
+// tile as its second factor, read as vectors, and broadcasts elements of its first factor, read where it lies:
+//
+//   scores        S(key, query)    = K(key, depth) Q'(depth, query)         rows of K
+//   output        O(depth, query) += V'(depth, key) P(key, query)           columns of V
+//   grad of value dV(key, depth)  += P(key, query) dO(query, depth)         rows of P
+//
+// Softmax then works on whole vectors with one query in each lane. The unit of a product is a float32, or, with bfloat16
+// instructions, a pair of bfloat16 that are neighbours in the dimension summed over.
+#pragma once
+#include "attention.h"
+#include "dropout_mask.h"
+#include "simd.h"
+
+namespace fastattn {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kPanelVectors = 4, kMicroRows = 6;
+#elif defined(__AVX2__)
+constexpr int kPanelVectors = 2, kMicroRows = 6;
+#elif defined(__aarch64__)
+constexpr int kPanelVectors = 4, kMicroRows = 6;
+#else
+constexpr int kPanelVectors = 4, kMicroRows = 3;
+#endif
+constexpr int kPanel = kPanelVectors * kLanes;  // queries: a multiple of 16, as dropout's tiles are
+constexpr int kBlock = 96;                      // keys: a multiple of 32 likewise
+constexpr int kWord = 64;                       // bits in a column of a mask tile
+static_assert(kPanel % kTileRows == 0 && kPanel <= kWord && kBlock % kTileColumns == 0, "dropout's tiles");
+
+constexpr float kInfinity = __builtin_inff(), kLog2e = 1.44269504f, kLowest = -3.4028234663852886e38f;
+
+template <class A>
+FASTATTN_INLINE A smaller(A a, A b) {
+  return a < b ? a : b;
+}
+
+template <class A>
+FASTATTN_INLINE A greater(A a, A b) {
+  return a > b ? a : b;
+}
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+// Hands out 64-byte aligned pieces of a workspace, or, started at 0, measures it.
+struct Arena {
+  uintptr_t at;
+
+  template <class A>
+  A* take(int64_t count) {
+    const uintptr_t piece = at;
+    at += (uintptr_t)round_up(count * (int64_t)sizeof(A), 64);
+    return (A*)piece;
+  }
+};
+
+// ---- units ----
+
+struct Pair {
+  bfloat16 even, odd;
+};
+
+FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
+
+// What elements of type T are computed in, and whether they are units already.
+template <class T>
+struct UnitOf {
+  typedef float Unit;
+  static constexpr bool pairs = false, in_memory = false;
+};
+
+template <>
+struct UnitOf<float> {
+  typedef float Unit;
+  static constexpr bool pairs = false, in_memory = true;
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct UnitOf<bfloat16> {
+  typedef Pair Unit;
+  static constexpr bool pairs = true, in_memory = true;
+};
+#endif
+
+FASTATTN_INLINE vf broadcast(const char* p, float) {
+  float x;
+  memcpy(&x, p, sizeof x);
+  return splat(x);
+}
+
+FASTATTN_INLINE vf broadcast(const char* p, Pair) {
+  uint32_t x;
+  memcpy(&x, p, sizeof x);
+  return (vf)splat_bits(x);
+}
+
+FASTATTN_INLINE vf multiply_add(vf a, vf b, vf c, float) { return fma(a, b, c); }
+
+#if defined(__AVX512BF16__)
+FASTATTN_INLINE vf multiply_add(vf a, vf b, vf c, Pair) {
+  return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+
+// Each lane: a pair of both lanes, rounded.
+FASTATTN_INLINE vf make_pairs(vf even, vf odd, Pair) {
+  static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (vf)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), both);
+}
+#endif
+
+FASTATTN_INLINE vf load_unit(const float* p) { return load(p); }
+
+FASTATTN_INLINE vf load_unit(const Pair* p) {
+  vf x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// ---- products ----
+
+enum class Start { zero, factor, keep };  // of the accumulators: 0, factor * C, C
+
+// M x N vectors of C. The first factor's element (m, k) is at a + m * stride + 4 k, or at a + k * stride + 4 m.
+template <class Unit, int M, int N, bool columns, Start start>
+FASTATTN_INLINE void micro_product(int depth, const char* a, int64_t stride, const Unit* b, int64_t b_stride, float* c,
+                                   int64_t c_stride, const float* factor, float scale) {
+  vf sum[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      if constexpr (start == Start::zero) sum[m][n] = vf{};
+      if constexpr (start == Start::keep) sum[m][n] = load(c + m * c_stride + n * kLanes);
+      if constexpr (start == Start::factor)
+        sum[m][n] = load(c + m * c_stride + n * kLanes) * load(factor + n * kLanes);
+    }
+  const char* row[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) row[m] = a + (columns ? m * 4 : m * stride);
+  const int64_t step = columns ? stride : 4;
+  for (int k = 0; k < depth; ++k) {
+    vf right[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) right[n] = load_unit(b + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf left = broadcast(columns ? row[0] + m * 4 : row[m] + (int64_t)k * 4, Unit{});
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sum[m][n] = multiply_add(left, right[n], sum[m][n], Unit{});
+    }
+    if constexpr (columns) row[0] += step;
+    b += b_stride;
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n)
+      store(c + m * c_stride + n * kLanes, start == Start::zero ? sum[m][n] * scale : sum[m][n]);
+}
+
+template <class Unit, int N, bool columns, Start start>
+__attribute__((noinline)) void product_vectors(int rows, int depth, const char* a, int64_t stride, const Unit* b,
+                                               int64_t b_stride, float* c, int64_t c_stride, const float* factor,
+                                               float scale) {
+  const int64_t step = columns ? 4 : stride;
+  const auto advance = [&](int count) {
+    a += count * step;
+    c += count * c_stride;
+    rows -= count;
+  };
+  for (; rows >= kMicroRows; advance(kMicroRows))
+    micro_product<Unit, kMicroRows, N, columns, start>(depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+  if (kMicroRows > 4 && rows >= 4) {
+    micro_product<Unit, 4, N, columns, start>(depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    advance(4);
+  }
+  if (rows >= 2) {
+    micro_product<Unit, 2, N, columns, start>(depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    advance(2);
+  }
+  if (rows >= 1) micro_product<Unit, 1, N, columns, start>(depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+}
+
+template <class Unit, bool columns, Start start>
+FASTATTN_INLINE void product(int vectors, int rows, int depth, const char* a, int64_t stride, const Unit* b,
+                             int64_t b_stride, float* c, int64_t c_stride, const float* factor, float scale) {
+  switch (vectors) {
+    case 1: return product_vectors<Unit, 1, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    case 2: return product_vectors<Unit, 2, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    case 3:
+      if constexpr (kPanelVectors > 2)
+        return product_vectors<Unit, 3, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+      return;
+    case 4:
+      if constexpr (kPanelVectors > 2)
+        return product_vectors<Unit, 4, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+      return;
+  }
+}
+
+// ---- packing ----
+
+// Half of the lanes of each, alternating.
+FASTATTN_INLINE void interleave(vf a, vf b, vf* low, vf* high) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  *low = (vf)_mm512_permutex2var_ps((__m512)a, first, (__m512)b);
+  *high = (vf)_mm512_permutex2var_ps((__m512)a, second, (__m512)b);
+#elif defined(__AVX2__)
+  const __m256 even = _mm256_unpacklo_ps((__m256)a, (__m256)b), odd = _mm256_unpackhi_ps((__m256)a, (__m256)b);
+  *low = (vf)_mm256_permute2f128_ps(even, odd, 0x20);
+  *high = (vf)_mm256_permute2f128_ps(even, odd, 0x31);
+#elif defined(__SSE2__)
+  *low = (vf)_mm_unpacklo_ps((__m128)a, (__m128)b);
+  *high = (vf)_mm_unpackhi_ps((__m128)a, (__m128)b);
+#elif defined(__ARM_NEON)
+  *low = (vf)vzip1q_f32((float32x4_t)a, (float32x4_t)b);
+  *high = (vf)vzip2q_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  *low = vf{a[0], b[0], a[1], b[1]};
+  *high = vf{a[2], b[2], a[3], b[3]};
+#endif
+}
+
+// to (columns, rows) = from (rows, columns), in 4-byte elements; both counts are multiples of kLanes.
+template <class Unit>
+void transpose(const Unit* from, int64_t from_stride, int rows, int columns, Unit* to, int64_t to_stride) {
+  for (int row = 0; row < rows; row += kLanes)
+    for (int column = 0; column < columns; column += kLanes) {
+      vf x[kLanes], y[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) x[i] = load_unit(from + (row + i) * from_stride + column);
+#pragma GCC unroll 4
+      for (int width = 1; width < kLanes; width *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kLanes / 2; ++i) interleave(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) memcpy(to + (column + i) * to_stride + row, &x[i], sizeof x[i]);
+    }
+}
+
+// One row as units, zero from `length` to the stride of the target, which is a multiple of kLanes units.
+template <class T>
+FASTATTN_INLINE void pack_row(const T* from, int length, float* to, int64_t width) {
+  int i = 0;
+  for (; i + kLanes <= length; i += kLanes) store(to + i, load(from + i));
+  if (i < length) store(to + i, load(from + i, length - i)), i += kLanes;
+  for (; i < width; i += kLanes) store(to + i, vf{});
+}
+
+FASTATTN_INLINE void pack_row(const bfloat16* from, int length, Pair* to, int64_t width) {
+  memcpy(to, from, (size_t)length * sizeof *from);
+  memset((bfloat16*)to + length, 0, (size_t)width * sizeof *to - (size_t)length * sizeof *from);
+}
+
+template <class Unit>
+FASTATTN_INLINE void clear_row(Unit* to, int64_t width) {
+  memset((void*)to, 0, (size_t)width * sizeof *to);
+}
+
+// Heads of a matrix as a product reads them: with a stride in bytes.
+struct Matrix {
+  const char* data;
+  int64_t stride;
+};
+
+// Heads 2 i and 2 i + 1 as row i of pairs. Heads that are not `seen` (null: all are) count as zero, those beyond `rows` too.
+FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, int length, Pair* to, int64_t width,
+                                const uint8_t* seen) {
+  for (int row = 0; row < rows; row += 2, to += width) {
+    const bool even = !seen || seen[row], odd = row + 1 < rows && (!seen || seen[row + 1]);
+    const bfloat16 *first = from + row * stride, *second = odd ? first + stride : first;
+    for (int i = 0; i < (int)width; i += kLanes) {
+      const int n = smaller(kLanes, greater(length - i, 0));
+      vu low = {}, high = {};
+      if (n == kLanes) {
+        if (even) low = (vu)load(first + i);
+        if (odd) high = (vu)load(second + i);
+      } else if (n > 0) {
+        if (even) low = (vu)load(first + i, n);
+        if (odd) high = (vu)load(second + i, n);
+      }
+      const vu pair = low >> 16 | high;
+      memcpy((void*)(to + i), &pair, sizeof pair);
+    }
+  }
+}
+
+// ---- which keys which queries see ----
+
+struct Sequence {
+  int64_t index, first_query, first_key, queries, keys, diagonal;
+  int64_t rows;  // in memory: keys, and those beyond the sequence's length
+};
+
+FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
+  Sequence s = {index, 0, 0, a.queries, a.keys, 0, a.keys};
+  if (a.query_start) {
+    s.first_query = a.query_start[index];
+    s.queries = a.query_start[index + 1] - s.first_query;
+    s.first_key = a.key_start[index];
+    s.keys = a.key_start[index + 1] - s.first_key;
+  }
+  s.rows = s.keys;
+  if (a.key_lengths) s.keys = smaller(s.keys, a.key_lengths[index]);
+  if (a.lower_right) s.diagonal = s.keys - s.queries;
+  return s;
+}
+
+template <class T>
+FASTATTN_INLINE T* row_pointer(const Heads& heads, int64_t batch, int64_t head, int64_t row) {
+  return (T*)heads.data + batch * heads.batch + head * heads.head + row * heads.row;
+}
+
+FASTATTN_INLINE int64_t row_offset(const Attention& a, const Sequence& s, int64_t head, int64_t query) {
+  return s.index * a.row_batch + head * a.row_head + (s.first_query + query) * a.row_query;
+}
+
+// The keys [begin, end) that query i sees but for the mask.
+FASTATTN_INLINE int64_t begin_of_keys(const Attention& a, const Sequence& s, int64_t i) {
+  if (a.window_left < 0) return 0;
+  return smaller(greater(i + s.diagonal - a.window_left, (int64_t)0), s.keys);
+}
+
+FASTATTN_INLINE int64_t end_of_keys(const Attention& a, const Sequence& s, int64_t i) {
+  if (a.window_right < 0) return s.keys;
+  return smaller(greater(i + s.diagonal + a.window_right + 1, (int64_t)0), s.keys);
+}
+
+enum class Cover : uint8_t { nothing, some, all };
+
+// What the mask hides, found by reading it once: whole tiles, and keys that no query of the head sees.
+struct MaskSummary {
+  int64_t panels, blocks, keys;
+  Cover* cover;     // (mask.batches * mask.heads, panels, blocks)
+  uint8_t* seen;    // (mask.batches * mask.heads, keys): some query sees the key
+  uint8_t* unseen;  // (mask.batches * mask.heads, blocks): some key of the block is seen by no query
+
+  MaskSummary(const Attention& a, Arena* arena) {
+    const bool none = a.mask.data == nullptr;
+    const int64_t masks = none ? 0 : a.mask.batches * a.mask.heads;
+    panels = none || a.mask.rows == 1 ? 1 : divide_up(a.queries, kPanel);
+    keys = a.keys;
+    blocks = divide_up(keys, kBlock);
+    cover = arena->take<Cover>(masks * panels * blocks);
+    seen = arena->take<uint8_t>(masks * keys);
+    unseen = arena->take<uint8_t>(masks * blocks);
+  }
+
+  static int64_t index(const AttentionMask& m, int64_t batch, int64_t head) {
+    return (m.batches == 1 ? 0 : batch) * m.heads + (m.heads == 1 ? 0 : head);
+  }
+
+  Cover tile(const AttentionMask& m, int64_t batch, int64_t head, int64_t query, int64_t key) const {
+    return cover[(index(m, batch, head) * panels + (panels == 1 ? 0 : query / kPanel)) * blocks + key / kBlock];
+  }
+
+  // Which keys of a block are seen by some query of the heads, 1 or 0 each, in `buffer`; null where all are.
+  const uint8_t* seen_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key, int count,
+                           uint8_t* buffer) const {
+    const int64_t hidden = begin_of_keys(a, s, 0) - key;  // by the window
+    bool all = hidden <= 0;
+    if (a.mask.data) {
+      bool some_unseen = true;
+      for (int64_t head = first_head; head < end_head; ++head)
+        some_unseen &= unseen[index(a.mask, s.index, head) * blocks + key / kBlock];
+      all &= !some_unseen;
+    }
+    if (all) return nullptr;
+    for (int j = 0; j < count; ++j) {
+      buffer[j] = a.mask.data == nullptr;
+      for (int64_t head = first_head; a.mask.data && head < end_head; ++head)
+        buffer[j] |= seen[index(a.mask, s.index, head) * keys + key + j];
+      if (j < hidden) buffer[j] = 0;
+    }
+    return buffer;
+  }
+
+  void read(const Attention& a, const Parallel& parallel, int workers) const;
+};
+
+template <class F>
+FASTATTN_INLINE void with_mask_type(Dtype dtype, const F& f) {
+  if (dtype == Dtype::float32) return f(float{});
+  if (dtype == Dtype::bfloat16) return f(bfloat16{});
+  f(float16{});
+}
+
+FASTATTN_INLINE int64_t mask_offset(const AttentionMask& m, int64_t batch, int64_t head, int64_t row, int64_t column) {
+  return batch * m.batch + head * m.head + row * m.row + column * m.column;
+}
+
+// n values of a row of a mask of floats.
+FASTATTN_INLINE void load_mask_row(const AttentionMask& m, int64_t offset, int n, float* to) {
+  with_mask_type(m.dtype, [&](auto type) {
+    const decltype(type)* from = (const decltype(type)*)m.data + offset;
+    if (m.column != 1) {
+      for (int i = 0; i < n; ++i) to[i] = load_scalar(from + i * m.column);
+      return;
+    }
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+    if (i < n) store(to + i, load(from + i, n - i), n - i);
+  });
+}
+
+// The same row as bytes, 1 where the key may be seen; `buffer` has room for kBlock.
+FASTATTN_INLINE const uint8_t* visible_row(const AttentionMask& m, int64_t offset, int n, uint8_t* buffer) {
+  if (m.dtype == Dtype::boolean) {
+    const uint8_t* from = (const uint8_t*)m.data + offset;
+    if (m.column == 1) return from;
+    for (int i = 0; i < n; ++i) buffer[i] = from[i * m.column];
+    return buffer;
+  }
+  float value[kBlock];
+  load_mask_row(m, offset, n, value);
+  for (int i = 0; i < n; ++i) buffer[i] = value[i] != -kInfinity;
+  return buffer;
+}
+
+void MaskSummary::read(const Attention& a, const Parallel& parallel, int workers) const {
+  const AttentionMask& m = a.mask;
+  if (!m.data) return;
+  parallel_for(parallel, workers, m.batches * m.heads, [&](int64_t index, int) {
+    memset(seen + index * keys, 0, (size_t)keys);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t key = block * kBlock;
+      const int n = (int)smaller((int64_t)kBlock, keys - key);
+      uint8_t* columns = seen + index * keys + key;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        uint8_t any = 0, all = 1;
+        const int64_t end = smaller(m.rows, (panel + 1) * kPanel);
+        for (int64_t row = panel * kPanel; row < end; ++row) {
+          uint8_t buffer[kBlock];
+          const uint8_t* visible =
+              visible_row(m, mask_offset(m, index / m.heads, index % m.heads, row, key), n, buffer);
+          for (int i = 0; i < n; ++i) {
+            any |= visible[i];
+            all &= visible[i];
+            columns[i] |= visible[i];
+          }
+        }
+        cover[(index * panels + panel) * blocks + block] =
+            any == 0 ? Cover::nothing : all == 0 ? Cover::some : Cover::all;
+      }
+      unseen[index * blocks + block] = memchr(columns, 0, (size_t)n) != nullptr;
+    }
+  });
+}
+
+// ---- tiles ----
+
+// The keys [key, key + keys) and the queries [query, query + queries) of a sequence.
+struct Tile {
+  int64_t query, key;
+  int queries, keys, vectors;
+  Cover window, mask;  // how much of it each lets be seen
+
+  Tile(const Attention& a, const Sequence& s, const MaskSummary& summary, int64_t head, int64_t first_query, int64_t first_key)
+      : query(first_query), key(first_key) {
+    queries = (int)smaller((int64_t)kPanel, s.queries - query);
+    vectors = (queries + kLanes - 1) / kLanes;
+    const int64_t last = query + queries - 1, end = key + kBlock;
+    keys = (int)(smaller(end, end_of_keys(a, s, last)) - key);
+    window = mask = Cover::nothing;
+    if (keys <= 0 || end <= begin_of_keys(a, s, query)) return;
+    const bool whole = begin_of_keys(a, s, last) <= key && key + keys <= end_of_keys(a, s, query);
+    window = whole ? Cover::all : Cover::some;
+    mask = a.mask.data ? summary.tile(a.mask, s.index, head, query, key) : Cover::all;
+  }
+
+  bool empty() const { return window == Cover::nothing || mask == Cover::nothing; }
+
+  // Nothing is to be done to the scores.
+  bool whole(const Attention& a) const {
+    return window == Cover::all && mask == Cover::all && (!a.mask.data || a.mask.dtype == Dtype::boolean);
+  }
+};
+
+// Bit i of word k becomes bit k of word i.
+FASTATTN_INLINE void transpose_bits(uint64_t word[kWord]) {
+  uint64_t low = 0xffffffffu;
+  for (int width = kWord / 2; width > 0; width /= 2, low ^= low << width)
+    for (int base = 0; base < kWord; base += 2 * width)
+      for (int k = base; k < base + width; ++k) {
+        const uint64_t swap = (word[k] >> width ^ word[k + width]) & low;
+        word[k] ^= swap << width;
+        word[k + width] ^= swap;
+      }
+}
+
+FASTATTN_INLINE uint64_t pack_bits(const uint8_t* byte, int n) {
+  uint64_t bits = 0;
+  int i = 0;
+  for (; i + 8 <= n; i += 8) {
+    uint64_t eight;
+    memcpy(&eight, byte + i, 8);
+    bits |= (eight * 0x0102040810204080u >> 56) << i;
+  }
+  for (; i < n; ++i) bits |= (uint64_t)byte[i] << i;
+  return bits;
+}
+
+// Buffers of one worker for masks and dropout of a tile.
+struct MaskBuffers {
+  uint64_t* seen;   // (kBlock): bit i of word j: query i of the panel sees key j
+  uint64_t* kept;   // (kBlock): dropout keeps it
+  uint8_t* visible; // (kBlock): some query sees key j
+  uint8_t* present; // (kPanel): query i sees some key
+  float *rows, *columns;  // (kPanel, kBlock) and (kBlock, kPanel): a mask of floats, and transposed
+
+  MaskBuffers(const Attention& a, Arena* arena) {
+    const bool floats = a.mask.data && a.mask.dtype != Dtype::boolean && a.mask.rows > 1;
+    seen = arena->take<uint64_t>(kBlock);
+    kept = arena->take<uint64_t>(kBlock);
+    visible = arena->take<uint8_t>(kBlock);
+    present = arena->take<uint8_t>(kPanel);
+    rows = arena->take<float>(floats ? kPanel * kBlock : 0);
+    columns = arena->take<float>(floats ? kPanel * kBlock : kBlock);
+  }
+};
+
+// Adds a mask of floats to the scores, and writes -inf where a query does not see the key.
+void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers, float* score) {
+  uint64_t* seen = buffers.seen;
+  for (int j = 0; j < t.keys; ++j) {
+    seen[j] = ~(uint64_t)0;
+    if (t.window == Cover::all) continue;
+    const int64_t offset = t.key + j - s.diagonal - t.query;  // query i is offset - i keys away from the diagonal
+    const int64_t first = a.window_right < 0 ? 0 : greater(offset - a.window_right, (int64_t)0);
+    const int64_t last = a.window_left < 0 ? kWord - 1 : smaller(offset + a.window_left, (int64_t)kWord - 1);
+    seen[j] = first > last ? 0 : ~(uint64_t)0 >> (kWord - 1 - last) & ~(uint64_t)0 << first;
+  }
+  const AttentionMask& m = a.mask;
+  const bool masked = m.data && (t.mask == Cover::some || m.dtype != Dtype::boolean);
+  const bool floats = masked && m.dtype != Dtype::boolean;
+  if (masked && m.rows == 1) {
+    const int64_t offset = mask_offset(m, s.index, head, 0, t.key);
+    uint8_t buffer[kBlock];
+    const uint8_t* visible = visible_row(m, offset, t.keys, buffer);
+    for (int j = 0; j < t.keys; ++j)
+      if (!visible[j]) seen[j] = 0;
+    if (floats) load_mask_row(m, offset, t.keys, buffers.columns);
+  } else if (floats) {
+    for (int i = 0; i < t.queries; ++i)
+      load_mask_row(m, mask_offset(m, s.index, head, t.query + i, t.key), t.keys, buffers.rows + i * kBlock);
+    transpose(buffers.rows, kBlock, t.vectors * kLanes, (int)round_up(t.keys, kLanes), buffers.columns, kPanel);
+  } else if (masked) {
+    for (int part = 0; part < t.keys; part += kWord) {
+      const int n = smaller(kWord, t.keys - part);
+      uint64_t word[kWord];
+      for (int i = 0; i < kWord; ++i) {
+        word[i] = 0;
+        if (i >= t.queries) continue;
+        uint8_t buffer[kBlock];
+        word[i] = pack_bits(visible_row(m, mask_offset(m, s.index, head, t.query + i, t.key + part), n, buffer), n);
+      }
+      transpose_bits(word);
+      for (int j = 0; j < n; ++j) seen[part + j] &= word[j];
+    }
+  }
+  for (int j = 0; j < t.keys; ++j)
+    for (int v = 0; v < t.vectors; ++v) {
+      float* at = score + j * kPanel + v * kLanes;
+      vf x = load(at);
+      uint32_t bits = (uint32_t)(seen[j] >> (v * kLanes)) & first_lanes(kLanes);
+      if (floats) {
+        const vf value = m.rows == 1 ? splat(buffers.columns[j]) : load(buffers.columns + j * kPanel + v * kLanes);
+        x = select(value == splat(-kInfinity), value, max(splat(kLowest), x + value));
+      }
+      store(at, select_bits(bits, x, splat(-kInfinity)));
+    }
+}
+
+// kept[j], bit i: dropout keeps query i, key j of the tile.
+void draw_dropout(const Attention& a, const Sequence& s, int64_t head, const Tile& t, uint64_t* kept) {
+  const uint32_t z = (uint32_t)(s.index * a.heads + head);
+  for (int column = 0; column < t.keys; column += kTileColumns) {
+    const int n = smaller(kTileColumns, t.keys - column);
+    for (int j = 0; j < n; ++j) kept[column + j] = 0;
+    for (int row = 0; row < t.queries; row += kTileRows) {
+      uint32_t keep[kTileColumns];
+      keep_tile_columns(a.seed, a.threshold, z, (t.query + row) / kTileRows, (t.key + column) / kTileColumns, n, keep);
+      for (int j = 0; j < n; ++j) kept[column + j] |= (uint64_t)keep[j] << row;
+    }
+  }
+}
+
+// A second thread is worth waking for some 20 us of work.
+FASTATTN_INLINE int useful_workers(const Attention& a, const Parallel& parallel, int products) {
+  const double work = 0.5 * a.batch * a.heads * a.queries * a.keys * (a.depth + a.value_depth) * products;
+  return (int)smaller((double)parallel.threads, 1 + work / 500000);
+}
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,352 @@
+// See softmax_dropout.h.
+#include <math.h>
+
+#include "kernels.h"
+#include "rows.h"
+
+namespace fastattn {
+namespace {
+
+// ---- scores ----
+
+// The columns that row i of batch b can see, but for the mask: [begin, end).
+struct Range {
+  int64_t begin, end;
+};
+
+inline Range visible(const Scores& s, int64_t b, int64_t i) {
+  const int64_t length = s.key_lengths ? s.key_lengths[b] : s.columns;
+  const int64_t diagonal = i + (s.lower_right ? length - s.rows : 0);
+  Range range = {0, length};
+  if (s.window_left >= 0) range.begin = larger(0, diagonal - s.window_left);
+  if (s.window_right >= 0) range.end = smaller(length, diagonal + s.window_right + 1);
+  if (range.end <= range.begin) range = {0, 0};
+  return range;
+}
+
+constexpr int64_t align_down(int64_t j) { return j / kLanes * kLanes; }
+constexpr int64_t align_up(int64_t j) { return ceil_div(j, kLanes) * kLanes; }
+
+// body(j, n) for the vectors that cover the range, of which n lanes lie within the row.
+template <class Body>
+FASTATTN_INLINE void for_each_vector(Range range, int64_t columns, const Body& body) {
+  const int64_t whole = smaller(align_up(range.end), align_down(columns));
+  int64_t j = align_down(range.begin);
+  for (; j < whole; j += kLanes) body(j, kLanes);
+  if (j < range.end) body(j, (int)(columns - j));
+}
+
+FASTATTN_INLINE vf apply_mask(vf s, const uint8_t* mask, int n) {
+  return select(load_nonzero(mask, n), s, splat(-INFINITY));
+}
+
+template <class M>
+FASTATTN_INLINE vf apply_mask(vf s, const M* mask, int n) {
+  const vf added = load_lanes(mask, n);
+  return select(added == splat(-INFINITY), added, s + added);  // what is masked may hold NaN
+}
+
+template <class M>
+void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
+  const M* mask = (const M*)scores.mask + b * scores.mask_batch + h * scores.mask_head + i * scores.mask_row;
+  const int64_t stride = scores.mask_column;
+  if (stride == 1)
+    return for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+      store(buffer + j, apply_mask(load(buffer + j), mask + j, n));
+    });
+  for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+    M lane[kLanes] = {};
+    for (int k = 0; k < n; ++k) lane[k] = mask[(j + k) * stride];
+    store(buffer + j, apply_mask(load(buffer + j), lane, kLanes));
+  });
+}
+
+// buffer[j] = score of column j for the vectors that cover the range; -inf in their lanes outside it.
+template <class T>
+void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
+  const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
+  for_each_vector(range, scores.columns,
+                  [&](int64_t j, int n) { store(buffer + j, load_lanes(input + j, n) * scores.scale); });
+  if (scores.mask) switch (scores.mask_dtype) {
+      case Dtype::float32: mask_row<float>(scores, b, h, i, range, buffer); break;
+      case Dtype::bfloat16: mask_row<bfloat16>(scores, b, h, i, range, buffer); break;
+      case Dtype::float16: mask_row<float16>(scores, b, h, i, range, buffer); break;
+      case Dtype::boolean: mask_row<uint8_t>(scores, b, h, i, range, buffer); break;
+    }
+  for (int64_t j = align_down(range.begin); j < range.begin; ++j) buffer[j] = -INFINITY;
+  for (int64_t j = range.end; j < align_up(range.end); ++j) buffer[j] = -INFINITY;
+}
+
+template <class T>
+FASTATTN_INLINE void zero_outside(T* row, Range range, int64_t columns) {
+  const int64_t begin = align_down(range.begin), end = smaller(columns, align_up(range.end));
+  memset(row, 0, (size_t)begin * sizeof(T));
+  memset(row + end, 0, (size_t)(columns - end) * sizeof(T));
+}
+
+// ---- a worker's part of the workspace: one row of float32 and the keep bits of a block ----
+
+constexpr int64_t kAlignment = 64;
+
+struct Scratch {
+  float* row;
+  uint32_t* keep;
+  int64_t tiles;
+
+  static int64_t row_bytes(int64_t columns) { return ceil_div(columns * 4, kAlignment) * kAlignment; }
+  static int64_t bytes(int64_t columns, int threshold) {
+    const int64_t keep_bytes = threshold > 0 ? ceil_div(columns, kTileColumns) * kTileRows * 4 : 0;
+    return row_bytes(columns) + ceil_div(keep_bytes, kAlignment) * kAlignment;
+  }
+  Scratch(char* workspace, int worker, int64_t columns, int threshold)
+      : row((float*)(workspace + worker * bytes(columns, threshold))),
+        keep((uint32_t*)((char*)row + row_bytes(columns))),
+        tiles(ceil_div(columns, kTileColumns)) {}
+};
+
+// Fills in the keep bits of the columns that some row of the block can see.
+FASTATTN_INLINE void fill_keep(const Scores& scores, Seed seed, int threshold, const RowBlock& block, int64_t b,
+                               const Scratch& scratch) {
+  if (threshold == 0) return;
+  int64_t begin = scores.columns, end = 0;
+  for (int r = 0; r < block.rows; ++r) {
+    const Range range = visible(scores, b, block.first + r);
+    if (!block.has(r) || range.end == 0) continue;
+    begin = smaller(begin, range.begin);
+    end = larger(end, range.end);
+  }
+  const int64_t tile = begin / kTileColumns;
+  keep_block(seed, threshold, block, tile, ceil_div(end, kTileColumns), scratch.keep + tile, scratch.tiles);
+}
+
+// ---- forward ----
+
+template <class T>
+void forward_row(const SoftmaxDropout& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep, float* buffer) {
+  const Scores& scores = p.scores;
+  const Range range = visible(scores, b, i);
+  score_row<T>(scores, b, h, i, range, buffer);
+  vf maxima = splat(-INFINITY), totals = {};
+  for (int64_t j = align_down(range.begin); j < range.end; j += kLanes) maxima = max(load(buffer + j), maxima);
+  float reference = max(maxima);
+  if (reference == -INFINITY) reference = 0.0f;
+  for (int64_t j = align_down(range.begin); j < range.end; j += kLanes) {
+    const vf e = exp(load(buffer + j) - reference);
+    totals += e;
+    store(buffer + j, e);
+  }
+  const float total = sum(totals);
+  const int64_t row = (b * scores.heads + h) * scores.rows + i;
+  p.stats[row] = reference;
+  p.stats[scores.batch * scores.heads * scores.rows + row] = total;
+
+  T* out = (T*)p.out + row * scores.columns;
+  const float factor = (total == 0.0f ? 0.0f : 1.0f / total) * dropout_scale(p.threshold);
+  zero_outside(out, range, scores.columns);
+  for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+    vf probability = load(buffer + j) * factor;
+    if (keep) probability = keep_bits(keep[j / 32] >> j % 32, probability);
+    store_lanes(out + j, probability, n);
+  });
+}
+
+template <class T>
+void forward_of(const SoftmaxDropout& p, const Parallel& parallel) {
+  const Scores& s = p.scores;
+  for_each_block(s.batch * s.heads, s.rows, s.columns, parallel, [&](const RowBlock& block, int worker) {
+    const Scratch scratch(p.workspace, worker, s.columns, p.threshold);
+    const int64_t b = block.z / s.heads, h = block.z % s.heads;
+    fill_keep(s, p.seed, p.threshold, block, b, scratch);
+    for (int r = 0; r < block.rows; ++r)
+      if (block.has(r))
+        forward_row<T>(p, b, h, block.first + r, p.threshold > 0 ? scratch.keep + r * scratch.tiles : nullptr,
+                          scratch.row);
+  });
+}
+
+// ---- backward ----
+
+// mask_sum: float32 (columns,) to which grad_s is added, or null.
+template <class T>
+void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep,
+                  float* buffer, float* mask_sum) {
+  const Scores& scores = p.scores;
+  const Range range = visible(scores, b, i);
+  const int64_t row = (b * scores.heads + h) * scores.rows + i;
+  const float reference = p.stats[row], total = p.stats[scores.batch * scores.heads * scores.rows + row];
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total, kept_scale = dropout_scale(p.threshold);
+  const T* grad_out = (const T*)p.grad_out + b * p.grad_batch + h * p.grad_head + i * p.grad_row;
+  const auto grad_probability = [&](int64_t j, int n, vf probability) {
+    vf grad = load_lanes(grad_out + j, n) * kept_scale;
+    if (keep) grad = keep_bits(keep[j / 32] >> j % 32, grad);
+    return select(probability == vf{}, vf{}, grad);  // of what is masked the gradient may be NaN
+  };
+
+  vf products = {};
+  score_row<T>(scores, b, h, i, range, buffer);
+  for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+    const vf probability = exp(load(buffer + j) - reference) * inverse;
+    products = fma(probability, grad_probability(j, n, probability), products);
+    store(buffer + j, probability);
+  });
+  const float dot = sum(products);
+
+  T* grad_input = (T*)p.grad_input + row * scores.columns;
+  zero_outside(grad_input, range, scores.columns);
+  for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+    const vf probability = load(buffer + j);
+    const vf grad_score = probability * (grad_probability(j, n, probability) - dot);
+    store_lanes(grad_input + j, grad_score * scores.scale, n);
+    if (mask_sum) store(mask_sum + j, load(mask_sum + j) + grad_score);
+  });
+}
+
+template <class T>
+void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, const Scratch& scratch, float* mask_sum,
+                    int64_t mask_sum_row) {
+  const Scores& s = p.scores;
+  const int64_t b = block.z / s.heads, h = block.z % s.heads;
+  fill_keep(s, p.seed, p.threshold, block, b, scratch);
+  for (int r = 0; r < block.rows; ++r)
+    if (block.has(r))
+      backward_row<T>(p, b, h, block.first + r, p.threshold > 0 ? scratch.keep + r * scratch.tiles : nullptr,
+                         scratch.row, mask_sum ? mask_sum + r * mask_sum_row : nullptr);
+}
+
+// The gradient of the mask: a group is a block of mask rows (one row where the mask has no row dimension), and sums over
+// the blocks of scores that see it. They are cut into a fixed number of splits, whose sums are added in order.
+struct MaskGroups {
+  int64_t groups[3], items[3];  // along batch, heads, blocks of rows: one of the two is 1
+  int64_t group_count, item_count, splits, items_per_split;
+  int64_t mask_rows;   // a group's, at most
+  int64_t row_floats;  // the columns, in whole vectors of any instruction set
+
+  explicit MaskGroups(const SoftmaxDropoutBackward& p) {
+    const Scores& s = p.scores;
+    const int64_t sizes[3] = {s.batch, s.heads, ceil_div(s.rows, kTileRows)};
+    group_count = item_count = 1;
+    for (int d = 0; d < 3; ++d) {
+      groups[d] = p.full[d] ? sizes[d] : 1;
+      items[d] = p.full[d] ? 1 : sizes[d];
+      group_count *= groups[d];
+      item_count *= items[d];
+    }
+    constexpr int64_t kTasks = 32;
+    splits = larger(1, smaller(kTasks / larger(1, group_count), item_count / 4));
+    items_per_split = ceil_div(item_count, splits);
+    mask_rows = p.full[2] ? kTileRows : 1;
+    row_floats = Scratch::row_bytes(s.columns) / 4;
+  }
+  int64_t group_floats() const { return mask_rows * row_floats; }
+  int64_t workspace_bytes(int workers) const { return (splits > 1 ? group_count * splits : workers) * group_floats() * 4; }
+};
+
+template <class M>
+void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
+  if (full) {
+    for_each_vector(columns, [&](int64_t j, int n) { store_lanes(out + j, load_lanes(values + j, n), n); });
+  } else {
+    vf totals = {};
+    for_each_vector(columns, [&](int64_t j, int n) { totals += load_lanes(values + j, n); });
+    store_scalar(out, sum(totals));
+  }
+}
+
+// Rows of a group into the gradient.
+void write_mask_rows(const SoftmaxDropoutBackward& p, const MaskGroups& g, int64_t group, const float* sums) {
+  const int64_t first = p.full[2] ? group % g.groups[2] * kTileRows : 0, all_rows = p.full[2] ? p.scores.rows : 1;
+  const int64_t row_size = p.full[3] ? p.scores.columns : 1;
+  for (int64_t r = 0; r < smaller(g.mask_rows, all_rows - first); ++r) {
+    const float* values = sums + r * g.row_floats;
+    const int64_t at = (group / g.groups[2] * all_rows + first + r) * row_size;
+    switch (p.scores.mask_dtype) {
+      case Dtype::float32: store_mask_row(values, p.full[3], p.scores.columns, (float*)p.grad_mask + at); break;
+      case Dtype::bfloat16: store_mask_row(values, p.full[3], p.scores.columns, (bfloat16*)p.grad_mask + at); break;
+      case Dtype::float16: store_mask_row(values, p.full[3], p.scores.columns, (float16*)p.grad_mask + at); break;
+      case Dtype::boolean: break;
+    }
+  }
+}
+
+template <class T>
+void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
+  const Scores& s = p.scores;
+  const MaskGroups g(p);
+  const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
+  float* sums = (float*)(p.workspace + workers * Scratch::bytes(s.columns, p.threshold));
+
+  parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
+    const int64_t group = task / g.splits, split = task % g.splits;
+    float* sum = sums + (g.splits > 1 ? task : worker) * g.group_floats();
+    memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
+    const int64_t end = smaller(g.item_count, (split + 1) * g.items_per_split);
+    for (int64_t item = split * g.items_per_split; item < end; ++item) {
+      const int64_t b = group / (g.groups[1] * g.groups[2]) + item / (g.items[1] * g.items[2]);
+      const int64_t h = group / g.groups[2] % g.groups[1] + item / g.items[2] % g.items[1];
+      const int64_t first = (group % g.groups[2] + item % g.items[2]) * kTileRows;
+      const RowBlock block = {b * s.heads + h, first, (int)smaller(kTileRows, s.rows - first), 0, 8};
+      backward_block<T>(p, block, Scratch(p.workspace, worker, s.columns, p.threshold), sum,
+                           p.full[2] ? g.row_floats : 0);
+    }
+    if (g.splits == 1) write_mask_rows(p, g, group, sum);
+  });
+  if (g.splits > 1)
+    parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
+      float* total = sums + group * g.splits * g.group_floats();
+      for (int64_t split = 1; split < g.splits; ++split)
+        for (int64_t j = 0; j < g.group_floats(); j += kLanes)
+          store(total + j, load(total + j) + load(total + split * g.group_floats() + j));
+      write_mask_rows(p, g, group, total);
+    });
+}
+
+template <class T>
+void backward_of(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
+  const Scores& s = p.scores;
+  if (p.grad_mask) return backward_with_mask<T>(p, parallel);
+  for_each_block(s.batch * s.heads, s.rows, s.columns, parallel, [&](const RowBlock& block, int worker) {
+    backward_block<T>(p, block, Scratch(p.workspace, worker, s.columns, p.threshold), nullptr, 0);
+  });
+}
+
+void forward(const SoftmaxDropout& p, const Parallel& parallel) {
+  switch (p.scores.dtype) {
+    case Dtype::float32: return forward_of<float>(p, parallel);
+    case Dtype::bfloat16: return forward_of<bfloat16>(p, parallel);
+    case Dtype::float16: return forward_of<float16>(p, parallel);
+    case Dtype::boolean: return;
+  }
+}
+
+void backward(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
+  switch (p.scores.dtype) {
+    case Dtype::float32: return backward_of<float>(p, parallel);
+    case Dtype::bfloat16: return backward_of<bfloat16>(p, parallel);
+    case Dtype::float16: return backward_of<float16>(p, parallel);
+    case Dtype::boolean: return;
+  }
+}
+
+template <class Problem>
+int64_t scratch_bytes(const Problem& p, int workers) {
+  return workers * Scratch::bytes(p.scores.columns, p.threshold);
+}
+
+int64_t forward_workspace(const SoftmaxDropout& p, const Parallel& parallel) {
+  const Scores& s = p.scores;
+  return scratch_bytes(p, useful_workers(parallel, s.batch * s.heads * s.rows * s.columns));
+}
+
+int64_t backward_workspace(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
+  const Scores& s = p.scores;
+  const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
+  return scratch_bytes(p, workers) + (p.grad_mask ? MaskGroups(p).workspace_bytes(workers) : 0);
+}
+
+}  // namespace
+
+extern const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout);
+const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout) = {&forward, &backward, &forward_workspace,
+                                                               &backward_workspace};
+
+}  // namespace fastattn

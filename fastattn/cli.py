@@ -1,0 +1,163 @@
+"""The `fastattn` command: train, translate, evaluate, info, demo."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    from fastattn.translation.errors import InputError
+
+    try:
+        options.run(options)
+    except (InputError, OSError) as error:
+        print(f"fastattn {options.command}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"fastattn {options.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="fastattn", description="Fused Transformer kernels, and a translator built on them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="train a translator on parallel text")
+    command.set_defaults(run=_train)
+    command.add_argument(
+        "--train", nargs=2, required=True, metavar=("SRC", "TGT"), help="text or .gz, a sentence a line"
+    )
+    command.add_argument(
+        "--valid", nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on"
+    )
+    command.add_argument("--out", required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl")
+    command.add_argument("--preset", help="tiny (default: for two CPU cores), base or big")
+    command.add_argument("--vocab-size", type=int, help="pieces shared by both languages (default 8000)")
+    command.add_argument("--max-steps", type=int, help="updates (default: the preset's)")
+    command.add_argument("--max-minutes", type=float, help="stop after so many minutes of training")
+    command.add_argument("--batch-tokens", type=int, help="tokens a side of a batch (default: the preset's)")
+    command.add_argument("--precision", help="bf16, fp32, or auto (default): bf16 where the hardware multiplies it")
+    command.add_argument("--seed", type=int, help="of parameters, order and dropout (default 1)")
+    command.add_argument("--save-every", type=int, help="updates between checkpoints (default: the preset's)")
+    command.add_argument("--resume", action="store_true", help="continue the run in DIR from its newest checkpoint")
+
+    command = commands.add_parser("translate", help="translate text with a trained model")
+    command.set_defaults(run=_translate)
+    command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
+    command.add_argument("--input", metavar="FILE", help="text or .gz, a sentence a line (default: standard input)")
+    command.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
+    _add_search(command)
+
+    command = commands.add_parser("evaluate", help="score a trained model's translations with BLEU")
+    command.set_defaults(run=_evaluate)
+    command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
+    command.add_argument(
+        "--test", nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
+    )
+    command.add_argument("--output", metavar="FILE", help="also write the translations there")
+    _add_search(command)
+
+    command = commands.add_parser(
+        "info", help="versions, devices, compiled libraries, and why what is missing is missing"
+    )
+    command.set_defaults(run=_info)
+
+    command = commands.add_parser("demo", help="check and time every operation, then train and use a small translator")
+    command.set_defaults(run=_demo)
+    command.add_argument("--out", metavar="DIR", help="a new folder for what it makes (default: one named by the time)")
+    return parser
+
+
+def _add_search(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--beam", type=int, default=4, help="hypotheses a sentence; 1 is greedy (default 4)")
+    command.add_argument(
+        "--length-penalty", type=float, default=0.6, help="exponent of ((5 + length) / 6) (default 0.6)"
+    )
+    command.add_argument("--batch-size", type=int, default=64, help="sentences at a time (default 64)")
+
+
+def _train(options: argparse.Namespace) -> None:
+    from fastattn.translation.train import train
+
+    best = train(
+        options.train,
+        options.valid,
+        options.out,
+        preset=options.preset,
+        vocab_size=options.vocab_size,
+        batch_tokens=options.batch_tokens,
+        precision=options.precision,
+        seed=options.seed,
+        max_steps=options.max_steps,
+        max_minutes=options.max_minutes,
+        save_every=options.save_every,
+        resume=options.resume,
+    )
+    print(f"the best checkpoint is {best}")
+
+
+def _translate(options: argparse.Namespace) -> None:
+    from fastattn.translation import checkpoint
+    from fastattn.translation.data import decode_lines, read_lines
+
+    if options.input is None:
+        lines = decode_lines(sys.stdin.buffer.read(), "standard input")
+    else:
+        lines = read_lines(options.input)
+    text = "".join(f"{line}\n" for line in _translations(options, lines))
+    if options.output is None:
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.flush()
+    else:
+        checkpoint.replace_text(Path(options.output), text)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from fastattn.translation import checkpoint
+    from fastattn.translation.data import read_parallel
+    from fastattn.translation.evaluate import bleu
+
+    sources, references = read_parallel(*options.test)
+    translations = _translations(options, sources)
+    if options.output is not None:
+        checkpoint.replace_text(Path(options.output), "".join(f"{line}\n" for line in translations))
+    score, signature = bleu(translations, references)
+    print(f"BLEU {score:.2f} on {len(references)} sentences\n{signature}")
+
+
+def _translations(options: argparse.Namespace, lines: list[str]) -> list[str]:
+    import torch
+
+    from fastattn.translation import checkpoint
+    from fastattn.translation.search import translate
+
+    model, tokenizer = checkpoint.load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
+    search = {"beam": options.beam, "length_penalty": options.length_penalty, "batch_size": options.batch_size}
+    return translate(model, tokenizer, lines, **search)
+
+
+def _info(options: argparse.Namespace) -> None:
+    from fastattn import info
+
+    print(info.report())
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from fastattn import demo
+
+    demo.run(options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Translation with the Transformer: its model, tokenizer, data, training, search and evaluation."""

@@ -1,0 +1,156 @@
+"""Checkpoints: a folder each, written whole or not at all.
+
+A run's folder holds ``step-00000400/`` folders, each complete in itself, and the link ``best`` to the one of lowest
+validation loss::
+
+    model.safetensors   the weights (tied matrices once)
+    config.json         the model's TransformerConfig
+    tokenizer.model     the sentencepiece model
+    training.pt         optimizer and place in the data: what resuming needs and translating does not
+
+A checkpoint is written under a hidden name, flushed to disk, and renamed, so that one with its final name is complete.
+"""
+
+import contextlib
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import torch
+
+from fastattn.translation.config import TransformerConfig
+from fastattn.translation.errors import InputError, require
+from fastattn.translation.model import Transformer
+from fastattn.translation.tokenizer import Tokenizer
+
+WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
+
+
+def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, training: dict) -> Path:
+    """Write ``run/step-NNNNNNNN`` and return it. ``training`` holds tensors, numbers and strings only."""
+    final = run / f"step-{step:08d}"
+    partial = run / f".partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    require("safetensors.torch").save_model(model, str(partial / WEIGHTS))
+    (partial / CONFIG).write_text(model.config.to_json(), encoding="utf-8")
+    (partial / TOKENIZER).write_bytes(tokenizer.model)
+    torch.save(training, partial / TRAINING)
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    partial.rename(final)
+    _flush(run)
+    return final
+
+
+def mark_best(checkpoint: Path) -> None:
+    """Point the run's ``best`` to ``checkpoint``."""
+    link = checkpoint.parent / ".partial-best"
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint.name)
+    os.replace(link, checkpoint.parent / "best")
+    _flush(checkpoint.parent)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints and the best, and what an interrupted write left behind."""
+    best = (run / "best").resolve()
+    for checkpoint in steps(run)[:-keep]:
+        if checkpoint.resolve() != best:
+            _remove(checkpoint)
+    for left_behind in run.glob(".partial-*"):
+        _remove(left_behind)
+
+
+def steps(run: Path) -> list[Path]:
+    """The complete checkpoints of a run's folder, oldest first."""
+    return sorted(path for path in run.glob("step-*") if path.is_dir())
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the best of a run's folder, or the newest."""
+    path = Path(path)
+    if (path / WEIGHTS).is_file():
+        return path
+    if (path / "best" / WEIGHTS).is_file():
+        return path / "best"
+    if steps(path):
+        return steps(path)[-1]
+    raise InputError(f"{path} holds no checkpoint: expected a folder that `fastattn train --out` wrote")
+
+
+def newest(run: Path) -> Path:
+    """The checkpoint to resume a run from."""
+    if not steps(run):
+        raise InputError(f"{run} holds no checkpoint to resume from")
+    return steps(run)[-1]
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
+    """The model, in evaluation mode, and the tokenizer of a checkpoint or of a run's folder (see :func:`find`)."""
+    checkpoint = find(path)
+    with _readable(checkpoint):
+        tokenizer = Tokenizer((checkpoint / TOKENIZER).read_bytes())
+        model = Transformer(TransformerConfig.from_json((checkpoint / CONFIG).read_text(encoding="utf-8")))
+        safetensors = require("safetensors")
+        try:
+            require("safetensors.torch").load_model(model, str(checkpoint / WEIGHTS))
+        except (safetensors.SafetensorError, RuntimeError) as error:
+            raise InputError(f"{WEIGHTS} does not fit or is damaged: {_first_line(error)}") from None
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise InputError(
+            f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} pieces but the model {model.config.vocab_size}"
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def load_training(checkpoint: Path) -> dict:
+    """What :func:`save` was given as ``training``."""
+    with _readable(checkpoint):
+        try:
+            return torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise InputError(f"{TRAINING} is damaged: {_first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _readable(checkpoint: Path):
+    """Names the checkpoint in whatever goes wrong while it is read."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"cannot read the checkpoint {checkpoint}: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read the checkpoint {checkpoint}: {error.filename}: {error.strerror}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _remove(path: Path) -> None:
+    """Remove a link or folder; a checkpoint first loses its name, so that no half of one is ever left."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    if not path.name.startswith(".partial-"):
+        path = path.rename(path.with_name(f".partial-old-{path.name}"))
+    shutil.rmtree(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    _flush(partial)
+    partial.replace(path)
+
+
+def _flush(path: Path) -> None:
+    """Have the file or folder reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,352 @@
+"""The encoder-decoder of "Attention Is All You Need" (Vaswani et al., 2017), on fastattn's operations.
+
+Every sub-layer is followed by one fused dropout + residual + LayerNorm. Two tensors run through a stack: ``x``, the
+normalised input of the next sub-layer, and ``residual``, the stream that the sub-layers add to. In the paper's
+post-norm they are the same tensor; with ``norm_first`` the stream is the plain sum, and the norm that follows a
+sub-layer is the one that the next sub-layer would begin with: a stack begins with one norm and ends with its final one.
+
+Batches are padded on the right. Padding is described by lengths alone: no mask is built, no kernel reads beyond them.
+"""
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastattn.nn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention
+from fastattn.translation.config import TransformerConfig
+from fastattn.translation.errors import InputError
+
+
+@dataclasses.dataclass
+class AttentionWeights:
+    """The attention probabilities of one forward pass, one (B, H, Lq, Lk) tensor a layer."""
+
+    encoder: list[Tensor] = dataclasses.field(default_factory=list)
+    decoder: list[Tensor] = dataclasses.field(default_factory=list)
+    cross: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class DecoderCache:
+    """The keys and values of every decoder layer, for decoding a few tokens at a time.
+
+    Args:
+        layers: number of decoder layers.
+        max_length: the longest target, where it is known (allocates once).
+    """
+
+    def __init__(self, layers: int, max_length: int | None = None):
+        self.self_attention = [KeyValueCache(max_length) for _ in range(layers)]
+        self.cross_attention = [KeyValueCache(static=True) for _ in range(layers)]
+
+    @property
+    def length(self) -> int:
+        """Number of target tokens seen."""
+        return self.self_attention[0].length
+
+    def reorder(self, index: Tensor, same_sources: bool = False) -> None:
+        """Keep the batch rows ``index`` (int64, (N,)), in that order; rows may repeat.
+
+        ``same_sources``: every row's new source sentence is its old one, so that cross-attention may stay as it is.
+        """
+        for cache in self.self_attention if same_sources else self.self_attention + self.cross_attention:
+            cache.reorder(index)
+
+
+class Transformer(nn.Module):
+    """The paper's encoder-decoder: token ids in, logits out.
+
+    Args:
+        config: its shape.
+        device, dtype: of the parameters; computing in bfloat16 is ``torch.autocast``'s job.
+    """
+
+    def __init__(self, config: TransformerConfig, device=None, dtype=None):
+        super().__init__()
+        self.config = config
+        factory = {"device": device, "dtype": dtype}
+
+        def embedding():
+            return nn.Embedding(config.vocab_size, config.d_model, padding_idx=config.pad_id, **factory)
+
+        self.target_embedding = embedding()
+        self.source_embedding = self.target_embedding if config.tying == "all" else embedding()
+        self.source_positions = _positions(config, factory)
+        self.target_positions = _positions(config, factory)
+        self.embedding_dropout = Dropout(config.dropout)
+        self.encoder = _Stack(config, config.encoder_layers, EncoderLayer, factory)
+        self.decoder = _Stack(config, config.decoder_layers, DecoderLayer, factory)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias, **factory)
+        if config.tying != "none":
+            self.output.weight = self.target_embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrices, zero biases, zero padding embedding, as in the paper's public implementations."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        with torch.no_grad():
+            for embedding in (self.source_embedding, self.target_embedding):
+                embedding.weight[self.config.pad_id].zero_()
+
+    @property
+    def dropout_sites(self) -> int:
+        """Number of places where a forward pass drops elements: the rows of ``seeds``."""
+        encoder, decoder = self.config.encoder_layers, self.config.decoder_layers
+        return 2 + EncoderLayer.SITES * encoder + DecoderLayer.SITES * decoder
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+        *,
+        seeds: Tensor | None = None,
+        weights: AttentionWeights | None = None,
+    ) -> Tensor:
+        """Logits of the token after each target position.
+
+        Args:
+            source: int64 (B, S), padded on the right with ``pad_id``.
+            target: int64 (B, T), beginning with ``bos_id``, padded on the right.
+            source_lengths, target_lengths: int64 (B,), counted from the padding where not given.
+            seeds: int64 (``dropout_sites``, 2), one dropout seed a site, for training; drawn in one call from torch's
+                default generator where not given.
+            weights: receives the attention probabilities.
+
+        Returns:
+            (B, T, vocab_size); rows at padding are not meaningful.
+        """
+        return self.logits(self.features(source, target, source_lengths, target_lengths, seeds=seeds, weights=weights))
+
+    def features(self, source, target, source_lengths=None, target_lengths=None, *, seeds=None, weights=None) -> Tensor:
+        """:meth:`forward` without its last product: (B, T, d_model), for :meth:`logits`."""
+        source_lengths = self.lengths(source) if source_lengths is None else source_lengths
+        target_lengths = self.lengths(target) if target_lengths is None else target_lengths
+        sites = self._sites(seeds, source.device)
+        memory = self._encode(source, source_lengths, sites, weights)
+        return self._decode(target, memory, source_lengths, target_lengths, None, sites, weights)
+
+    def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
+        """The encoder's output (B, S, d_model) for source (B, S)."""
+        source_lengths = self.lengths(source) if source_lengths is None else source_lengths
+        return self._encode(source, source_lengths, self._sites(None, source.device), None)
+
+    def decode(
+        self, target: Tensor, memory: Tensor, source_lengths: Tensor, cache: DecoderCache | None = None
+    ) -> Tensor:
+        """Features (B, T, d_model) of target (B, T) over :meth:`encode`'s memory.
+
+        With ``cache``, ``target`` holds only the tokens after those that the cache has seen.
+        """
+        target_lengths = None if cache is not None else self.lengths(target)
+        sites = self._sites(None, target.device)
+        return self._decode(target, memory, source_lengths, target_lengths, cache, sites, None)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Scores (..., vocab_size) of features (..., d_model)."""
+        weight = self.output.weight
+        if self.config.tying != "none" and torch.is_grad_enabled():
+            # A copy without the padding's row gives that row of the shared matrix an exactly zero gradient.
+            weight = weight.index_fill(0, torch.tensor(self.config.pad_id, device=weight.device), 0.0)
+        if self.config.scale_logits:
+            features = features * self.config.d_model**-0.5
+        return F.linear(features, weight, self.output.bias)
+
+    def lengths(self, tokens: Tensor) -> Tensor:
+        """Tokens before the padding of each row of (B, L): int64 (B,)."""
+        return (tokens != self.config.pad_id).sum(1)
+
+    def _sites(self, seeds: Tensor | None, device):
+        """One seed for every dropout site, in the order in which the forward pass meets them."""
+        rates = (self.config.dropout, self.config.attention_dropout, self.config.ffn_dropout)
+        if not self.training or not any(rates):
+            return itertools.repeat(None)
+        if seeds is None:
+            limits = torch.iinfo(torch.int64)
+            seeds = torch.randint(limits.min, limits.max, (self.dropout_sites, 2), device=device)
+        elif seeds.shape != (self.dropout_sites, 2):
+            raise ValueError(f"seeds has shape {tuple(seeds.shape)}, expected {(self.dropout_sites, 2)}")
+        return iter(seeds.unbind())
+
+    def _embed(self, embedding: nn.Embedding, positions: nn.Module, tokens: Tensor, start: int, seed) -> Tensor:
+        x = embedding(tokens)
+        if self.config.scale_embeddings:
+            x = x * self.config.d_model**0.5
+        return self.embedding_dropout(x + positions(start, tokens.shape[1]), seed)
+
+    def _encode(self, source, source_lengths, sites, weights) -> Tensor:
+        x = self._embed(self.source_embedding, self.source_positions, source, 0, next(sites))
+        x, residual = self.encoder.begin(x)
+        for layer in self.encoder.layers:
+            x, residual = layer(x, residual, source_lengths, sites, weights)
+        return x
+
+    def _decode(self, target, memory, source_lengths, target_lengths, cache, sites, weights) -> Tensor:
+        start = 0 if cache is None else cache.length
+        x = self._embed(self.target_embedding, self.target_positions, target, start, next(sites))
+        x, residual = self.decoder.begin(x)
+        for i, layer in enumerate(self.decoder.layers):
+            caches = (None, None) if cache is None else (cache.self_attention[i], cache.cross_attention[i])
+            x, residual = layer(x, residual, target_lengths, memory, source_lengths, caches, sites, weights)
+        return x
+
+
+class _Stack(nn.Module):
+    """Layers, and with ``norm_first`` the norm before the first of them."""
+
+    def __init__(self, config: TransformerConfig, count: int, layer: type[nn.Module], factory: dict):
+        super().__init__()
+        self.norm = LayerNorm(config.d_model, eps=config.norm_eps, **factory) if config.norm_first else nn.Identity()
+        self.layers = nn.ModuleList(layer(config, factory) for _ in range(count))
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x), x
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward network."""
+
+    SITES = 4
+
+    def __init__(self, config: TransformerConfig, factory: dict):
+        super().__init__()
+        self.window_size = config.window_size
+        self.self_attention = _attention(config, factory)
+        self.self_attention_norm = _norm(config, factory)
+        self.feed_forward = FeedForward(config, factory)
+        self.feed_forward_norm = _norm(config, factory)
+
+    def forward(self, x, residual, lengths, sites, weights):
+        y, attention = self.self_attention(
+            x, x, x, need_weights=weights is not None, average_attn_weights=False,
+            key_lengths=lengths, window_size=self.window_size, seed=next(sites),
+        )  # fmt: skip
+        x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
+        if weights is not None:
+            weights.encoder.append(attention)
+        y = self.feed_forward(x, next(sites))
+        return _add_norm(self.feed_forward_norm, y, residual, next(sites))
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention to the encoder's output, and feed-forward network."""
+
+    SITES = 6
+
+    def __init__(self, config: TransformerConfig, factory: dict):
+        super().__init__()
+        self.window_size = (config.window_size[0], 0)
+        self.self_attention = _attention(config, factory)
+        self.self_attention_norm = _norm(config, factory)
+        self.cross_attention = _attention(config, factory)
+        self.cross_attention_norm = _norm(config, factory)
+        self.feed_forward = FeedForward(config, factory)
+        self.feed_forward_norm = _norm(config, factory)
+
+    def forward(self, x, residual, lengths, memory, memory_lengths, caches, sites, weights):
+        need = {"need_weights": weights is not None, "average_attn_weights": False}
+        self_cache, cross_cache = caches
+        y, self_weights = self.self_attention(
+            x, x, x, is_causal=True, key_lengths=lengths, window_size=self.window_size, cache=self_cache,
+            seed=next(sites), **need,
+        )  # fmt: skip
+        x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
+        y, cross_weights = self.cross_attention(
+            x, memory, memory, key_lengths=memory_lengths, cache=cross_cache, seed=next(sites), **need
+        )
+        x, residual = _add_norm(self.cross_attention_norm, y, residual, next(sites))
+        if weights is not None:
+            weights.decoder.append(self_weights)
+            weights.cross.append(cross_weights)
+        y = self.feed_forward(x, next(sites))
+        return _add_norm(self.feed_forward_norm, y, residual, next(sites))
+
+
+class FeedForward(nn.Module):
+    """max(0, x W1 + b1) W2 + b2 (section 3.3)."""
+
+    def __init__(self, config: TransformerConfig, factory: dict):
+        super().__init__()
+        self.inner = nn.Linear(config.d_model, config.d_ff, **factory)
+        self.dropout = Dropout(config.ffn_dropout)
+        self.outer = nn.Linear(config.d_ff, config.d_model, **factory)
+
+    def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+        return self.outer(self.dropout(F.relu(self.inner(x)), seed))
+
+
+class SinusoidalPositions(nn.Module):
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos of the same (section 3.5), of any length.
+
+    The table is float32, computed in float64, and grows by doubling.
+    """
+
+    table: Tensor
+
+    def __init__(self, d_model: int, device=None, length: int = 512):
+        super().__init__()
+        self.d_model = d_model
+        self.register_buffer("table", self.sinusoids(length, device), persistent=False)
+
+    def sinusoids(self, length: int, device=None) -> Tensor:
+        """The first ``length`` rows: float32 (length, d_model)."""
+        position = torch.arange(length, device=device, dtype=torch.float64)
+        frequency = 10000.0 ** (-torch.arange(0, self.d_model, 2, device=device, dtype=torch.float64) / self.d_model)
+        angle = torch.outer(position, frequency)
+        return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()
+
+    def forward(self, start: int, length: int) -> Tensor:
+        """Rows ``start`` to ``start + length``: (length, d_model)."""
+        if start + length > self.table.shape[0]:
+            self.table = self.sinusoids(2 * (start + length), self.table.device)
+        return self.table[start : start + length]
+
+
+class LearnedPositions(nn.Module):
+    """One trained vector a position, for at most ``max_positions`` of them."""
+
+    def __init__(self, max_positions: int, d_model: int, device=None, dtype=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_positions, d_model, device=device, dtype=dtype))
+
+    def forward(self, start: int, length: int) -> Tensor:
+        if start + length > self.weight.shape[0]:
+            raise InputError(
+                f"a sequence of {start + length} tokens is longer than max_positions={self.weight.shape[0]}: "
+                "shorten it, or use sinusoidal positions"
+            )
+        return self.weight[start : start + length]
+
+
+def _positions(config: TransformerConfig, factory: dict) -> nn.Module:
+    if config.positions == "learned":
+        return LearnedPositions(config.max_positions, config.d_model, **factory)
+    return SinusoidalPositions(config.d_model, factory["device"])
+
+
+def _attention(config: TransformerConfig, factory: dict) -> MultiHeadAttention:
+    return MultiHeadAttention(
+        config.d_model, config.num_heads, dropout=config.attention_dropout, bias=config.attention_bias,
+        batch_first=True, head_dim=config.head_dim, value_head_dim=config.value_head_dim, **factory,
+    )  # fmt: skip
+
+
+def _norm(config: TransformerConfig, factory: dict) -> DropoutAddLayerNorm:
+    return DropoutAddLayerNorm(
+        config.d_model, p=config.dropout, eps=config.norm_eps, prenorm=config.norm_first, **factory
+    )
+
+
+def _add_norm(norm: DropoutAddLayerNorm, output: Tensor, residual: Tensor, seed) -> tuple[Tensor, Tensor]:
+    """(input of the next sub-layer, residual stream) after a sub-layer's ``output``."""
+    if norm.prenorm:
+        return norm(output, residual, seed)
+    x = norm(output, residual, seed)
+    return x, x

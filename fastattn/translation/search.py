@@ -1,0 +1,133 @@
+"""Beam search over cached decoding, a batch of sentences at a time (section 6.1 of the paper)."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fastattn.translation.data import Sentences
+from fastattn.translation.errors import InputError
+from fastattn.translation.model import DecoderCache, Transformer
+from fastattn.translation.tokenizer import Tokenizer
+
+# A translation has at most this many tokens more than its source.
+EXTRA_TOKENS = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """A translation: its piece ids without begin and end, and log P / ((5 + length) / 6)**alpha, end counted."""
+
+    tokens: list[int]
+    score: float
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Transformer,
+    source: Tensor,
+    source_lengths: Tensor,
+    *,
+    beam: int = 4,
+    length_penalty: float = 0.6,
+) -> list[Hypothesis]:
+    """The best hypothesis of each sentence.
+
+    Each sentence keeps ``beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``length_penalty``. A finished one is
+    frozen: it keeps its score and its place until better ones push it out. A sentence ends when all its hypotheses are
+    finished or have as many tokens as its source and ``EXTRA_TOKENS`` more. Sentences do not influence one another.
+    ``beam=1`` is greedy decoding.
+
+    Args:
+        model: in evaluation mode.
+        source: int64 (B, S), padded on the right.
+        source_lengths: int64 (B,), at least 1.
+    """
+    if beam < 1:
+        raise InputError(f"beam is {beam}, expected at least 1")
+    config, device = model.config, source.device
+    limits = source_lengths + EXTRA_TOKENS
+    batch, longest = len(source), int(limits.max())
+    results = [Hypothesis([], -torch.inf)] * batch
+
+    # Row r of the decoder's batch is hypothesis r % width of sentence r // width: one a sentence before the first step.
+    memory = model.encode(source, source_lengths)
+    cache = DecoderCache(config.decoder_layers, longest)
+    width = 1
+    sentence = torch.arange(batch, device=device)
+    tokens = torch.full((batch, 1, 1), config.bos_id, device=device)
+    log_p = torch.zeros(batch, 1, device=device)
+    length = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    finished = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+
+    for step in range(1, longest + 1):
+        features = model.decode(tokens[:, :, -1].reshape(-1, 1), memory, source_lengths, cache)
+        logits = model.logits(features[:, 0]).float()
+        normaliser = logits.logsumexp(-1, keepdim=True)
+        logits[:, [config.pad_id, config.bos_id]] = -torch.inf
+        choice, token = logits.topk(min(beam, config.vocab_size - 2), dim=-1)
+        choice = (choice - normaliser).unflatten(0, (-1, width))
+        token = token.unflatten(0, (-1, width))
+        # A finished hypothesis has one continuation: itself.
+        choice[finished] = -torch.inf
+        choice[..., 0].masked_fill_(finished, 0.0)
+        token[finished] = config.pad_id
+
+        new_length = length + ~finished
+        new_log_p = log_p[..., None] + choice
+        score = new_log_p / ((5 + new_length[..., None]) / 6) ** length_penalty
+        score, best = score.flatten(1).topk(min(beam, score[0].numel()), dim=-1)
+        parent = best // choice.shape[-1]
+        log_p = new_log_p.flatten(1).gather(1, best)
+        length = new_length.gather(1, parent)
+        token = token.flatten(1).gather(1, best)
+        finished = finished.gather(1, parent) | (token == config.eos_id)
+        history = tokens.gather(1, parent[..., None].expand(-1, -1, step))
+        tokens = torch.cat((history, token[..., None]), dim=-1)
+
+        done = finished.all(1) | (limits <= step)
+        for row in done.nonzero()[:, 0].tolist():
+            # topk has sorted the hypotheses: the first is the best.
+            end = 1 + int(length[row, 0]) - int(finished[row, 0])
+            results[sentence[row]] = Hypothesis(tokens[row, 0, 1:end].tolist(), score[row, 0].item())
+        if done.all():
+            break
+        alive = (~done).nonzero()[:, 0]
+        rows = (alive[:, None] * width + parent[alive]).flatten()
+        same_sources = len(rows) == len(source_lengths)
+        cache.reorder(rows, same_sources)
+        if not same_sources:
+            memory, source_lengths = memory[rows], source_lengths[rows]
+        width = parent.shape[1]
+        sentence, limits, tokens = sentence[alive], limits[alive], tokens[alive]
+        log_p, length, finished = log_p[alive], length[alive], finished[alive]
+    return results
+
+
+def translate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    lines: list[str],
+    *,
+    beam: int = 4,
+    length_penalty: float = 0.6,
+    batch_size: int = 64,
+) -> list[str]:
+    """The translation of each line, in the order given; that of a blank line is empty.
+
+    Sentences of like length share a batch of ``batch_size``: it changes the speed, not the output.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected at least 1")
+    ids = tokenizer.encode(lines)
+    sentences = Sentences(ids)
+    order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
+    device = model.output.weight.device
+    found: list[list[int]] = [[] for _ in lines]
+    for first in range(0, len(order), batch_size):
+        index = order[first : first + batch_size]
+        source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index)))
+        hypotheses = beam_search(model, source, lengths, beam=beam, length_penalty=length_penalty)
+        for i, hypothesis in zip(index, hypotheses, strict=True):
+            found[i] = hypothesis.tokens
+    return tokenizer.decode(found)

@@ -1,0 +1,64 @@
+"""Byte-pair encoding shared by both languages, by sentencepiece."""
+
+import io
+import re
+from collections.abc import Iterable
+
+from fastattn.translation.errors import InputError, require
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+
+
+class Tokenizer:
+    """Text to piece ids and back.
+
+    Args:
+        model: the bytes of a sentencepiece model, as :meth:`train` makes them and a checkpoint's tokenizer.model holds.
+    """
+
+    def __init__(self, model: bytes):
+        self.model = model
+        try:
+            self._processor = require("sentencepiece").SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise InputError(f"the tokenizer is not a readable sentencepiece model: {error}") from None
+
+    @classmethod
+    def train(cls, lines: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Learn ``vocab_size`` pieces from ``lines``, every character of them included."""
+        model = io.BytesIO()
+        trainer = require("sentencepiece").SentencePieceTrainer
+        try:
+            trainer.train(
+                sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+                character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
+            )  # fmt: skip
+        except RuntimeError as error:
+            most = re.search(r"value <= (\d+)", str(error))
+            if most:
+                raise InputError(
+                    f"a vocabulary of {vocab_size} is larger than this text allows: it has {most[1]} pieces at most"
+                ) from None
+            least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+            if least:
+                raise InputError(
+                    f"a vocabulary of {vocab_size} is too small for this text: its characters alone need {least[1]}"
+                ) from None
+            raise InputError(f"sentencepiece could not learn a vocabulary of {vocab_size}: {error}") from None
+        return cls(model.getvalue())
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.vocab_size()
+
+    def encode(self, lines: list[str]) -> list[list[int]]:
+        """Piece ids of each line, without begin and end."""
+        return self._processor.encode(lines, num_threads=-1) if lines else []
+
+    def decode(self, ids: list[list[int]]) -> list[str]:
+        """Text of each list of ids; begin, end and padding vanish."""
+        return self._processor.decode(ids, num_threads=-1) if ids else []
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The spelling of each piece."""
+        return self._processor.id_to_piece(ids)

@@ -1,0 +1,393 @@
+"""Training as in section 5 of the paper: Adam, warm-up and inverse square root, label smoothing.
+
+A run is a function of its options and its text: parameters come from the seed, an epoch's order from (seed, epoch), a
+dropout mask from (seed, update, micro-batch, site). So a run that was killed and resumed has, bit for bit, the weights
+of one that was not.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import hashlib
+import json
+import math
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastattn.translation import checkpoint
+from fastattn.translation.config import TransformerConfig
+from fastattn.translation.data import Batch, ParallelText, read_parallel
+from fastattn.translation.errors import InputError, require
+from fastattn.translation.evaluate import correct_guesses, held_out, perplexity
+from fastattn.translation.model import Transformer
+from fastattn.translation.tokenizer import Tokenizer
+
+PRECISIONS = ("auto", "bf16", "fp32")
+METRICS = "metrics.jsonl"
+KEPT_CHECKPOINTS = 3
+REPORT_EVERY = 20  # updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a preset trains with where the user says nothing.
+
+    The learning rate of update s is ``rate * d_model**-0.5 * min(s**-0.5, s * warmup**-1.5)``: the paper's at rate 1.
+    """
+
+    batch_tokens: int
+    warmup: int
+    max_steps: int
+    save_every: int
+    rate: float = 1.0
+
+
+RECIPES = {
+    "tiny": Recipe(batch_tokens=4096, warmup=400, max_steps=10_000, save_every=200),
+    "base": Recipe(batch_tokens=25_000, warmup=4000, max_steps=100_000, save_every=1000),
+    "big": Recipe(batch_tokens=25_000, warmup=4000, max_steps=300_000, save_every=1000),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """What makes one run different from another, beside its text. Resuming takes them from the checkpoint."""
+
+    preset: str
+    vocab_size: int
+    batch_tokens: int
+    warmup: int
+    rate: float
+    precision: str
+    seed: int
+    label_smoothing: float = 0.1
+
+
+class Trainer:
+    """A model, its optimizer, and its place in the data.
+
+    Args:
+        model: to train, in place.
+        text: to train it on.
+        options: of the run.
+    """
+
+    def __init__(self, model: Transformer, text: ParallelText, options: TrainingOptions):
+        self.model = model.train()
+        self.text = text
+        self.options = options
+        self.device = model.output.weight.device
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+        self.step, self.epoch, self.place = 0, 0, 0  # updates done; where the next batch is
+        self._batches: Iterator[tuple[int, int, Batch]] | None = None
+
+    def state(self) -> dict:
+        """All that, beside the weights, the next updates depend on."""
+        place = {"step": self.step, "epoch": self.epoch, "place": self.place}
+        return {"optimizer": self.optimizer.state_dict(), "options": dataclasses.asdict(self.options), **place}
+
+    def load_state(self, state: dict) -> None:
+        """Continue from what :meth:`state` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.epoch, self.place = state["step"], state["epoch"], state["place"]
+        self._batches = None
+
+    def learning_rate(self, step: int) -> float:
+        """Of update ``step``, counted from 1 (formula 3)."""
+        options = self.options
+        return options.rate * self.model.config.d_model**-0.5 * min(step**-0.5, step * options.warmup**-1.5)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The context to compute in: bfloat16 products, or float32 throughout."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
+
+    def update(self) -> Tensor:
+        """One update on the next batch: summed smoothed loss, summed NLL, correct guesses, target tokens: float64 (4,)."""
+        if self._batches is None:
+            self._batches = self.text.epochs(self.options.batch_tokens, self.options.seed, self.epoch, self.place)
+        self.epoch, self.place, batch = next(self._batches)
+        self.step, self.place = self.step + 1, self.place + 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.step)
+        model, batch = self.model, batch.to(self.device)
+        seeds = dropout_seeds(self.options.seed, self.step, 0, model.dropout_sites).to(self.device)
+        labels = batch.labels.flatten()
+        with self.autocast():
+            lengths = batch.source_lengths, batch.target_lengths
+            logits = model(batch.source, batch.target, *lengths, seeds=seeds).flatten(0, 1)
+        loss, nll = smoothed_loss(logits, labels, self.options.label_smoothing, model.config.pad_id)
+        (loss / batch.tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        correct = correct_guesses(logits, labels, model.config.pad_id)
+        return torch.stack([t.detach().double() for t in (loss, nll, correct, batch.target_lengths.sum())])
+
+
+def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Label-smoothed cross-entropy (section 5.4) and the plain one, in nats, summed over the labels except padding.
+
+    The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
+    ``torch.nn.functional.cross_entropy``; computed in float32 from logits (N, V) of any dtype and labels int64 (N,).
+    """
+    log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+    nll = F.nll_loss(log_p, labels, ignore_index=pad_id, reduction="sum")
+    uniform = -log_p.mean(-1).masked_fill(labels == pad_id, 0.0).sum()
+    return (1 - smoothing) * nll + smoothing * uniform, nll
+
+
+def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
+    """The dropout seeds of one forward pass: int64 (sites, 2).
+
+    The key is a hash of (seed, update, micro_batch), micro-batches counted over all processes; the offset is the site.
+    """
+    digest = hashlib.blake2b(struct.pack("<3q", seed, update, micro_batch), digest_size=8).digest()
+    (key,) = struct.unpack("<q", digest)
+    return torch.stack((torch.full((sites,), key), torch.arange(sites)), dim=1)
+
+
+def train(
+    train_files: tuple[str | Path, str | Path],
+    valid_files: tuple[str | Path, str | Path],
+    out: str | Path,
+    *,
+    preset: str | None = None,
+    vocab_size: int | None = None,
+    batch_tokens: int | None = None,
+    precision: str | None = None,
+    seed: int | None = None,
+    max_steps: int | None = None,
+    max_minutes: float | None = None,
+    save_every: int | None = None,
+    resume: bool = False,
+) -> Path:
+    """Train a translator from (source, target) text files into the folder ``out``; returns its best checkpoint.
+
+    Training ends after ``max_steps`` updates or ``max_minutes`` minutes, whichever is first, resumed time included.
+    Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint. What is None
+    comes from the preset's recipe, or with ``resume`` from the checkpoint. ``out/metrics.jsonl`` receives a line every
+    few updates.
+
+    Raises:
+        InputError: unusable text or options, or an ``out`` that is not empty (without ``resume``) or holds no
+            checkpoint (with it). Nothing is overwritten.
+    """
+    keep_freed_pages()
+    out = Path(out)
+    given = {
+        "preset": preset,
+        "vocab_size": vocab_size,
+        "batch_tokens": batch_tokens,
+        "precision": precision,
+        "seed": seed,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if resume:
+        newest = checkpoint.newest(out)
+        state = checkpoint.load_training(newest)
+        options = _same_options(TrainingOptions(**state["options"]), given)
+    else:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
+        options = _new_options(**given)
+    recipe = RECIPES[options.preset]
+    limits = _Limits(max_steps or recipe.max_steps, max_minutes, save_every or recipe.save_every)
+
+    sources, targets = read_parallel(*train_files)
+    valid_pairs = read_parallel(*valid_files)
+    text_digest = hashlib.sha256("\n".join((*sources, *targets)).encode()).hexdigest()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if resume:
+        if state["text"] != text_digest:
+            raise InputError(f"the training text is not the one that {newest} was trained on")
+        model, tokenizer = checkpoint.load(newest, device)
+    else:
+        tokenizer = Tokenizer.train(sources + targets, options.vocab_size)
+        torch.manual_seed(options.seed)
+        model = Transformer(TransformerConfig.preset(options.preset, tokenizer.vocab_size)).to(device)
+    trainer = Trainer(model, ParallelText(tokenizer, sources, targets), options)
+    run = _Run(out, trainer, tokenizer, ParallelText(tokenizer, *valid_pairs), text_digest)
+    if resume:
+        run.load_state(newest, state)
+    return run.train(limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """When to stop, and how often to save."""
+
+    steps: int
+    minutes: float | None
+    save_every: int
+
+    def __post_init__(self):
+        for name, value in (("max_steps", self.steps), ("save_every", self.save_every)):
+            if value < 1:
+                raise InputError(f"{name} is {value}, expected at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise InputError(f"max_minutes is {self.minutes}, expected a positive number")
+
+
+def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="auto", seed=1) -> TrainingOptions:
+    if preset not in RECIPES:
+        raise InputError(f"unknown preset {preset!r}, expected one of {', '.join(RECIPES)}")
+    if precision not in PRECISIONS:
+        raise InputError(f"unknown precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
+    if batch_tokens is not None and batch_tokens < 1:
+        raise InputError(f"batch_tokens is {batch_tokens}, expected at least 1")
+    recipe = RECIPES[preset]
+    return TrainingOptions(
+        preset=preset,
+        vocab_size=vocab_size,
+        batch_tokens=batch_tokens or recipe.batch_tokens,
+        warmup=recipe.warmup,
+        rate=recipe.rate,
+        precision=fastest_precision() if precision == "auto" else precision,
+        seed=seed,
+    )
+
+
+def _same_options(saved: TrainingOptions, given: dict) -> TrainingOptions:
+    """The checkpoint's options, where those given agree with them."""
+    for name, value in given.items():
+        if value != getattr(saved, name) and (name, value) != ("precision", "auto"):
+            raise InputError(f"{name} is {value!r} but the run to resume has {getattr(saved, name)!r}: leave it out")
+    return saved
+
+
+def fastest_precision() -> str:
+    """ "bf16" where this machine multiplies bfloat16 matrices in hardware, else "fp32"."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    has = torch.cpu.get_capabilities()
+    return "bf16" if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")) else "fp32"
+
+
+def keep_freed_pages() -> None:
+    """Have glibc keep the memory that it frees: a training step otherwise faults hundreds of MB in again each time."""
+    m_trim_threshold, m_mmap_max = -1, -4
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+class _Run:
+    """A trainer, its validation text, and the folder that it writes to."""
+
+    def __init__(self, out: Path, trainer: Trainer, tokenizer: Tokenizer, valid: ParallelText, text_digest: str):
+        self.out, self.trainer, self.tokenizer, self.text_digest = out, trainer, tokenizer, text_digest
+        self.valid = [valid.batch(i).to(trainer.device) for i in valid.buckets(trainer.options.batch_tokens)]
+        self.best_loss, self.best_step = math.inf, 0
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Spent on training, before and since it was resumed."""
+        return time.monotonic() - self._started
+
+    def load_state(self, newest: Path, state: dict) -> None:
+        """Continue from a checkpoint: what the folder says of later updates goes."""
+        self.trainer.load_state(state)
+        self.best_loss, self.best_step = state["best_loss"], state["best_step"]
+        self._started -= state["seconds"]
+        if self.best_step == self.trainer.step:
+            checkpoint.mark_best(newest)
+        rows = [row for row in read_metrics(self.out) if row["step"] <= self.trainer.step]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        checkpoint.replace_text(self.out / METRICS, text)
+
+    def train(self, limits: _Limits) -> Path:
+        """Update until a limit is reached; returns the best checkpoint."""
+        trainer = self.trainer
+        sums, since = torch.zeros(4, dtype=torch.float64), time.monotonic()
+        if trainer.step == 0:
+            self._save()
+        with _Progress(limits) as progress:
+            while not self._finished(limits):
+                sums += trainer.update().cpu()
+                finished = self._finished(limits)
+                saving = finished or trainer.step % limits.save_every == 0
+                if saving or trainer.step % REPORT_EVERY == 0:
+                    row = self._row(sums, time.monotonic() - since)
+                    if saving:
+                        row |= held_out(trainer.model, self.valid, trainer.autocast())
+                    with open(self.out / METRICS, "a", encoding="utf-8") as metrics:
+                        metrics.write(json.dumps(row) + "\n")
+                    progress.show(row)
+                    if saving:
+                        self._save(row["valid_loss"])
+                    sums, since = torch.zeros(4, dtype=torch.float64), time.monotonic()
+        return checkpoint.find(self.out)
+
+    def _finished(self, limits: _Limits) -> bool:
+        out_of_time = limits.minutes is not None and self.seconds >= 60 * limits.minutes
+        return self.trainer.step >= limits.steps or out_of_time
+
+    def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
+        """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
+        loss, nll, correct, tokens = sums.tolist()
+        if not math.isfinite(loss):
+            raise InputError(f"the loss is {loss} at update {self.trainer.step}: start again with another seed or fp32")
+        return {
+            "step": self.trainer.step,
+            "epoch": self.trainer.epoch,
+            "seconds": round(self.seconds, 2),
+            "loss": loss / tokens,
+            "perplexity": perplexity(nll / tokens),
+            "accuracy": correct / tokens,
+            "tokens_per_second": tokens / seconds,
+            "learning_rate": self.trainer.learning_rate(self.trainer.step),
+        }
+
+    def _save(self, valid_loss: float = math.inf) -> None:
+        trainer = self.trainer
+        improved = valid_loss < self.best_loss
+        if improved:
+            self.best_loss, self.best_step = valid_loss, trainer.step
+        progress = {"best_loss": self.best_loss, "best_step": self.best_step, "seconds": self.seconds}
+        state = {**trainer.state(), **progress, "text": self.text_digest}
+        saved = checkpoint.save(self.out, trainer.step, trainer.model, self.tokenizer, state)
+        if improved:
+            checkpoint.mark_best(saved)
+        checkpoint.prune(self.out, KEPT_CHECKPOINTS)
+
+
+class _Progress:
+    """A bar on a terminal, a line a report elsewhere; both on stderr."""
+
+    def __init__(self, limits: _Limits):
+        self._limits = limits
+        self._bar = require("tqdm").tqdm(total=limits.steps, unit=" updates") if sys.stderr.isatty() else None
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, row: dict[str, float]) -> None:
+        words = [f"loss {row['loss']:.3f}", f"perplexity {row['perplexity']:.1f}", f"accuracy {row['accuracy']:.3f}"]
+        words.append(f"{row['tokens_per_second']:.0f} tokens/s")
+        valid = f"validation loss {row['valid_loss']:.3f}" if "valid_loss" in row else ""
+        if self._bar is None:
+            print(f"update {row['step']}:", ", ".join([*words, valid] if valid else words), file=sys.stderr, flush=True)
+            return
+        if valid:
+            self._bar.write(f"update {row['step']}: {valid}", file=sys.stderr)
+        self._bar.set_postfix_str(", ".join(words), refresh=False)
+        self._bar.update(int(row["step"]) - self._bar.n)
+
+
+def read_metrics(out: str | Path) -> list[dict[str, float]]:
+    """The rows of a run's ``metrics.jsonl``; a last line cut short by an interruption is left out."""
+    path = Path(out) / METRICS
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]

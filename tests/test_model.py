@@ -1,0 +1,323 @@
+"""The Transformer: its properties, its sizes, its options, cached decoding, dropout seeds, agreement of backends."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fastattn
+from fastattn import Transformer, TransformerConfig
+from fastattn.translation.errors import InputError
+from fastattn.translation.model import AttentionWeights, DecoderCache, SinusoidalPositions
+
+SMALL = TransformerConfig(vocab_size=40, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2)
+VARIANTS = {
+    "paper": SMALL,
+    "pre-norm": dataclasses.replace(SMALL, norm_first=True),
+    "free heads": dataclasses.replace(SMALL, head_dim=7, value_head_dim=5),
+    "window": dataclasses.replace(SMALL, window_size=(2, 1)),
+    "learned": dataclasses.replace(SMALL, positions="learned", max_positions=24, attention_bias=True, output_bias=True),
+    "untied": dataclasses.replace(SMALL, tying="none", scale_embeddings=False),
+    "logits scaled": dataclasses.replace(SMALL, tying="output", scale_embeddings=False, scale_logits=True),
+}
+# Two orders of summation of the same float32 numbers of order 1, through some 10 products of length 64.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def model(request):
+    return Transformer(request.param).eval()
+
+
+def batch(source_lengths=(9, 4), target_lengths=(7, 5)):
+    """Random source and target ids, padded on the right."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = []
+    for lengths in (source_lengths, target_lengths):
+        tokens = torch.randint(3, SMALL.vocab_size, (len(lengths), max(lengths)), generator=generator)
+        tensors.append(tokens.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], 0))
+    return tensors
+
+
+@torch.no_grad()
+def test_a_target_position_sees_only_earlier_ones(model):
+    source, target = batch((9,), (7,))
+    before = model(source, target)
+    for changed in range(7):
+        other = target.clone()
+        other[0, changed] = 3 + (other[0, changed] - 2) % (SMALL.vocab_size - 3)
+        after = model(source, other)
+        assert torch.equal(after[0, :changed], before[0, :changed])
+        assert not torch.allclose(after[0, changed], before[0, changed], atol=1e-3)
+
+
+@torch.no_grad()
+def test_every_source_position_matters_unless_a_window_hides_it(model):
+    source, target = batch((9,), (7,))
+    before = model(source, target)
+    for changed in range(9):
+        other = source.clone()
+        other[0, changed] = 3 + (other[0, changed] - 2) % (SMALL.vocab_size - 3)
+        assert not torch.allclose(model(other, target), before, atol=1e-3)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(model):
+    source, target = batch()
+    together = model(source, target)
+    wider = model(F.pad(source, (0, 5)), F.pad(target, (0, 6)))
+    for row, (source_length, target_length) in enumerate(((9, 7), (4, 5))):
+        alone = model(source[row : row + 1, :source_length], target[row : row + 1, :target_length])
+        torch.testing.assert_close(together[row, :target_length], alone[0], **CLOSE)
+        torch.testing.assert_close(wider[row, :target_length], alone[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_cached_decoding_equals_full_decoding(model):
+    source, target = batch((9, 4, 6), (7, 7, 7))
+    lengths = model.lengths(source)
+    memory = model.encode(source, lengths)
+    full = model.decode(target, memory, lengths)
+    for steps in ([1] * 7, [3, 1, 2, 1]):
+        cache = DecoderCache(SMALL.decoder_layers, 7)
+        parts = [model.decode(part, memory, lengths, cache) for part in target.split(steps, dim=1)]
+        assert cache.length == 7
+        torch.testing.assert_close(torch.cat(parts, dim=1), full, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_reordered_cache_continues_the_rows_it_was_given():
+    model = Transformer(SMALL).eval()
+    source, target = batch((9, 4, 6), (7, 7, 7))
+    index = torch.tensor([2, 0, 2, 1])
+    lengths = model.lengths(source)
+    memory, cache = model.encode(source, lengths), DecoderCache(SMALL.decoder_layers)
+    model.decode(target[:, :4], memory, lengths, cache)
+    cache.reorder(index)
+    continued = model.decode(target[index, 4:], memory[index], lengths[index], cache)
+    full = model.decode(target[index], memory[index], lengths[index])
+    torch.testing.assert_close(continued, full[:, 4:], **CLOSE)
+
+
+def test_sinusoids():
+    """The formula, and section 3.5's reason for it: PE(pos + k) is the same linear map of PE(pos) at every pos."""
+    d_model, k = 16, 37
+    positions = SinusoidalPositions(d_model, length=4)
+    table = positions(0, 3000)
+    assert table.dtype == torch.float32
+    assert table.shape == (3000, d_model)
+    for pos, i in ((0, 0), (1, 0), (2999, 3), (1234, 7)):
+        angle = pos / 10000 ** (2 * i / d_model)
+        assert table[pos, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-7)
+        assert table[pos, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-7)
+    assert torch.equal(positions(1000, 5), table[1000:1005])
+    shift = torch.zeros(d_model, d_model, dtype=torch.float64)
+    for i in range(0, d_model, 2):
+        angle = k / 10000 ** (i / d_model)
+        rotation = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+        shift[i : i + 2, i : i + 2] = torch.tensor(rotation, dtype=torch.float64)
+    # Two roundings to float32 of numbers below 1, one of them through a rotation.
+    torch.testing.assert_close(table[:-k].double() @ shift, table[k:].double(), rtol=0, atol=3 * 2**-24)
+
+
+def test_learned_positions_refuse_longer_input():
+    model = Transformer(VARIANTS["learned"])
+    source, target = batch((25,), (7,))
+    with pytest.raises(InputError, match="25 tokens is longer than max_positions=24"):
+        model(source, target)
+
+
+def test_a_constant_row_normalises_to_zero():
+    for norm in (Transformer(SMALL).encoder.layers[0].feed_forward_norm.eval(), fastattn.LayerNorm(32)):
+        rows = torch.full((3, 32), 7.25)
+        out = norm(rows, torch.full_like(rows, -2.0)) if isinstance(norm, fastattn.DropoutAddLayerNorm) else norm(rows)
+        assert torch.equal(out, torch.zeros(3, 32))
+
+
+def parameters(config):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(config).parameters())
+
+
+def expected_parameters(config):
+    """Counted by hand: projections without bias, the feed-forward network's biases, gain and bias of each norm."""
+    d, d_ff, v = config.d_model, config.d_ff, config.vocab_size
+    attention, feed_forward, norm = 4 * d * d, 2 * d * d_ff + d_ff + d, 2 * d
+    encoder = attention + feed_forward + 2 * norm
+    decoder = 2 * attention + feed_forward + 3 * norm
+    return v * d + config.encoder_layers * encoder + config.decoder_layers * decoder
+
+
+def test_parameter_counts():
+    """The paper says 65 M and 213 M, at "about 37000" pieces. The public implementation that counts 63,047,680 at
+    exactly 37000 has, beside ours, two LayerNorms of 2 * 512 that it never calls."""
+    base, big = (TransformerConfig.preset(name, 37000) for name in ("base", "big"))
+    assert parameters(base) == expected_parameters(base) == 63_047_680 - 2 * 2 * 512
+    assert parameters(big) == expected_parameters(big) == 214_171_648
+    assert parameters(base) / 65e6 == pytest.approx(1, abs=0.04)
+    assert parameters(big) / 213e6 == pytest.approx(1, abs=0.01)
+    tiny = TransformerConfig.preset("tiny", 8000)
+    assert parameters(tiny) == expected_parameters(tiny)
+    # Attention biases: h * (2 d_k + d_v) + d_model each, 18 attentions. Output bias: a number a piece.
+    with_biases = dataclasses.replace(base, attention_bias=True, output_bias=True)
+    assert parameters(with_biases) - parameters(base) == 18 * 4 * 512 + 37000
+    # Table 3 (B): d_k of 16 instead of 64 takes 18 * 2 * 8 * 48 * 512 parameters away.
+    assert (
+        parameters(base) - parameters(dataclasses.replace(base, head_dim=16, value_head_dim=64))
+        == 18 * 2 * 8 * 48 * 512
+    )
+    # Each matrix that is not shared costs another 37000 * 512.
+    for tying, matrices in (("output", 1), ("none", 2)):
+        assert parameters(dataclasses.replace(base, tying=tying)) - parameters(base) == matrices * 37000 * 512
+
+
+@pytest.mark.parametrize("tying", ["all", "output", "none"])
+def test_the_padding_embedding_is_zero_and_frozen(tying):
+    model = Transformer(dataclasses.replace(SMALL, tying=tying))
+    embeddings = {model.source_embedding.weight, model.target_embedding.weight}
+    assert len(embeddings) == (1 if tying == "all" else 2)
+    assert (model.output.weight in embeddings) == (tying != "none")
+    model(*batch()).square().sum().backward()
+    for weight in embeddings:
+        assert torch.equal(weight[0], torch.zeros(32))
+        assert torch.equal(weight.grad[0], torch.zeros(32))
+        assert weight.grad.abs().sum() > 0
+    assert (model.output.weight.grad[0].abs().sum() == 0) == (tying != "none")
+
+
+def test_initialisation_is_xavier_uniform():
+    model = Transformer(TransformerConfig(vocab_size=300, encoder_layers=1, decoder_layers=1))
+    weight = model.encoder.layers[0].feed_forward.inner.weight
+    bound = math.sqrt(6 / (512 + 2048))
+    assert bound * 0.999 < weight.abs().max() <= bound
+    assert model.encoder.layers[0].feed_forward.inner.bias.abs().max() == 0
+    assert torch.equal(model.encoder.layers[0].feed_forward_norm.weight, torch.ones(512))
+
+
+def test_dropout_is_a_function_of_the_seeds(monkeypatch):
+    model = Transformer(dataclasses.replace(SMALL, dropout=0.2, attention_dropout=0.2, ffn_dropout=0.2))
+    source, target = batch()
+    seeds = torch.stack((torch.full((model.dropout_sites,), 7), torch.arange(model.dropout_sites)), dim=1)
+    first = model(source, target, seeds=seeds)
+    assert torch.equal(model(source, target, seeds=seeds), first)
+    for site in range(model.dropout_sites):
+        other = seeds.clone()
+        other[site, 0] = 8
+        assert not torch.equal(model(source, target, seeds=other), first), f"site {site} drops nothing"
+    with pytest.raises(ValueError, match=r"seeds has shape \(3, 2\), expected \(22, 2\)"):
+        model(source, target, seeds=seeds[:3])
+
+    draws = []
+    draw = torch.randint
+    monkeypatch.setattr(torch, "randint", lambda *args, **kwargs: draws.append(args) or draw(*args, **kwargs))
+    torch.manual_seed(3)
+    drawn = model(source, target)
+    assert len(draws) == 1
+    torch.manual_seed(3)
+    assert torch.equal(model(source, target), drawn)
+    assert not torch.equal(model(source, target), drawn)
+    model.eval()
+    assert torch.equal(model(source, target), model(source, target, seeds=seeds))
+    assert len(draws) == 3
+
+
+@torch.no_grad()
+def test_attention_weights(model):
+    source, target = batch()
+    weights = AttentionWeights()
+    logits = model(source, target, weights=weights)
+    torch.testing.assert_close(logits, model(source, target), **CLOSE)
+    assert [len(layers) for layers in (weights.encoder, weights.decoder, weights.cross)] == [2, 2, 2]
+    for layer in range(2):
+        for probabilities, columns in ((weights.encoder, 9), (weights.decoder, 7), (weights.cross, 9)):
+            assert probabilities[layer].shape == (
+                2,
+                4,
+                9 if columns == 9 and probabilities is weights.encoder else 7,
+                columns,
+            )
+        # The second sentence has 4 source and 5 target tokens; nothing looks at what comes after them, or ahead.
+        for probabilities in (weights.encoder[layer][1, :, :4], weights.cross[layer][1, :, :5]):
+            torch.testing.assert_close(probabilities.sum(-1), torch.ones(probabilities.shape[:-1]))
+            assert probabilities[..., 4:].abs().max() == 0
+        assert weights.decoder[layer].triu(1).abs().max() == 0
+
+
+@torch.no_grad()
+def test_a_window_restricts_self_attention():
+    weights = AttentionWeights()
+    Transformer(VARIANTS["window"]).eval()(*batch((9,), (7,)), weights=weights)
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    outside = (j < i - 2) | (j > i + 1)
+    assert weights.encoder[0][0, :, outside].abs().max() == 0
+    assert weights.encoder[0][0, :, ~outside].abs().min() > 0
+    outside = (j < i - 2) | (j > i)
+    assert weights.decoder[0][0, :, outside[:7, :7]].abs().max() == 0
+
+
+def test_autocast_keeps_the_residual_stream_in_float32():
+    model = Transformer(SMALL)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, fastattn.DropoutAddLayerNorm):
+            module.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, args[1].dtype, out.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(*batch())
+    assert logits.dtype == torch.bfloat16
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}
+    logits.float().logsumexp(-1).sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_copy_is_independent_and_a_state_dict_restores_it():
+    model = Transformer(SMALL).eval()
+    other = copy.deepcopy(model)
+    assert other.output.weight is other.source_embedding.weight is not model.output.weight
+    fresh = Transformer(SMALL).eval()
+    fresh.load_state_dict(model.state_dict())
+    source, target = batch()
+    with torch.no_grad():
+        assert torch.equal(fresh(source, target), model(source, target))
+        other.output.weight.zero_()
+        assert torch.equal(fresh(source, target), model(source, target))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0, expected an integer of at least 1"),
+        ({"d_model": 33, "num_heads": 3}, "d_model is 33, expected an even number"),
+        ({"num_heads": 5}, "num_heads is 5, expected a divisor of d_model=32"),
+        ({"dropout": 1.0}, r"dropout is 1.0, expected a rate in \[0, 1\)"),
+        ({"ffn_dropout": "0.1"}, "ffn_dropout is '0.1', expected a rate"),
+        ({"norm_eps": 0}, "norm_eps is 0, expected a positive number"),
+        ({"positions": "rotary"}, "positions is 'rotary', expected one of sinusoidal, learned"),
+        ({"tying": "some"}, "tying is 'some', expected one of all, output, none"),
+        ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\), expected two integers"),
+        ({"head_dim": 0}, "head_dim is 0, expected None or an integer"),
+        ({"eos_id": 1}, "a piece of its own"),
+        ({"pad_id": 40}, r"pad_id is 40, expected a piece of its own in \[0, 40\)"),
+        ({"norm_first": 1}, "norm_first is 1, expected True or False"),
+    ],
+)
+def test_a_bad_configuration_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_a_configuration_survives_json():
+    for config in VARIANTS.values():
+        assert TransformerConfig.from_json(config.to_json()) == config
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[1]", "given list"),
+        ('{"vocab_size": 8, "rotary": 1}', r"given \['rotary'\]"),
+        ("{}", "needs vocab_size"),
+    ):
+        with pytest.raises(InputError, match=message):
+            TransformerConfig.from_json(text)
+    with pytest.raises(InputError, match="unknown preset 'huge', expected one of tiny, base, big"):
+        TransformerConfig.preset("huge", 100)
