@@ -201,13 +201,8 @@ def _residual_bytes(case: Case) -> int:
 # --- a training step (training.py has its contestants) ---
 
 BASE: dict[str, Any] = {
-    "vocab_size": 8000,
-    "d_model": 512,
-    "d_ff": 2048,
-    "num_heads": 8,
-    "encoder_layers": 6,
-    "decoder_layers": 6,
-}
+    "vocab_size": 8000, "d_model": 512, "d_ff": 2048, "num_heads": 8, "encoder_layers": 6, "decoder_layers": 6
+}  # fmt: skip
 
 
 def _training_flops(case: Case) -> int:
