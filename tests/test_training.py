@@ -401,6 +401,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
         read(saved)
 
 
+def test_weights_must_fit_the_configuration(tmp_path, verses):
+    saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], {})
+    other = dataclasses.replace(small_model().config, d_ff=65)
+    (saved / "config.json").write_text(other.to_json())
+    with pytest.raises(InputError, match=r"model.safetensors does not fit config.json: they differ in decoder.*inner"):
+        checkpoint.load(saved)
+
+
 def test_an_interrupted_write_is_no_checkpoint(tmp_path, verses, monkeypatch):
     """Whatever call of a save is its last: what is found afterwards is complete, and the next save works."""
     _, _, tokenizer = verses
@@ -413,7 +421,7 @@ def test_an_interrupted_write_is_no_checkpoint(tmp_path, verses, monkeypatch):
     def killed(*args, **kwargs):
         raise Killed
 
-    for target in ("safetensors.torch.save_model", "torch.save", "os.fsync", "pathlib.Path.rename"):
+    for target in ("safetensors.torch.save_file", "torch.save", "os.fsync", "pathlib.Path.rename"):
         with monkeypatch.context() as patch:
             patch.setattr(target, killed)
             with pytest.raises(Killed):
