@@ -1,9 +1,12 @@
-"""The `fastattn` command: train, translate, evaluate, info, demo."""
+"""The `fastattn` command: train, translate, evaluate, bench, info, demo."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import NoReturn
+
+from fastattn import bench, info
+from fastattn.translation.errors import InputError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -16,8 +19,6 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
-    from fastattn.translation.errors import InputError
-
     try:
         options.run(options)
     except (InputError, OSError) as error:
@@ -147,9 +148,11 @@ def _translations(options: argparse.Namespace, lines: list[str]) -> list[str]:
     return translate(model, tokenizer, lines, **search)
 
 
-def _info(options: argparse.Namespace) -> None:
-    from fastattn import info
+def _bench(options: argparse.Namespace) -> None:
+    bench.main(options)
 
+
+def _info(options: argparse.Namespace) -> None:
     print(info.report())
 
 

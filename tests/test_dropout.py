@@ -49,9 +49,7 @@ def test_mask_at_tile_edges(backend, rows):
             assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33), (2**16 + 3, 2, 3)], ids=str
-)
+@pytest.mark.parametrize("shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33)], ids=str)
 def test_mask_shapes(backend, shape):
     """One dimension is one row."""
     mask = dropout_mask(shape, 0.3, SEED)

@@ -1,8 +1,11 @@
 """What README shows does what it says."""
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
+
+from fastattn import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -24,3 +27,11 @@ def test_python_blocks_run():
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(block, namespace)
+
+
+def test_commands_are_understood():
+    """Every `fastattn` line of README parses, with the options that it shows."""
+    block = re.search(r"## Translate\n.*?```sh\n(.*?)```", README, re.DOTALL)[1]
+    commands = re.findall(r"^(?:.*\| )?fastattn (.*)$", block, re.MULTILINE)
+    parsed = [cli._parser().parse_args(shlex.split(command)).command for command in commands]
+    assert parsed == ["train", "translate", "evaluate", "info"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastattn.backends import choose
 from fastattn.backends.reference.attention import empty_heads
@@ -323,17 +322,17 @@ def _lower_right(name: str, causal_variant: str) -> bool:
 
 
 def _causal_bias(
-    name: str, attn_mask: Tensor | None, is_causal: bool, causal_variant: str, rows: int, columns: int
+    name: str, attn_mask: Any, is_causal: bool, causal_variant: str, rows: int, columns: int
 ) -> tuple[Tensor | None, bool, str]:
     """torch's CausalBias as is_causal and its variant."""
-    if not isinstance(attn_mask, CausalBias):
+    if type(attn_mask).__name__ != "CausalBias":  # by name: importing its module doubles the time of `import fastattn`
         return attn_mask, is_causal, causal_variant
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (rows, columns):
         raise ValueError(
             f"{name}: attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, "
             f"but there are {rows} and {columns}"
         )
-    variant = "upper_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "lower_right"
+    variant = attn_mask.variant.name.lower()
     if is_causal and variant != causal_variant:
         raise ValueError(
             f"{name}: attn_mask is a {variant} CausalBias, is_causal means causal_variant={causal_variant!r}; give one"

@@ -35,7 +35,7 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
 def scale(function: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         raise ValueError(f"{function}: scale must be finite, got {value}")
     return float(value)
 

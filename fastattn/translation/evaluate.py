@@ -14,8 +14,9 @@ from fastattn.translation.model import Transformer
 
 @torch.no_grad()
 def correct_guesses(logits: Tensor, labels: Tensor, pad_id: int) -> Tensor:
-    """Number of labels (N,), padding left out, that have the highest of logits (N, V): int64 scalar."""
-    return ((logits.argmax(-1) == labels) & (labels != pad_id)).sum()
+    """Number of labels (N,), padding left out, above whose logit of (N, V) there is none: int64 scalar."""
+    guessed = logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)  # argmax takes ten times as long on a CPU
+    return (guessed & (labels != pad_id)).sum()
 
 
 @torch.no_grad()

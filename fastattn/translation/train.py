@@ -109,7 +109,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def update(self) -> Tensor:
-        """One update on the next batch: summed smoothed loss, summed NLL, correct guesses, target tokens: float64 (4,)."""
+        """One update on the next batch: loss, NLL, correct guesses, target tokens, all summed: float64 (4,)."""
         if self._batches is None:
             self._batches = self.text.epochs(self.options.batch_tokens, self.options.seed, self.epoch, self.place)
         self.epoch, self.place, batch = next(self._batches)

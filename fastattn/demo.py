@@ -1,0 +1,79 @@
+"""`fastattn demo`: what this machine has, that it computes right, how fast, and a small translator trained on it."""
+
+import time
+from pathlib import Path
+
+import torch
+
+import fastattn
+from fastattn import bench, info
+from fastattn.bench import contest
+from fastattn.bench.cases import Case
+from fastattn.translation import checkpoint, plots
+from fastattn.translation.data import read_lines
+from fastattn.translation.evaluate import bleu
+from fastattn.translation.search import translate
+from fastattn.translation.train import read_metrics, train
+
+VERSES = Path(fastattn.__file__).parent / "verses"
+TRAINING_MINUTES = 1.8
+SCORED = 100  # sentences of the test text
+SHOWN = 5
+
+CHECKS = [
+    Case("attention", (2, 4, 200, 64), backward=True, padding="lengths", causal=True, dropout=0.1),
+    Case("attention", (2, 4, 200, 64), torch.bfloat16, backward=True, padding="mask", dropout=0.1),
+    Case("softmax_dropout", (500, 300), backward=True, dropout=0.1),
+    Case("layer_norm", (500, 300), backward=True),
+    Case("dropout_add_layer_norm", (500, 300), torch.bfloat16, backward=True, dropout=0.1),
+    Case("dropout", (500, 300), backward=True, dropout=0.1),
+]
+
+
+def run(out: str | None = None) -> None:
+    """The whole demo; what it makes goes into the new folder ``out``.
+
+    Raises:
+        InputError: ``out`` exists and is not empty, or the ``train`` extra is not installed.
+    """
+    folder = Path(out or time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
+    _title("This machine")
+    print(info.report())
+
+    _title("Each operation against the reference")
+    for case in CHECKS:
+        errors = contest.check(case)
+        print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
+
+    _title("Speed beside torch's own operations")
+    print(bench.speed_table())
+
+    _title(f"A translator from English to Spanish: the preset `tiny`, {60 * TRAINING_MINUTES:.0f} seconds of training")
+    text, dev, test = (
+        (VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
+        for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
+    )
+    best = train(text, dev, folder, max_minutes=TRAINING_MINUTES, save_every=10_000)
+
+    model, tokenizer = checkpoint.load(best)
+    sources, references = (read_lines(path)[:SCORED] for path in test)
+    translations = translate(model, tokenizer, sources)
+    _title("Sentences that it has not seen")
+    shown = sorted(range(SCORED), key=lambda i: len(sources[i]))[:: SCORED // SHOWN // 2][:SHOWN]
+    for i in shown:
+        print(f"source       {sources[i]}\ntranslation  {translations[i]}\nreference    {references[i]}\n")
+    score, signature = bleu(translations, references)
+    print(f"BLEU {score:.1f} on {SCORED} sentences of the test text ({signature}).")
+    print(
+        "After two minutes it knows the language's words and phrases, but hardly yet what the source says: expect a\n"
+        "BLEU of a few points. `fastattn train` for twenty minutes on the same text reaches far more."
+    )
+
+    plots.loss_curve(read_metrics(folder), folder / "loss.png")
+    weights, rows, columns = plots.cross_attention(model, tokenizer, sources[shown[1]], translations[shown[1]])
+    plots.heat_map(weights, rows, columns, folder / "attention.png")
+    print(f"\n{folder} holds loss.png, attention.png and the model. Try: fastattn translate {folder} --input FILE")
+
+
+def _title(text: str) -> None:
+    print(f"\n== {text} ==\n", flush=True)
