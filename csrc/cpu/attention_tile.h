@@ -536,13 +536,15 @@ struct MaskBuffers {
 // Adds a mask of floats to the scores, and writes -inf where a query does not see the key.
 inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers, float* score) {
   uint64_t* seen = buffers.seen;
+  // Lanes beyond the queries see nothing: what a mask adds to them is arbitrary.
+  const uint64_t present = ~(uint64_t)0 >> (kWord - t.queries);
   for (int j = 0; j < t.keys; ++j) {
-    seen[j] = ~(uint64_t)0;
+    seen[j] = present;
     if (t.window == Cover::all) continue;
     const int64_t offset = t.key + j - s.diagonal - t.query;  // query i is offset - i keys away from the diagonal
     const int64_t first = a.window_right < 0 ? 0 : greater(offset - a.window_right, (int64_t)0);
     const int64_t last = a.window_left < 0 ? kWord - 1 : smaller(offset + a.window_left, (int64_t)kWord - 1);
-    seen[j] = first > last ? 0 : ~(uint64_t)0 >> (kWord - 1 - last) & ~(uint64_t)0 << first;
+    seen[j] = first > last ? 0 : present & ~(uint64_t)0 >> (kWord - 1 - last) & ~(uint64_t)0 << first;
   }
   const AttentionMask& m = a.mask;
   const bool masked = m.data && (t.mask == Cover::some || m.dtype != Dtype::boolean);
