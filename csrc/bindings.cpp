@@ -6,6 +6,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <sys/mman.h>
+
 #include <optional>
 #include <string>
 #include <tuple>
@@ -75,12 +77,24 @@ int32_t shim_dtype(ScalarType dtype) {
   STD_TORCH_CHECK(false, "no output of dtype ", torch::headeronly::toString(dtype));
 }
 
+// Fresh memory costs a page fault for every 4 KiB, more than the kernels' own work on it; huge pages cost 512 times fewer.
+void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
+  constexpr int64_t kWorthwhile = 4 << 20;
+  constexpr uintptr_t kPage = 4096;
+  if (bytes < kWorthwhile) return;
+  const uintptr_t first = (uintptr_t)tensor.mutable_data_ptr();
+  const uintptr_t begin = (first + kPage - 1) & ~(kPage - 1), end = (first + (uintptr_t)bytes) & ~(kPage - 1);
+  madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a hint: kernels without huge pages refuse it
+}
+
 // Not through the dispatcher, which costs as much as a small operation.
 Tensor empty_strided(Sizes sizes, Sizes strides, ScalarType dtype) {
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
                                                          shim_dtype(dtype), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  const Tensor tensor(handle);
+  prefer_huge_pages(tensor, tensor.numel() * (dtype == ScalarType::Float ? 4 : dtype == ScalarType::Bool ? 1 : 2));
+  return tensor;
 }
 
 constexpr int kMaxDims = 64;  // torch's own limit
@@ -93,6 +107,22 @@ Tensor empty(Sizes sizes, ScalarType dtype) {
   }
   return empty_strided(sizes, Sizes(strides, sizes.size()), dtype);
 }
+
+// A call's scratch memory: on the stack where it is small.
+struct Workspace {
+  static constexpr int64_t kLocal = 8192;
+  alignas(64) char local[kLocal];
+  std::optional<Tensor> tensor;
+  void* data = local;
+
+  Workspace(const Workspace&) = delete;
+  explicit Workspace(int64_t bytes) {
+    if (bytes <= kLocal) return;
+    const int64_t floats = (bytes + 3) / 4;
+    tensor = empty(Sizes(&floats, 1), ScalarType::Float);
+    data = tensor->mutable_data_ptr();
+  }
+};
 
 Seed seed_of(const Tensor& seed) {
   STD_TORCH_CHECK(seed.scalar_type() == ScalarType::Long && seed.numel() == 2,
@@ -465,20 +495,19 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
 
 // weight or bias as float32, which almost always they are.
 struct Parameter {
-  std::optional<Tensor> tensor;
+  std::optional<Tensor> dense;
+  std::optional<Workspace> converted;
   const float* values = nullptr;
 
-  explicit Parameter(const std::optional<Tensor>& source, const char* name) {
+  Parameter(const std::optional<Tensor>& source, const char* name) {
     if (!source) return;
     const Dtype dtype = dtype_of(*source, name);
-    const Tensor dense = source->is_contiguous() ? *source : torch::stable::contiguous(*source);
-    if (dtype == Dtype::float32) {
-      tensor = dense;
-    } else {
-      tensor = empty(dense.sizes(), ScalarType::Float);
-      table().layer_norm->to_float32(dense.const_data_ptr(), dtype, dense.numel(), tensor->mutable_data_ptr<float>());
-    }
-    values = tensor->const_data_ptr<float>();
+    dense = source->is_contiguous() ? *source : torch::stable::contiguous(*source);
+    values = (const float*)dense->const_data_ptr();
+    if (dtype == Dtype::float32) return;
+    converted.emplace(dense->numel() * 4);
+    table().layer_norm->to_float32(values, dtype, dense->numel(), (float*)converted->data);
+    values = (const float*)converted->data;
   }
 };
 
@@ -559,12 +588,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
   problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
   problem.weight_dtype = problem.bias_dtype = dtype_of(grad_weight, "weight");
-  const int64_t size = table().layer_norm->workspace(problem);
-  std::optional<Tensor> workspace;
-  if (size > 0) {
-    workspace = empty(Sizes(&size, 1), ScalarType::Float);
-    problem.workspace = workspace->mutable_data_ptr<float>();
-  }
+  const Workspace workspace(table().layer_norm->workspace(problem) * 4);
+  problem.workspace = (float*)workspace.data;
   table().layer_norm->backward(problem, torch_threads());
   return {grad_x, grad_input, grad_weight, grad_bias};
 }
@@ -628,11 +653,6 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   return torch::stable::contiguous(*tensor);
 }
 
-Tensor bytes(int64_t count) {
-  const int64_t floats = (count + 3) / 4;
-  return empty(Sizes(&floats, 1), ScalarType::Float);
-}
-
 std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optional<Tensor>& attn_mask,
                                            const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
                                            double scale, int64_t window_left, int64_t window_right, bool lower_right,
@@ -648,8 +668,8 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
   problem.out = out.mutable_data_ptr();
   problem.stats = stats.mutable_data_ptr<float>();
   const Parallel parallel = torch_threads();
-  Tensor workspace = bytes(table().softmax_dropout->forward_workspace(problem, parallel));
-  problem.workspace = (char*)workspace.mutable_data_ptr();
+  const Workspace workspace(table().softmax_dropout->forward_workspace(problem, parallel));
+  problem.workspace = (char*)workspace.data;
   table().softmax_dropout->forward(problem, parallel);
   return {out, stats};
 }
@@ -680,8 +700,8 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
     for (int64_t d = 0; d < 4; ++d) problem.full[d] = attn_mask->size(d) == x.size(d);
   }
   const Parallel parallel = torch_threads();
-  Tensor workspace = bytes(table().softmax_dropout->backward_workspace(problem, parallel));
-  problem.workspace = (char*)workspace.mutable_data_ptr();
+  const Workspace workspace(table().softmax_dropout->backward_workspace(problem, parallel));
+  problem.workspace = (char*)workspace.data;
   table().softmax_dropout->backward(problem, parallel);
   return {grad_input, grad_mask};
 }
