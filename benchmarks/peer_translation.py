@@ -49,11 +49,11 @@ class TorchTransformer(nn.Module):
         x = F.embedding(tokens, self.output.weight, self.config.pad_id) * self.config.d_model**0.5
         return self.dropout(x + self.positions(0, tokens.shape[1]))
 
-    def forward(self, source, target, source_lengths, target_lengths, seeds=None) -> Tensor:
+    def features(self, source, target, source_lengths, target_lengths, seeds=None) -> Tensor:
         hidden = torch.arange(source.shape[1]) >= source_lengths[:, None]
         length = target.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.bool)
-        features = self.transformer(
+        return self.transformer(
             self.embed(source),
             self.embed(target),
             tgt_mask=causal,
@@ -61,7 +61,9 @@ class TorchTransformer(nn.Module):
             memory_key_padding_mask=hidden,
             tgt_is_causal=True,
         )
-        return self.output(features)
+
+    def projection(self, features: Tensor) -> tuple[Tensor, Tensor, None]:
+        return features, self.output.weight, None
 
 
 @torch.inference_mode()
@@ -72,7 +74,8 @@ def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batc
         target = torch.full((len(index), 1), model.config.bos_id)
         finished = torch.zeros(len(index), dtype=torch.bool)
         while not finished.all() and target.shape[1] < source.shape[1] + EXTRA_TOKENS:
-            token = model(source, target, lengths, None)[:, -1].argmax(-1).masked_fill(finished, model.config.eos_id)
+            token = model.output(model.features(source, target, lengths, None)[:, -1]).argmax(-1)
+            token.masked_fill_(finished, model.config.eos_id)
             target, finished = torch.cat((target, token[:, None]), 1), finished | (token == model.config.eos_id)
         found += tokenizer.decode(target.tolist())
     return found
