@@ -11,8 +11,8 @@ from fastattn.translation.data import Batch
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
-# Logits made at a time: 16 MB as float32. The C library keeps a block of that size; a fresh one of each update would cost
-# a page fault for every 4 KB.
+# Logits made at a time: 16 MB as float32, a block that the C library keeps when it is freed. Larger ones go back to the
+# system, and each update would pay a page fault for every 4 KB of them.
 LOSS_ELEMENTS = 2**22
 
 
