@@ -7,15 +7,29 @@
 namespace fastattn {
 namespace {
 
-constexpr int kChunkTiles = 64;
+constexpr int kChunkTiles = 256;
 constexpr int kChunk = kChunkTiles * kTileColumns;
+
+// The keep bits of a block of rows for kChunk columns, which are all of most problems.
+struct KeepChunk {
+  uint32_t bits[kTileRows][kChunkTiles];
+  int64_t loaded = -1;
+
+  template <class Problem>
+  FASTATTN_INLINE void load(const Problem& p, const RowBlock& block, int64_t column) {
+    if (p.threshold == 0 || loaded == column) return;
+    keep_block(p.seed, p.threshold, block, column / kTileColumns,
+               ceil_div(smaller(p.columns, column + kChunk), kTileColumns), bits[0], kChunkTiles);
+    loaded = column;
+  }
+};
 
 // ---- forward ----
 
 // Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy.
 template <class T>
-void normalize_row(const T* x, const float* weight, const float* bias, T* out, int64_t columns, float eps, float* mean,
-                   float* rstd) {
+void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
+  const int64_t columns = p.columns;
   vf total[4] = {}, squares[4] = {};
   int64_t j = 0;
   for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
@@ -35,21 +49,23 @@ void normalize_row(const T* x, const float* weight, const float* bias, T* out, i
     squares[0] = fma(d, d, squares[0]);
   }
   const float variance = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
-  const float scale = 1.0f / sqrtf(variance + eps);
-  *mean = center;
-  *rstd = scale;
+  const float scale = 1.0f / sqrtf(variance + p.eps);
+  p.mean[row] = center;
+  p.rstd[row] = scale;
 
+  const OutputRow<T> out(p.out, row * columns, p.matrices * p.rows * columns);
+  const float *weight = p.weight, *bias = p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
       const vf xhat = (load_lanes(x + j, n) - center) * scale;
-      store_lanes(out + j, fma(xhat, load_lanes(weight + j, n), load_lanes(bias + j, n)), n);
+      out.put(j, fma(xhat, load_lanes(weight + j, n), load_lanes(bias + j, n)), n);
     });
   else
     for_each_vector(columns, [&](int64_t j, int n) {
       vf y = (load_lanes(x + j, n) - center) * scale;
       if (weight) y *= load_lanes(weight + j, n);
       if (bias) y += load_lanes(bias + j, n);
-      store_lanes(out + j, y, n);
+      out.put(j, y, n);
     });
 }
 
@@ -69,8 +85,7 @@ void normalize(const LayerNorm& p, const Parallel& parallel) {
     for (int r = 0; r < block.rows; ++r) {
       if (!block.has(r)) continue;
       const int64_t row = block.z * p.rows + block.first + r;
-      normalize_row((const T*)p.input + row * p.input_row, p.weight, p.bias, (T*)p.out + row * p.columns, p.columns,
-                    p.eps, p.mean + row, p.rstd + row);
+      normalize_row(p, (const T*)p.input + row * p.input_row, row);
     }
   });
 }
@@ -80,24 +95,18 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
   const float scale = dropout_scale(p.threshold);
   for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
     const int64_t first = block.z * p.rows + block.first;
+    KeepChunk keep;
     for (int64_t column = 0; column < p.columns; column += kChunk) {
       const int64_t n = smaller(kChunk, p.columns - column);
-      uint32_t keep[kTileRows][kChunkTiles];
-      if (p.threshold > 0)
-        keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + n, kTileColumns), keep[0],
-                   kChunkTiles);
+      keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r)
         if (block.has(r))
           add_row((const Input*)p.input + (first + r) * p.input_row + column,
                   (const Residual*)p.residual + (first + r) * p.residual_row + column,
-                  (Sum*)p.sum + (first + r) * p.columns + column, n, p.threshold > 0 ? keep[r] : nullptr, scale);
+                  (Sum*)p.sum + (first + r) * p.columns + column, n, p.threshold > 0 ? keep.bits[r] : nullptr, scale);
     }
-    for (int r = 0; r < block.rows; ++r) {
-      if (!block.has(r)) continue;
-      const int64_t row = first + r;
-      normalize_row((const Sum*)p.sum + row * p.columns, p.weight, p.bias, (Sum*)p.out + row * p.columns, p.columns,
-                    p.eps, p.mean + row, p.rstd + row);
-    }
+    for (int r = 0; r < block.rows; ++r)
+      if (block.has(r)) normalize_row(p, (const Sum*)p.sum + (first + r) * p.columns, first + r);
   });
 }
 
@@ -136,6 +145,7 @@ void forward(const LayerNorm& problem, const Parallel& parallel) {
 // The sums over rows are made in a fixed number of chunks of row blocks, then added in order: the same bits for every
 // number of threads.
 constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768;
+constexpr int kGroup = 4;  // rows that are handled together
 
 struct Chunks {
   int64_t blocks_per_matrix, blocks, per_chunk, count;
@@ -148,67 +158,58 @@ struct Chunks {
   }
 };
 
-// Rows of one block that are handled together, so that the sums over rows are loaded and stored less often.
-constexpr int kGroup = 4;
-
-template <int R, class T>
-FASTATTN_INLINE void backward_rows(const LayerNormBackward& p, const int64_t* rows, float* weight_sum,
-                                   float* bias_sum) {
+// R rows of a block from `row` on together, so that the sums over rows are loaded and stored less often.
+template <int R, class T, class Input>
+FASTATTN_INLINE void backward_rows(const LayerNormBackward& p, const RowBlock& block, int row, KeepChunk& keep,
+                                   float* weight_sum, float* bias_sum) {
+  const int64_t first = block.z * p.rows + block.first + row, elements = p.matrices * p.rows * p.columns;
+  const float *weight = p.weight, kept_scale = dropout_scale(p.threshold);
+  const bool drop = p.threshold > 0;
   const T *dy[R], *x[R];
-  vf mean[R], rstd[R], g_total[R], gx_total[R];
+  vf mean[R], rstd[R], g_mean[R], gx_mean[R];
   for (int r = 0; r < R; ++r) {
-    dy[r] = (const T*)p.grad_out + rows[r] * p.grad_out_row;
-    x[r] = (const T*)p.x + rows[r] * p.x_row;
-    mean[r] = splat(p.mean[rows[r]]);
-    rstd[r] = splat(p.rstd[rows[r]]);
-    g_total[r] = gx_total[r] = vf{};
+    dy[r] = (const T*)p.grad_out + (first + r) * p.grad_out_row;
+    x[r] = (const T*)p.x + (first + r) * p.x_row;
+    mean[r] = splat(p.mean[first + r]);
+    rstd[r] = splat(p.rstd[first + r]);
+    g_mean[r] = gx_mean[r] = vf{};
   }
   for_each_vector(p.columns, [&](int64_t j, int n) {
-    const vf weight = p.weight ? load_lanes(p.weight + j, n) : splat(1.0f);
+    const vf w = weight ? load_lanes(weight + j, n) : splat(1.0f);
     vf dw = {}, db = {};
     for (int r = 0; r < R; ++r) {
-      const vf grad = load_lanes(dy[r] + j, n), g = grad * weight;
+      const vf grad = load_lanes(dy[r] + j, n), g = grad * w;
       const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
       dw = fma(grad, xhat, dw);
       db += grad;
-      g_total[r] += g;
-      gx_total[r] = fma(g, xhat, gx_total[r]);
+      g_mean[r] += g;
+      gx_mean[r] = fma(g, xhat, gx_mean[r]);
     }
     if (weight_sum) store_lanes(weight_sum + j, load_lanes(weight_sum + j, n) + dw, n);
     if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + db, n);
   });
-  for (int r = 0; r < R; ++r) {
-    const float g_mean = sum(g_total[r]) / (float)p.columns, gx_mean = sum(gx_total[r]) / (float)p.columns;
-    T* grad_x = (T*)p.grad_x + rows[r] * p.columns;
-    const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + rows[r] * p.grad_sum_row : nullptr;
-    for_each_vector(p.columns, [&](int64_t j, int n) {
-      vf g = load_lanes(dy[r] + j, n);
-      if (p.weight) g *= load_lanes(p.weight + j, n);
-      const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
-      vf dx = (g - g_mean - xhat * gx_mean) * rstd[r];
-      if (grad_sum) dx += load_lanes(grad_sum + j, n);
-      store_lanes(grad_x + j, dx, n);
-    });
-  }
-}
 
-template <class T, class Input>
-void dropout_backward_block(const LayerNormBackward& p, const RowBlock& block) {
-  const float scale = dropout_scale(p.threshold);
-  const int64_t first = block.z * p.rows + block.first;
-  for (int64_t column = 0; column < p.columns; column += kChunk) {
-    const int64_t columns = smaller(kChunk, p.columns - column);
-    uint32_t keep[kTileRows][kChunkTiles];
-    if (p.threshold > 0)
-      keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + columns, kTileColumns), keep[0],
-                 kChunkTiles);
-    for (int r = 0; r < block.rows; ++r) {
-      const T* grad_x = (const T*)p.grad_x + (first + r) * p.columns + column;
-      Input* grad_input = (Input*)p.grad_input + (first + r) * p.columns + column;
-      for_each_vector(columns, [&](int64_t j, int n) {
-        vf grad = load_lanes(grad_x + j, n);
-        if (p.threshold > 0) grad = keep_bits(keep[r][j / 32] >> j % 32, grad * scale);
-        store_lanes(grad_input + j, grad, n);
+  for (int r = 0; r < R; ++r) {
+    const vf g_center = splat(sum(g_mean[r]) / (float)p.columns), gx_center = splat(sum(gx_mean[r]) / (float)p.columns);
+    const int64_t offset = (first + r) * p.columns;
+    const OutputRow<T> grad_x(p.grad_x, offset, elements);
+    const OutputRow<Input> grad_input(p.grad_input, offset, elements);
+    const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + (first + r) * p.grad_sum_row : nullptr;
+    const bool through_dropout = p.grad_input;
+    for (int64_t column = 0; column < p.columns; column += kChunk) {
+      keep.load(p, block, column);
+      const uint32_t* bits = keep.bits[row + r];
+      for_each_vector(smaller(kChunk, p.columns - column), [&](int64_t k, int n) {
+        const int64_t j = column + k;
+        vf g = load_lanes(dy[r] + j, n);
+        if (weight) g *= load_lanes(weight + j, n);
+        const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
+        vf dx = (g - g_center - xhat * gx_center) * rstd[r];
+        if (grad_sum) dx += load_lanes(grad_sum + j, n);
+        grad_x.put(j, dx, n);
+        if (!through_dropout) return;
+        if (drop) dx = keep_bits(bits[k / 32] >> k % 32, dx * kept_scale);
+        grad_input.put(j, dx, n);
       });
     }
   }
@@ -246,13 +247,13 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
       block.first = i % chunks.blocks_per_matrix * kTileRows;
       block.rows = (int)smaller(kTileRows, p.rows - block.first);
       block.line_begin = 0, block.line_end = 8;
-      int64_t rows[kTileRows];
-      for (int r = 0; r < block.rows; ++r) rows[r] = block.z * p.rows + block.first + r;
-      int r = 0;
-      for (; r + kGroup <= block.rows; r += kGroup) backward_rows<kGroup, T>(p, rows + r, weight_sum, bias_sum);
-      for (; r < block.rows; ++r) backward_rows<1, T>(p, rows + r, weight_sum, bias_sum);
-      if (p.grad_input) dropout_backward_block<T, Input>(p, block);
+      KeepChunk keep;
+      int row = 0;
+      for (; row + kGroup <= block.rows; row += kGroup)
+        backward_rows<kGroup, T, Input>(p, block, row, keep, weight_sum, bias_sum);
+      for (; row < block.rows; ++row) backward_rows<1, T, Input>(p, block, row, keep, weight_sum, bias_sum);
     }
+    finish_stream();
   });
 
   constexpr int64_t kStretch = 1024;
