@@ -44,7 +44,7 @@ def baseline() -> report.Report | None:
 def gate(request, benchmark, baseline):
     """gate(case): fails unless ours is right, and as fast as the case's floor and the recorded ratio ask."""
 
-    def gate(case: Case, budget: float = 0.5, rounds: tuple[int, int] = (5, 51)) -> None:
+    def gate(case: Case, budget: float = 0.5, rounds: tuple[int, int] = (6, 100)) -> None:
         wrong = contest.check(case)
         if wrong:
             pytest.fail(f"{case.name}: {'; '.join(wrong)}", pytrace=False)

@@ -14,4 +14,4 @@ def pytest_generate_tests(metafunc):
 
 
 def test_sweep(gate, case):
-    gate(case, budget=0.2, rounds=(3, 21))
+    gate(case, budget=0.2, rounds=(4, 40))

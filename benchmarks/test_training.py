@@ -7,4 +7,4 @@ from fastattn.bench.cases import training
 
 @pytest.mark.parametrize("case", training(), ids=lambda case: case.name)
 def test_training_step(gate, case):
-    gate(case, rounds=(3, 5))
+    gate(case, rounds=(4, 6))

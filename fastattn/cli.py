@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,11 +114,12 @@ def _translate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.data import decode_lines, read_lines
 
+    translate = _translator(options)
     if options.input is None:
         lines = decode_lines(sys.stdin.buffer.read(), "standard input")
     else:
         lines = read_lines(options.input)
-    text = "".join(f"{line}\n" for line in _translations(options, lines))
+    text = "".join(f"{line}\n" for line in translate(lines))
     if options.output is None:
         sys.stdout.buffer.write(text.encode())
         sys.stdout.flush()
@@ -129,15 +132,17 @@ def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation.data import read_parallel
     from fastattn.translation.evaluate import bleu
 
+    translate = _translator(options)
     sources, references = read_parallel(*options.test)
-    translations = _translations(options, sources)
+    translations = translate(sources)
     if options.output is not None:
         checkpoint.replace_text(Path(options.output), "".join(f"{line}\n" for line in translations))
     score, signature = bleu(translations, references)
     print(f"BLEU {score:.2f} on {len(references)} sentences\n{signature}")
 
 
-def _translations(options: argparse.Namespace, lines: list[str]) -> list[str]:
+def _translator(options: argparse.Namespace) -> Callable[[list[str]], list[str]]:
+    """Translates lines with the model and the search that the options name."""
     import torch
 
     from fastattn.translation import checkpoint
@@ -145,7 +150,7 @@ def _translations(options: argparse.Namespace, lines: list[str]) -> list[str]:
 
     model, tokenizer = checkpoint.load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
     search = {"beam": options.beam, "length_penalty": options.length_penalty, "batch_size": options.batch_size}
-    return translate(model, tokenizer, lines, **search)
+    return partial(translate, model, tokenizer, **search)
 
 
 def _bench(options: argparse.Namespace) -> None:

@@ -208,13 +208,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         sizes = self._projection_sizes
         if self._qkv_same_embed_dim:
             weights: Sequence[Tensor] = (
-                (self.in_proj_weight,) if query is key is value else self.in_proj_weight.split(sizes)
+                [self.in_proj_weight] if query is key is value else self.in_proj_weight.split(sizes)
             )
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        biases: Sequence[Tensor | None] = (None,) * 3
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        biases: Sequence[Tensor | None] = [None] * 3
         if self.in_proj_bias is not None:
-            biases = (self.in_proj_bias,) if len(weights) == 1 else self.in_proj_bias.split(sizes)
+            biases = [self.in_proj_bias] if len(weights) == 1 else self.in_proj_bias.split(sizes)
         if len(weights) == 1:
             q, k, v = F.linear(query, weights[0], biases[0]).split(sizes, -1)
             return self._split_heads(q), self._split_heads(k), self._split_heads(v)
@@ -445,6 +445,6 @@ class SoftmaxDropout(nn.Module):
 class Dropout(nn.Dropout):
     """``torch.nn.Dropout`` on fastattn's ``dropout``."""
 
-    def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
         """input: any shape."""
         return ops.dropout(input, self.p, self.training, self.inplace, seed=seed)

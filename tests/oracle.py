@@ -86,6 +86,36 @@ def visible(
     return result
 
 
+def softmax(scores):
+    """Softmax and log-sum-exp over the last dimension; a row of -inf alone gives zeros and -inf."""
+    if scores.shape[-1] == 0:
+        return scores, scores.sum(-1) - math.inf
+    point = scores.detach().amax(-1, keepdim=True)
+    point = point.masked_fill(point == -math.inf, 0)
+    exponentials = torch.exp(scores - point)
+    total = exponentials.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    return exponentials / total, (point + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
+
+
+class SizesOfTerms(torch.autograd.Function):
+    """softmax() whose gradient, P (dP - rowsum(P dP) + dlse), adds the sizes of its terms, not their values: what its
+    rounding is relative to. (In a row that sees one key they cancel to nothing.)"""
+
+    @staticmethod
+    def forward(ctx, scores):
+        weights, lse = softmax(scores)
+        ctx.save_for_backward(weights)
+        return weights, lse
+
+    @staticmethod
+    def backward(ctx, grad_weights, grad_lse):
+        (weights,) = ctx.saved_tensors
+        rows = (weights * grad_weights).sum(-1, keepdim=True).abs() + grad_lse.abs()[..., None]
+        return weights * (grad_weights.abs() + rows)
+
+
 def attention(
     query,
     key,
@@ -101,6 +131,7 @@ def attention(
     window_size=(-1, -1),
     seed=None,
     dtype=torch.float64,
+    softmax=softmax,
 ):
     """(out, lse, weights after dropout)."""
     if query.dim() == 2:
@@ -130,19 +161,6 @@ def attention(
     return out, lse, weights
 
 
-def softmax(scores):
-    """Softmax and log-sum-exp over the last dimension; a row of -inf alone gives zeros and -inf."""
-    if scores.shape[-1] == 0:
-        return scores, scores.sum(-1) - math.inf
-    point = scores.detach().amax(-1, keepdim=True)
-    point = point.masked_fill(point == -math.inf, 0)
-    exponentials = torch.exp(scores - point)
-    total = exponentials.sum(-1, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
-    return exponentials / total, (point + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
-
-
 def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, seqused_k=None, seed=None, **options):
     """(out, lse (total, Hq)): each sequence alone, lower-right; dropout counts matrices as sequence * Hq + h."""
     outs, lses = [], []
@@ -166,7 +184,15 @@ def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, sequs
 
 
 def softmax_dropout(
-    input, dropout_p=0.0, attn_mask=None, is_causal=False, scale=1.0, *, seed=None, dtype=torch.float64
+    input,
+    dropout_p=0.0,
+    attn_mask=None,
+    is_causal=False,
+    scale=1.0,
+    *,
+    seed=None,
+    dtype=torch.float64,
+    softmax=softmax,
 ):
     shape = input.shape
     seen = visible((1, 1, *shape), None, is_causal).reshape(shape)

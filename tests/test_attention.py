@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_accurate, dropout_mask, gradients, visible
+from oracle import SizesOfTerms, assert_accurate, dropout_mask, gradients, largest, visible
 from oracle import attention as exact
 
 import fastattn
@@ -31,21 +31,26 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
 
     The peer is PyTorch's fused function where it has the semantics and returns enough, else the plain composition."""
     tensors = query, key, value, attn_mask
-    ours = gradients(functools.partial(scaled_dot_product_attention, return_lse=lse, **options), tensors)
     outputs = 2 if lse else 1
-    wanted = gradients(lambda *t: exact(*t, **options)[:outputs], tensors)
+
+    def composed(**more):
+        return gradients(lambda *t: exact(*t, **options, **more)[:outputs], tensors)
+
+    ours = gradients(functools.partial(scaled_dot_product_attention, return_lse=lse, **options), tensors)
+    wanted, terms = composed(), composed(softmax=SizesOfTerms.apply)
     if lse or options.get("dropout_p"):
-        peer = gradients(lambda *t: exact(*t, dtype=query.dtype, **options)[:outputs], tensors)
+        peer = composed(dtype=query.dtype)
     else:
         peer = gradients(functools.partial(torch_attention, **options), tensors)
     names = [*["out", "lse"][:outputs], "grad_query", "grad_key", "grad_value", "grad_mask"]
-    for name, a, e, p in zip(names, *([*o, *g] for o, g in (ours, wanted, peer)), strict=False):
+    for name, a, e, p, t in zip(names, *([*o, *g] for o, g in (ours, wanted, peer, terms)), strict=False):
         if name == "lse":
             assert a.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
             p = exact(*tensors, dtype=torch.promote_types(query.dtype, torch.float32), **options)[1].detach()
         elif name != "grad_mask":
             assert a.dtype == query.dtype, name
-        assert_accurate(a, e.double(), p, f"{name} {options}")
+        size = largest(t) if name.startswith("grad") else None
+        assert_accurate(a, e.double(), p, f"{name} {options}", magnitude=size)
     return ours
 
 
@@ -492,11 +497,14 @@ def test_attention_weights(backend, dtype):
         peer = gradients(
             lambda q, k, m, o=options: exact(q, k, value, m, dtype=dtype, **o)[2].to(dtype), (query, key, mask)
         )
+        terms = gradients(
+            lambda q, k, m, o=options: exact(q, k, value, m, softmax=SizesOfTerms.apply, **o)[2], (query, key, mask)
+        )
         assert got[0][0].dtype == dtype
         assert got[0][0].shape == (2, 4, 37, 75)
         assert torch.equal(got[0][0] == 0, wanted[0][0] == 0) or dtype == torch.float16  # float16 underflows
-        for a, e, q in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), (*peer[0], *peer[1]), strict=True):
-            assert_accurate(a, e.double(), q, f"{name} {diagonal} {p}")
+        for a, e, q, t in zip(*((*o, *g) for o, g in (got, wanted, peer, terms)), strict=True):
+            assert_accurate(a, e.double(), q, f"{name} {diagonal} {p}", magnitude=largest(t))
 
 
 def test_halves_merged_by_lse_are_the_whole(backend):

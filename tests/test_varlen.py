@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_accurate, gradients, varlen_attention
+from oracle import SizesOfTerms, assert_accurate, gradients, largest, varlen_attention
 
 import fastattn
 from fastattn import scaled_dot_product_attention, varlen_attn
@@ -29,15 +29,18 @@ def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options
     sequences = boundaries(queries), boundaries(keys)
     longest = max(queries, default=0) if max_q is None else max_q, max(keys, default=0) if max_k is None else max_k
     tensors = query, key, value
-    expected_options = dict(options)
+
+    def composed(**more):
+        return gradients(lambda *t: varlen_attention(*t, *sequences, **options, **more), tensors)
+
     ours = gradients(lambda *t: varlen_attn(*t, *sequences, *longest, return_lse=True, **options), tensors)
-    wanted = gradients(lambda *t: varlen_attention(*t, *sequences, **expected_options), tensors)
-    peer = gradients(lambda *t: varlen_attention(*t, *sequences, dtype=query.dtype, **expected_options), tensors)
-    peer_lse = varlen_attention(*tensors, *sequences, dtype=torch.float32, **expected_options)[1]
+    wanted, peer, terms = composed(), composed(dtype=query.dtype), composed(softmax=SizesOfTerms.apply)
+    peer_lse = varlen_attention(*tensors, *sequences, dtype=torch.float32, **options)[1]
     names = ["out", "lse", "grad_query", "grad_key", "grad_value"]
-    for name, a, e, p in zip(names, *([*o, *g] for o, g in (ours, wanted, peer)), strict=True):
+    for name, a, e, p, t in zip(names, *([*o, *g] for o, g in (ours, wanted, peer, terms)), strict=True):
         assert a.dtype == (torch.float32 if name == "lse" else query.dtype)
-        assert_accurate(a, e.double(), peer_lse if name == "lse" else p, f"{name} {options}")
+        size = largest(t) if name.startswith("grad") else None
+        assert_accurate(a, e.double(), peer_lse if name == "lse" else p, f"{name} {options}", magnitude=size)
     return ours
 
 

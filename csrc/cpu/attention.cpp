@@ -9,6 +9,7 @@ namespace fastattn {
 namespace {
 
 constexpr int kTaskPanels = 128 / kPanel;  // they share what is packed of the keys and values
+constexpr int kFewQueries = 4;             // so many do not fill the lanes: see few_task
 
 // Of one row (batch, head, query) and one range of keys: the output before it is divided by the sum.
 struct Part {
@@ -22,10 +23,11 @@ struct Forward {
 
   const Attention& a;
   MaskSummary mask;
-  int64_t blocks, splits;
+  int64_t blocks, tasks, splits;
   int depth, width;  // units in a row of keys; rounded up to vectors
   int value_width;   // elements in a row of values, rounded up to vectors
   bool in_place;     // rows of keys are read where they lie
+  bool few;          // elements of a row are lanes, not queries
   Part parts;        // (splits, batch, heads, queries); used where splits > 1
 
   struct Panel {
@@ -33,17 +35,25 @@ struct Forward {
     float *out, *reference, *sum;   // (value_width, kPanel), (kPanel), (kPanel)
   };
 
+  struct FewRows {
+    int width;
+    float *query, *out, *reference, *sum;
+  };
+
   struct Scratch {
     Unit *rows, *key, *value;
     float *score, *factor, *out;
     MaskBuffers mask;
     Panel panel[kTaskPanels];
+    FewRows few;
   };
 
   Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
     blocks = divide_up(a.queries, kTaskPanels * kPanel);
-    // Few queries on many keys: the keys are split, by the shape alone, and the parts merged in order.
-    splits = smaller(16 / greater(a.batch * a.heads * blocks, (int64_t)1), a.keys / 384);
+    few = a.queries <= kFewQueries && a.threshold == 0;
+    tasks = few ? a.batch * a.key_heads : a.batch * a.heads * blocks;
+    // Few tasks on many keys: the keys are split, by the shape alone, and the parts merged in order.
+    splits = smaller(16 / greater(tasks, (int64_t)1), a.keys / 384);
     splits = greater(splits, (int64_t)1);
     depth = kPairs ? (a.depth + 1) / 2 : a.depth;
     width = (int)round_up(depth, kLanes);
@@ -56,14 +66,20 @@ struct Forward {
   }
 
   Scratch take_scratch(Arena* arena) const {
-    Scratch s = {arena->take<Unit>(kPanel * width),
-                 arena->take<Unit>(in_place ? 0 : kBlock * width),
-                 arena->take<Unit>(kBlock * value_width),
-                 arena->take<float>(kBlock * kPanel),
-                 arena->take<float>(kPanel),
-                 arena->take<float>(kPanel * value_width),
-                 MaskBuffers(a, arena),
-                 {}};
+    Scratch s = {};
+    s.score = arena->take<float>(kBlock * kPanel);
+    if (few) {
+      const int64_t rows = a.heads / a.key_heads * a.queries, columns = round_up(a.depth, kLanes);
+      s.few = {(int)columns, arena->take<float>(rows * columns), arena->take<float>(rows * value_width),
+               arena->take<float>(rows), arena->take<float>(rows)};
+      return s;
+    }
+    s.rows = arena->take<Unit>(kPanel * width);
+    s.key = arena->take<Unit>(in_place ? 0 : kBlock * width);
+    s.value = arena->take<Unit>(kBlock * value_width);
+    s.factor = arena->take<float>(kPanel);
+    s.out = arena->take<float>(kPanel * value_width);
+    s.mask = MaskBuffers(a, arena);
     for (Panel& p : s.panel)
       p = {arena->take<Unit>(kPanel * width), arena->take<float>(kPanel * value_width), arena->take<float>(kPanel),
            arena->take<float>(kPanel)};
@@ -190,20 +206,20 @@ struct Forward {
     return ((split * a.batch + s.index) * a.heads + head) * a.queries + query;
   }
 
+  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, const float* out, float reference,
+           float sum) const {
+    if (splits == 1) return write(s, head, query, out, reference, sum);
+    const int64_t row = part_row(s, split, head, query);
+    memcpy(parts.out + row * value_width, out, (size_t)value_width * sizeof(float));
+    parts.reference[row] = reference;
+    parts.sum[row] = sum;
+  }
+
   void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch, const Panel& panel) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query);
     transpose(panel.out, kPanel, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
-    for (int i = 0; i < count; ++i) {
-      const float* out = scratch.out + i * value_width;
-      if (splits == 1) {
-        write(s, head, query + i, out, panel.reference[i], panel.sum[i]);
-        continue;
-      }
-      const int64_t row = part_row(s, split, head, query + i);
-      memcpy(parts.out + row * value_width, out, (size_t)value_width * sizeof(float));
-      parts.reference[row] = panel.reference[i];
-      parts.sum[row] = panel.sum[i];
-    }
+    for (int i = 0; i < count; ++i)
+      put(s, head, query + i, split, scratch.out + i * value_width, panel.reference[i], panel.sum[i]);
   }
 
   void task(int64_t index, const Scratch& scratch) const {
@@ -234,6 +250,127 @@ struct Forward {
     }
     for (int p = 0; p < panels; ++p) finish(s, head, first + p * kPanel, split, scratch, scratch.panel[p]);
   }
+
+  // ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----
+
+  // score[j] = scale query . key_j, by kLanes keys at a time; query has whole vectors, padded with 0.
+  void few_scores(const float* query, const T* key, int keys, float* score) const {
+    for (int first = 0; first < keys; first += kLanes) {
+      vf x[kLanes];
+      const T* row[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) {
+        x[j] = vf{};
+        row[j] = key + smaller(first + j, keys - 1) * a.key.row;
+      }
+      int d = 0;
+      for (; d + kLanes <= a.depth; d += kLanes) {
+        const vf q = load(query + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) x[j] = fma(load(row[j] + d), q, x[j]);
+      }
+      if (d < a.depth) {
+        const vf q = load(query + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) x[j] = fma(load(row[j] + d, a.depth - d), q, x[j]);
+      }
+      // Halves the number of vectors and doubles that of the sums in each, in their order at the end.
+#pragma GCC unroll 4
+      for (int half = kLanes / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int j = 0; j < half; ++j) {
+          vf low, high;
+          interleave(x[j], x[j + half], &low, &high);
+          x[j] = low + high;
+        }
+      store(score + first, x[0] * a.scale);
+    }
+  }
+
+  // out = factor out + sum_j p_j value_j; keys of probability 0 are not read.
+  template <int vectors>
+  FASTATTN_INLINE void few_values(const float* p, const T* value, int keys, int length, float factor, float* out) const {
+    const int last = length - (vectors - 1) * kLanes;
+    vf x[2][vectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < vectors; ++n) x[0][n] = load(out + n * kLanes) * factor, x[1][n] = vf{};
+    const auto add = [&](int j, vf* to) {
+      if (p[j] == 0) return;
+      const T* row = value + j * a.value.row;
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n)
+        to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last), splat(p[j]), to[n]);
+    };
+    int j = 0;
+    for (; j + 2 <= keys; j += 2) {
+      add(j, x[0]);
+      add(j + 1, x[1]);
+    }
+    if (j < keys) add(j, x[0]);
+#pragma GCC unroll 4
+    for (int n = 0; n < vectors; ++n) store(out + n * kLanes, x[0][n] + x[1][n]);
+  }
+
+  // One query and the keys [key, key + keys), all of which the window lets it see.
+  void few_step(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, const float* row, float* score,
+                float* reference, float* sum, float* out) const {
+    const int64_t key_head = head / (a.heads / a.key_heads);
+    few_scores(row, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), keys, score);
+    if (a.mask.data) mask_row(a, s, head, query, key, keys, score);
+    vf top = splat(*reference);
+    for (int j = 0; j < keys; j += kLanes)
+      top = max(select_bits(first_lanes(smaller(kLanes, keys - j)), load(score + j), splat(-kInfinity)), top);
+    const float after = max(top), zero = after == -kInfinity ? 0.0f : after;
+    vf total = {};
+    for (int j = 0; j < keys; j += kLanes) {
+      vf p = exp2((load(score + j) - zero) * kLog2e);
+      p = keep_bits(first_lanes(smaller(kLanes, keys - j)), p);
+      store(score + j, p);
+      total += p;
+    }
+    const float factor = exp2((splat(*reference) - zero) * kLog2e)[0];
+    *reference = after;
+    *sum = *sum * factor + fastattn::sum(total);
+    const T* value = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
+    for (int d = 0; d < a.value_depth; d += 4 * kLanes) {
+      const int length = smaller(a.value_depth - d, 4 * kLanes);
+      switch ((length + kLanes - 1) / kLanes) {
+        case 1: few_values<1>(score, value + d, keys, length, factor, out + d); break;
+        case 2: few_values<2>(score, value + d, keys, length, factor, out + d); break;
+        case 3: few_values<3>(score, value + d, keys, length, factor, out + d); break;
+        default: few_values<4>(score, value + d, keys, length, factor, out + d);
+      }
+    }
+  }
+
+  // All queries of the heads that share a key head; a block of keys serves them all while it is in cache.
+  void few_task(int64_t index, const Scratch& scratch) const {
+    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = a.heads / a.key_heads;
+    const Sequence s = find_sequence(a, index / splits / a.key_heads);
+    const FewRows& few = scratch.few;
+    const int rows = (int)(group * s.queries);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
+      pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.depth, few.query + r * few.width, few.width);
+      clear_row(few.out + r * value_width, value_width);
+      few.reference[r] = -kInfinity;
+      few.sum[r] = 0;
+    }
+    const int64_t range = round_up(divide_up(a.keys, splits), kBlock), end = smaller((split + 1) * range, s.keys);
+    for (int64_t key = split * range; key < end; key += kBlock)
+      for (int r = 0; r < rows; ++r) {
+        const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
+        const int64_t first = greater(key, begin_of_keys(a, s, query));
+        const int count = (int)(smaller(smaller(key + kBlock, end), end_of_keys(a, s, query)) - first);
+        if (count > 0)
+          few_step(s, head, query, first, count, few.query + r * few.width, scratch.score, &few.reference[r], &few.sum[r],
+                   few.out + r * value_width);
+      }
+    for (int r = 0; r < rows; ++r)
+      put(s, key_head * group + r / s.queries, r % s.queries, split, few.out + r * value_width, few.reference[r], few.sum[r]);
+  }
+
+  // ---- parts ----
 
   // Brings the parts of a row to one reference and adds them up, into the first.
   void merge(int64_t index) const {
@@ -273,14 +410,14 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   Arena arena = {(uintptr_t)workspace};
   const Forward<T> forward(a, &arena);
   const int workers = useful_workers(a, parallel, 2);
-  forward.mask.read(a, parallel, workers);
+  if (!forward.few) forward.mask.read(a, parallel, workers);
   Arena here = arena;
   forward.take_scratch(&here);
   const uintptr_t size = here.at - arena.at;
-  const int64_t tasks = a.batch * a.heads * forward.blocks * forward.splits;
-  parallel_for(parallel, workers, tasks, [&](int64_t index, int worker) {
+  parallel_for(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
-    forward.task(index, forward.take_scratch(&own));
+    const auto scratch = forward.take_scratch(&own);
+    forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch);
   });
   if (forward.splits > 1)
     parallel_for(parallel, 1, a.batch * a.heads * a.queries, [&](int64_t index, int) { forward.merge(index); });

@@ -520,6 +520,8 @@ struct MaskBuffers {
   uint8_t* present; // (kPanel): query i sees some key
   float *rows, *columns;  // (kPanel, kBlock) and (kBlock, kPanel): a mask of floats, and transposed
 
+  MaskBuffers() = default;
+
   MaskBuffers(const Attention& a, Arena* arena) {
     const bool floats = a.mask.data && a.mask.dtype != Dtype::boolean && a.mask.rows > 1;
     seen = arena->take<uint64_t>(kBlock);
@@ -532,15 +534,17 @@ struct MaskBuffers {
 };
 
 // Adds a mask of floats to the scores, and writes -inf where a query does not see the key.
-void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers, float* score) {
+inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers, float* score) {
   uint64_t* seen = buffers.seen;
+  // Lanes beyond the queries see nothing: what a mask adds to them is arbitrary.
+  const uint64_t present = ~(uint64_t)0 >> (kWord - t.queries);
   for (int j = 0; j < t.keys; ++j) {
-    seen[j] = ~(uint64_t)0;
+    seen[j] = present;
     if (t.window == Cover::all) continue;
     const int64_t offset = t.key + j - s.diagonal - t.query;  // query i is offset - i keys away from the diagonal
     const int64_t first = a.window_right < 0 ? 0 : greater(offset - a.window_right, (int64_t)0);
     const int64_t last = a.window_left < 0 ? kWord - 1 : smaller(offset + a.window_left, (int64_t)kWord - 1);
-    seen[j] = first > last ? 0 : ~(uint64_t)0 >> (kWord - 1 - last) & ~(uint64_t)0 << first;
+    seen[j] = first > last ? 0 : present & ~(uint64_t)0 >> (kWord - 1 - last) & ~(uint64_t)0 << first;
   }
   const AttentionMask& m = a.mask;
   const bool masked = m.data && (t.mask == Cover::some || m.dtype != Dtype::boolean);
@@ -583,8 +587,24 @@ void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile
     }
 }
 
+// The mask's part of mask_scores for one query.
+inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, float* score) {
+  const AttentionMask& m = a.mask;
+  const int64_t offset = mask_offset(m, s.index, head, query, key);
+  if (m.dtype == Dtype::boolean) {
+    uint8_t buffer[kBlock];
+    const uint8_t* visible = visible_row(m, offset, keys, buffer);
+    for (int j = 0; j < keys; ++j) score[j] = visible[j] ? score[j] : -kInfinity;
+    return;
+  }
+  float value[kBlock];
+  load_mask_row(m, offset, keys, value);
+  for (int j = 0; j < keys; ++j)
+    score[j] = value[j] == -kInfinity ? -kInfinity : kLowest > score[j] + value[j] ? kLowest : score[j] + value[j];
+}
+
 // kept[j], bit i: dropout keeps query i, key j of the tile.
-void draw_dropout(const Attention& a, const Sequence& s, int64_t head, const Tile& t, uint64_t* kept) {
+inline void draw_dropout(const Attention& a, const Sequence& s, int64_t head, const Tile& t, uint64_t* kept) {
   const uint32_t z = (uint32_t)(s.index * a.heads + head);
   for (int column = 0; column < t.keys; column += kTileColumns) {
     const int n = smaller(kTileColumns, t.keys - column);

@@ -24,7 +24,7 @@ def speed_table() -> str:
         Case("dropout", (4096, 512), backward=True, dropout=0.1),
         Case("layer_norm", (4096, 512), backward=True),
     ]
-    return report.table(contest.run(case, budget=0.2, rounds=(3, 21)) for case in cases)
+    return report.table(contest.run(case, budget=0.2, rounds=(4, 20)) for case in cases)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -95,8 +95,9 @@ class Operation:
     call: Callable[..., Tensor]
 
 
-def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+def random(number: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal, the same for the same operand `number` and shape, independent between operands."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
 # --- attention ---
@@ -120,7 +121,7 @@ def visible_pairs(case: Case) -> int:
 def _attention_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     batch, heads, length, size = case.shape
     keys = case.keys or length
-    tensors = [random(batch, heads, n, size, dtype=case.dtype) for n in (length, keys, keys)]
+    tensors = [random(i, batch, heads, n, size, dtype=case.dtype) for i, n in enumerate((length, keys, keys))]
     if case.padding == "lengths":
         return tensors, {"key_lengths": torch.full((batch,), valid_keys(case))}
     if case.padding == "mask":
@@ -155,12 +156,12 @@ def _rows_bytes(forward: int, backward: int) -> Callable[[Case], int]:
 
 
 def _input(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    return [random(*case.shape, dtype=case.dtype)], {}
+    return [random(0, *case.shape, dtype=case.dtype)], {}
 
 
 def _affine(columns: int) -> list[Tensor]:
     """LayerNorm's weight and bias, float32 beside any input, as under autocast."""
-    return [1 + random(columns, dtype=torch.float32) / 8, random(columns + 1, dtype=torch.float32)[1:].contiguous()]
+    return [1 + random(1, columns, dtype=torch.float32) / 8, random(2, columns, dtype=torch.float32)]
 
 
 def _softmax_dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
@@ -172,7 +173,7 @@ def _dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
 
 
 def _layer_norm_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    return [random(*case.shape, dtype=case.dtype), *_affine(case.shape[1])], {}
+    return [random(0, *case.shape, dtype=case.dtype), *_affine(case.shape[1])], {}
 
 
 def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None = None) -> Tensor:
@@ -181,8 +182,8 @@ def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tenso
 
 def _residual_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """The input in the case's dtype, the residual in float32, as under autocast."""
-    residual = random(*case.shape[::-1], dtype=torch.float32).reshape(case.shape)
-    return [random(*case.shape, dtype=case.dtype), residual, *_affine(case.shape[1])], {}
+    residual = random(3, *case.shape, dtype=torch.float32)
+    return [random(0, *case.shape, dtype=case.dtype), residual, *_affine(case.shape[1])], {}
 
 
 def _dropout_add_layer_norm(
@@ -199,7 +200,9 @@ def _residual_bytes(case: Case) -> int:
 
 # --- a training step (training.py has its contestants) ---
 
-BASE = {"vocab_size": 8000, "d_model": 512, "d_ff": 2048, "num_heads": 8, "encoder_layers": 6, "decoder_layers": 6}
+BASE: dict[str, Any] = {
+    "vocab_size": 8000, "d_model": 512, "d_ff": 2048, "num_heads": 8, "encoder_layers": 6, "decoder_layers": 6
+}  # fmt: skip
 
 
 def _training_flops(case: Case) -> int:

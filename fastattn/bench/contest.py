@@ -20,8 +20,9 @@ CHECKED_SCORES = 1 << 22
 """Attention is checked on as many heads of the first batch as have this many scores in all (one head at least)."""
 
 EPSILON = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-"""Allowed beside twice the reference's own error, relative to the largest element: a few roundings of the result
-(half a unit in the last place is 6e-8 and 2e-3), so that a reference that happens to be exact does not fail us."""
+"""Allowed beside twice the reference's own error, relative to the largest element: what a few roundings of intermediate
+values make (half a unit in the last place is 6e-8 and 2e-3), so that a reference that happens to be exact does not fail
+us."""
 
 REGRESSION = 0.85
 """The share of a recorded ratio that a later run must keep; neighbouring runs on a quiet machine differ by 5-10 %."""
@@ -105,7 +106,7 @@ def _arithmetic(case: Case) -> dict[str, Callable[[], Any]]:
     return {"arithmetic": work} if work else {}
 
 
-def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (5, 51), everyone: bool = False) -> Result:
+def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (6, 100), everyone: bool = False) -> Result:
     """Times `case` for about `budget` seconds a contestant."""
     functions = contestants(case, everyone=everyone)
     return summarise(case, interleave(functions, budget=budget * len(functions), rounds=rounds))
@@ -183,9 +184,12 @@ def check(case: Case) -> list[str]:
         return results("reference", operands, leading(grad), {name: value[:1] for name, value in others.items()})
 
     actual = [leading(tensor) for tensor in results(None, tensors, grad, others)]
+    truth = reference(torch.float64)
+    scales = [exact.abs().max().item() for exact in truth]
+    if case.operation == "attention":  # dQ and dK cancel: with one key they are 0, as differences of numbers like dV's
+        scales[1:] = [max(scales)] * (len(scales) - 1)
     found = []
-    for index, (ours, plain, exact) in enumerate(zip(actual, reference(None), reference(torch.float64), strict=True)):
-        scale = exact.abs().max().item()
+    for index, (ours, plain, exact, scale) in enumerate(zip(actual, reference(None), truth, scales, strict=True)):
         allowed = 2 * (plain.double() - exact).abs().max().item() + EPSILON[case.dtype] * scale
         error = (ours.double() - exact).abs().max().item()
         if not error <= allowed:

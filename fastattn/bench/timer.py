@@ -1,7 +1,8 @@
 """Times functions against each other: interleaved in one process, compared pair by pair.
 
 A machine that other programs use slows neighbouring samples alike, so the ratio of two samples taken one after the
-other is steadier than the ratio of two medians taken apart. Every figure of this package is such a ratio.
+other is steadier than the ratio of two medians taken apart. Every figure of this package is such a ratio, its median
+over the quieter half of the rounds: what a neighbour does only ever adds time.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ class Timing:
 
     samples: dict[str, list[float]]
 
+    def quieter_half(self) -> Timing:
+        """The rounds that took least time for all functions together, in their order."""
+        totals = [sum(times) for times in zip(*self.samples.values(), strict=True)]
+        quiet = sorted(sorted(range(len(totals)), key=totals.__getitem__)[: (len(totals) + 1) // 2])
+        return Timing({name: [times[i] for i in quiet] for name, times in self.samples.items()})
+
     def seconds(self, name: str) -> float:
         return median(self.samples[name])
 
@@ -61,11 +68,11 @@ def interleave(
     functions: Mapping[str, Callable[[], object]],
     *,
     budget: float = 1.0,
-    rounds: tuple[int, int] = (5, 51),
+    rounds: tuple[int, int] = (6, 100),
     sample: float = 2e-3,
     measure: Measure = wall_clock,
 ) -> Timing:
-    """Times `functions` in turn (a, b, a, b, ...), after a warm-up, for about `budget` seconds.
+    """Times `functions` in turn (a, b, a, b, ...), after a warm-up, for about `budget` seconds; the quieter half.
 
     budget: seconds for the rounds; at least `rounds[0]` and at most `rounds[1]` are run whatever it says.
     sample: seconds that one sample lasts at least; shorter calls are repeated within it.
@@ -79,7 +86,7 @@ def interleave(
                 break
             for name, function in functions.items():
                 samples[name].append(measure(function, repeats[name]))
-    return Timing(samples)
+    return Timing(samples).quieter_half()
 
 
 def _repeats(function: Callable[[], object], sample: float, measure: Measure) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import fastattn
 from fastattn.bench.cases import BASE, Case
 
 PAD = 0
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Allowed difference of the loss and of all gradients together, relative, between ours and the reference with the same
-seeds. Rounding differs in some 30 sub-layers one after the other, each by a few units in the last place."""
+CHECKED_SENTENCES = 4
+RELU_FLIPS = 0.02
+"""Allowed beside rounding, relative: a unit whose input is within rounding of zero may fall on either side of it, and
+one such unit in the last layer moves the gradients of the four sentences by 0.006 of their size."""
 
 
 class TorchTransformer(nn.Module):
@@ -89,22 +91,22 @@ def contestants(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def check(case: Case) -> list[str]:
-    """What of the loss and the gradients differs between ours and the reference by more than `TOLERANCE`."""
-    torch.manual_seed(0)
-    step = _step(case, _ours(case))
-    torch.manual_seed(1)
-    loss, gradients = step()
-    torch.manual_seed(1)
-    with fastattn.backend("reference"):
-        expected_loss, expected = step()
-    gap = _norm([a - b for a, b in zip(gradients, expected, strict=True)])
-    differences = {"loss": (loss - expected_loss).abs() / expected_loss, "gradient": gap / _norm(expected)}
-    return [
-        f"{name} is off by {difference:.2g} of its size, allowed {TOLERANCE[case.dtype]:.2g}"
-        for name, difference in differences.items()
-        if not difference <= TOLERANCE[case.dtype]
-    ]
+    """What of the loss and the gradients is further from the float32 reference than twice the reference in the case's
+    precision, all with the same seeds; a few sentences, all gradients together."""
+    case = replace(case, shape=(CHECKED_SENTENCES, case.shape[1]))
 
+    def results(backend: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        step = _step(replace(case, dtype=dtype), _ours(case))
+        with nullcontext() if backend is None else fastattn.backend(backend):
+            loss, gradients = step()
+        return loss, torch.cat([gradient.flatten() for gradient in gradients])
 
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.norm() for tensor in tensors]).norm()
+    exact = results("reference", torch.float32)
+    plain = exact if case.dtype == torch.float32 else results("reference", case.dtype)
+    found = []
+    for name, ours, reference, truth in zip(("loss", "gradient"), results(None, case.dtype), plain, exact, strict=True):
+        error, own = ((value - truth).norm() / truth.norm() for value in (ours, reference))
+        if not error <= 2 * own + RELU_FLIPS:
+            found.append(f"{name} is off by {error:.2g} of its size, allowed {2 * own + RELU_FLIPS:.2g}")
+    return found

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastattn.backends import choose
 from fastattn.backends.reference.attention import empty_heads
@@ -237,18 +236,21 @@ def _heads(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
-    if type(query) is type(key) is type(value) is Tensor and query.dtype in check.FLOATS:
-        sizes, key_sizes = query.shape, key.shape
+    if type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == value.dim() == 4:
+        batch, heads, _, size = query.shape
+        key_batch, key_heads, length, key_size = key.shape
+        value_batch, value_heads, value_length, _ = value.shape
         if (
-            len(sizes) == 4
-            and sizes[:2] == key_sizes[:2]
-            and sizes[3] == key_sizes[3] > 0
-            and key_sizes[:3] == value.shape[:3]
+            batch == key_batch == value_batch
+            and heads == key_heads == value_heads
+            and length == value_length
+            and size == key_size > 0
             and query.dtype is key.dtype is value.dtype
+            and query.dtype in check.FLOATS
             and query.device == key.device == value.device
-            and check.autocast_dtype(query) is None
+            and not torch._C._is_any_autocast_enabled()
         ):
-            return query, key, value, (sizes[0],)  # nothing to convert or broadcast: the short way for small problems
+            return query, key, value, (batch,)  # nothing to convert or broadcast: the short way for small problems
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.float_tensor(name, label, tensor)
         if tensor.dim() < 2:
@@ -275,19 +277,19 @@ def _heads(
             )
         heads = max(v.size(-3), k.size(-3))
         k, v = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (k, v))
-    batch = q.shape[:-3]
-    if k.shape[:-3] != batch or v.shape[:-3] != batch:
+    batch_sizes = q.shape[:-3]
+    if k.shape[:-3] != batch_sizes or v.shape[:-3] != batch_sizes:
         try:
-            batch = torch.broadcast_shapes(batch, k.shape[:-3], v.shape[:-3])
+            batch_sizes = torch.broadcast_shapes(batch_sizes, k.shape[:-3], v.shape[:-3])
         except RuntimeError:
             raise ValueError(
                 f"{name}: the batch dimensions of query, key and value must broadcast, got shapes "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             ) from None
-        q, k, v = (t.expand(*batch, *t.shape[-3:]) for t in (q, k, v))
-    if len(batch) > 1:
+        q, k, v = (t.expand(*batch_sizes, *t.shape[-3:]) for t in (q, k, v))
+    if len(batch_sizes) > 1:
         q, k, v = (t.flatten(0, -4) for t in (q, k, v))
-    return q, k, v, tuple(batch)
+    return q, k, v, tuple(batch_sizes)
 
 
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -323,17 +325,17 @@ def _lower_right(name: str, causal_variant: str) -> bool:
 
 
 def _causal_bias(
-    name: str, attn_mask: Tensor | None, is_causal: bool, causal_variant: str, rows: int, columns: int
+    name: str, attn_mask: Any, is_causal: bool, causal_variant: str, rows: int, columns: int
 ) -> tuple[Tensor | None, bool, str]:
     """torch's CausalBias as is_causal and its variant."""
-    if not isinstance(attn_mask, CausalBias):
+    if type(attn_mask).__name__ != "CausalBias":  # by name: importing its module doubles the time of `import fastattn`
         return attn_mask, is_causal, causal_variant
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (rows, columns):
         raise ValueError(
             f"{name}: attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, "
             f"but there are {rows} and {columns}"
         )
-    variant = "upper_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "lower_right"
+    variant = attn_mask.variant.name.lower()
     if is_causal and variant != causal_variant:
         raise ValueError(
             f"{name}: attn_mask is a {variant} CausalBias, is_causal means causal_variant={causal_variant!r}; give one"

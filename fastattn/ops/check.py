@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+_NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -25,7 +26,7 @@ def same_device(function: str, name: str, tensor: Tensor, device: torch.device) 
 
 def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
     """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
-    if not isinstance(dropout_p, float | int):
+    if not isinstance(dropout_p, _NUMBERS):
         raise TypeError(f"{function}: {name} must be a number in [0, 1], got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
@@ -33,7 +34,7 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
 
 
 def scale(function: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+    if isinstance(value, bool) or not isinstance(value, (*_NUMBERS, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
     if not -math.inf < value < math.inf:
         raise ValueError(f"{function}: scale must be finite, got {value}")

@@ -33,7 +33,8 @@ def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, trainin
     partial = run / f".partial-{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    require("safetensors.torch").save_model(model, str(partial / WEIGHTS))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}  # tied ones once
+    require("safetensors.torch").save_file(parameters, partial / WEIGHTS)
     (partial / CONFIG).write_text(model.config.to_json(), encoding="utf-8")
     (partial / TOKENIZER).write_bytes(tokenizer.model)
     torch.save(training, partial / TRAINING)
@@ -93,11 +94,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transfor
     with _readable(checkpoint):
         tokenizer = Tokenizer((checkpoint / TOKENIZER).read_bytes())
         model = Transformer(TransformerConfig.from_json((checkpoint / CONFIG).read_text(encoding="utf-8")))
-        safetensors = require("safetensors")
-        try:
-            require("safetensors.torch").load_model(model, str(checkpoint / WEIGHTS))
-        except (safetensors.SafetensorError, RuntimeError) as error:
-            raise InputError(f"{WEIGHTS} does not fit or is damaged: {_first_line(error)}") from None
+        _load_weights(model, checkpoint / WEIGHTS)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise InputError(
             f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} pieces but the model {model.config.vocab_size}"
@@ -112,6 +109,21 @@ def load_training(checkpoint: Path) -> dict:
             return torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise InputError(f"{TRAINING} is damaged: {_first_line(error)}") from None
+
+
+def _load_weights(model: Transformer, path: Path) -> None:
+    try:
+        weights = require("safetensors.torch").load_file(path)
+    except require("safetensors").SafetensorError as error:
+        raise InputError(f"{path.name} is damaged: {_first_line(error)}") from None
+    parameters = dict(model.named_parameters())
+    found, expected = ({name: tensor.shape for name, tensor in t.items()} for t in (weights, parameters))
+    if found != expected:
+        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise InputError(f"{path.name} does not fit {CONFIG}: they differ in {', '.join(differing[:3])}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
 
 
 @contextlib.contextmanager

@@ -197,7 +197,11 @@ def train(
             raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
         options = _new_options(**given)
     recipe = RECIPES[options.preset]
-    limits = _Limits(max_steps or recipe.max_steps, max_minutes, save_every or recipe.save_every)
+    limits = _Limits(
+        max_steps=recipe.max_steps if max_steps is None else max_steps,
+        max_minutes=max_minutes,
+        save_every=recipe.save_every if save_every is None else save_every,
+    )
 
     sources, targets = read_parallel(*train_files)
     valid_pairs = read_parallel(*valid_files)
@@ -222,16 +226,20 @@ def train(
 class _Limits:
     """When to stop, and how often to save."""
 
-    steps: int
-    minutes: float | None
+    max_steps: int
+    max_minutes: float | None
     save_every: int
 
     def __post_init__(self):
-        for name, value in (("max_steps", self.steps), ("save_every", self.save_every)):
-            if value < 1:
-                raise InputError(f"{name} is {value}, expected at least 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise InputError(f"max_minutes is {self.minutes}, expected a positive number")
+        _expect_positive(max_steps=self.max_steps, save_every=self.save_every)
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise InputError(f"max_minutes is {self.max_minutes}, expected a positive number")
+
+
+def _expect_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise InputError(f"{name} is {value}, expected at least 1")
 
 
 def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="auto", seed=1) -> TrainingOptions:
@@ -239,13 +247,13 @@ def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="a
         raise InputError(f"unknown preset {preset!r}, expected one of {', '.join(RECIPES)}")
     if precision not in PRECISIONS:
         raise InputError(f"unknown precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
-    if batch_tokens is not None and batch_tokens < 1:
-        raise InputError(f"batch_tokens is {batch_tokens}, expected at least 1")
     recipe = RECIPES[preset]
+    batch_tokens = recipe.batch_tokens if batch_tokens is None else batch_tokens
+    _expect_positive(vocab_size=vocab_size, batch_tokens=batch_tokens)
     return TrainingOptions(
         preset=preset,
         vocab_size=vocab_size,
-        batch_tokens=batch_tokens or recipe.batch_tokens,
+        batch_tokens=batch_tokens,
         warmup=recipe.warmup,
         rate=recipe.rate,
         precision=fastest_precision() if precision == "auto" else precision,
@@ -327,8 +335,8 @@ class _Run:
         return checkpoint.find(self.out)
 
     def _finished(self, limits: _Limits) -> bool:
-        out_of_time = limits.minutes is not None and self.seconds >= 60 * limits.minutes
-        return self.trainer.step >= limits.steps or out_of_time
+        out_of_time = limits.max_minutes is not None and self.seconds >= 60 * limits.max_minutes
+        return self.trainer.step >= limits.max_steps or out_of_time
 
     def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
         """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
@@ -364,7 +372,7 @@ class _Progress:
 
     def __init__(self, limits: _Limits):
         self._limits = limits
-        self._bar = require("tqdm").tqdm(total=limits.steps, unit=" updates") if sys.stderr.isatty() else None
+        self._bar = require("tqdm").tqdm(total=limits.max_steps, unit=" updates") if sys.stderr.isatty() else None
 
     def __enter__(self) -> "_Progress":
         return self

@@ -1,0 +1,234 @@
+"""The `fastattn` command: what it does, what it says of bad input, and that a killed run resumes to the same bits."""
+
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fastattn
+from fastattn import cli
+from fastattn.translation import checkpoint
+from fastattn.translation.data import read_lines
+
+VERSES = Path(fastattn.__file__).parent / "verses"
+DEV = [str(VERSES / "dev.en"), str(VERSES / "dev.es")]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two files of 60 short pairs."""
+    folder = tmp_path_factory.mktemp("text")
+    pairs = zip(*(read_lines(path) for path in DEV), strict=True)
+    short = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
+    for name, lines in zip(("en", "es"), zip(*short, strict=True), strict=True):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return [str(folder / "en"), str(folder / "es")]
+
+
+def train_arguments(files, out, *more):
+    sizes = ["--vocab-size", "200", "--batch-tokens", "300", "--precision", "fp32"]
+    return ["train", "--train", *files, "--valid", *files, "--out", str(out), *sizes, *more]
+
+
+@pytest.fixture(scope="module")
+def run(small, tmp_path_factory):
+    """The folder of a run of two updates."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert cli.main(train_arguments(small, out, "--max-steps", "2")) == 0
+    return out
+
+
+def failure(arguments, capsys):
+    """The one line on stderr of a command that fails."""
+    try:
+        status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert status not in (0, None)
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return err
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
+    sources = read_lines(small[0])[:5]
+    (tmp_path / "in.gz").write_bytes(gzip.compress("\n".join(sources).encode()))
+    search = ["--beam", "2", "--length-penalty", "1", "--batch-size", "3"]
+    assert cli.main(["translate", str(run), "--input", str(tmp_path / "in.gz"), *search]) == 0
+    printed = capsysbinary.readouterr().out
+    assert printed.count(b"\n") == 5
+    assert (
+        cli.main(["translate", str(run), "--input", str(tmp_path / "in.gz"), "--output", str(tmp_path / "o"), *search])
+        == 0
+    )
+    assert (tmp_path / "o").read_bytes() == printed
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(sources).encode())))
+    capsysbinary.readouterr()
+    assert cli.main(["translate", str(checkpoint.newest(run)), *search]) == 0
+    assert capsysbinary.readouterr().out == printed
+
+
+def test_evaluate(run, small, tmp_path, capsys):
+    arguments = ["evaluate", str(run), "--test", *small, "--beam", "1", "--output", str(tmp_path / "hypotheses")]
+    assert cli.main(arguments) == 0
+    score, signature = capsys.readouterr().out.splitlines()
+    assert score.startswith("BLEU ")
+    assert score.endswith(" on 60 sentences")
+    assert "|tok:13a|" in signature
+    assert len((tmp_path / "hypotheses").read_text(encoding="utf-8").splitlines()) == 60
+
+
+def test_info(capsys):
+    assert cli.main(["info"]) == 0
+    assert "_cpu library" in capsys.readouterr().out
+
+
+def test_bad_training_text(small, tmp_path, capsys):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "short").write_text("one line\n")
+    (tmp_path / "latin1").write_bytes("señor\n".encode("latin-1") * 60)
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"text\n" * 60)[:-4])
+    out = tmp_path / "out"
+    for name, message in (
+        ("missing", "cannot read"),
+        ("empty", "is empty"),
+        ("short", "has 60 lines but"),
+        ("latin1", "is not UTF-8"),
+        ("cut.gz", "is not a complete gzip file"),
+    ):
+        files = [small[0], str(tmp_path / name)]
+        assert message in failure(train_arguments(files, out), capsys)
+        assert message in failure(["train", "--train", *small, "--valid", *files, "--out", out], capsys)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows"),
+        (["--vocab-size", "5"], "a vocabulary of 5"),
+        (["--vocab-size", "-1"], "vocab_size is -1, expected at least 1"),
+        (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
+        (["--preset", "huge"], "unknown preset 'huge', expected one of tiny, base, big"),
+        (["--precision", "fp8"], "unknown precision 'fp8', expected one of auto, bf16, fp32"),
+        (["--max-steps", "0"], "max_steps is 0, expected at least 1"),
+        (["--max-minutes", "-2"], "max_minutes is -2.0, expected a positive number"),
+        (["--max-minutes", "nan"], "max_minutes is nan, expected a positive number"),
+        (["--batch-tokens", "0"], "batch_tokens is 0, expected at least 1"),
+        (["--save-every", "0"], "save_every is 0, expected at least 1"),
+        (["--seed", "x"], "invalid int value: 'x'"),
+        (["--resume"], "holds no checkpoint to resume from"),
+    ],
+)
+def test_bad_training_options(small, tmp_path, capsys, options, message):
+    assert message in failure(train_arguments(small, tmp_path / "out", *options), capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_left_alone(run, small, tmp_path, capsys):
+    before = snapshot(run)
+    assert "exists already: name another folder" in failure(train_arguments(small, run), capsys)
+    (tmp_path / "file").write_text("mine")
+    assert "exists already" in failure(train_arguments(small, tmp_path / "file"), capsys)
+    for options, message in (
+        (["--vocab-size", "300"], "vocab_size is 300 but the run to resume has 200: leave it out"),
+        (["--preset", "base"], "preset is 'base' but the run to resume has 'tiny'"),
+        (["--seed", "2"], "seed is 2 but the run to resume has 1"),
+    ):
+        assert message in failure(train_arguments(small, run, "--resume", *options), capsys)
+    assert "the training text is not the one" in failure(train_arguments(small[::-1], run, "--resume"), capsys)
+    assert snapshot(run) == before
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_bad_models_and_search_options(run, small, tmp_path, capsys):
+    evaluate = ["--test", *small]
+    assert "holds no checkpoint" in failure(["evaluate", tmp_path, *evaluate], capsys)
+    assert "holds no checkpoint" in failure(["translate", tmp_path / "missing", "--input", small[0]], capsys)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in checkpoint.newest(run).iterdir():
+        (broken / path.name).write_bytes(path.read_bytes()[: 1000 if path.suffix == ".safetensors" else None])
+    message = failure(["evaluate", broken, *evaluate], capsys)
+    assert f"cannot read the checkpoint {broken}: model.safetensors" in message
+    output = tmp_path / "output"
+    output.write_text("mine")
+    assert "beam is 0" in failure(["evaluate", run, *evaluate, "--beam", "0", "--output", output], capsys)
+    assert "cannot read" in failure(["translate", run, "--input", tmp_path / "none", "--output", output], capsys)
+    assert "batch_size is 0" in failure(["translate", run, "--input", small[0], "--batch-size", "0"], capsys)
+    assert output.read_text() == "mine"
+
+
+def test_bad_commands(capsys):
+    assert "invalid choice: 'fly'" in failure(["fly"], capsys)
+    assert "arguments are required: --train, --valid, --out" in failure(["train"], capsys)
+
+
+def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    message = failure(train_arguments(small, tmp_path / "out"), capsys)
+    assert "sentencepiece is not installed; it comes with: pip install fastattn[train]" in message
+    assert not (tmp_path / "out").exists()
+
+
+def start(arguments):
+    command = [sys.executable, "-m", "fastattn.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+
+
+def test_no_traceback_reaches_the_user(tmp_path):
+    process = start(["translate", str(tmp_path)])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.startswith(f"fastattn translate: error: {tmp_path} holds no checkpoint")
+    assert err.count("\n") == 1
+
+
+def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
+    """SIGKILL in the middle of an epoch, wherever the run then is; resumed twice over; the same bits at the end."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    limits = ["--max-steps", "14", "--save-every", "4"]
+    assert cli.main(train_arguments(small, whole, *limits)) == 0
+    for resume, step in (([], 4), (["--resume"], 8)):
+        process = start(train_arguments(small, broken, *limits, *resume))
+        awaited = broken / f"step-{step:08d}"
+        deadline = time.monotonic() + 120
+        while not awaited.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, process.stderr.read()
+        assert awaited.exists()
+        assert not (broken / "step-00000014").exists()
+    assert cli.main(train_arguments(small, broken, *limits, "--resume")) == 0
+    names = [path.name for path in checkpoint.steps(whole)]
+    assert (
+        names == [path.name for path in checkpoint.steps(broken)] == ["step-00000008", "step-00000012", "step-00000014"]
+    )
+    for file in ("model.safetensors", "tokenizer.model", "config.json"):
+        assert (whole / names[-1] / file).read_bytes() == (broken / names[-1] / file).read_bytes()
+    first, second = (checkpoint.load_training(run / names[-1]) for run in (whole, broken))
+    for index, moments in first["optimizer"]["state"].items():
+        for name, tensor in moments.items():
+            assert (tensor == second["optimizer"]["state"][index][name]).all()
+
+    def rows(run):
+        timings = ("seconds", "tokens_per_second")
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k not in timings} for line in lines]
+
+    assert rows(whole) == rows(broken)
+    assert [row["step"] for row in rows(whole)] == [4, 8, 12, 14]
