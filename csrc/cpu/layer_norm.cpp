@@ -99,14 +99,15 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
     for (int64_t column = 0; column < p.columns; column += kChunk) {
       const int64_t n = smaller(kChunk, p.columns - column);
       keep.load(p, block, column);
-      for (int r = 0; r < block.rows; ++r)
-        if (block.has(r))
-          add_row((const Input*)p.input + (first + r) * p.input_row + column,
-                  (const Residual*)p.residual + (first + r) * p.residual_row + column,
-                  (Sum*)p.sum + (first + r) * p.columns + column, n, p.threshold > 0 ? keep.bits[r] : nullptr, scale);
+      for (int r = 0; r < block.rows; ++r) {
+        if (!block.has(r)) continue;
+        Sum* sum = (Sum*)p.sum + (first + r) * p.columns;
+        add_row((const Input*)p.input + (first + r) * p.input_row + column,
+                (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
+                p.threshold > 0 ? keep.bits[r] : nullptr, scale);
+        if (column + n == p.columns) normalize_row(p, sum, first + r);
+      }
     }
-    for (int r = 0; r < block.rows; ++r)
-      if (block.has(r)) normalize_row(p, (const Sum*)p.sum + (first + r) * p.columns, first + r);
   });
 }
 
@@ -145,7 +146,6 @@ void forward(const LayerNorm& problem, const Parallel& parallel) {
 // The sums over rows are made in a fixed number of chunks of row blocks, then added in order: the same bits for every
 // number of threads.
 constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768;
-constexpr int kGroup = 4;  // rows that are handled together
 
 struct Chunks {
   int64_t blocks_per_matrix, blocks, per_chunk, count;
@@ -158,60 +158,46 @@ struct Chunks {
   }
 };
 
-// R rows of a block from `row` on together, so that the sums over rows are loaded and stored less often.
-template <int R, class T, class Input>
-FASTATTN_INLINE void backward_rows(const LayerNormBackward& p, const RowBlock& block, int row, KeepChunk& keep,
-                                   float* weight_sum, float* bias_sum) {
-  const int64_t first = block.z * p.rows + block.first + row, elements = p.matrices * p.rows * p.columns;
-  const float *weight = p.weight, kept_scale = dropout_scale(p.threshold);
-  const bool drop = p.threshold > 0;
-  const T *dy[R], *x[R];
-  vf mean[R], rstd[R], g_mean[R], gx_mean[R];
-  for (int r = 0; r < R; ++r) {
-    dy[r] = (const T*)p.grad_out + (first + r) * p.grad_out_row;
-    x[r] = (const T*)p.x + (first + r) * p.x_row;
-    mean[r] = splat(p.mean[first + r]);
-    rstd[r] = splat(p.rstd[first + r]);
-    g_mean[r] = gx_mean[r] = vf{};
-  }
+// One row: of several at once the loads would interleave, which the processor's prefetching takes badly.
+template <class T, class Input>
+void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
+                  float* bias_sum) {
+  const int64_t row = block.z * p.rows + block.first + r, elements = p.matrices * p.rows * p.columns;
+  const float *weight = p.weight, mean = p.mean[row], rstd = p.rstd[row];
+  const T* dy = (const T*)p.grad_out + row * p.grad_out_row;
+  const T* x = (const T*)p.x + row * p.x_row;
+  vf g_total = {}, gx_total = {};
   for_each_vector(p.columns, [&](int64_t j, int n) {
-    const vf w = weight ? load_lanes(weight + j, n) : splat(1.0f);
-    vf dw = {}, db = {};
-    for (int r = 0; r < R; ++r) {
-      const vf grad = load_lanes(dy[r] + j, n), g = grad * w;
-      const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
-      dw = fma(grad, xhat, dw);
-      db += grad;
-      g_mean[r] += g;
-      gx_mean[r] = fma(g, xhat, gx_mean[r]);
-    }
-    if (weight_sum) store_lanes(weight_sum + j, load_lanes(weight_sum + j, n) + dw, n);
-    if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + db, n);
+    const vf grad = load_lanes(dy + j, n), xhat = (load_lanes(x + j, n) - mean) * rstd;
+    const vf g = weight ? grad * load_lanes(weight + j, n) : grad;
+    g_total += g;
+    gx_total = fma(g, xhat, gx_total);
+    if (weight_sum) store_lanes(weight_sum + j, fma(grad, xhat, load_lanes(weight_sum + j, n)), n);
+    if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + grad, n);
   });
+  const float g_mean = sum(g_total) / (float)p.columns, gx_mean = sum(gx_total) / (float)p.columns;
 
-  for (int r = 0; r < R; ++r) {
-    const vf g_center = splat(sum(g_mean[r]) / (float)p.columns), gx_center = splat(sum(gx_mean[r]) / (float)p.columns);
-    const int64_t offset = (first + r) * p.columns;
-    const OutputRow<T> grad_x(p.grad_x, offset, elements);
-    const OutputRow<Input> grad_input(p.grad_input, offset, elements);
-    const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + (first + r) * p.grad_sum_row : nullptr;
-    const bool through_dropout = p.grad_input;
-    for (int64_t column = 0; column < p.columns; column += kChunk) {
-      keep.load(p, block, column);
-      const uint32_t* bits = keep.bits[row + r];
-      for_each_vector(smaller(kChunk, p.columns - column), [&](int64_t k, int n) {
-        const int64_t j = column + k;
-        vf g = load_lanes(dy[r] + j, n);
-        if (weight) g *= load_lanes(weight + j, n);
-        const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
-        vf dx = (g - g_center - xhat * gx_center) * rstd[r];
-        if (grad_sum) dx += load_lanes(grad_sum + j, n);
-        grad_x.put(j, dx, n);
-        if (!through_dropout) return;
-        if (drop) dx = keep_bits(bits[k / 32] >> k % 32, dx * kept_scale);
-        grad_input.put(j, dx, n);
-      });
-    }
+  const float kept_scale = dropout_scale(p.threshold);
+  const bool drop = p.threshold > 0, through_dropout = p.grad_input;
+  const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
+  const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
+  const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
+  if (p.columns > kChunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // bits that the next row cannot reuse
+  for (int64_t column = 0; column < p.columns; column += kChunk) {
+    keep.load(p, block, column);
+    const uint32_t* bits = keep.bits[r];
+    for_each_vector(smaller(kChunk, p.columns - column), [&](int64_t k, int n) {
+      const int64_t j = column + k;
+      vf g = load_lanes(dy + j, n);
+      if (weight) g *= load_lanes(weight + j, n);
+      const vf xhat = (load_lanes(x + j, n) - mean) * rstd;
+      vf dx = (g - g_mean - xhat * gx_mean) * rstd;
+      if (grad_sum) dx += load_lanes(grad_sum + j, n);
+      grad_x.put(j, dx, n);
+      if (!through_dropout) return;
+      if (drop) dx = keep_bits(bits[k / 32] >> k % 32, dx * kept_scale);
+      grad_input.put(j, dx, n);
+    });
   }
 }
 
@@ -248,10 +234,7 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
       block.rows = (int)smaller(kTileRows, p.rows - block.first);
       block.line_begin = 0, block.line_end = 8;
       KeepChunk keep;
-      int row = 0;
-      for (; row + kGroup <= block.rows; row += kGroup)
-        backward_rows<kGroup, T, Input>(p, block, row, keep, weight_sum, bias_sum);
-      for (; row < block.rows; ++row) backward_rows<1, T, Input>(p, block, row, keep, weight_sum, bias_sum);
+      for (int r = 0; r < block.rows; ++r) backward_row<T, Input>(p, block, r, keep, weight_sum, bias_sum);
     }
     finish_stream();
   });
