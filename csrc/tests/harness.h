@@ -65,6 +65,7 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
 void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel);
 
 // One function for each kernel file: that many random problems on the instruction set in use.
+void test_attention(int cases);
 void test_dropout(int cases);
 void test_layer_norm(int cases);
 void test_softmax_dropout(int cases);

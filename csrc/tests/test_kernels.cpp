@@ -13,6 +13,7 @@ int main(int argc, char** argv) {
   const InstructionSet* sets = instruction_sets(&count);
   for (int i = 0; i < count; ++i) {
     use_instruction_set(sets[i].name);
+    testing::test_attention(cases);
     testing::test_dropout(cases);
     testing::test_layer_norm(cases);
     testing::test_softmax_dropout(cases);
