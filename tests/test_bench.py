@@ -299,6 +299,18 @@ def test_weakest_come_first():
     assert [entry.name for entry in report.weakest(results, 2)] == ["1.0", "2.0"]
 
 
+def test_the_readme_shows_a_column_per_dtype_and_the_weakest_of_the_sweep():
+    case = next(case for case in listed() if case.dtype == torch.float32)
+    names = [case.name, replace(case, dtype=torch.bfloat16).name, "swept", "also swept"]
+    figures = [result(2.5, fraction=0.8), result(3.25), result(0.9), result(1.5)]
+    results = [replace(figure, name=name) for name, figure in zip(names, figures, strict=True)]
+    limit = {"float32": 500.0, "bfloat16": None, "copy_fresh": 4.0, "copy_cached": 90.0}
+    text = report.tables(report.Report.new(results, limit))
+    assert f"| {case.name.replace(' float32', '')} | 2.50x, 80% | 3.25x |" in text
+    assert "500 GFLOP/s float32, copy 4.0 GB/s into fresh memory, 90 GB/s in cache" in text
+    assert "Of 2 further cases 1 are at least as fast as torch. The weakest: swept (0.90), also swept (1.50)." in text
+
+
 def test_tables_go_between_the_markers(tmp_path):
     page = tmp_path / "README.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")

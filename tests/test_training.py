@@ -17,10 +17,10 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import ParallelText, decode_lines, read_lines, read_parallel
 from fastattn.translation.errors import InputError
-from fastattn.translation.evaluate import bleu, correct_guesses, held_out
+from fastattn.translation.evaluate import bleu, held_out, smoothed_loss
 from fastattn.translation.search import beam_search, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
-from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, smoothed_loss, train
+from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, train
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 OPTIONS = TrainingOptions(
@@ -167,27 +167,46 @@ def test_pairs_without_text_are_left_out(verses):
 # --- loss and schedule ---
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_smoothed_loss(smoothing):
-    """Against torch's, and against the cross-entropy with the smoothed distribution written out."""
-    logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([3, 0, 5, 10, 0, 1, 5])
-    loss, nll = smoothed_loss(logits, labels, smoothing, PAD_ID)
+def test_smoothed_loss(monkeypatch, smoothing, with_bias):
+    """Against torch's, and against the cross-entropy with the smoothed distribution written out; in two parts."""
+    monkeypatch.setattr("fastattn.translation.evaluate.LOSS_ELEMENTS", 0)
+    labels = torch.randint(0, 11, (700,))
+    operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
+    operands = [tensor.double().requires_grad_() for tensor in operands]
+    logits = F.linear(*operands)
+    loss, nll, correct = smoothed_loss(*operands, *([] if with_bias else [None]), labels, smoothing, PAD_ID)
     wanted = F.cross_entropy(logits, labels, ignore_index=PAD_ID, label_smoothing=smoothing, reduction="sum")
     kept = labels != PAD_ID
     target = (1 - smoothing) * F.one_hot(labels, 11) + smoothing / 11
     by_hand = -(target * logits.log_softmax(-1))[kept].sum()
-    # Ours is computed in float32: log-probabilities of order 10 at 2**-24, summed over 5 rows.
-    for value, exact in ((loss, wanted), (loss, by_hand), (nll, F.cross_entropy(logits[kept], labels[kept]) * 5)):
-        torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-6)
-    (ours,), (exact,) = torch.autograd.grad(loss, logits), torch.autograd.grad(wanted, logits)
-    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
-    assert ours[~kept].abs().max() == 0
+    plain = F.cross_entropy(logits[kept], labels[kept], reduction="sum")
+    # Ours has a float32 softmax: log-probabilities of order 10, at 2**-24.
+    for value, exact in ((loss, wanted), (loss, by_hand), (nll, plain)):
+        torch.testing.assert_close(value, exact, rtol=1e-6, atol=0)
+    assert correct == (logits.argmax(-1) == labels)[kept].sum()
+    ours, exact = (torch.autograd.grad(value / 700, operands) for value in (loss, wanted))
+    for gradient, wanted_gradient in zip(ours, exact, strict=True):
+        torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-5, atol=1e-6)
+    assert ours[0][~kept].abs().max() == 0
 
 
-def test_correct_guesses():
-    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 1.0, 2.0], [5.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
-    assert correct_guesses(logits, torch.tensor([1, 1, 0, 2]), PAD_ID) == 2
+def test_smoothed_loss_under_autocast():
+    """bfloat16 products; gradients in the dtypes of the operands."""
+    features, weight = torch.randn(600, 32).bfloat16().requires_grad_(), (torch.randn(50, 32) / 6).requires_grad_()
+    labels = torch.randint(0, 50, (600,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _, _ = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
+    wanted = F.cross_entropy(
+        features.float() @ weight.t(), labels, ignore_index=0, label_smoothing=0.1, reduction="sum"
+    )
+    ours, exact = (torch.autograd.grad(value, (features, weight)) for value in (loss, wanted))
+    assert [gradient.dtype for gradient in ours] == [torch.bfloat16, torch.float32]
+    # A product rounded to 8 bits, of a weight rounded to 8 bits.
+    torch.testing.assert_close(loss.float(), wanted, rtol=2**-8, atol=0)
+    for gradient, wanted_gradient in zip(ours, exact, strict=True):
+        assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
 
 
 def test_the_schedule_is_the_papers(text):

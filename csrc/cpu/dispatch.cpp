@@ -19,7 +19,7 @@ struct Available {
 #if defined(__x86_64__)
     // __builtin_cpu_supports asks the operating system's support of the wide registers too.
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() &&
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() && has_lzcnt() &&
                       __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -49,6 +49,7 @@ struct Available {
 #if defined(__x86_64__)
   // Read from cpuid, since not every supported compiler's __builtin_cpu_supports knows these names.
   static bool has_f16c() { return cpuid(1, 0, 2) >> 29 & 1; }
+  static bool has_lzcnt() { return cpuid(0x80000001, 0, 2) >> 5 & 1; }
   static bool has_avx512_bf16() { return cpuid(7, 0, 0) >= 1 && cpuid(7, 1, 0) >> 5 & 1; }
 
   static unsigned cpuid(unsigned leaf, unsigned subleaf, int which) {

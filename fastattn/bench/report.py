@@ -147,23 +147,39 @@ def weakest(results: Iterable[Result], count: int = 10) -> list[Result]:
 
 
 def tables(report: Report) -> str:
-    """README's tables: the machine with its limits, the headline cases, the dispatch cases and the weakest of all."""
+    """README's text: the machine and its limits, the listed cases with a column for each dtype, how the sweep went."""
     figures = report.limits
     known = [
         *(f"{figures[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if figures[name]),
         f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache",
     ]
-    named = {case.name for case in listed()}
+    machine = report.machine
     sections = [
-        f"{report.machine['cpu']}, {report.machine['threads']} threads, {report.machine['isa']}, torch "
-        f"{report.versions['torch']}. Limits measured in the same run: {', '.join(known)}. Times torch: its time over "
-        "ours, median and quartiles of interleaved pairs.",
-        table(result for name, result in report.results.items() if name in named),
+        f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {report.versions['torch']}, "
+        f"{report.date[:10]}. Limits measured in the same run: {', '.join(known)}. In the table: torch's time over "
+        "ours (medians of interleaved pairs), and the share of the limit that ours reaches where it can be seen.",
+        _by_dtype([report.results[case.name] for case in listed() if case.name in report.results]),
     ]
+    named = {case.name for case in listed()}
     swept = [result for name, result in report.results.items() if name not in named]
     if swept:
-        sections += [f"The ten weakest of {len(swept)} further cases:", table(weakest(swept))]
+        fast = sum(result.ratios["torch"].median >= 1 for result in swept)
+        slowest = ", ".join(f"{r.name} ({r.ratios['torch'].median:.2f})" for r in weakest(swept, 3))
+        sections.append(f"Of {len(swept)} further cases {fast} are at least as fast as torch. The weakest: {slowest}.")
     return "\n\n".join(sections)
+
+
+def _by_dtype(results: Iterable[Result]) -> str:
+    rows: dict[str, dict[str, str]] = {}
+    for result in results:
+        dtype = "bfloat16" if "bfloat16" in result.name else "float32"
+        share = f", {result.fraction.median:.0%}" if result.fraction else ""
+        rows.setdefault(result.name.replace(f" {dtype}", ""), {})[dtype] = (
+            f"{result.ratios['torch'].median:.2f}x{share}"
+        )
+    lines = ["| | float32 | bfloat16 |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {cells.get('float32', '')} | {cells.get('bfloat16', '')} |" for name, cells in rows.items()]
+    return "\n".join(lines)
 
 
 def insert(readme: Path, text: str) -> None:

@@ -6,13 +6,14 @@ Source: Vaswani et al. 2017, section 3.2.1, equation 1: softmax(Q K^T / sqrt(d_k
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.backends import choose
-from fastattn.backends.reference.attention import empty_heads
+from fastattn.backends.reference.attention import empty_heads, without_autocast
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.backends.reference.softmax_dropout import visibility
 from fastattn.ops import check
@@ -76,6 +77,7 @@ def scaled_dot_product_attention(
     if key_lengths is not None:
         key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
     lower_right = _lower_right(name, causal_variant)
+    check.flag(name, "is_causal", is_causal)
     window_left, window_right = check.window(name, window_size, is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
@@ -85,9 +87,9 @@ def scaled_dot_product_attention(
     out, lse, _ = attention_op(
         backend, q, k, v, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
     )
-    if len(query.shape) != 4:
-        out = out.unflatten(0, batch) if len(batch) > 1 else out.reshape(*query.shape[:-1], v.shape[3])
-        lse = lse.reshape(out.shape[:-1])
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        rank = max(query.dim(), key.dim(), value.dim())
+        out, lse = _as_given(out, batch, rank), _as_given(lse, batch, rank)
     return (out, lse) if return_lse else out
 
 
@@ -125,6 +127,7 @@ def attention_weights(
         name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
     )
     lower_right = _lower_right(name, causal_variant)
+    check.flag(name, "is_causal", is_causal)
     window_left, window_right = check.window(name, window_size, is_causal)
     attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
     key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
@@ -136,14 +139,14 @@ def attention_weights(
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, -1, -1, False)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
         k = k.masked_fill(~visible.any(-2).any(1, keepdim=True).unsqueeze(-1), 0.0)
-    with torch.autocast(q.device.type, enabled=False):
-        # In float32, as attention's own scores are.
-        grouped = q.to(stat_dtype(q.dtype)).unflatten(1, (k.size(1), -1))
+    with without_autocast(q.device):  # in float32, as attention's own scores are
+        groups = (k.size(1), q.size(1) // max(k.size(1), 1))
+        grouped = q.to(stat_dtype(q.dtype)).unflatten(1, groups)
         scores = (grouped @ k.to(stat_dtype(q.dtype)).mT.unsqueeze(2)).flatten(1, 2)
     weights, _ = softmax_dropout_op(
         backend, scores, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
     )
-    return weights.to(q.dtype).reshape(*query.shape[:-1], k.size(2))
+    return _as_given(weights.to(q.dtype), batch, max(query.dim(), key.dim()))
 
 
 def varlen_attn(
@@ -217,6 +220,7 @@ def varlen_attn(
                 f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
             )
         used = torch.minimum(used, own)
+    check.flag(name, "is_causal", is_causal)
     window_left, window_right = check.window(name, window_size, is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
@@ -292,6 +296,15 @@ def _heads(
     return q, k, v, tuple(batch_sizes)
 
 
+def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
+    """(B, H, ...) with the batch dimensions of operands of this rank."""
+    if len(batch) > 1:
+        return result.unflatten(0, batch)
+    for _ in range(rank, 4):  # what _heads added in front of lower ranks
+        result = result.squeeze(0)
+    return result
+
+
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise TypeError(
@@ -352,7 +365,7 @@ def _cumulative(
     if offsets.dim() != 1 or offsets.size(0) < 1:
         raise ValueError(f"{name}: {label} must have shape (sequences + 1,), got {tuple(offsets.shape)}")
     check.same_device(name, label, offsets, device)
-    if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
+    if isinstance(longest, bool) or not isinstance(longest, numbers.Integral | torch.SymInt) or longest < 0:
         raise ValueError(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
     if check.is_readable(offsets):
         lengths = offsets.diff()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
 
+_FAR = 2**62  # beyond every position, within int64
 _NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -26,7 +28,7 @@ def same_device(function: str, name: str, tensor: Tensor, device: torch.device) 
 
 def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
     """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
-    if not isinstance(dropout_p, _NUMBERS):
+    if not isinstance(dropout_p, _NUMBERS) and not isinstance(dropout_p, numbers.Real):
         raise TypeError(f"{function}: {name} must be a number in [0, 1], got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
@@ -34,11 +36,16 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
 
 
 def scale(function: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (*_NUMBERS, torch.SymFloat, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
     if not -math.inf < value < math.inf:
         raise ValueError(f"{function}: scale must be finite, got {value}")
     return float(value)
+
+
+def flag(function: str, name: str, value: bool) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
 
 
 def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None:
@@ -75,11 +82,11 @@ def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tupl
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}")
     left, right = window_size
-    if not (isinstance(left, int) and isinstance(right, int)):
+    if not all(isinstance(side, numbers.Integral) and not isinstance(side, bool) for side in (left, right)):
         raise TypeError(f"{function}: window_size must be two integers, got {window_size!r}")
     if left < -1 or right < -1:
         raise ValueError(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
-    return left, 0 if is_causal else right
+    return min(int(left), _FAR), 0 if is_causal else min(int(right), _FAR)
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -38,6 +38,8 @@ def dropout(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
     check.float_tensor("dropout", "input", input)
+    check.flag("dropout", "training", training)
+    check.flag("dropout", "inplace", inplace)
     threshold = check.threshold("dropout", p, "p")
     check.check_seed("dropout", seed, input.device)
     backend = choose("dropout", (input,))

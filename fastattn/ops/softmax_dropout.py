@@ -48,6 +48,7 @@ def softmax_dropout(
     if input.dim() == 0:
         raise ValueError(f"{name}: input must have at least 1 dimension, got a scalar")
     x = check.autocast_float32(input)
+    check.flag(name, "is_causal", is_causal)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, x.device)
     scale = check.scale(name, scale)

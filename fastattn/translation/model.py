@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         return self.logits(self.features(source, target, source_lengths, target_lengths, seeds=seeds, weights=weights))
 
     def features(self, source, target, source_lengths=None, target_lengths=None, *, seeds=None, weights=None) -> Tensor:
-        """:meth:`forward` without its last product: (B, T, d_model), for :meth:`logits`."""
+        """:meth:`forward` without its last product: (B, T, d_model), for :meth:`logits` or :meth:`projection`."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         target_lengths = self.lengths(target) if target_lengths is None else target_lengths
         sites = self._sites(seeds, source.device)
@@ -151,13 +151,17 @@ class Transformer(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """Scores (..., vocab_size) of features (..., d_model)."""
+        return F.linear(*self.projection(features))
+
+    def projection(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The arguments of the product that gives :meth:`logits`: input, weight and bias of ``linear``."""
         weight = self.output.weight
         if self.config.tying != "none" and torch.is_grad_enabled():
             # A copy without the padding's row gives that row of the shared matrix an exactly zero gradient.
             weight = weight.index_fill(0, torch.tensor(self.config.pad_id, device=weight.device), 0.0)
         if self.config.scale_logits:
             features = features * self.config.d_model**-0.5
-        return F.linear(features, weight, self.output.bias)
+        return features, weight, self.output.bias
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens before the padding of each row of (B, L): int64 (B,)."""

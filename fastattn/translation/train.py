@@ -6,7 +6,6 @@ of one that was not.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import json
@@ -19,13 +18,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.data import Batch, ParallelText, read_parallel
 from fastattn.translation.errors import InputError, require
-from fastattn.translation.evaluate import correct_guesses, held_out, perplexity
+from fastattn.translation.evaluate import held_out, perplexity, smoothed_loss
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
@@ -50,7 +48,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(batch_tokens=4096, warmup=400, max_steps=10_000, save_every=200),
+    "tiny": Recipe(batch_tokens=2048, warmup=800, max_steps=10_000, save_every=400),
     "base": Recipe(batch_tokens=25_000, warmup=4000, max_steps=100_000, save_every=1000),
     "big": Recipe(batch_tokens=25_000, warmup=4000, max_steps=300_000, save_every=1000),
 }
@@ -121,25 +119,13 @@ class Trainer:
         labels = batch.labels.flatten()
         with self.autocast():
             lengths = batch.source_lengths, batch.target_lengths
-            logits = model(batch.source, batch.target, *lengths, seeds=seeds).flatten(0, 1)
-        loss, nll = smoothed_loss(logits, labels, self.options.label_smoothing, model.config.pad_id)
+            features = model.features(batch.source, batch.target, *lengths, seeds=seeds)
+            projection = model.projection(features.flatten(0, 1))
+            loss, nll, correct = smoothed_loss(*projection, labels, self.options.label_smoothing, model.config.pad_id)
         (loss / batch.tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        correct = correct_guesses(logits, labels, model.config.pad_id)
         return torch.stack([t.detach().double() for t in (loss, nll, correct, batch.target_lengths.sum())])
-
-
-def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Label-smoothed cross-entropy (section 5.4) and the plain one, in nats, summed over the labels except padding.
-
-    The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
-    ``torch.nn.functional.cross_entropy``; computed in float32 from logits (N, V) of any dtype and labels int64 (N,).
-    """
-    log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-    nll = F.nll_loss(log_p, labels, ignore_index=pad_id, reduction="sum")
-    uniform = -log_p.mean(-1).masked_fill(labels == pad_id, 0.0).sum()
-    return (1 - smoothing) * nll + smoothing * uniform, nll
 
 
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
@@ -178,7 +164,6 @@ def train(
         InputError: unusable text or options, or an ``out`` that is not empty (without ``resume``) or holds no
             checkpoint (with it). Nothing is overwritten.
     """
-    keep_freed_pages()
     out = Path(out)
     given = {
         "preset": preset,
@@ -275,15 +260,6 @@ def fastest_precision() -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     has = torch.cpu.get_capabilities()
     return "bf16" if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")) else "fp32"
-
-
-def keep_freed_pages() -> None:
-    """Have glibc keep the memory that it frees: a training step otherwise faults hundreds of MB in again each time."""
-    m_trim_threshold, m_mmap_max = -1, -4
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 class _Run:

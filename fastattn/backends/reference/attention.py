@@ -6,6 +6,7 @@ value (B, Hk, Lk, Ev), Hk dividing Hq.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -18,12 +19,19 @@ from fastattn.backends.reference.dropout import drop, opmath
 from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward, visibility
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An autocast region around the call would run the products inside, float32 on purpose, in 16 bits."""
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """A region in which products run in their operands' dtype, whatever autocast is active around it."""
+    if not torch._C._is_any_autocast_enabled():
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Products are in float32 on purpose: an autocast region around the call would run them in 16 bits."""
 
     @functools.wraps(function)
     def run(first: Tensor, *args: Any) -> Any:
-        with torch.autocast(first.device.type, enabled=False):
+        with without_autocast(first.device):
             return function(first, *args)
 
     return run
@@ -76,7 +84,7 @@ def _probabilities(
     return q, k, v, probabilities, stats
 
 
-@_without_autocast
+@_in_own_dtype
 def attention(
     query: Tensor,
     key: Tensor,
@@ -99,7 +107,7 @@ def attention(
     return _in_layout_of(out, query), maximum + total.log(), stats
 
 
-@_without_autocast
+@_in_own_dtype
 def attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

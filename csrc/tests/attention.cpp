@@ -1,0 +1,301 @@
+#include <math.h>
+
+#include <memory>
+
+#include "../cpu/kernels.h"
+#include "harness.h"
+
+namespace fastattn::testing {
+namespace {
+
+constexpr double kEpsilon = 0x1p-23;
+
+// (batch, head, row, column), or (row, head, column) with the batch's sequences one after the other.
+struct Operand {
+  Operand(Random& random, Dtype dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool packed)
+      : heads(heads), rows(rows), columns(columns), packed(packed) {
+    const int64_t padded = columns + random.between(0, 5);
+    const bool inside = packed || random.chance(40);
+    row = inside ? heads * padded : padded;
+    head = inside ? padded : rows * padded;
+    this->batch = packed ? 0 : heads * rows * padded;
+    buffer = std::make_unique<Buffer>(dtype, packed ? rows * row : batch * this->batch, random.chance(50));
+    values.resize((size_t)buffer->count);
+  }
+
+  void fill(Random& random, double scale) {
+    for (int64_t i = 0; i < buffer->count; ++i) set(i, random.normal() * scale);
+  }
+  void set(int64_t at, double value) {
+    buffer->set(at, value);
+    values[(size_t)at] = buffer->get(at);
+  }
+  void read() {
+    for (int64_t i = 0; i < buffer->count; ++i) values[(size_t)i] = buffer->get(i);
+  }
+  int64_t at(int64_t b, int64_t h, int64_t i, int64_t d) const { return b * batch + h * head + i * row + d; }
+  double operator()(int64_t b, int64_t h, int64_t i, int64_t d) const { return values[(size_t)at(b, h, i, d)]; }
+  Heads heads_of() const { return {buffer->data, batch, head, row}; }
+
+  int64_t heads, rows, columns, batch, head, row;
+  bool packed;
+  std::unique_ptr<Buffer> buffer;
+  std::vector<double> values;
+};
+
+// What the kernel should write, NaN where it should write nothing; `size` bounds the sums of magnitudes behind it.
+struct Expected {
+  explicit Expected(const Buffer& buffer) : values((size_t)buffer.count, NAN) {}
+  void add(int64_t at, double value, double magnitude) {
+    values[(size_t)at] += value;
+    size = fmax(size, magnitude);
+  }
+  std::vector<double> values;
+  double size = 0;
+};
+
+struct Problem {
+  Attention a = {};
+  bool packed;
+  std::vector<int64_t> query_start, key_start, lengths;
+  std::unique_ptr<Buffer> mask;
+
+  int64_t first_query(int64_t b) const { return packed ? query_start[(size_t)b] : 0; }
+  int64_t first_key(int64_t b) const { return packed ? key_start[(size_t)b] : 0; }
+  int64_t queries(int64_t b) const { return packed ? query_start[(size_t)b + 1] - first_query(b) : a.queries; }
+  int64_t stored(int64_t b) const { return packed ? key_start[(size_t)b + 1] - first_key(b) : a.keys; }
+  int64_t keys(int64_t b) const { return lengths.empty() ? stored(b) : lengths[(size_t)b]; }
+  int64_t row(int64_t b, int64_t h, int64_t i) const {
+    return b * a.row_batch + h * a.row_head + (first_query(b) + i) * a.row_query;
+  }
+
+  double mask_value(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const AttentionMask& m = a.mask;
+    return mask->get(b * m.batch + h * m.head + i * m.row + j * m.column);
+  }
+
+  bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int64_t offset = j - i - (a.lower_right ? keys(b) - queries(b) : 0);
+    if (j >= keys(b) || (a.window_left >= 0 && offset < -a.window_left) || (a.window_right >= 0 && offset > a.window_right))
+      return false;
+    if (!mask) return true;
+    return a.mask.dtype == Dtype::boolean ? mask_value(b, h, i, j) != 0 : mask_value(b, h, i, j) != -INFINITY;
+  }
+};
+
+// NaN in every key that the length or the mask hides from all queries of all heads.
+void spoil_unseen(const Problem& p, Operand* key, Operand* value) {
+  for (int64_t b = 0; b < p.a.batch; ++b)
+    for (int64_t j = 0; j < p.stored(b); ++j) {
+      bool seen = false;
+      for (int64_t h = 0; h < p.a.heads && !seen; ++h)
+        for (int64_t i = 0; i < p.queries(b) && !seen; ++i)
+          seen = j < p.keys(b) && (!p.mask || p.a.mask.dtype != Dtype::boolean || p.mask_value(b, h, i, j) != 0);
+      for (int64_t h = 0; h < p.a.key_heads && !seen; ++h) {
+        for (int64_t d = 0; d < p.a.depth; ++d) key->set(key->at(b, h, p.first_key(b) + j, d), NAN);
+        for (int64_t d = 0; d < p.a.value_depth; ++d) value->set(value->at(b, h, p.first_key(b) + j, d), NAN);
+      }
+    }
+}
+
+template <class Kernels, class... Gradients>
+std::unique_ptr<Buffer> make_workspace(const Kernels& kernels, const Parallel& parallel, const Attention& a,
+                                       const Gradients&... gradients) {
+  const int64_t bytes = kernels.workspace(a, gradients..., parallel);
+  return std::make_unique<Buffer>(Dtype::float32, (bytes + 63) / 64 * 16);
+}
+
+void test_problem(Random& random, Problem& p) {
+  Attention& a = p.a;
+  const int64_t group = a.heads / a.key_heads;
+  const int64_t query_rows = p.packed ? p.query_start.back() : a.queries, key_rows = p.packed ? p.key_start.back() : a.keys;
+  const auto operand = [&](int64_t heads, int64_t rows, int64_t columns) {
+    return Operand(random, a.dtype, a.batch, heads, rows, columns, p.packed);
+  };
+  Operand query = operand(a.heads, query_rows, a.depth), key = operand(a.key_heads, key_rows, a.depth);
+  Operand value = operand(a.key_heads, key_rows, a.value_depth), out = operand(a.heads, query_rows, a.value_depth);
+  Operand out_grad = operand(a.heads, query_rows, a.value_depth), query_grad = operand(a.heads, query_rows, a.depth);
+  Operand key_grad = operand(a.key_heads, key_rows, a.depth), value_grad = operand(a.key_heads, key_rows, a.value_depth);
+  const bool large_scores = random.chance(5);
+  query.fill(random, large_scores ? 100 : 1);
+  key.fill(random, large_scores ? 100 : 1);
+  value.fill(random, 1);
+  out_grad.fill(random, 1);
+  spoil_unseen(p, &key, &value);
+  a.query = query.heads_of(), a.key = key.heads_of(), a.value = value.heads_of(), a.out = out.heads_of();
+
+  const int64_t rows = (p.packed ? 1 : a.batch) * a.heads * query_rows;
+  a.row_batch = p.packed ? 0 : a.heads * query_rows, a.row_head = p.packed ? 1 : query_rows, a.row_query = p.packed ? a.heads : 1;
+  Buffer lse(Dtype::float32, rows), reference(Dtype::float32, rows), sum(Dtype::float32, rows), lse_grad(Dtype::float32, rows);
+  a.lse = (float*)lse.data, a.reference = (float*)reference.data, a.sum = (float*)sum.data;
+  for (int64_t i = 0; i < rows; ++i) lse_grad.set(i, random.normal());
+
+  run_on_threads({out.buffer.get(), &lse, &reference, &sum}, [&](const Parallel& parallel) {
+    const auto workspace = make_workspace(*kernels()->attention, parallel, a);
+    kernels()->attention->forward(a, parallel, (char*)workspace->data);
+  });
+  out.read();
+
+  AttentionGradients g = {};
+  g.out_grad = out_grad.heads_of();
+  if (random.chance(50)) g.lse_grad = (const float*)lse_grad.data;
+  g.query_grad = query_grad.heads_of(), g.key_grad = key_grad.heads_of(), g.value_grad = value_grad.heads_of();
+  const bool wants_mask = p.mask && a.mask.dtype != Dtype::boolean && random.chance(60);
+  Buffer mask_grad(a.mask.dtype, wants_mask ? p.mask->count : 0);
+  if (wants_mask) g.mask_grad = mask_grad.data;
+  run_on_threads({query_grad.buffer.get(), key_grad.buffer.get(), value_grad.buffer.get(), &mask_grad},
+                 [&](const Parallel& parallel) {
+                   const auto workspace = make_workspace(*kernels()->attention_backward, parallel, a, g);
+                   kernels()->attention_backward->backward(a, g, parallel, (char*)workspace->data);
+                 });
+
+  Expected want_out(*out.buffer), want_lse(lse), want_query(*query_grad.buffer), want_key(*key_grad.buffer);
+  Expected want_value(*value_grad.buffer), want_mask(mask_grad);
+  for (double& x : want_mask.values) x = 0;
+  for (int64_t b = 0; b < a.batch; ++b)
+    for (int64_t h = 0; h < a.key_heads; ++h)
+      for (int64_t j = p.first_key(b); j < p.first_key(b) + p.stored(b); ++j) {
+        for (int64_t d = 0; d < a.depth; ++d) want_key.values[(size_t)key_grad.at(b, h, j, d)] = 0;
+        for (int64_t d = 0; d < a.value_depth; ++d) want_value.values[(size_t)value_grad.at(b, h, j, d)] = 0;
+      }
+  const double kept_scale = dropout_scale(a.threshold);
+  double greatest = 0;  // score, in sums of magnitudes
+  std::vector<double> s((size_t)a.keys), weight((size_t)a.keys);
+  for (int64_t b = 0; b < a.batch; ++b)
+    for (int64_t h = 0; h < a.heads; ++h)
+      for (int64_t i = 0; i < p.queries(b); ++i) {
+        const int64_t row = p.first_query(b) + i, first = p.first_key(b), kh = h / group;
+        double top = -INFINITY, total = 0;
+        for (int64_t j = 0; j < p.keys(b); ++j) {
+          s[(size_t)j] = -INFINITY;
+          if (!p.visible(b, h, i, j)) continue;
+          double dot = 0, magnitude = 0;
+          for (int64_t d = 0; d < a.depth; ++d) {
+            const double term = query(b, h, row, d) * key(b, kh, first + j, d);
+            dot += term;
+            magnitude += fabs(term);
+          }
+          const double added = p.mask && a.mask.dtype != Dtype::boolean ? p.mask_value(b, h, i, j) : 0;
+          s[(size_t)j] = dot * a.scale + added;
+          greatest = fmax(greatest, magnitude * fabs(a.scale) + fabs(added));
+          top = fmax(top, s[(size_t)j]);
+        }
+        for (int64_t j = 0; j < p.keys(b); ++j) total += weight[(size_t)j] = top == -INFINITY ? 0 : exp(s[(size_t)j] - top);
+        want_lse.values[(size_t)p.row(b, h, i)] = total == 0 ? -INFINITY : top + log(total);
+        for (int64_t d = 0; d < a.value_depth; ++d) want_out.values[(size_t)out.at(b, h, row, d)] = 0;
+        for (int64_t d = 0; d < a.depth; ++d) want_query.values[(size_t)query_grad.at(b, h, row, d)] = 0;
+        double delta = 0, delta_size = 0;
+        for (int64_t d = 0; d < a.value_depth; ++d) {
+          delta += out_grad(b, h, row, d) * out(b, h, row, d);
+          delta_size += fabs(out_grad(b, h, row, d) * out(b, h, row, d));
+        }
+        if (g.lse_grad) delta -= lse_grad.get(p.row(b, h, i));
+        for (int64_t j = 0; j < p.keys(b); ++j) {
+          const double probability = total == 0 ? 0 : weight[(size_t)j] / total;
+          if (probability == 0) continue;
+          const bool kept = a.threshold == 0 || philox_keep(a.seed, (uint32_t)(b * a.heads + h), i, j, a.threshold);
+          const double dropped = kept ? probability * kept_scale : 0;
+          double dp = 0, dp_size = 0;
+          for (int64_t d = 0; d < a.value_depth; ++d) {
+            const double x = value(b, kh, first + j, d), dy = out_grad(b, h, row, d);
+            want_out.add(out.at(b, h, row, d), dropped * x, kept_scale * fabs(x));
+            want_value.add(value_grad.at(b, kh, first + j, d), dropped * dy, kept_scale * fabs(dy) * (double)(group * a.queries));
+            dp += dy * x;
+            dp_size += fabs(dy * x);
+          }
+          const double ds = probability * ((kept ? dp * kept_scale : 0) - delta);
+          const double ds_size = dp_size * kept_scale + delta_size + fabs(delta);
+          for (int64_t d = 0; d < a.depth; ++d) {
+            const double q = query(b, h, row, d), k = key(b, kh, first + j, d);
+            want_query.add(query_grad.at(b, h, row, d), a.scale * ds * k, fabs(a.scale * k) * ds_size);
+            want_key.add(key_grad.at(b, kh, first + j, d), a.scale * ds * q,
+                         fabs(a.scale * q) * ds_size * (double)(group * a.queries));
+          }
+          if (wants_mask) {
+            const AttentionMask& m = a.mask;
+            want_mask.add(b * m.batch + h * m.head + i * m.row + j * m.column, ds,
+                          ds_size * (double)(a.batch * a.heads * a.queries));
+          }
+        }
+      }
+  // P and dS are rounded to the operands' dtype at most; scores, to float32.
+  const double operand_error = a.dtype == Dtype::bfloat16 ? unit_roundoff(Dtype::bfloat16) : 0;
+  const double score_error = kEpsilon * (a.depth + 8) * greatest, error = operand_error + 4 * score_error + 64 * kEpsilon;
+  expect_close("out", *out.buffer, want_out.values, want_out.size * error);
+  expect_close("lse", lse, want_lse.values, 2 * score_error + 8 * kEpsilon);
+  expect_close("query_grad", *query_grad.buffer, want_query.values, want_query.size * error);
+  expect_close("key_grad", *key_grad.buffer, want_key.values, want_key.size * error);
+  expect_close("value_grad", *value_grad.buffer, want_value.values, want_value.size * error);
+  expect_close("mask_grad", mask_grad, want_mask.values, want_mask.size * error);
+}
+
+}  // namespace
+
+void test_attention(int cases) {
+  Random random = {4};
+  for (int c = 0; c < cases; ++c) {
+    const bool large = c % 25 == 0;
+    Problem p;
+    Attention& a = p.a;
+    p.packed = random.chance(25);
+    a.dtype = any_float(random);
+    a.batch = random.between(large ? 1 : 0, 2), a.key_heads = random.between(1, 2);
+    a.heads = a.key_heads * random.between(1, 3);
+    a.queries = large ? random.between(100, 140) : random.chance(30) ? random.between(0, 4) : random.between(5, 70);
+    a.keys = c % 50 == 10 ? 900 : random.between(large ? 200 : 0, large ? 230 : 110);
+    a.depth = (int)random.between(1, large ? 140 : 40);
+    a.value_depth = random.chance(50) ? a.depth : (int)random.between(1, 40);
+    a.scale = (float)random.pick({0.1, 0.1, 0.1, -0.2, 0.0});
+    a.window_left = random.pick<int64_t>({-1, -1, 0, 3, 40}), a.window_right = random.pick<int64_t>({-1, -1, 0, 0, 3, 40});
+    a.lower_right = p.packed || random.chance(50);
+    a.threshold = random.pick({0, 0, 0, 6554, 32768, 65536});
+    a.seed = {(uint32_t)random.next(), (uint32_t)random.next(), (uint32_t)random.next()};
+
+    std::vector<int64_t> stored;
+    p.query_start = p.key_start = {0};
+    for (int64_t b = 0; b < a.batch; ++b) {
+      stored.push_back(p.packed ? random.between(0, a.keys) : a.keys);
+      p.query_start.push_back(p.query_start.back() + random.between(0, a.queries));
+      p.key_start.push_back(p.key_start.back() + stored.back());
+    }
+    if (p.packed) a.query_start = p.query_start.data(), a.key_start = p.key_start.data();
+    if (random.chance(40))
+      for (int64_t b = 0; b < a.batch; ++b) p.lengths.push_back(random.between(0, stored[(size_t)b]));
+    if (!p.lengths.empty()) a.key_lengths = p.lengths.data();
+
+    if (!p.packed && random.chance(50)) {
+      AttentionMask& m = a.mask;
+      m.dtype = random.chance(50) ? Dtype::boolean : any_float(random);
+      int64_t* sizes[4] = {&m.batches, &m.heads, &m.rows, &m.columns};
+      int64_t* strides[4] = {&m.batch, &m.head, &m.row, &m.column};
+      const int64_t shape[4] = {a.batch, a.heads, a.queries, a.keys};
+      int64_t count = 1;
+      for (int d = 3; d >= 0; --d) {
+        const bool full = random.chance(d == 3 ? 90 : 60) && shape[d] != 1;
+        *sizes[d] = full ? shape[d] : 1;
+        *strides[d] = full ? count : 0;
+        count *= *sizes[d];
+      }
+      p.mask = std::make_unique<Buffer>(m.dtype, count, random.chance(50));
+      const int hidden = (int)random.pick({10, 50, 95});
+      const bool finite_extremes = random.chance(20);
+      for (int64_t i = 0; i < count; ++i) {
+        const bool hide = random.chance(hidden) || (hidden > 10 && m.columns > 1 && i % m.columns < m.columns / 2);
+        if (m.dtype == Dtype::boolean)
+          p.mask->set(i, !hide);
+        else
+          p.mask->set(i, !hide ? random.normal() : finite_extremes ? -65504 : -INFINITY);
+      }
+      m.data = p.mask->data;
+    }
+    begin_case("attention " + std::string(name_of(a.dtype)) + (p.packed ? " packed (" : " (") + std::to_string(a.batch) + ", " +
+               std::to_string(a.heads) + "/" + std::to_string(a.key_heads) + ", " + std::to_string(a.queries) + "x" +
+               std::to_string(a.keys) + ", " + std::to_string(a.depth) + "/" + std::to_string(a.value_depth) + ") mask " +
+               (p.mask ? name_of(a.mask.dtype) : "none") + " window " + std::to_string(a.window_left) + " " +
+               std::to_string(a.window_right) + " threshold " + std::to_string(a.threshold) + " scale " +
+               std::to_string(a.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
+    test_problem(random, p);
+  }
+}
+
+}  // namespace fastattn::testing

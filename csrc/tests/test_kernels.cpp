@@ -1,0 +1,24 @@
+// The kernels' own test program, without torch: every kernel and dtype on every instruction set that this machine has,
+// against plain double-precision code. Build: python csrc/tests/build.py. Usage: test_kernels [cases per kernel]
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "../cpu/kernels.h"
+#include "harness.h"
+
+int main(int argc, char** argv) {
+  using namespace fastattn;
+  const int cases = argc > 1 ? atoi(argv[1]) : 200;
+  int count;
+  const InstructionSet* sets = instruction_sets(&count);
+  for (int i = 0; i < count; ++i) {
+    use_instruction_set(sets[i].name);
+    testing::test_attention(cases);
+    testing::test_dropout(cases);
+    testing::test_layer_norm(cases);
+    testing::test_softmax_dropout(cases);
+    printf("%s: %d random problems for each kernel, %d failures\n", sets[i].name, cases, testing::failures());
+    fflush(stdout);
+  }
+  return testing::failures() != 0;
+}

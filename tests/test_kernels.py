@@ -1,0 +1,90 @@
+"""The kernels' own test program (csrc/tests), and what their objects may contain. Needs the source and a compiler."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+if not (ROOT / "csrc/tests/build.py").is_file():
+    pytest.skip("the kernels' source is not here", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "csrc"))
+sys.path.insert(0, str(ROOT / "csrc/tests"))
+import build  # noqa: E402
+import native_build  # noqa: E402
+
+
+def program(variant: str) -> Path:
+    try:
+        native_build.instruction_sets(), native_build.compiler()
+    except native_build.BuildError as reason:
+        pytest.skip(str(reason))
+    return build.build(variant)
+
+
+def run(*command: object, **environment: str) -> str:
+    """The output of a command that must exit with 0; what it printed otherwise."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def passing(output: str) -> list[str]:
+    """The instruction sets whose line says that all went well."""
+    return [line.split(":")[0] for line in output.splitlines() if line.endswith(" 0 failures")]
+
+
+def test_every_instruction_set_of_this_machine():
+    names = passing(run(program("plain"), 100))
+    assert names[-1] == "generic"
+    import torch
+
+    from fastattn.backends import native
+
+    if native.library("cpu") is not None:
+        assert names == torch.ops.fastattn_cpu.isas().split(",")
+
+
+@pytest.mark.parametrize("cpu, best", [("Haswell", "avx2"), ("Nehalem", "generic")])
+def test_older_machines(cpu, best):
+    """An emulated machine raises SIGILL on any instruction that it lacks."""
+    if platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None:
+        pytest.skip("needs qemu-x86_64 on x86-64")
+    names = passing(run("qemu-x86_64", "-cpu", cpu, program("plain"), 12))
+    assert names == list(dict.fromkeys([best, "generic"]))
+
+
+def test_kernel_objects_share_no_code():
+    """A function that the linker may take from any object (weak, COMDAT) could be the one compiled for a wide set."""
+    directory = program("plain").parent
+    checked = 0
+    for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
+        for isa in native_build.instruction_sets():
+            target = directory / f"{source.stem}.{isa}.o"
+            if source.stem == "dispatch":
+                continue
+            lines = run("nm", "--extern-only", "--defined-only", "--demangle", target).splitlines()
+            symbols = [line.split(maxsplit=2) for line in lines]
+            assert [name for _, _, name in symbols] == [f"fastattn::{source.stem}_{isa}"], target.name
+            assert all(kind in "RD" for _, kind, _ in symbols), target.name
+            checked += 1
+    assert checked >= 4 * len(native_build.instruction_sets())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant, cases", [("address", 100), ("thread", 51)])
+def test_sanitizers(variant, cases):
+    output = run(program(variant), cases, UBSAN_OPTIONS="print_stacktrace=1")
+    assert passing(output)[-1] == "generic"
+    assert "runtime error" not in output and "WARNING: ThreadSanitizer" not in output
