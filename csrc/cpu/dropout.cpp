@@ -8,14 +8,6 @@ namespace {
 constexpr int kChunkTiles = 64;
 constexpr int kChunk = kChunkTiles * kTileColumns;
 
-// out[0, n) = input scaled where kept, else 0.
-template <class T>
-FASTATTN_INLINE void drop(const T* input, T* out, int64_t n, const uint32_t* keep, float scale) {
-  int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) store(out + j, keep_bits(keep[j / 32] >> j % 32, load(input + j) * scale));
-  if (j < n) store(out + j, keep_bits(keep[j / 32] >> j % 32, load(input + j, (int)(n - j)) * scale), (int)(n - j));
-}
-
 FASTATTN_INLINE void expand(uint8_t* out, int64_t n, const uint32_t* keep) {
   for (int64_t j = 0; j < n; ++j) out[j] = keep[j / 32] >> j % 32 & 1;
 }
@@ -41,15 +33,20 @@ void for_each_stretch(const Dropout& p, const Parallel& parallel, const Row& row
                               keep[0], kChunkTiles);
                    for (int r = 0; r < block.rows; ++r) row(z / p.inner, z % p.inner, first + r, column, n, keep[r]);
                  }
+                 finish_stream();
                });
 }
 
 template <class T>
 void dropout_of(const Dropout& p, const Parallel& parallel) {
   const float scale = dropout_scale(p.threshold);
+  const int64_t elements = p.outer * p.inner * p.rows * p.columns;
   for_each_stretch(p, parallel, [&](int64_t o, int64_t i, int64_t row, int64_t column, int n, const uint32_t* keep) {
-    drop((const T*)p.input + o * p.input_outer + i * p.input_inner + row * p.input_row + column,
-         (T*)p.out + o * p.out_outer + i * p.out_inner + row * p.out_row + column, n, keep, scale);
+    const T* input = (const T*)p.input + o * p.input_outer + i * p.input_inner + row * p.input_row + column;
+    const OutputRow<T> out(p.out, o * p.out_outer + i * p.out_inner + row * p.out_row + column, elements);
+    for_each_vector(n, [&](int64_t j, int lanes) {
+      out.put(j, keep_bits(keep[j / 32] >> j % 32, load_lanes(input + j, lanes) * scale), lanes);
+    });
   });
 }
 

@@ -7,15 +7,29 @@
 namespace fastattn {
 namespace {
 
-constexpr int kChunkTiles = 64;
+constexpr int kChunkTiles = 256;
 constexpr int kChunk = kChunkTiles * kTileColumns;
+
+// The keep bits of a block of rows for kChunk columns, which are all of most problems.
+struct KeepChunk {
+  uint32_t bits[kTileRows][kChunkTiles];
+  int64_t loaded = -1;
+
+  template <class Problem>
+  FASTATTN_INLINE void load(const Problem& p, const RowBlock& block, int64_t column) {
+    if (p.threshold == 0 || loaded == column) return;
+    keep_block(p.seed, p.threshold, block, column / kTileColumns,
+               ceil_div(smaller(p.columns, column + kChunk), kTileColumns), bits[0], kChunkTiles);
+    loaded = column;
+  }
+};
 
 // ---- forward ----
 
 // Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy.
 template <class T>
-void normalize_row(const T* x, const float* weight, const float* bias, T* out, int64_t columns, float eps, float* mean,
-                   float* rstd) {
+void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
+  const int64_t columns = p.columns;
   vf total[4] = {}, squares[4] = {};
   int64_t j = 0;
   for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
@@ -35,21 +49,23 @@ void normalize_row(const T* x, const float* weight, const float* bias, T* out, i
     squares[0] = fma(d, d, squares[0]);
   }
   const float variance = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
-  const float scale = 1.0f / sqrtf(variance + eps);
-  *mean = center;
-  *rstd = scale;
+  const float scale = 1.0f / sqrtf(variance + p.eps);
+  p.mean[row] = center;
+  p.rstd[row] = scale;
 
+  const OutputRow<T> out(p.out, row * columns, p.matrices * p.rows * columns);
+  const float *weight = p.weight, *bias = p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
       const vf xhat = (load_lanes(x + j, n) - center) * scale;
-      store_lanes(out + j, fma(xhat, load_lanes(weight + j, n), load_lanes(bias + j, n)), n);
+      out.put(j, fma(xhat, load_lanes(weight + j, n), load_lanes(bias + j, n)), n);
     });
   else
     for_each_vector(columns, [&](int64_t j, int n) {
       vf y = (load_lanes(x + j, n) - center) * scale;
       if (weight) y *= load_lanes(weight + j, n);
       if (bias) y += load_lanes(bias + j, n);
-      store_lanes(out + j, y, n);
+      out.put(j, y, n);
     });
 }
 
@@ -69,8 +85,7 @@ void normalize(const LayerNorm& p, const Parallel& parallel) {
     for (int r = 0; r < block.rows; ++r) {
       if (!block.has(r)) continue;
       const int64_t row = block.z * p.rows + block.first + r;
-      normalize_row((const T*)p.input + row * p.input_row, p.weight, p.bias, (T*)p.out + row * p.columns, p.columns,
-                    p.eps, p.mean + row, p.rstd + row);
+      normalize_row(p, (const T*)p.input + row * p.input_row, row);
     }
   });
 }
@@ -80,23 +95,18 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
   const float scale = dropout_scale(p.threshold);
   for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
     const int64_t first = block.z * p.rows + block.first;
+    KeepChunk keep;
     for (int64_t column = 0; column < p.columns; column += kChunk) {
       const int64_t n = smaller(kChunk, p.columns - column);
-      uint32_t keep[kTileRows][kChunkTiles];
-      if (p.threshold > 0)
-        keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + n, kTileColumns), keep[0],
-                   kChunkTiles);
-      for (int r = 0; r < block.rows; ++r)
-        if (block.has(r))
-          add_row((const Input*)p.input + (first + r) * p.input_row + column,
-                  (const Residual*)p.residual + (first + r) * p.residual_row + column,
-                  (Sum*)p.sum + (first + r) * p.columns + column, n, p.threshold > 0 ? keep[r] : nullptr, scale);
-    }
-    for (int r = 0; r < block.rows; ++r) {
-      if (!block.has(r)) continue;
-      const int64_t row = first + r;
-      normalize_row((const Sum*)p.sum + row * p.columns, p.weight, p.bias, (Sum*)p.out + row * p.columns, p.columns,
-                    p.eps, p.mean + row, p.rstd + row);
+      keep.load(p, block, column);
+      for (int r = 0; r < block.rows; ++r) {
+        if (!block.has(r)) continue;
+        Sum* sum = (Sum*)p.sum + (first + r) * p.columns;
+        add_row((const Input*)p.input + (first + r) * p.input_row + column,
+                (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
+                p.threshold > 0 ? keep.bits[r] : nullptr, scale);
+        if (column + n == p.columns) normalize_row(p, sum, first + r);
+      }
     }
   });
 }
@@ -148,69 +158,46 @@ struct Chunks {
   }
 };
 
-// Rows of one block that are handled together, so that the sums over rows are loaded and stored less often.
-constexpr int kGroup = 4;
-
-template <int R, class T>
-FASTATTN_INLINE void backward_rows(const LayerNormBackward& p, const int64_t* rows, float* weight_sum,
-                                   float* bias_sum) {
-  const T *dy[R], *x[R];
-  vf mean[R], rstd[R], g_total[R], gx_total[R];
-  for (int r = 0; r < R; ++r) {
-    dy[r] = (const T*)p.grad_out + rows[r] * p.grad_out_row;
-    x[r] = (const T*)p.x + rows[r] * p.x_row;
-    mean[r] = splat(p.mean[rows[r]]);
-    rstd[r] = splat(p.rstd[rows[r]]);
-    g_total[r] = gx_total[r] = vf{};
-  }
-  for_each_vector(p.columns, [&](int64_t j, int n) {
-    const vf weight = p.weight ? load_lanes(p.weight + j, n) : splat(1.0f);
-    vf dw = {}, db = {};
-    for (int r = 0; r < R; ++r) {
-      const vf grad = load_lanes(dy[r] + j, n), g = grad * weight;
-      const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
-      dw = fma(grad, xhat, dw);
-      db += grad;
-      g_total[r] += g;
-      gx_total[r] = fma(g, xhat, gx_total[r]);
-    }
-    if (weight_sum) store_lanes(weight_sum + j, load_lanes(weight_sum + j, n) + dw, n);
-    if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + db, n);
-  });
-  for (int r = 0; r < R; ++r) {
-    const float g_mean = sum(g_total[r]) / (float)p.columns, gx_mean = sum(gx_total[r]) / (float)p.columns;
-    T* grad_x = (T*)p.grad_x + rows[r] * p.columns;
-    const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + rows[r] * p.grad_sum_row : nullptr;
-    for_each_vector(p.columns, [&](int64_t j, int n) {
-      vf g = load_lanes(dy[r] + j, n);
-      if (p.weight) g *= load_lanes(p.weight + j, n);
-      const vf xhat = (load_lanes(x[r] + j, n) - mean[r]) * rstd[r];
-      vf dx = (g - g_mean - xhat * gx_mean) * rstd[r];
-      if (grad_sum) dx += load_lanes(grad_sum + j, n);
-      store_lanes(grad_x + j, dx, n);
-    });
-  }
-}
-
+// One row: of several at once the loads would interleave, which the processor's prefetching takes badly.
 template <class T, class Input>
-void dropout_backward_block(const LayerNormBackward& p, const RowBlock& block) {
-  const float scale = dropout_scale(p.threshold);
-  const int64_t first = block.z * p.rows + block.first;
+void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
+                  float* bias_sum) {
+  const int64_t row = block.z * p.rows + block.first + r, elements = p.matrices * p.rows * p.columns;
+  const float *weight = p.weight, mean = p.mean[row], rstd = p.rstd[row];
+  const T* dy = (const T*)p.grad_out + row * p.grad_out_row;
+  const T* x = (const T*)p.x + row * p.x_row;
+  vf g_total = {}, gx_total = {};
+  for_each_vector(p.columns, [&](int64_t j, int n) {
+    const vf grad = load_lanes(dy + j, n), xhat = (load_lanes(x + j, n) - mean) * rstd;
+    const vf g = weight ? grad * load_lanes(weight + j, n) : grad;
+    g_total += g;
+    gx_total = fma(g, xhat, gx_total);
+    if (weight_sum) store_lanes(weight_sum + j, fma(grad, xhat, load_lanes(weight_sum + j, n)), n);
+    if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + grad, n);
+  });
+  const float g_mean = sum(g_total) / (float)p.columns, gx_mean = sum(gx_total) / (float)p.columns;
+
+  const float kept_scale = dropout_scale(p.threshold);
+  const bool drop = p.threshold > 0, through_dropout = p.grad_input;
+  const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
+  const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
+  const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
+  if (p.columns > kChunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // bits that the next row cannot reuse
   for (int64_t column = 0; column < p.columns; column += kChunk) {
-    const int64_t columns = smaller(kChunk, p.columns - column);
-    uint32_t keep[kTileRows][kChunkTiles];
-    if (p.threshold > 0)
-      keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + columns, kTileColumns), keep[0],
-                 kChunkTiles);
-    for (int r = 0; r < block.rows; ++r) {
-      const T* grad_x = (const T*)p.grad_x + (first + r) * p.columns + column;
-      Input* grad_input = (Input*)p.grad_input + (first + r) * p.columns + column;
-      for_each_vector(columns, [&](int64_t j, int n) {
-        vf grad = load_lanes(grad_x + j, n);
-        if (p.threshold > 0) grad = keep_bits(keep[r][j / 32] >> j % 32, grad * scale);
-        store_lanes(grad_input + j, grad, n);
-      });
-    }
+    keep.load(p, block, column);
+    const uint32_t* bits = keep.bits[r];
+    for_each_vector(smaller(kChunk, p.columns - column), [&](int64_t k, int n) {
+      const int64_t j = column + k;
+      vf g = load_lanes(dy + j, n);
+      if (weight) g *= load_lanes(weight + j, n);
+      const vf xhat = (load_lanes(x + j, n) - mean) * rstd;
+      vf dx = (g - g_mean - xhat * gx_mean) * rstd;
+      if (grad_sum) dx += load_lanes(grad_sum + j, n);
+      grad_x.put(j, dx, n);
+      if (!through_dropout) return;
+      if (drop) dx = keep_bits(bits[k / 32] >> k % 32, dx * kept_scale);
+      grad_input.put(j, dx, n);
+    });
   }
 }
 
@@ -246,13 +233,10 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
       block.first = i % chunks.blocks_per_matrix * kTileRows;
       block.rows = (int)smaller(kTileRows, p.rows - block.first);
       block.line_begin = 0, block.line_end = 8;
-      int64_t rows[kTileRows];
-      for (int r = 0; r < block.rows; ++r) rows[r] = block.z * p.rows + block.first + r;
-      int r = 0;
-      for (; r + kGroup <= block.rows; r += kGroup) backward_rows<kGroup, T>(p, rows + r, weight_sum, bias_sum);
-      for (; r < block.rows; ++r) backward_rows<1, T>(p, rows + r, weight_sum, bias_sum);
-      if (p.grad_input) dropout_backward_block<T, Input>(p, block);
+      KeepChunk keep;
+      for (int r = 0; r < block.rows; ++r) backward_row<T, Input>(p, block, r, keep, weight_sum, bias_sum);
     }
+    finish_stream();
   });
 
   constexpr int64_t kStretch = 1024;

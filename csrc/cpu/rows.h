@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
 constexpr int64_t kElementsPerTask = 8192;
+constexpr int64_t kStreamedBytes = 16 << 20;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -37,6 +38,24 @@ FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
   else
     store(p, x, n);
 }
+
+// Where a row of an output goes. Outputs that would push everything else out of the caches are streamed.
+template <class T>
+struct OutputRow {
+  T* data;
+  bool streamed;
+
+  FASTATTN_INLINE OutputRow(void* first, int64_t offset, int64_t elements_in_all)
+      : data((T*)first + offset),
+        streamed(elements_in_all * (int64_t)sizeof(T) >= kStreamedBytes && (uintptr_t)data % FASTATTN_VECTOR_BYTES == 0) {}
+
+  FASTATTN_INLINE void put(int64_t j, vf x, int n) const {
+    if (n == kLanes && streamed)
+      stream(data + j, x);
+    else
+      store_lanes(data + j, x, n);
+  }
+};
 
 // Rows first .. first + rows - 1 of matrix z, or a part of them: a task takes the lines [line_begin, line_end), where
 // line l is the pair of rows first + l and first + l + 8, which share their Philox calls.
@@ -71,6 +90,7 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
                    part.line_end = part.line_begin + (int)lines;
                    if (part.line_begin < part.rows) body(part, worker);
                  }
+                 finish_stream();
                });
 }
 

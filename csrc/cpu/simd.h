@@ -218,6 +218,37 @@ FASTATTN_INLINE void store(T* p, vf x) {
   memcpy(p, &h, sizeof h);
 }
 
+// As store(), past the caches, for what is too large to stay in them: p is a multiple of the stored size.
+// The writes become visible with finish_stream().
+FASTATTN_INLINE void stream(float* p, vf x) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)x);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)x);
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)x);
+#else
+  store(p, x);
+#endif
+}
+
+template <class T>
+FASTATTN_INLINE void stream(T* p, vf x) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256((__m256i*)p, (__m256i)from_float(x, T{}));
+#elif defined(__AVX2__)
+  _mm_stream_si128((__m128i*)p, (__m128i)from_float(x, T{}));
+#else
+  store(p, x);
+#endif
+}
+
+FASTATTN_INLINE void finish_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // The first n lanes (0 <= n <= kLanes); the others read as 0 and are not touched in memory.
 FASTATTN_INLINE vf load(const float* p, int n) {
 #if defined(__AVX512F__)

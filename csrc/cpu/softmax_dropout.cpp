@@ -140,13 +140,13 @@ void forward_row(const SoftmaxDropout& p, int64_t b, int64_t h, int64_t i, const
   p.stats[row] = reference;
   p.stats[scores.batch * scores.heads * scores.rows + row] = total;
 
-  T* out = (T*)p.out + row * scores.columns;
+  const OutputRow<T> out(p.out, row * scores.columns, scores.batch * scores.heads * scores.rows * scores.columns);
   const float factor = (total == 0.0f ? 0.0f : 1.0f / total) * dropout_scale(p.threshold);
-  zero_outside(out, range, scores.columns);
+  zero_outside(out.data, range, scores.columns);
   for_each_vector(range, scores.columns, [&](int64_t j, int n) {
     vf probability = load(buffer + j) * factor;
     if (keep) probability = keep_bits(keep[j / 32] >> j % 32, probability);
-    store_lanes(out + j, probability, n);
+    out.put(j, probability, n);
   });
 }
 
@@ -191,12 +191,13 @@ void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t
   });
   const float dot = sum(products);
 
-  T* grad_input = (T*)p.grad_input + row * scores.columns;
-  zero_outside(grad_input, range, scores.columns);
+  const OutputRow<T> grad_input(p.grad_input, row * scores.columns,
+                                scores.batch * scores.heads * scores.rows * scores.columns);
+  zero_outside(grad_input.data, range, scores.columns);
   for_each_vector(range, scores.columns, [&](int64_t j, int n) {
     const vf probability = load(buffer + j);
     const vf grad_score = probability * (grad_probability(j, n, probability) - dot);
-    store_lanes(grad_input + j, grad_score * scores.scale, n);
+    grad_input.put(j, grad_score * scores.scale, n);
     if (mask_sum) store(mask_sum + j, load(mask_sum + j) + grad_score);
   });
 }
@@ -289,6 +290,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
                            p.full[2] ? g.row_floats : 0);
     }
     if (g.splits == 1) write_mask_rows(p, g, group, sum);
+    finish_stream();
   });
   if (g.splits > 1)
     parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
