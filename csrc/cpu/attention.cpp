@@ -1,5 +1,5 @@
-// Attention, forward: panels of queries go over the keys with a running maximum and sum (Milakov and Gimelshein, "Online
-// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
+// Attention, forward: panels of queries go over the keys with a running maximum and sum (Milakov and Gimelshein,
+// "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
 #include <math.h>
 
 #include "attention_tile.h"
@@ -31,8 +31,8 @@ struct Forward {
   Part parts;        // (splits, batch, heads, queries); used where splits > 1
 
   struct Panel {
-    Unit* query;                    // (width, kPanel)
-    float *out, *reference, *sum;   // (value_width, kPanel), (kPanel), (kPanel)
+    Unit* query;                   // (width, kPanel)
+    float *out, *reference, *sum;  // (value_width, kPanel), (kPanel), (kPanel)
   };
 
   struct FewRows {
@@ -108,7 +108,8 @@ struct Forward {
   }
 
   // Keys that are hidden from all queries may hold anything, and 0 times anything is not 0: they become 0.
-  Matrix pack_value(const Sequence& s, int64_t head, int64_t key_head, int64_t key, int keys, const Scratch& scratch) const {
+  Matrix pack_value(const Sequence& s, int64_t head, int64_t key_head, int64_t key, int keys,
+                    const Scratch& scratch) const {
     const T* from = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
     const uint8_t* seen = mask.seen_keys(a, s, head, head + 1, key, keys, scratch.mask.visible);
     if constexpr (kPairs) {
@@ -171,8 +172,8 @@ struct Forward {
 
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
             const Panel& panel) const {
-    product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel, scratch.score,
-                                      kPanel, nullptr, a.scale);
+    product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel,
+                                      scratch.score, kPanel, nullptr, a.scale);
     if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
@@ -215,7 +216,8 @@ struct Forward {
     parts.sum[row] = sum;
   }
 
-  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch, const Panel& panel) const {
+  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch,
+              const Panel& panel) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query);
     transpose(panel.out, kPanel, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
     for (int i = 0; i < count; ++i)
@@ -289,7 +291,8 @@ struct Forward {
 
   // out = factor out + sum_j p_j value_j; keys of probability 0 are not read.
   template <int vectors>
-  FASTATTN_INLINE void few_values(const float* p, const T* value, int keys, int length, float factor, float* out) const {
+  FASTATTN_INLINE void few_values(const float* p, const T* value, int keys, int length, float factor,
+                                  float* out) const {
     const int last = length - (vectors - 1) * kLanes;
     vf x[2][vectors];
 #pragma GCC unroll 4
@@ -299,7 +302,8 @@ struct Forward {
       const T* row = value + j * a.value.row;
 #pragma GCC unroll 4
       for (int n = 0; n < vectors; ++n)
-        to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last), splat(p[j]), to[n]);
+        to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last),
+                    splat(p[j]), to[n]);
     };
     int j = 0;
     for (; j + 2 <= keys; j += 2) {
@@ -351,7 +355,8 @@ struct Forward {
     const int rows = (int)(group * s.queries);
     for (int r = 0; r < rows; ++r) {
       const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
-      pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.depth, few.query + r * few.width, few.width);
+      pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.depth, few.query + r * few.width,
+               few.width);
       clear_row(few.out + r * value_width, value_width);
       few.reference[r] = -kInfinity;
       few.sum[r] = 0;
@@ -363,11 +368,12 @@ struct Forward {
         const int64_t first = greater(key, begin_of_keys(a, s, query));
         const int count = (int)(smaller(smaller(key + kBlock, end), end_of_keys(a, s, query)) - first);
         if (count > 0)
-          few_step(s, head, query, first, count, few.query + r * few.width, scratch.score, &few.reference[r], &few.sum[r],
-                   few.out + r * value_width);
+          few_step(s, head, query, first, count, few.query + r * few.width, scratch.score, &few.reference[r],
+                   &few.sum[r], few.out + r * value_width);
       }
     for (int r = 0; r < rows; ++r)
-      put(s, key_head * group + r / s.queries, r % s.queries, split, few.out + r * value_width, few.reference[r], few.sum[r]);
+      put(s, key_head * group + r / s.queries, r % s.queries, split, few.out + r * value_width, few.reference[r],
+          few.sum[r]);
   }
 
   // ---- parts ----

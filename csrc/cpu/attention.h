@@ -2,7 +2,8 @@
 //
 //   s_ij = scale q_i . k_j + mask_ij,  P_ij = exp(s_ij - m_i) / sum_i,  out_i = sum_j P_ij v_j
 //
-// over the keys j that query i sees: j < length, -window_left <= j - i - diagonal <= window_right (-1: no bound), and mask.
+// over the keys j that query i sees: j < length, -window_left <= j - i - diagonal <= window_right (-1: no bound), and
+// mask.
 #pragma once
 #include <stdint.h>
 
@@ -37,8 +38,8 @@ struct Attention {
   int64_t window_left, window_right;
   bool lower_right;  // the diagonal is length - queries; otherwise 0
   Seed seed;
-  int threshold;                  // 0: no dropout
-  float *lse, *reference, *sum;   // (batch, head, query) with these strides; reference and sum: m_i and sum_i
+  int threshold;                 // 0: no dropout
+  float *lse, *reference, *sum;  // (batch, head, query) with these strides; reference and sum: m_i and sum_i
   int64_t row_batch, row_head, row_query;
 };
 
@@ -46,7 +47,7 @@ struct AttentionGradients {
   Heads out_grad;
   const float* lse_grad;  // laid out as lse; null: zero
   Heads query_grad, key_grad, value_grad;
-  void* mask_grad;  // contiguous (mask.batches, mask.heads, mask.rows, mask.columns) in the mask's dtype; null: unwanted
+  void* mask_grad;  // contiguous (mask.batches, mask.heads, mask.rows, mask.columns), the mask's dtype; null: unwanted
 };
 
 // The workspace is 64-byte aligned and has as many bytes as the function beside the kernel says.

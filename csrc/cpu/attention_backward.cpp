@@ -6,8 +6,9 @@
 //
 // with dropout, P in dV and dP become P kept / (1 - p) and dP kept / (1 - p).
 //
-// A task has one key head and one range of keys, and keeps the gradients of these keys; its queries' gradients are complete
-// where there is one range, else they are partial and added up in order. The number of ranges depends on the shape alone.
+// A task has one key head and one range of keys, and keeps the gradients of these keys; its queries' gradients are
+// complete where there is one range, else they are partial and added up in order. The number of ranges depends on the
+// shape alone.
 #include "attention_tile.h"
 #include "kernels.h"
 
@@ -22,21 +23,21 @@ struct Backward {
   const Attention& a;
   const AttentionGradients& g;
   MaskSummary mask;
-  int depth, value_depth;            // units in a row of keys and of values
-  int units, value_units;            // the same, rounded up to vectors
-  int width, value_width;            // elements in such rows, rounded up to vectors
+  int depth, value_depth;             // units in a row of keys and of values
+  int units, value_units;             // the same, rounded up to vectors
+  int width, value_width;             // elements in such rows, rounded up to vectors
   bool key_in_place, value_in_place;  // rows are read where they lie
-  int64_t splits, range;             // of keys: a multiple of kBlock
-  float* partial;                    // (splits, batch, heads, queries, width), where splits > 1
+  int64_t splits, range;              // of keys: a multiple of kBlock
+  float* partial;                     // (splits, batch, heads, queries, width), where splits > 1
 
   struct Scratch {
     Unit *query_rows, *query, *grad_rows, *grad;  // a panel of queries and of dO: (kPanel, units) and (units, kPanel)
     Unit *query_right, *grad_right;               // as second factors of a sum over queries
     float *query_grad, *reference, *inverse, *delta;
-    float *score, *grad_score;                           // a tile, (kBlock, kPanel)
+    float *score, *grad_score;                              // a tile, (kBlock, kPanel)
     Unit *probability_left, *grad_left, *grad_score_right;  // P and dS as first factors, dS as second factor
-    uint8_t* packed;                                     // which blocks of keys are not read where they lie
-    Unit *key_rows, *value_rows, *key_left;              // keys as first factors of a sum over keys
+    uint8_t* packed;                                        // which blocks of keys are not read where they lie
+    Unit *key_rows, *value_rows, *key_left;                 // keys as first factors of a sum over keys
     float *key_grad, *value_grad;
     MaskBuffers mask;
   };
@@ -98,7 +99,8 @@ struct Backward {
   };
 
   template <class Row>
-  void pack_rows(const Row* from, int64_t stride, int count, int length, const uint8_t* seen, Unit* to, int64_t row) const {
+  void pack_rows(const Row* from, int64_t stride, int count, int length, const uint8_t* seen, Unit* to,
+                 int64_t row) const {
     for (int j = 0; j < count; ++j) {
       if (!seen || seen[j])
         pack_row(from + j * stride, length, to + j * row, row);
@@ -116,18 +118,19 @@ struct Backward {
     if (!key_in_place || seen) pack_rows(k, a.key.row, count, a.depth, seen, scratch.key_rows + slot * units, units);
     if (!value_in_place || seen)
       pack_rows(v, a.value.row, count, a.value_depth, seen, scratch.value_rows + slot * value_units, value_units);
-    if constexpr (kPairs)
-      pack_pairs(k, a.key.row, count, a.depth, scratch.key_left + slot / 2 * width, width, seen);
+    if constexpr (kPairs) pack_pairs(k, a.key.row, count, a.depth, scratch.key_left + slot / 2 * width, width, seen);
   }
 
   Keys find_keys(const Sequence& s, int64_t key_head, int64_t key, int64_t slot, const Scratch& scratch) const {
     const bool packed = scratch.packed[slot / kBlock];
     Keys keys;
-    keys.key = {(const char*)row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row * (int64_t)sizeof(T)};
+    keys.key = {(const char*)row_pointer<T>(a.key, s.index, key_head, s.first_key + key),
+                a.key.row * (int64_t)sizeof(T)};
     keys.value = {(const char*)row_pointer<T>(a.value, s.index, key_head, s.first_key + key),
                   a.value.row * (int64_t)sizeof(T)};
     if (packed || !key_in_place) keys.key = {(const char*)(scratch.key_rows + slot * units), units * 4};
-    if (packed || !value_in_place) keys.value = {(const char*)(scratch.value_rows + slot * value_units), value_units * 4};
+    if (packed || !value_in_place)
+      keys.value = {(const char*)(scratch.value_rows + slot * value_units), value_units * 4};
     keys.left = keys.key;
     if constexpr (kPairs) keys.left = {(const char*)(scratch.key_left + slot / 2 * width), width * 4};
     return keys;
@@ -174,7 +177,8 @@ struct Backward {
 
   // ---- a tile ----
 
-  // P and dS of two keys and a vector of queries at a time: use(key, vector, P, dS, P of the next key, dS of the next key).
+  // P and dS of two keys and a vector of queries at a time: use(key, vector, P, dS, P of the next key, dS of the next
+  // key).
   template <bool dropout, class Use>
   FASTATTN_INLINE void gradients(const Tile& t, const Scratch& scratch, const Use& use) const {
     for (int v = 0; v < t.vectors; ++v) {
@@ -224,15 +228,17 @@ struct Backward {
   }
 
   // C (rows, width) += A (rows, depth) B (depth, width), for any width.
-  void add_product(int rows, int terms, const Unit* left, int64_t stride, const Unit* right, int columns, float* c) const {
+  void add_product(int rows, int terms, const Unit* left, int64_t stride, const Unit* right, int columns,
+                   float* c) const {
     for (int n = 0; n < columns; n += kPanel) {
       const int vectors = smaller(columns - n, kPanel) / kLanes;
-      product<Unit, false, Start::keep>(vectors, rows, terms, (const char*)left, stride, right + n, columns, c + n, columns,
-                                        nullptr, 1.0f);
+      product<Unit, false, Start::keep>(vectors, rows, terms, (const char*)left, stride, right + n, columns, c + n,
+                                        columns, nullptr, 1.0f);
     }
   }
 
-  void step(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, int64_t slot, const Scratch& scratch) const {
+  void step(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, int64_t slot,
+            const Scratch& scratch) const {
     compute(s, head, t, keys, scratch, [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both) {
       const int at = j * kPanel + v * kLanes;
       if constexpr (kPairs) {
@@ -254,9 +260,10 @@ struct Backward {
     const int64_t stride = kPairs ? kPanel * 2 : kPanel * 4;
     add_product(t.keys, queries, scratch.probability_left, stride, scratch.grad_right, value_width,
                 scratch.value_grad + slot * value_width);
-    add_product(t.keys, queries, scratch.grad_left, stride, scratch.query_right, width, scratch.key_grad + slot * width);
-    product<Unit, true, Start::keep>(t.vectors, a.depth, count, keys.left.data, keys.left.stride, scratch.grad_score_right,
-                                     kPanel, scratch.query_grad, kPanel, nullptr, 1.0f);
+    add_product(t.keys, queries, scratch.grad_left, stride, scratch.query_right, width,
+                scratch.key_grad + slot * width);
+    product<Unit, true, Start::keep>(t.vectors, a.depth, count, keys.left.data, keys.left.stride,
+                                     scratch.grad_score_right, kPanel, scratch.query_grad, kPanel, nullptr, 1.0f);
   }
 
   // ---- results ----
@@ -338,14 +345,15 @@ struct Backward {
     write_row(total, a.scale, a.depth, row_pointer<T>(g.query_grad, s.index, head, s.first_query + query));
   }
 
-  // ---- the mask's gradient, by itself: a task owns a part of it and goes over everything that it was broadcast to ----
+  // ---- the mask's gradient, by itself: a task owns a part of it and goes over all that it was broadcast to ----
 
   float* take_mask_grad(Arena* arena) const { return arena->take<float>(round_up(a.mask.columns, kBlock) * kPanel); }
 
   void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
     const AttentionMask& m = a.mask;
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
-    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = a.heads / a.key_heads;
+    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads,
+                  group = a.heads / a.key_heads;
     clear_row(sums, round_up(m.columns, kBlock) * kPanel);
     for (int64_t batch = m.batches == 1 ? 0 : mask_batch; batch < (m.batches == 1 ? a.batch : mask_batch + 1); ++batch)
       for (int64_t head = m.heads == 1 ? 0 : mask_head; head < (m.heads == 1 ? a.heads : mask_head + 1); ++head) {
@@ -424,7 +432,8 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
     backward.task(index, backward.take_scratch(&own));
   });
   if (backward.splits > 1)
-    parallel_for(parallel, workers, a.batch * a.heads * a.queries, [&](int64_t index, int) { backward.add_partial(index); });
+    parallel_for(parallel, workers, a.batch * a.heads * a.queries,
+                 [&](int64_t index, int) { backward.add_partial(index); });
   if (g.mask_grad)
     parallel_for(parallel, workers, a.mask.batches * a.mask.heads * (a.mask.rows == 1 ? 1 : backward.mask.panels),
                  [&](int64_t index, int worker) {

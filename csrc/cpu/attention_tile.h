@@ -1,14 +1,14 @@
 // What the attention kernels are made of: panels of queries, tiles of scores, products, packing and masks.
 //
-// Queries are lanes. A panel holds up to kPanel queries transposed, (depth, query), so that every product has a panel or a
-// tile as its second factor, read as vectors, and broadcasts elements of its first factor, read where it lies:
+// Queries are lanes. A panel holds up to kPanel queries transposed, (depth, query), so that every product has a panel
+// or a tile as its second factor, read as vectors, and broadcasts elements of its first factor, read where it lies:
 //
 //   scores        S(key, query)    = K(key, depth) Q'(depth, query)         rows of K
 //   output        O(depth, query) += V'(depth, key) P(key, query)           columns of V
 //   grad of value dV(key, depth)  += P(key, query) dO(query, depth)         rows of P
 //
-// Softmax then works on whole vectors with one query in each lane. The unit of a product is a float32, or, with bfloat16
-// instructions, a pair of bfloat16 that are neighbours in the dimension summed over.
+// Softmax then works on whole vectors with one query in each lane. The unit of a product is a float32, or, with
+// bfloat16 instructions, a pair of bfloat16 that are neighbours in the dimension summed over.
 #pragma once
 #include "attention.h"
 #include "dropout_mask.h"
@@ -193,15 +193,19 @@ template <class Unit, bool columns, Start start>
 FASTATTN_INLINE void product(int vectors, int rows, int depth, const char* a, int64_t stride, const Unit* b,
                              int64_t b_stride, float* c, int64_t c_stride, const float* factor, float scale) {
   switch (vectors) {
-    case 1: return product_vectors<Unit, 1, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
-    case 2: return product_vectors<Unit, 2, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    case 1:
+      return product_vectors<Unit, 1, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    case 2:
+      return product_vectors<Unit, 2, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
     case 3:
       if constexpr (kPanelVectors > 2)
-        return product_vectors<Unit, 3, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+        return product_vectors<Unit, 3, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
+                                                        scale);
       return;
     case 4:
       if constexpr (kPanelVectors > 2)
-        return product_vectors<Unit, 4, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+        return product_vectors<Unit, 4, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
+                                                        scale);
       return;
   }
 }
@@ -276,7 +280,8 @@ struct Matrix {
   int64_t stride;
 };
 
-// Heads 2 i and 2 i + 1 as row i of pairs. Heads that are not `seen` (null: all are) count as zero, those beyond `rows` too.
+// Heads 2 i and 2 i + 1 as row i of pairs. Heads that are not `seen` (null: all are) count as zero, those beyond `rows`
+// too.
 FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, int length, Pair* to, int64_t width,
                                 const uint8_t* seen) {
   for (int row = 0; row < rows; row += 2, to += width) {
@@ -368,8 +373,8 @@ struct MaskSummary {
   }
 
   // Which keys of a block are seen by some query of the heads, 1 or 0 each, in `buffer`; null where all are.
-  const uint8_t* seen_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key, int count,
-                           uint8_t* buffer) const {
+  const uint8_t* seen_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key,
+                           int count, uint8_t* buffer) const {
     const int64_t hidden = begin_of_keys(a, s, 0) - key;  // by the window
     bool all = hidden <= 0;
     if (a.mask.data) {
@@ -452,8 +457,9 @@ void MaskSummary::read(const Attention& a, const Parallel& parallel, int workers
             columns[i] |= visible[i];
           }
         }
-        cover[(index * panels + panel) * blocks + block] =
-            any == 0 ? Cover::nothing : all == 0 ? Cover::some : Cover::all;
+        cover[(index * panels + panel) * blocks + block] = any == 0   ? Cover::nothing
+                                                           : all == 0 ? Cover::some
+                                                                      : Cover::all;
       }
       unseen[index * blocks + block] = memchr(columns, 0, (size_t)n) != nullptr;
     }
@@ -468,7 +474,8 @@ struct Tile {
   int queries, keys, vectors;
   Cover window, mask;  // how much of it each lets be seen
 
-  Tile(const Attention& a, const Sequence& s, const MaskSummary& summary, int64_t head, int64_t first_query, int64_t first_key)
+  Tile(const Attention& a, const Sequence& s, const MaskSummary& summary, int64_t head, int64_t first_query,
+       int64_t first_key)
       : query(first_query), key(first_key) {
     queries = (int)smaller((int64_t)kPanel, s.queries - query);
     vectors = (queries + kLanes - 1) / kLanes;
@@ -515,10 +522,10 @@ FASTATTN_INLINE uint64_t pack_bits(const uint8_t* byte, int n) {
 
 // Buffers of one worker for masks and dropout of a tile.
 struct MaskBuffers {
-  uint64_t* seen;   // (kBlock): bit i of word j: query i of the panel sees key j
-  uint64_t* kept;   // (kBlock): dropout keeps it
-  uint8_t* visible; // (kBlock): some query sees key j
-  uint8_t* present; // (kPanel): query i sees some key
+  uint64_t* seen;         // (kBlock): bit i of word j: query i of the panel sees key j
+  uint64_t* kept;         // (kBlock): dropout keeps it
+  uint8_t* visible;       // (kBlock): some query sees key j
+  uint8_t* present;       // (kPanel): query i sees some key
   float *rows, *columns;  // (kPanel, kBlock) and (kBlock, kPanel): a mask of floats, and transposed
 
   MaskBuffers() = default;
@@ -535,7 +542,8 @@ struct MaskBuffers {
 };
 
 // Adds a mask of floats to the scores, and writes -inf where a query does not see the key.
-inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers, float* score) {
+inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers,
+                        float* score) {
   uint64_t* seen = buffers.seen;
   // Lanes beyond the queries see nothing: what a mask adds to them is arbitrary.
   const uint64_t present = ~(uint64_t)0 >> (kWord - t.queries);
@@ -589,7 +597,8 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
 }
 
 // The mask's part of mask_scores for one query.
-inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, float* score) {
+inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
+                     float* score) {
   const AttentionMask& m = a.mask;
   const int64_t offset = mask_offset(m, s.index, head, query, key);
   if (m.dtype == Dtype::boolean) {

@@ -12,7 +12,8 @@ FASTATTN_INLINE void expand(uint8_t* out, int64_t n, const uint32_t* keep) {
   for (int64_t j = 0; j < n; ++j) out[j] = keep[j / 32] >> j % 32 & 1;
 }
 
-// row(outer, inner, row, column, n, keep) for stretches of n columns. A single row is cut too, so that threads share it.
+// row(outer, inner, row, column, n, keep) for stretches of n columns. A single row is cut too, so that threads share
+// it.
 template <class Row>
 void for_each_stretch(const Dropout& p, const Parallel& parallel, const Row& row) {
   const int64_t blocks = ceil_div(p.rows, kTileRows), chunks = ceil_div(p.columns, kChunk);

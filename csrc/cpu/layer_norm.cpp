@@ -71,7 +71,8 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
 
 // sum = residual + dropout(input); keep is null without dropout.
 template <class Input, class Residual, class Sum>
-void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep, float scale) {
+void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,
+             float scale) {
   for_each_vector(columns, [&](int64_t j, int n) {
     vf x = load_lanes(input + j, n);
     if (keep) x = keep_bits(keep[j / 32] >> j % 32, x * scale);
@@ -126,7 +127,8 @@ void forward_of(const LayerNorm& p, const Parallel& parallel) {
   if (!p.residual) return normalize<Input>(p, parallel);
   switch (p.residual_dtype) {
     case Dtype::float32: return add_and_normalize<Input, float, float>(p, parallel);
-    case Dtype::bfloat16: return add_and_normalize<Input, bfloat16, typename Promoted<Input, bfloat16>::type>(p, parallel);
+    case Dtype::bfloat16:
+      return add_and_normalize<Input, bfloat16, typename Promoted<Input, bfloat16>::type>(p, parallel);
     case Dtype::float16: return add_and_normalize<Input, float16, typename Promoted<Input, float16>::type>(p, parallel);
     case Dtype::boolean: return;
   }

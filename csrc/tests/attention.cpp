@@ -76,7 +76,8 @@ struct Problem {
 
   bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t offset = j - i - (a.lower_right ? keys(b) - queries(b) : 0);
-    if (j >= keys(b) || (a.window_left >= 0 && offset < -a.window_left) || (a.window_right >= 0 && offset > a.window_right))
+    if (j >= keys(b) || (a.window_left >= 0 && offset < -a.window_left) ||
+        (a.window_right >= 0 && offset > a.window_right))
       return false;
     if (!mask) return true;
     return a.mask.dtype == Dtype::boolean ? mask_value(b, h, i, j) != 0 : mask_value(b, h, i, j) != -INFINITY;
@@ -108,14 +109,16 @@ std::unique_ptr<Buffer> make_workspace(const Kernels& kernels, const Parallel& p
 void test_problem(Random& random, Problem& p) {
   Attention& a = p.a;
   const int64_t group = a.heads / a.key_heads;
-  const int64_t query_rows = p.packed ? p.query_start.back() : a.queries, key_rows = p.packed ? p.key_start.back() : a.keys;
+  const int64_t query_rows = p.packed ? p.query_start.back() : a.queries,
+                key_rows = p.packed ? p.key_start.back() : a.keys;
   const auto operand = [&](int64_t heads, int64_t rows, int64_t columns) {
     return Operand(random, a.dtype, a.batch, heads, rows, columns, p.packed);
   };
   Operand query = operand(a.heads, query_rows, a.depth), key = operand(a.key_heads, key_rows, a.depth);
   Operand value = operand(a.key_heads, key_rows, a.value_depth), out = operand(a.heads, query_rows, a.value_depth);
   Operand out_grad = operand(a.heads, query_rows, a.value_depth), query_grad = operand(a.heads, query_rows, a.depth);
-  Operand key_grad = operand(a.key_heads, key_rows, a.depth), value_grad = operand(a.key_heads, key_rows, a.value_depth);
+  Operand key_grad = operand(a.key_heads, key_rows, a.depth),
+          value_grad = operand(a.key_heads, key_rows, a.value_depth);
   const bool large_scores = random.chance(5);
   query.fill(random, large_scores ? 100 : 1);
   key.fill(random, large_scores ? 100 : 1);
@@ -125,8 +128,10 @@ void test_problem(Random& random, Problem& p) {
   a.query = query.heads_of(), a.key = key.heads_of(), a.value = value.heads_of(), a.out = out.heads_of();
 
   const int64_t rows = (p.packed ? 1 : a.batch) * a.heads * query_rows;
-  a.row_batch = p.packed ? 0 : a.heads * query_rows, a.row_head = p.packed ? 1 : query_rows, a.row_query = p.packed ? a.heads : 1;
-  Buffer lse(Dtype::float32, rows), reference(Dtype::float32, rows), sum(Dtype::float32, rows), lse_grad(Dtype::float32, rows);
+  a.row_batch = p.packed ? 0 : a.heads * query_rows, a.row_head = p.packed ? 1 : query_rows,
+  a.row_query = p.packed ? a.heads : 1;
+  Buffer lse(Dtype::float32, rows), reference(Dtype::float32, rows), sum(Dtype::float32, rows),
+      lse_grad(Dtype::float32, rows);
   a.lse = (float*)lse.data, a.reference = (float*)reference.data, a.sum = (float*)sum.data;
   for (int64_t i = 0; i < rows; ++i) lse_grad.set(i, random.normal());
 
@@ -180,7 +185,8 @@ void test_problem(Random& random, Problem& p) {
           greatest = fmax(greatest, magnitude * fabs(a.scale) + fabs(added));
           top = fmax(top, s[(size_t)j]);
         }
-        for (int64_t j = 0; j < p.keys(b); ++j) total += weight[(size_t)j] = top == -INFINITY ? 0 : exp(s[(size_t)j] - top);
+        for (int64_t j = 0; j < p.keys(b); ++j)
+          total += weight[(size_t)j] = top == -INFINITY ? 0 : exp(s[(size_t)j] - top);
         want_lse.values[(size_t)p.row(b, h, i)] = total == 0 ? -INFINITY : top + log(total);
         for (int64_t d = 0; d < a.value_depth; ++d) want_out.values[(size_t)out.at(b, h, row, d)] = 0;
         for (int64_t d = 0; d < a.depth; ++d) want_query.values[(size_t)query_grad.at(b, h, row, d)] = 0;
@@ -199,7 +205,8 @@ void test_problem(Random& random, Problem& p) {
           for (int64_t d = 0; d < a.value_depth; ++d) {
             const double x = value(b, kh, first + j, d), dy = out_grad(b, h, row, d);
             want_out.add(out.at(b, h, row, d), dropped * x, kept_scale * fabs(x));
-            want_value.add(value_grad.at(b, kh, first + j, d), dropped * dy, kept_scale * fabs(dy) * (double)(group * a.queries));
+            want_value.add(value_grad.at(b, kh, first + j, d), dropped * dy,
+                           kept_scale * fabs(dy) * (double)(group * a.queries));
             dp += dy * x;
             dp_size += fabs(dy * x);
           }
@@ -220,7 +227,8 @@ void test_problem(Random& random, Problem& p) {
       }
   // P and dS are rounded to the operands' dtype at most; scores, to float32.
   const double operand_error = a.dtype == Dtype::bfloat16 ? unit_roundoff(Dtype::bfloat16) : 0;
-  const double score_error = kEpsilon * (a.depth + 8) * greatest, error = operand_error + 4 * score_error + 64 * kEpsilon;
+  const double score_error = kEpsilon * (a.depth + 8) * greatest,
+               error = operand_error + 4 * score_error + 64 * kEpsilon;
   expect_close("out", *out.buffer, want_out.values, want_out.size * error);
   expect_close("lse", lse, want_lse.values, 2 * score_error + 8 * kEpsilon);
   expect_close("query_grad", *query_grad.buffer, want_query.values, want_query.size * error);
@@ -246,7 +254,8 @@ void test_attention(int cases) {
     a.depth = (int)random.between(1, large ? 140 : 40);
     a.value_depth = random.chance(50) ? a.depth : (int)random.between(1, 40);
     a.scale = (float)random.pick({0.1, 0.1, 0.1, -0.2, 0.0});
-    a.window_left = random.pick<int64_t>({-1, -1, 0, 3, 40}), a.window_right = random.pick<int64_t>({-1, -1, 0, 0, 3, 40});
+    a.window_left = random.pick<int64_t>({-1, -1, 0, 3, 40}),
+    a.window_right = random.pick<int64_t>({-1, -1, 0, 0, 3, 40});
     a.lower_right = p.packed || random.chance(50);
     a.threshold = random.pick({0, 0, 0, 6554, 32768, 65536});
     a.seed = {(uint32_t)random.next(), (uint32_t)random.next(), (uint32_t)random.next()};
@@ -288,12 +297,13 @@ void test_attention(int cases) {
       }
       m.data = p.mask->data;
     }
-    begin_case("attention " + std::string(name_of(a.dtype)) + (p.packed ? " packed (" : " (") + std::to_string(a.batch) + ", " +
-               std::to_string(a.heads) + "/" + std::to_string(a.key_heads) + ", " + std::to_string(a.queries) + "x" +
-               std::to_string(a.keys) + ", " + std::to_string(a.depth) + "/" + std::to_string(a.value_depth) + ") mask " +
-               (p.mask ? name_of(a.mask.dtype) : "none") + " window " + std::to_string(a.window_left) + " " +
-               std::to_string(a.window_right) + " threshold " + std::to_string(a.threshold) + " scale " +
-               std::to_string(a.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
+    begin_case("attention " + std::string(name_of(a.dtype)) + (p.packed ? " packed (" : " (") +
+               std::to_string(a.batch) + ", " + std::to_string(a.heads) + "/" + std::to_string(a.key_heads) + ", " +
+               std::to_string(a.queries) + "x" + std::to_string(a.keys) + ", " + std::to_string(a.depth) + "/" +
+               std::to_string(a.value_depth) + ") mask " + (p.mask ? name_of(a.mask.dtype) : "none") + " window " +
+               std::to_string(a.window_left) + " " + std::to_string(a.window_right) + " threshold " +
+               std::to_string(a.threshold) + " scale " + std::to_string(a.scale) + " case " + std::to_string(c) +
+               " on " + kernels()->name);
     test_problem(random, p);
   }
 }
