@@ -48,7 +48,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(batch_tokens=2048, warmup=800, max_steps=10_000, save_every=400, rate=0.7),
+    "tiny": Recipe(batch_tokens=2048, warmup=400, max_steps=10_000, save_every=400, rate=0.7),
     "base": Recipe(batch_tokens=25_000, warmup=4000, max_steps=100_000, save_every=1000),
     "big": Recipe(batch_tokens=25_000, warmup=4000, max_steps=300_000, save_every=1000),
 }
