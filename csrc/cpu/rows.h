@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
 constexpr int64_t kElementsPerTask = 8192;
-constexpr int64_t kStreamedBytes = 16 << 20;
+constexpr int64_t kStreamedBytes = 8 << 20;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
