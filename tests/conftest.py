@@ -1,5 +1,6 @@
 """Fixtures of every test: which backends this machine has, and operands that are the same in every run."""
 
+import contextlib
 import os
 
 import pytest
@@ -20,7 +21,9 @@ settings.register_profile(
 settings.register_profile("explore", parent=settings.get_profile("fixed"), derandomize=False, max_examples=1000)
 settings.load_profile("fixed")
 
-BACKENDS = ("reference", "cpu")
+# The kernels of every instruction set of this machine are tested, all but the best one among the slow tests.
+ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
+BACKENDS = ("reference", "cpu", *(pytest.param(f"cpu:{isa}", marks=pytest.mark.slow) for isa in ISAS))
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
 
@@ -32,13 +35,31 @@ def missing(name):
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     """Runs the test once on every backend, forced by name. FASTATTN_REQUIRE=cpu makes a missing one a failure."""
-    why = missing(request.param)
+    name, _, isa = request.param.partition(":")
+    why = missing(name)
     if why is not None:
-        (pytest.fail if request.param in REQUIRED else pytest.skip)(f"no {request.param} backend: {why}")
-    with fastattn.backend(request.param):
-        yield request.param
+        (pytest.fail if name in REQUIRED else pytest.skip)(f"no {name} backend: {why}")
+    with fastattn.backend(name), instruction_set(isa) if isa else contextlib.nullcontext():
+        yield name
+
+
+@contextlib.contextmanager
+def instruction_set(isa):
+    """Runs the cpu kernels compiled for `isa`."""
+    best = torch.ops.fastattn_cpu.isa()
+    torch.ops.fastattn_cpu.set_isa(isa)
+    try:
+        yield
+    finally:
+        torch.ops.fastattn_cpu.set_isa(best)
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def fixed_conditions():
+    """The same operands in every run; one thread, since most problems here are small and threads that wait for a busy
+    machine spin. What threads may change is tested with threads."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -244,7 +244,7 @@ def package(tmp_path, monkeypatch):
 
 def test_missing_library_has_a_reason(package):
     assert native.library("cpu") is None
-    assert native.reason("cpu") == "_cpu.so was never built; install fastattn again"
+    assert native.reason("cpu").startswith(f"{package / '_cpu.so'} is not there")
     native._load.cache_clear()
     (package / "_build.json").write_text('{"cpu": {"reason": "no C++ compiler"}}')
     assert native.reason("cpu") == "no C++ compiler"

@@ -125,7 +125,9 @@ FASTATTN_INLINE vf load_unit(const Pair* p) {
 
 // ---- products ----
 
-enum class Start { zero, factor, keep };  // of the accumulators: 0, factor * C, C
+// What the product is added to: 0, factor * C, C. It is summed from 0 all the same: the rounding of a sum over all keys
+// then grows with the square roots of a tile and of the number of tiles, not of their product.
+enum class Start { zero, factor, keep };
 
 // M x N vectors of C. The first factor's element (m, k) is at a + m * stride + 4 k, or at a + k * stride + 4 m.
 template <class Unit, int M, int N, bool columns, Start start>
@@ -135,12 +137,7 @@ FASTATTN_INLINE void micro_product(int depth, const char* a, int64_t stride, con
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      if constexpr (start == Start::zero) sum[m][n] = vf{};
-      if constexpr (start == Start::keep) sum[m][n] = load(c + m * c_stride + n * kLanes);
-      if constexpr (start == Start::factor)
-        sum[m][n] = load(c + m * c_stride + n * kLanes) * load(factor + n * kLanes);
-    }
+    for (int n = 0; n < N; ++n) sum[m][n] = vf{};
   const char* row[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) row[m] = a + (columns ? m * 4 : m * stride);
@@ -161,8 +158,12 @@ FASTATTN_INLINE void micro_product(int depth, const char* a, int64_t stride, con
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
-      store(c + m * c_stride + n * kLanes, start == Start::zero ? sum[m][n] * scale : sum[m][n]);
+    for (int n = 0; n < N; ++n) {
+      float* at = c + m * c_stride + n * kLanes;
+      if constexpr (start == Start::zero) store(at, sum[m][n] * scale);
+      if constexpr (start == Start::factor) store(at, fma(load(at), load(factor + n * kLanes), sum[m][n]));
+      if constexpr (start == Start::keep) store(at, load(at) + sum[m][n]);
+    }
 }
 
 template <class Unit, int N, bool columns, Start start>

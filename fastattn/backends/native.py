@@ -29,7 +29,8 @@ def _load(name: str) -> tuple[Any, str]:
     """(namespace of the library's operations or None, why None)."""
     path = PACKAGE / f"_{name}.so"
     if not path.exists():
-        return None, build_record().get(name, {}).get("reason", f"{path.name} was never built; install fastattn again")
+        unknown = f"{path} is not there (in a checkout: python setup.py build_ext --inplace)"
+        return None, build_record().get(name, {}).get("reason", unknown)
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
         return None, "torch {} is installed, the library needs {}.{} or newer".format(torch.__version__, *OLDEST_TORCH)
