@@ -21,7 +21,7 @@ void for_each_stretch(const Dropout& p, const Parallel& parallel, const Row& row
   const int64_t units = matrices * blocks * chunks;
   const int64_t unit_elements = smaller(p.rows, kTileRows) * smaller(p.columns, kChunk);
   const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, unit_elements));
-  parallel_for(parallel, useful_workers(parallel, matrices * p.rows * p.columns), ceil_div(units, units_per_task),
+  parallel_for_ranges(parallel, useful_workers(parallel, matrices * p.rows * p.columns), ceil_div(units, units_per_task),
                [&](int64_t task, int) {
                  const int64_t end = smaller(units, (task + 1) * units_per_task);
                  for (int64_t unit = task * units_per_task; unit < end; ++unit) {

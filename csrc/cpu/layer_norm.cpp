@@ -224,7 +224,7 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
   const int64_t chunk_row = weight_row + bias_row;
   const int workers = useful_workers(parallel, p.matrices * p.rows * p.columns);
-  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int) {
+  parallel_for_ranges(parallel, workers, chunks.count, [&](int64_t chunk, int) {
     float* sums = p.workspace + chunk * chunk_row;
     if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
     float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
@@ -243,7 +243,7 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
 
   constexpr int64_t kStretch = 1024;
   if (chunk_row)
-    parallel_for(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
+    parallel_for_ranges(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
                  ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
                    const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
                    float total[kStretch];

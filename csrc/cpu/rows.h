@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
 constexpr int64_t kElementsPerTask = 8192;
-constexpr int64_t kStreamedBytes = 16 << 20;
+constexpr int64_t kStreamedBytes = 8 << 20;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -77,7 +77,7 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
   while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
   const int64_t lines = 8 / splits, units = matrices * blocks * splits;
   const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, block_elements));
-  parallel_for(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
+  parallel_for_ranges(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
                [&](int64_t task, int worker) {
                  const int64_t end = smaller(units, (task + 1) * units_per_task);
                  for (int64_t unit = task * units_per_task; unit < end; ++unit) {

@@ -277,7 +277,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
   const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
   float* sums = (float*)(p.workspace + workers * Scratch::bytes(s.columns, p.threshold));
 
-  parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
+  parallel_for_ranges(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
     const int64_t group = task / g.splits, split = task % g.splits;
     float* sum = sums + (g.splits > 1 ? task : worker) * g.group_floats();
     memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
@@ -294,7 +294,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
     finish_stream();
   });
   if (g.splits > 1)
-    parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
+    parallel_for_ranges(parallel, workers, g.group_count, [&](int64_t group, int) {
       float* total = sums + group * g.splits * g.group_floats();
       for (int64_t split = 1; split < g.splits; ++split)
         for (int64_t j = 0; j < g.group_floats(); j += kLanes)
