@@ -244,24 +244,24 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
   constexpr int64_t kStretch = 1024;
   if (chunk_row)
     parallel_for_ranges(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
-                 ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
-                   const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
-                   float total[kStretch];
-                   const int64_t part[2] = {0, weight_row};
-                   for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
-                     memset(total, 0, sizeof total);
-                     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-                       const float* sums = p.workspace + chunk * chunk_row + part[k] + first;
-                       for_each_vector(count, [&](int64_t j, int n) {
-                         store(total + j, load(total + j) + load_lanes(sums + j, n));
-                       });
-                     }
-                     if (k == 0)
-                       from_float32(total, p.weight_dtype, count, p.grad_weight, first);
-                     else
-                       from_float32(total, p.bias_dtype, count, p.grad_bias, first);
-                   }
-                 });
+                        ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
+                          const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
+                          float total[kStretch];
+                          const int64_t part[2] = {0, weight_row};
+                          for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
+                            memset(total, 0, sizeof total);
+                            for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+                              const float* sums = p.workspace + chunk * chunk_row + part[k] + first;
+                              for_each_vector(count, [&](int64_t j, int n) {
+                                store(total + j, load(total + j) + load_lanes(sums + j, n));
+                              });
+                            }
+                            if (k == 0)
+                              from_float32(total, p.weight_dtype, count, p.grad_weight, first);
+                            else
+                              from_float32(total, p.bias_dtype, count, p.grad_bias, first);
+                          }
+                        });
 }
 
 template <class T>
