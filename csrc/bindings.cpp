@@ -34,7 +34,8 @@ std::string isas() {
 
 const InstructionSet& table() {
   const InstructionSet* current = kernels();
-  STD_TORCH_CHECK(current, "FASTATTN_CPU_ISA names an instruction set that this machine does not have; it has ", isas());
+  STD_TORCH_CHECK(current, "FASTATTN_CPU_ISA names an instruction set that this machine does not have; it has ",
+                  isas());
   return *current;
 }
 
@@ -77,7 +78,8 @@ int32_t shim_dtype(ScalarType dtype) {
   STD_TORCH_CHECK(false, "no output of dtype ", torch::headeronly::toString(dtype));
 }
 
-// Fresh memory costs a page fault for every 4 KiB, more than the kernels' own work on it; huge pages cost 512 times fewer.
+// Fresh memory costs a page fault for every 4 KiB, more than the kernels' own work on it; huge pages cost 512 times
+// fewer.
 void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
   constexpr int64_t kWorthwhile = 4 << 20;
   constexpr uintptr_t kPage = 4096;
@@ -324,8 +326,9 @@ AttentionMask mask_of(const std::optional<Tensor>& tensor) {
 }
 
 // What dense and packed attention, forward and backward, have in common.
-Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& seed,
-                            double scale, int64_t window_left, int64_t window_right, int64_t threshold) {
+Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const std::optional<Tensor>& seed, double scale, int64_t window_left, int64_t window_right,
+                            int64_t threshold) {
   Attention a = {};
   const int head = (int)query.dim() - 3, row = query.dim() == 3 ? 0 : 2, column = (int)query.dim() - 1;
   a.dtype = dtype_of(query, "query");
@@ -354,9 +357,7 @@ Tensor workspace_of(int64_t bytes) {
   return empty_strided(Sizes(sizes, 1), Sizes(strides, 1), ScalarType::Float);
 }
 
-char* align(const Tensor& workspace) {
-  return (char*)(((uintptr_t)workspace.mutable_data_ptr() + 63) / 64 * 64);
-}
+char* align(const Tensor& workspace) { return (char*)(((uintptr_t)workspace.mutable_data_ptr() + 63) / 64 * 64); }
 
 void run_attention_backward(const Attention& a, const AttentionGradients& gradients) {
   const Parallel threads = torch_threads();
@@ -399,7 +400,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<Tensor> seed, double scale, int64_t window_left, int64_t window_right, bool lower_right,
     int64_t threshold, bool mask_grad) {
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
-  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out), rows = torch::stable::contiguous(stats);
+  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out),
+               rows = torch::stable::contiguous(stats);
   const Tensor lse_grad = grad_lse ? torch::stable::contiguous(*grad_lse) : Tensor();
   const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();
   Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
@@ -413,8 +415,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
   const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
   const int64_t none[1] = {0};
-  const Tensor mask_gradient = mask_grad ? empty(attn_mask->sizes(), attn_mask->scalar_type())
-                                         : empty(Sizes(none, 1), query.scalar_type());
+  const Tensor mask_gradient =
+      mask_grad ? empty(attn_mask->sizes(), attn_mask->scalar_type()) : empty(Sizes(none, 1), query.scalar_type());
   AttentionGradients g = {};
   g.out_grad = heads_of(grad);
   if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
@@ -473,7 +475,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
     std::optional<Tensor> seqused_k, std::optional<Tensor> seed, int64_t max_q, int64_t max_k, double scale,
     int64_t window_left, int64_t window_right, int64_t threshold) {
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
-  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out), rows = torch::stable::contiguous(stats);
+  const Tensor grad = with_dense_columns(grad_out), o = with_dense_columns(out),
+               rows = torch::stable::contiguous(stats);
   const Tensor lse_grad = grad_lse ? torch::stable::contiguous(*grad_lse) : Tensor();
   const PackedSequences sequences(cu_seq_q, cu_seq_k, seqused_k);
   Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
@@ -530,9 +533,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::op
   return {out, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
-    const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& seed, int64_t threshold, double eps) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
+                                                                  const std::optional<Tensor>& weight,
+                                                                  const std::optional<Tensor>& bias,
+                                                                  const std::optional<Tensor>& seed, int64_t threshold,
+                                                                  double eps) {
   const Sizes sizes = input.sizes();
   const Rows x(input, "input"), r(residual, "residual");
   const Parameter w(weight, "weight"), b(bias, "bias");
@@ -693,8 +698,8 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
   problem.grad_batch = dy.stride(0), problem.grad_head = dy.stride(1), problem.grad_row = dy.stride(2);
   problem.stats = stats.const_data_ptr<float>();
   problem.grad_input = grad_input.mutable_data_ptr();
-  Tensor grad_mask = mask_grad && attn_mask ? empty(attn_mask->sizes(), attn_mask->scalar_type())
-                                            : nothing(x.scalar_type());
+  Tensor grad_mask =
+      mask_grad && attn_mask ? empty(attn_mask->sizes(), attn_mask->scalar_type()) : nothing(x.scalar_type());
   if (mask_grad && attn_mask) {
     problem.grad_mask = grad_mask.mutable_data_ptr();
     for (int64_t d = 0; d < 4; ++d) problem.full[d] = attn_mask->size(d) == x.size(d);
@@ -733,7 +738,8 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "Tensor? seed, int max_q, int max_k, float scale, int window_left, int window_right, int threshold) "
       "-> (Tensor, Tensor, Tensor)");
   m.def(
-      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor "
+      "out, "
       "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, int max_q, int max_k, "
       "float scale, int window_left, int window_right, int threshold) -> (Tensor, Tensor, Tensor)");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");

@@ -22,14 +22,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options) or 0
     except (InputError, OSError) as error:
         print(f"fastattn {options.command}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"fastattn {options.command}: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> _Parser:
@@ -70,6 +69,10 @@ def _parser() -> _Parser:
     )
     command.add_argument("--output", metavar="FILE", help="also write the translations there")
     _add_search(command)
+
+    command = commands.add_parser("bench", help="speed beside what a user would pick instead, and the machine's limits")
+    command.set_defaults(run=_bench)
+    bench.add_arguments(command)
 
     command = commands.add_parser(
         "info", help="versions, devices, compiled libraries, and why what is missing is missing"
@@ -124,7 +127,7 @@ def _translate(options: argparse.Namespace) -> None:
         sys.stdout.buffer.write(text.encode())
         sys.stdout.flush()
     else:
-        checkpoint.replace_text(Path(options.output), text)
+        checkpoint.write_text(Path(options.output), text)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -136,7 +139,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     sources, references = read_parallel(*options.test)
     translations = translate(sources)
     if options.output is not None:
-        checkpoint.replace_text(Path(options.output), "".join(f"{line}\n" for line in translations))
+        checkpoint.write_text(Path(options.output), "".join(f"{line}\n" for line in translations))
     score, signature = bleu(translations, references)
     print(f"BLEU {score:.2f} on {len(references)} sentences\n{signature}")
 
@@ -148,23 +151,27 @@ def _translator(options: argparse.Namespace) -> Callable[[list[str]], list[str]]
     from fastattn.translation import checkpoint
     from fastattn.translation.search import translate
 
+    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
+        raise InputError(f"cannot write {options.output}: its folder does not exist")
+    if options.output is not None and Path(options.output).is_dir():
+        raise InputError(f"cannot write {options.output}: it is a folder")
     model, tokenizer = checkpoint.load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
     search = {"beam": options.beam, "length_penalty": options.length_penalty, "batch_size": options.batch_size}
     return partial(translate, model, tokenizer, **search)
 
 
-def _bench(options: argparse.Namespace) -> None:
-    bench.main(options)
+def _bench(options: argparse.Namespace) -> int:
+    return bench.main(options)
 
 
 def _info(options: argparse.Namespace) -> None:
     print(info.report())
 
 
-def _demo(options: argparse.Namespace) -> None:
+def _demo(options: argparse.Namespace) -> int:
     from fastattn import demo
 
-    demo.run(options.out)
+    return min(1, demo.run(options.out))
 
 
 if __name__ == "__main__":

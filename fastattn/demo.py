@@ -30,8 +30,8 @@ CHECKS = [
 ]
 
 
-def run(out: str | None = None) -> None:
-    """The whole demo; what it makes goes into the new folder ``out``.
+def run(out: str | None = None) -> int:
+    """The whole demo; what it makes goes into the new folder ``out``. Returns the number of operations that were wrong.
 
     Raises:
         InputError: ``out`` exists and is not empty, or the ``train`` extra is not installed.
@@ -41,8 +41,10 @@ def run(out: str | None = None) -> None:
     print(info.report())
 
     _title("Each operation against the reference")
+    wrong = 0
     for case in CHECKS:
         errors = contest.check(case)
+        wrong += bool(errors)
         print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
 
     _title("Speed beside torch's own operations")
@@ -73,6 +75,7 @@ def run(out: str | None = None) -> None:
     weights, rows, columns = plots.cross_attention(model, tokenizer, sources[shown[1]], translations[shown[1]])
     plots.heat_map(weights, rows, columns, folder / "attention.png")
     print(f"\n{folder} holds loss.png, attention.png and the model. Try: fastattn translate {folder} --input FILE")
+    return wrong
 
 
 def _title(text: str) -> None:

@@ -167,6 +167,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value, cache)
         if cache is not None:
             k, v = cache.append(k, v)
+        if k.size(0) != q.size(0):
+            raise ValueError(f"{name}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
         extra = int(self.bias_k is not None) + int(self.add_zero_attn)
         if extra and (key_lengths is not None or tuple(window_size) != (-1, -1) or (is_causal and attn_mask is None)):
             raise ValueError(
@@ -304,8 +306,8 @@ class KeyValueCache:
     """
 
     def __init__(self, max_length: int | None = None, *, static: bool = False) -> None:
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"KeyValueCache: max_length must be at least 1, got {max_length}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"KeyValueCache: max_length must be an integer of at least 1, got {max_length!r}")
         self.max_length = max_length
         self.static = static
         self.length = 0
@@ -316,24 +318,31 @@ class KeyValueCache:
         """Add (B, H, L, E) keys and (B, H, L, Ev) values; return all so far, as views.
 
         Raises:
-            ValueError: other sizes than before, or more positions than ``max_length``.
+            ValueError: other sizes or dtype than before, more positions than ``max_length``, or a gradient wanted.
         """
         if self.static and self.length:
             return self.contents()
+        if key.dim() != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                "KeyValueCache: key and value must be (B, H, L, E) and (B, H, L, Ev), "
+                f"got {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise ValueError("KeyValueCache: it holds no gradients; decode under torch.no_grad() or inference_mode()")
         if self._keys is not None and self._values is not None:
             for label, new, old in (("key", key, self._keys), ("value", value, self._values)):
-                if new.shape[:2] != old.shape[:2] or new.size(3) != old.size(3):
+                if new.shape[:2] != old.shape[:2] or new.size(3) != old.size(3) or new.dtype != old.dtype:
                     raise ValueError(
-                        f"KeyValueCache: {label} must be {(*old.shape[:2], 'L', old.size(3))} as before, "
-                        f"got {tuple(new.shape)}; use reset() for a new batch"
+                        f"KeyValueCache: {label} must be {(*old.shape[:2], 'L', old.size(3))} of {old.dtype} as "
+                        f"before, got {tuple(new.shape)} of {new.dtype}; use reset() for a new batch"
                     )
         needed = self.length + key.size(2)
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(f"KeyValueCache: max_length is {self.max_length}, {needed} positions are needed")
         self._keys = self._reserve(self._keys, key, needed)
         self._values = self._reserve(self._values, value, needed)
-        self._keys[:, :, self.length : needed] = key.detach()
-        self._values[:, :, self.length : needed] = value.detach()
+        self._keys[:, :, self.length : needed] = key
+        self._values[:, :, self.length : needed] = value
         self.length = needed
         return self.contents()
 

@@ -130,6 +130,7 @@ def test_bad_training_text(small, tmp_path, capsys):
         (["--batch-tokens", "0"], "batch_tokens is 0, expected at least 1"),
         (["--save-every", "0"], "save_every is 0, expected at least 1"),
         (["--seed", "x"], "invalid int value: 'x'"),
+        (["--seed", str(2**63)], "seed is 9223372036854775808, expected an integer of 64 bits"),
         (["--resume"], "holds no checkpoint to resume from"),
     ],
 )
@@ -170,6 +171,24 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
     assert "cannot read" in failure(["translate", run, "--input", tmp_path / "none", "--output", output], capsys)
     assert "batch_size is 0" in failure(["translate", run, "--input", small[0], "--batch-size", "0"], capsys)
     assert output.read_text() == "mine"
+
+
+def test_output_goes_where_it_is_sent(run, small, tmp_path, capsys):
+    """A link is followed, a pipe is written to, and a place that cannot be written is refused before translating."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    translate = ["translate", str(run), "--input", small[0], "--beam", "1", "--output"]
+    assert cli.main([*translate, str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert cli.main([*translate, "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+    assert len((tmp_path / "target").read_text(encoding="utf-8").splitlines()) == 60
+    assert "its folder does not exist" in failure([*translate, tmp_path / "none/file"], capsys)
+    assert "it is a folder" in failure([*translate, tmp_path], capsys)
+
+
+def test_what_an_interrupted_start_left_is_no_run(small, tmp_path, capsys):
+    (tmp_path / "out/.partial-step-00000000").mkdir(parents=True)
+    assert cli.main(train_arguments(small, tmp_path / "out", "--max-steps", "1")) == 0
 
 
 def test_bad_commands(capsys):

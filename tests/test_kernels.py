@@ -56,7 +56,7 @@ def test_every_instruction_set_of_this_machine():
         assert names == torch.ops.fastattn_cpu.isas().split(",")
 
 
-@pytest.mark.parametrize("cpu, best", [("Haswell", "avx2"), ("Nehalem", "generic")])
+@pytest.mark.parametrize(("cpu", "best"), [("Haswell", "avx2"), ("Nehalem", "generic")])
 def test_older_machines(cpu, best):
     """An emulated machine raises SIGILL on any instruction that it lacks."""
     if platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None:
@@ -83,8 +83,9 @@ def test_kernel_objects_share_no_code():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant, cases", [("address", 100), ("thread", 51)])
+@pytest.mark.parametrize(("variant", "cases"), [("address", 100), ("thread", 51)])
 def test_sanitizers(variant, cases):
     output = run(program(variant), cases, UBSAN_OPTIONS="print_stacktrace=1")
     assert passing(output)[-1] == "generic"
-    assert "runtime error" not in output and "WARNING: ThreadSanitizer" not in output
+    assert "runtime error" not in output
+    assert "WARNING: ThreadSanitizer" not in output

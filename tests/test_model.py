@@ -123,6 +123,26 @@ def test_sinusoids():
     torch.testing.assert_close(table[:-k].double() @ shift, table[k:].double(), rtol=0, atol=3 * 2**-24)
 
 
+def test_positions_grow_in_the_dtype_of_the_model():
+    model = Transformer(SMALL).bfloat16().eval()
+    source, target = batch((600,), (7,))
+    with torch.no_grad():
+        assert model(source, target).dtype == torch.bfloat16
+    assert Transformer(SMALL, dtype=torch.bfloat16).eval()(source, target).dtype == torch.bfloat16
+
+
+def test_bad_input_is_refused():
+    model = Transformer(SMALL)
+    source, target = batch()
+    for wrong in (source.float(), source[0], source.tolist()):
+        with pytest.raises(TypeError, match=r"tokens must be an int64 tensor \(sentences, length\), got"):
+            model(wrong, target)
+    with pytest.raises(ValueError, match="source has 1 sentences but target 2"):
+        model(source[:1], target)
+    with pytest.raises(TypeError, match="config must be a TransformerConfig, got str"):
+        Transformer("base")
+
+
 def test_learned_positions_refuse_longer_input():
     model = Transformer(VARIANTS["learned"])
     source, target = batch((25,), (7,))

@@ -219,7 +219,11 @@ def test_cache_equals_the_whole(backend):
             assert cache.length == 11
             cache.reset()
             assert cache.length == 0
-            torch.testing.assert_close(module(x, x, x, is_causal=True, cache=cache)[0], whole, **CLOSE)
+            with torch.no_grad():
+                again = module(x, x, x, is_causal=True, cache=cache)[0]
+            torch.testing.assert_close(again, whole, **CLOSE)
+    with pytest.raises(ValueError, match="holds no gradients"):
+        module(x, x, x, is_causal=True, cache=KeyValueCache())
 
 
 def test_cache_reorders_beams(backend):

@@ -13,14 +13,15 @@ struct Available {
   const InstructionSet* current = nullptr;
 
   Available() {
-#define FASTATTN_ADD(isa) \
-  sets[count++] = {#isa,           &attention_##isa,  &attention_backward_##isa, \
-                   &dropout_##isa, &layer_norm_##isa, &limits_##isa,             &softmax_dropout_##isa}
+#define FASTATTN_ADD(isa)                                                                                              \
+  sets[count++] = {#isa,          &attention_##isa,      &attention_backward_##isa, &dropout_##isa, &layer_norm_##isa, \
+                   &limits_##isa, &softmax_dropout_##isa}
 #if defined(__x86_64__)
     // __builtin_cpu_supports asks the operating system's support of the wide registers too.
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() && has_lzcnt() &&
-                      __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+                      __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                      __builtin_cpu_supports("popcnt");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512cd");

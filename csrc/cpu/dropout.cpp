@@ -12,7 +12,8 @@ FASTATTN_INLINE void expand(uint8_t* out, int64_t n, const uint32_t* keep) {
   for (int64_t j = 0; j < n; ++j) out[j] = keep[j / 32] >> j % 32 & 1;
 }
 
-// row(outer, inner, row, column, n, keep) for stretches of n columns. A single row is cut too, so that threads share it.
+// row(outer, inner, row, column, n, keep) for stretches of n columns. A single row is cut too, so that threads share
+// it.
 template <class Row>
 void for_each_stretch(const Dropout& p, const Parallel& parallel, const Row& row) {
   const int64_t blocks = ceil_div(p.rows, kTileRows), chunks = ceil_div(p.columns, kChunk);
@@ -20,21 +21,22 @@ void for_each_stretch(const Dropout& p, const Parallel& parallel, const Row& row
   const int64_t units = matrices * blocks * chunks;
   const int64_t unit_elements = smaller(p.rows, kTileRows) * smaller(p.columns, kChunk);
   const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, unit_elements));
-  parallel_for(parallel, useful_workers(parallel, matrices * p.rows * p.columns), ceil_div(units, units_per_task),
-               [&](int64_t task, int) {
-                 const int64_t end = smaller(units, (task + 1) * units_per_task);
-                 for (int64_t unit = task * units_per_task; unit < end; ++unit) {
-                   const int64_t z = unit / (blocks * chunks), first = unit / chunks % blocks * kTileRows;
-                   const int64_t column = unit % chunks * kChunk;
-                   const RowBlock block = {z, first, (int)smaller(kTileRows, p.rows - first), 0, 8};
-                   const int n = (int)smaller(kChunk, p.columns - column);
-                   uint32_t keep[kTileRows][kChunkTiles];
-                   keep_block(p.seed, p.threshold, block, column / kTileColumns, ceil_div(column + n, kTileColumns),
-                              keep[0], kChunkTiles);
-                   for (int r = 0; r < block.rows; ++r) row(z / p.inner, z % p.inner, first + r, column, n, keep[r]);
-                 }
-                 finish_stream();
-               });
+  parallel_for_ranges(parallel, useful_workers(parallel, matrices * p.rows * p.columns),
+                      ceil_div(units, units_per_task), [&](int64_t task, int) {
+                        const int64_t end = smaller(units, (task + 1) * units_per_task);
+                        for (int64_t unit = task * units_per_task; unit < end; ++unit) {
+                          const int64_t z = unit / (blocks * chunks), first = unit / chunks % blocks * kTileRows;
+                          const int64_t column = unit % chunks * kChunk;
+                          const RowBlock block = {z, first, (int)smaller(kTileRows, p.rows - first), 0, 8};
+                          const int n = (int)smaller(kChunk, p.columns - column);
+                          uint32_t keep[kTileRows][kChunkTiles];
+                          keep_block(p.seed, p.threshold, block, column / kTileColumns,
+                                     ceil_div(column + n, kTileColumns), keep[0], kChunkTiles);
+                          for (int r = 0; r < block.rows; ++r)
+                            row(z / p.inner, z % p.inner, first + r, column, n, keep[r]);
+                        }
+                        finish_stream();
+                      });
 }
 
 template <class T>

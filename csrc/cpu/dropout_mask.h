@@ -107,7 +107,8 @@ FASTATTN_INLINE void keep_tile_columns(Seed seed, int threshold, uint32_t z, int
       philox(counter, seed.key0, seed.key1);
       for (int k = 0; k < 4; ++k) word[k][group] = counter[k];
     }
-    const uint32_t upper = compare_values(word[0], word[1], threshold), lower = compare_values(word[2], word[3], threshold);
+    const uint32_t upper = compare_values(word[0], word[1], threshold),
+                   lower = compare_values(word[2], word[3], threshold);
     for (int part = 0; part < 4; ++part)
       keep[8 * part + line] = (upper >> (8 * part) & 0xff) | (lower >> (8 * part) & 0xff) << 8;
   }

@@ -71,7 +71,8 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
 
 // sum = residual + dropout(input); keep is null without dropout.
 template <class Input, class Residual, class Sum>
-void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep, float scale) {
+void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,
+             float scale) {
   for_each_vector(columns, [&](int64_t j, int n) {
     vf x = load_lanes(input + j, n);
     if (keep) x = keep_bits(keep[j / 32] >> j % 32, x * scale);
@@ -126,7 +127,8 @@ void forward_of(const LayerNorm& p, const Parallel& parallel) {
   if (!p.residual) return normalize<Input>(p, parallel);
   switch (p.residual_dtype) {
     case Dtype::float32: return add_and_normalize<Input, float, float>(p, parallel);
-    case Dtype::bfloat16: return add_and_normalize<Input, bfloat16, typename Promoted<Input, bfloat16>::type>(p, parallel);
+    case Dtype::bfloat16:
+      return add_and_normalize<Input, bfloat16, typename Promoted<Input, bfloat16>::type>(p, parallel);
     case Dtype::float16: return add_and_normalize<Input, float16, typename Promoted<Input, float16>::type>(p, parallel);
     case Dtype::boolean: return;
   }
@@ -222,7 +224,7 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
   const int64_t chunk_row = weight_row + bias_row;
   const int workers = useful_workers(parallel, p.matrices * p.rows * p.columns);
-  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int) {
+  parallel_for_ranges(parallel, workers, chunks.count, [&](int64_t chunk, int) {
     float* sums = p.workspace + chunk * chunk_row;
     if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
     float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
@@ -241,25 +243,25 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
 
   constexpr int64_t kStretch = 1024;
   if (chunk_row)
-    parallel_for(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
-                 ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
-                   const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
-                   float total[kStretch];
-                   const int64_t part[2] = {0, weight_row};
-                   for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
-                     memset(total, 0, sizeof total);
-                     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-                       const float* sums = p.workspace + chunk * chunk_row + part[k] + first;
-                       for_each_vector(count, [&](int64_t j, int n) {
-                         store(total + j, load(total + j) + load_lanes(sums + j, n));
-                       });
-                     }
-                     if (k == 0)
-                       from_float32(total, p.weight_dtype, count, p.grad_weight, first);
-                     else
-                       from_float32(total, p.bias_dtype, count, p.grad_bias, first);
-                   }
-                 });
+    parallel_for_ranges(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
+                        ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
+                          const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
+                          float total[kStretch];
+                          const int64_t part[2] = {0, weight_row};
+                          for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
+                            memset(total, 0, sizeof total);
+                            for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+                              const float* sums = p.workspace + chunk * chunk_row + part[k] + first;
+                              for_each_vector(count, [&](int64_t j, int n) {
+                                store(total + j, load(total + j) + load_lanes(sums + j, n));
+                              });
+                            }
+                            if (k == 0)
+                              from_float32(total, p.weight_dtype, count, p.grad_weight, first);
+                            else
+                              from_float32(total, p.bias_dtype, count, p.grad_bias, first);
+                          }
+                        });
 }
 
 template <class T>

@@ -12,7 +12,7 @@ namespace fastattn {
 struct LayerNorm {
   const void* input;  // (matrices * rows, columns)
   Dtype input_dtype;
-  int64_t input_row;  // stride in elements; columns are dense
+  int64_t input_row;     // stride in elements; columns are dense
   const void* residual;  // null: normalise the input itself
   Dtype residual_dtype;
   int64_t residual_row;

@@ -7,8 +7,8 @@
 namespace fastattn {
 namespace {
 
-// Independent chains. A multiply-add takes 4 or 5 cycles and two start in each, so 10 chains keep the units busy; 12 and
-// their operands fit into 16 registers.
+// Independent chains. A multiply-add takes 4 or 5 cycles and two start in each, so 10 chains keep the units busy; 12
+// and their operands fit into 16 registers.
 constexpr int kChains = 12;
 
 struct MultiplyAdd {

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
 constexpr int64_t kElementsPerTask = 8192;
-constexpr int64_t kStreamedBytes = 16 << 20;
+constexpr int64_t kStreamedBytes = 8 << 20;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -47,7 +47,8 @@ struct OutputRow {
 
   FASTATTN_INLINE OutputRow(void* first, int64_t offset, int64_t elements_in_all)
       : data((T*)first + offset),
-        streamed(elements_in_all * (int64_t)sizeof(T) >= kStreamedBytes && (uintptr_t)data % FASTATTN_VECTOR_BYTES == 0) {}
+        streamed(elements_in_all * (int64_t)sizeof(T) >= kStreamedBytes &&
+                 (uintptr_t)data % FASTATTN_VECTOR_BYTES == 0) {}
 
   FASTATTN_INLINE void put(int64_t j, vf x, int n) const {
     if (n == kLanes && streamed)
@@ -77,21 +78,21 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
   while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
   const int64_t lines = 8 / splits, units = matrices * blocks * splits;
   const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, block_elements));
-  parallel_for(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
-               [&](int64_t task, int worker) {
-                 const int64_t end = smaller(units, (task + 1) * units_per_task);
-                 for (int64_t unit = task * units_per_task; unit < end; ++unit) {
-                   const int64_t block = unit / splits;
-                   RowBlock part;
-                   part.z = block / blocks;
-                   part.first = block % blocks * kTileRows;
-                   part.rows = (int)smaller(kTileRows, rows - part.first);
-                   part.line_begin = (int)(unit % splits * lines);
-                   part.line_end = part.line_begin + (int)lines;
-                   if (part.line_begin < part.rows) body(part, worker);
-                 }
-                 finish_stream();
-               });
+  parallel_for_ranges(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
+                      [&](int64_t task, int worker) {
+                        const int64_t end = smaller(units, (task + 1) * units_per_task);
+                        for (int64_t unit = task * units_per_task; unit < end; ++unit) {
+                          const int64_t block = unit / splits;
+                          RowBlock part;
+                          part.z = block / blocks;
+                          part.first = block % blocks * kTileRows;
+                          part.rows = (int)smaller(kTileRows, rows - part.first);
+                          part.line_begin = (int)(unit % splits * lines);
+                          part.line_end = part.line_begin + (int)lines;
+                          if (part.line_begin < part.rows) body(part, worker);
+                        }
+                        finish_stream();
+                      });
 }
 
 // The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin].

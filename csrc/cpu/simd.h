@@ -1,7 +1,7 @@
 // One vector of float32 for every instruction set, on the vector extensions of GCC and Clang.
 //
-// The kernels are compiled once per instruction set. Everything here has internal linkage and includes C headers only, so
-// that no function compiled for a wide set can be shared with code that must run everywhere.
+// The kernels are compiled once per instruction set. Everything here has internal linkage and includes C headers only,
+// so that no function compiled for a wide set can be shared with code that must run everywhere.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -38,8 +38,8 @@ namespace {
 constexpr int kLanes = FASTATTN_VECTOR_BYTES / 4;
 
 typedef float vf __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));
-typedef int32_t vi __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));   // masks: 0 or -1 in each lane
-typedef uint32_t vu __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));  // bits: arithmetic wraps
+typedef int32_t vi __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));       // masks: 0 or -1 in each lane
+typedef uint32_t vu __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));      // bits: arithmetic wraps
 typedef uint16_t vh __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 2)));  // as many 16-bit lanes as vf has
 typedef uint8_t vb __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 4)));   // as many bytes
 
@@ -309,9 +309,7 @@ FASTATTN_INLINE void store_scalar(T* p, float x) {
 // ---- exponentials: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----
 
 // p * 2^n for integral n in [-127, 127], given as the bits of 1.5 * 2^23 + n; 0 at n = -127.
-FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) {
-  return p * (vf)(((vu)shifted + 127) << 23);
-}
+FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) { return p * (vf)(((vu)shifted + 127) << 23); }
 
 constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
 

@@ -51,9 +51,8 @@ void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range
   const M* mask = (const M*)scores.mask + b * scores.mask_batch + h * scores.mask_head + i * scores.mask_row;
   const int64_t stride = scores.mask_column;
   if (stride == 1)
-    return for_each_vector(range, scores.columns, [&](int64_t j, int n) {
-      store(buffer + j, apply_mask(load(buffer + j), mask + j, n));
-    });
+    return for_each_vector(range, scores.columns,
+                           [&](int64_t j, int n) { store(buffer + j, apply_mask(load(buffer + j), mask + j, n)); });
   for_each_vector(range, scores.columns, [&](int64_t j, int n) {
     M lane[kLanes] = {};
     for (int k = 0; k < n; ++k) lane[k] = mask[(j + k) * stride];
@@ -160,7 +159,7 @@ void forward_of(const SoftmaxDropout& p, const Parallel& parallel) {
     for (int r = 0; r < block.rows; ++r)
       if (block.has(r))
         forward_row<T>(p, b, h, block.first + r, p.threshold > 0 ? scratch.keep + r * scratch.tiles : nullptr,
-                          scratch.row);
+                       scratch.row);
   });
 }
 
@@ -168,8 +167,8 @@ void forward_of(const SoftmaxDropout& p, const Parallel& parallel) {
 
 // mask_sum: float32 (columns,) to which grad_s is added, or null.
 template <class T>
-void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep,
-                  float* buffer, float* mask_sum) {
+void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep, float* buffer,
+                  float* mask_sum) {
   const Scores& scores = p.scores;
   const Range range = visible(scores, b, i);
   const int64_t row = (b * scores.heads + h) * scores.rows + i;
@@ -211,11 +210,11 @@ void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, cons
   for (int r = 0; r < block.rows; ++r)
     if (block.has(r))
       backward_row<T>(p, b, h, block.first + r, p.threshold > 0 ? scratch.keep + r * scratch.tiles : nullptr,
-                         scratch.row, mask_sum ? mask_sum + r * mask_sum_row : nullptr);
+                      scratch.row, mask_sum ? mask_sum + r * mask_sum_row : nullptr);
 }
 
-// The gradient of the mask: a group is a block of mask rows (one row where the mask has no row dimension), and sums over
-// the blocks of scores that see it. They are cut into a fixed number of splits, whose sums are added in order.
+// The gradient of the mask: a group is a block of mask rows (one row where the mask has no row dimension), and sums
+// over the blocks of scores that see it. They are cut into a fixed number of splits, whose sums are added in order.
 struct MaskGroups {
   int64_t groups[3], items[3];  // along batch, heads, blocks of rows: one of the two is 1
   int64_t group_count, item_count, splits, items_per_split;
@@ -239,7 +238,9 @@ struct MaskGroups {
     row_floats = Scratch::row_bytes(s.columns) / 4;
   }
   int64_t group_floats() const { return mask_rows * row_floats; }
-  int64_t workspace_bytes(int workers) const { return (splits > 1 ? group_count * splits : workers) * group_floats() * 4; }
+  int64_t workspace_bytes(int workers) const {
+    return (splits > 1 ? group_count * splits : workers) * group_floats() * 4;
+  }
 };
 
 template <class M>
@@ -276,7 +277,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
   const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
   float* sums = (float*)(p.workspace + workers * Scratch::bytes(s.columns, p.threshold));
 
-  parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
+  parallel_for_ranges(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
     const int64_t group = task / g.splits, split = task % g.splits;
     float* sum = sums + (g.splits > 1 ? task : worker) * g.group_floats();
     memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
@@ -287,13 +288,13 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
       const int64_t first = (group % g.groups[2] + item % g.items[2]) * kTileRows;
       const RowBlock block = {b * s.heads + h, first, (int)smaller(kTileRows, s.rows - first), 0, 8};
       backward_block<T>(p, block, Scratch(p.workspace, worker, s.columns, p.threshold), sum,
-                           p.full[2] ? g.row_floats : 0);
+                        p.full[2] ? g.row_floats : 0);
     }
     if (g.splits == 1) write_mask_rows(p, g, group, sum);
     finish_stream();
   });
   if (g.splits > 1)
-    parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
+    parallel_for_ranges(parallel, workers, g.group_count, [&](int64_t group, int) {
       float* total = sums + group * g.splits * g.group_floats();
       for (int64_t split = 1; split < g.splits; ++split)
         for (int64_t j = 0; j < g.group_floats(); j += kLanes)

@@ -41,9 +41,9 @@ struct SoftmaxDropoutBackward {
   const void* grad_out;  // input's dtype
   int64_t grad_batch, grad_head, grad_row;
   const float* stats;
-  void* grad_input;              // contiguous, input's dtype
-  void* grad_mask;               // contiguous, the mask's dtype; or null
-  bool full[4];                  // whether the mask has all of each dimension, else it has size 1
+  void* grad_input;  // contiguous, input's dtype
+  void* grad_mask;   // contiguous, the mask's dtype; or null
+  bool full[4];      // whether the mask has all of each dimension, else it has size 1
   char* workspace;
 };
 

@@ -63,7 +63,8 @@ void test_dropout(int cases) {
         }
     p.out = out.data;
     run_on_threads({&out}, [&](const Parallel& parallel) { kernels()->dropout->dropout(p, parallel); });
-    expect_close("out", out, want, p.threshold == 65535 ? 0.05 : 1e-5);  // the scale is rounded to float32: relative 2^-23
+    expect_close("out", out, want,
+                 p.threshold == 65535 ? 0.05 : 1e-5);  // the scale is rounded to float32: relative 2^-23
     p.out = mask.data;
     run_on_threads({&mask}, [&](const Parallel& parallel) { kernels()->dropout->mask(p, parallel); });
     expect_close("mask", mask, kept, 0);

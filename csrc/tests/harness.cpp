@@ -135,8 +135,7 @@ void Buffer::set(int64_t index, double value) {
     bits = (uint16_t)((2 * format.maximum + 1) << format.bits);
   } else {  // counts of the format's steps are its bits, since an overflow of the mantissa increments the exponent
     const int exponent = magnitude == 0 || ilogb(magnitude) < format.minimum ? format.minimum : ilogb(magnitude);
-    bits = (uint16_t)(((exponent - format.minimum) << format.bits) +
-                      (int)ldexp(magnitude, format.bits - exponent));
+    bits = (uint16_t)(((exponent - format.minimum) << format.bits) + (int)ldexp(magnitude, format.bits - exponent));
   }
   if (signbit(rounded)) bits |= 0x8000;
   memcpy(at, &bits, sizeof bits);

@@ -27,8 +27,8 @@ struct Random {
 
 const char* name_of(Dtype);
 size_t size_of(Dtype);
-double round_to(Dtype, double);         // nearest value, ties to even
-double unit_roundoff(Dtype);            // half the distance from 1 to the next number
+double round_to(Dtype, double);  // nearest value, ties to even
+double unit_roundoff(Dtype);     // half the distance from 1 to the next number
 Dtype any_float(Random&);
 
 // Elements that end, or begin, at an inaccessible page, and start out as NaN (all bits set).

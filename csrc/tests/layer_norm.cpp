@@ -42,7 +42,8 @@ void test_layer_norm(int cases) {
     const Dtype input_dtype = any_float(random), residual_dtype = fused ? any_float(random) : input_dtype;
     const Dtype dtype = promoted(input_dtype, residual_dtype);
     const int threshold = fused ? random.pick({0, 6554, 32768, 65536}) : 0;
-    const double mean = random.pick({0.0, 3.0, 1e4}), keep_scale = threshold < 65536 ? 65536.0 / (65536 - threshold) : 0;
+    const double mean = random.pick({0.0, 3.0, 1e4}),
+                 keep_scale = threshold < 65536 ? 65536.0 / (65536 - threshold) : 0;
     begin_case(describe(fused ? "dropout_add_layer_norm" : "layer_norm", matrices, rows, columns, input_dtype,
                         residual_dtype, threshold));
 

@@ -20,8 +20,7 @@ struct Matrices {
     for (int64_t b = 0; b < s.batch; ++b)
       for (int64_t h = 0; h < s.heads; ++h)
         for (int64_t i = 0; i < s.rows; ++i)
-          for (int64_t j = 0; j < s.columns; ++j)
-            buffer.set(b * batch + h * head + i * row + j, random.normal() * 3);
+          for (int64_t j = 0; j < s.columns; ++j) buffer.set(b * batch + h * head + i * row + j, random.normal() * 3);
   }
   double operator()(int64_t b, int64_t h, int64_t i, int64_t j) const {
     return buffer.get(b * batch + h * head + i * row + j);

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,15 +58,15 @@ class Report:
         """Writes the report to `path`, whole or not at all."""
         data = vars(self) | {"results": [result.to_json() for result in self.results.values()]}
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            try:
+        part = path.with_name(path.name + ".part")
+        try:
+            with part.open("w") as file:
                 json.dump(data, file, indent=1)
                 file.write("\n")
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def machine() -> dict[str, Any]:

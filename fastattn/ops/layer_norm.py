@@ -5,6 +5,7 @@ Source: Ba et al. 2016; in the Transformer, LayerNorm(x + Sublayer(x)): Vaswani 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from fastattn.backends import choose
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
 from fastattn.ops.register import BackwardOp, Op
+
+_SIZES = (int, numbers.Integral, torch.SymInt)
 
 
 def layer_norm(
@@ -40,7 +43,11 @@ def layer_norm(
     """
     name = "layer_norm"
     check.float_tensor(name, "input", input)
-    shape = (normalized_shape,) if isinstance(normalized_shape, int | torch.SymInt) else tuple(normalized_shape)
+    shape = normalized_shape
+    if type(shape) is not tuple:
+        if not isinstance(shape, (Sequence, *_SIZES)):
+            raise TypeError(f"{name}: normalized_shape must be an integer or a sequence of them, got {shape!r}")
+        shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     dims = len(shape)
     if dims == 0 or input.shape[-dims:] != shape:
         raise ValueError(
@@ -121,7 +128,7 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
 
 
 def _eps(name: str, eps: float) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps >= 0:
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not eps >= 0:
         raise ValueError(f"{name}: eps must be a number of at least 0, got {eps!r}")
     return float(eps)
 

@@ -25,12 +25,13 @@ from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
+PARTIAL = ".partial-"  # begins the name of what is still being written or already being removed
 
 
 def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, training: dict) -> Path:
     """Write ``run/step-NNNNNNNN`` and return it. ``training`` holds tensors, numbers and strings only."""
     final = run / f"step-{step:08d}"
-    partial = run / f".partial-{final.name}"
+    partial = run / f"{PARTIAL}{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}  # tied ones once
@@ -47,7 +48,7 @@ def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, trainin
 
 def mark_best(checkpoint: Path) -> None:
     """Point the run's ``best`` to ``checkpoint``."""
-    link = checkpoint.parent / ".partial-best"
+    link = checkpoint.parent / f"{PARTIAL}best"
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
     os.replace(link, checkpoint.parent / "best")
@@ -60,7 +61,7 @@ def prune(run: Path, keep: int) -> None:
     for checkpoint in steps(run)[:-keep]:
         if checkpoint.resolve() != best:
             _remove(checkpoint)
-    for left_behind in run.glob(".partial-*"):
+    for left_behind in run.glob(f"{PARTIAL}*"):
         _remove(left_behind)
 
 
@@ -106,9 +107,12 @@ def load_training(checkpoint: Path) -> dict:
     """What :func:`save` was given as ``training``."""
     with _readable(checkpoint):
         try:
-            return torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
+            state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise InputError(f"{TRAINING} is damaged: {_first_line(error)}") from None
+        if not isinstance(state, dict) or "step" not in state:
+            raise InputError(f"{TRAINING} is not one that `fastattn train` wrote")
+        return state
 
 
 def _load_weights(model: Transformer, path: Path) -> None:
@@ -135,6 +139,8 @@ def _readable(checkpoint: Path):
         raise InputError(f"cannot read the checkpoint {checkpoint}: {error}") from None
     except OSError as error:
         raise InputError(f"cannot read the checkpoint {checkpoint}: {error.filename}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read the checkpoint {checkpoint}: {CONFIG} is not UTF-8") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -146,14 +152,18 @@ def _remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    if not path.name.startswith(".partial-"):
-        path = path.rename(path.with_name(f".partial-old-{path.name}"))
+    if not path.name.startswith(PARTIAL):
+        path = path.rename(path.with_name(f"{PARTIAL}old-{path.name}"))
     shutil.rmtree(path)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    partial = path.with_name(f".partial-{path.name}")
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all; what is no regular file (a device, a pipe) is written to directly."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.with_name(f"{PARTIAL}{path.name}")
     partial.write_text(text, encoding="utf-8")
     _flush(partial)
     partial.replace(path)

@@ -106,8 +106,8 @@ def held_out(model: Transformer, batches: Iterable[Batch], autocast) -> dict[str
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), where the first updates' losses would overflow: infinity."""
-    return math.exp(loss) if loss < 700 else math.inf
+    """exp(loss), at most exp(700): a finite number, which JSON can hold."""
+    return math.exp(min(loss, 700.0))
 
 
 def bleu(hypotheses: list[str], references: list[str]) -> tuple[float, str]:

@@ -65,6 +65,10 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig, device=None, dtype=None):
         super().__init__()
+        if not isinstance(config, TransformerConfig):
+            raise TypeError(
+                f"config must be a TransformerConfig, got {type(config).__name__}: see TransformerConfig.preset"
+            )
         self.config = config
         factory = {"device": device, "dtype": dtype}
 
@@ -129,6 +133,8 @@ class Transformer(nn.Module):
         """:meth:`forward` without its last product: (B, T, d_model), for :meth:`logits` or :meth:`projection`."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         target_lengths = self.lengths(target) if target_lengths is None else target_lengths
+        if source.shape[0] != target.shape[0]:
+            raise ValueError(f"source has {source.shape[0]} sentences but target {target.shape[0]}: they must pair up")
         sites = self._sites(seeds, source.device)
         memory = self._encode(source, source_lengths, sites, weights)
         return self._decode(target, memory, source_lengths, target_lengths, None, sites, weights)
@@ -165,7 +171,13 @@ class Transformer(nn.Module):
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens before the padding of each row of (B, L): int64 (B,)."""
+        self._check_tokens(tokens)
         return (tokens != self.config.pad_id).sum(1)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32) or tokens.dim() != 2:
+            given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise TypeError(f"tokens must be an int64 tensor (sentences, length), got {given}")
 
     def _sites(self, seeds: Tensor | None, device):
         """One seed for every dropout site, in the order in which the forward pass meets them."""
@@ -180,10 +192,11 @@ class Transformer(nn.Module):
         return iter(seeds.unbind())
 
     def _embed(self, embedding: nn.Embedding, positions: nn.Module, tokens: Tensor, start: int, seed) -> Tensor:
+        self._check_tokens(tokens)
         x = embedding(tokens)
         if self.config.scale_embeddings:
             x = x * self.config.d_model**0.5
-        return self.embedding_dropout(x + positions(start, tokens.shape[1]), seed)
+        return self.embedding_dropout(x + positions(start, tokens.shape[1]).to(x.dtype), seed)
 
     def _encode(self, source, source_lengths, sites, weights) -> Tensor:
         x = self._embed(self.source_embedding, self.source_positions, source, 0, next(sites))
@@ -309,7 +322,7 @@ class SinusoidalPositions(nn.Module):
     def forward(self, start: int, length: int) -> Tensor:
         """Rows ``start`` to ``start + length``: (length, d_model)."""
         if start + length > self.table.shape[0]:
-            self.table = self.sinusoids(2 * (start + length), self.table.device)
+            self.table = self.sinusoids(2 * (start + length), self.table.device).to(self.table.dtype)
         return self.table[start : start + length]
 
 

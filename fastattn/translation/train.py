@@ -48,7 +48,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(batch_tokens=2048, warmup=800, max_steps=10_000, save_every=400),
+    "tiny": Recipe(batch_tokens=2048, warmup=400, max_steps=10_000, save_every=400, rate=0.7),
     "base": Recipe(batch_tokens=25_000, warmup=4000, max_steps=100_000, save_every=1000),
     "big": Recipe(batch_tokens=25_000, warmup=4000, max_steps=300_000, save_every=1000),
 }
@@ -165,6 +165,8 @@ def train(
             checkpoint (with it). Nothing is overwritten.
     """
     out = Path(out)
+    for package in ("safetensors.torch", "sentencepiece", "tqdm"):
+        require(package)
     given = {
         "preset": preset,
         "vocab_size": vocab_size,
@@ -178,7 +180,9 @@ def train(
         state = checkpoint.load_training(newest)
         options = _same_options(TrainingOptions(**state["options"]), given)
     else:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and not (
+            out.is_dir() and all(path.name.startswith(checkpoint.PARTIAL) for path in out.iterdir())
+        ):
             raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
         options = _new_options(**given)
     recipe = RECIPES[options.preset]
@@ -235,6 +239,8 @@ def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="a
     recipe = RECIPES[preset]
     batch_tokens = recipe.batch_tokens if batch_tokens is None else batch_tokens
     _expect_positive(vocab_size=vocab_size, batch_tokens=batch_tokens)
+    if not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed is {seed}, expected an integer of 64 bits")
     return TrainingOptions(
         preset=preset,
         vocab_size=vocab_size,
@@ -285,7 +291,7 @@ class _Run:
             checkpoint.mark_best(newest)
         rows = [row for row in read_metrics(self.out) if row["step"] <= self.trainer.step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        checkpoint.replace_text(self.out / METRICS, text)
+        checkpoint.write_text(self.out / METRICS, text)
 
     def train(self, limits: _Limits) -> Path:
         """Update until a limit is reached; returns the best checkpoint."""
