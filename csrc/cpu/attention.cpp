@@ -339,17 +339,10 @@ struct Forward {
     for (int d = 0; d < a.value_depth; d += 4 * kLanes) {
       const int length = smaller(a.value_depth - d, 4 * kLanes);
       switch ((length + kLanes - 1) / kLanes) {
-        case 1:
-          few_values<1>(score, value + d, keys, length, factor, out + d);
-          break;
-        case 2:
-          few_values<2>(score, value + d, keys, length, factor, out + d);
-          break;
-        case 3:
-          few_values<3>(score, value + d, keys, length, factor, out + d);
-          break;
-        default:
-          few_values<4>(score, value + d, keys, length, factor, out + d);
+        case 1: few_values<1>(score, value + d, keys, length, factor, out + d); break;
+        case 2: few_values<2>(score, value + d, keys, length, factor, out + d); break;
+        case 3: few_values<3>(score, value + d, keys, length, factor, out + d); break;
+        default: few_values<4>(score, value + d, keys, length, factor, out + d);
       }
     }
   }
@@ -438,23 +431,17 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
 
 int64_t measure_any(const Attention& a, const Parallel& parallel) {
   switch (a.dtype) {
-    case Dtype::float32:
-      return measure<float>(a, parallel);
-    case Dtype::bfloat16:
-      return measure<bfloat16>(a, parallel);
-    default:
-      return measure<float16>(a, parallel);
+    case Dtype::float32: return measure<float>(a, parallel);
+    case Dtype::bfloat16: return measure<bfloat16>(a, parallel);
+    default: return measure<float16>(a, parallel);
   }
 }
 
 void run_any(const Attention& a, const Parallel& parallel, char* workspace) {
   switch (a.dtype) {
-    case Dtype::float32:
-      return run<float>(a, parallel, workspace);
-    case Dtype::bfloat16:
-      return run<bfloat16>(a, parallel, workspace);
-    default:
-      return run<float16>(a, parallel, workspace);
+    case Dtype::float32: return run<float>(a, parallel, workspace);
+    case Dtype::bfloat16: return run<bfloat16>(a, parallel, workspace);
+    default: return run<float16>(a, parallel, workspace);
   }
 }
 

@@ -444,23 +444,17 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
 
 int64_t measure_any(const Attention& a, const AttentionGradients& g, const Parallel& parallel) {
   switch (a.dtype) {
-    case Dtype::float32:
-      return measure<float>(a, g, parallel);
-    case Dtype::bfloat16:
-      return measure<bfloat16>(a, g, parallel);
-    default:
-      return measure<float16>(a, g, parallel);
+    case Dtype::float32: return measure<float>(a, g, parallel);
+    case Dtype::bfloat16: return measure<bfloat16>(a, g, parallel);
+    default: return measure<float16>(a, g, parallel);
   }
 }
 
 void run_any(const Attention& a, const AttentionGradients& g, const Parallel& parallel, char* workspace) {
   switch (a.dtype) {
-    case Dtype::float32:
-      return run<float>(a, g, parallel, workspace);
-    case Dtype::bfloat16:
-      return run<bfloat16>(a, g, parallel, workspace);
-    default:
-      return run<float16>(a, g, parallel, workspace);
+    case Dtype::float32: return run<float>(a, g, parallel, workspace);
+    case Dtype::bfloat16: return run<bfloat16>(a, g, parallel, workspace);
+    default: return run<float16>(a, g, parallel, workspace);
   }
 }
 
