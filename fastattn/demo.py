@@ -67,8 +67,8 @@ def run(out: str | None = None) -> int:
     score, signature = bleu(translations, references)
     print(f"BLEU {score:.1f} on {SCORED} sentences of the test text ({signature}).")
     print(
-        "After two minutes it knows the language's words and phrases, but hardly yet what the source says: expect a\n"
-        "BLEU of a few points. `fastattn train` for twenty minutes on the same text reaches far more."
+        "Two minutes teach it the language's most frequent words, hardly what the source says: a BLEU near 0 is to be\n"
+        "expected. `fastattn train` for longer on the same text goes on from there."
     )
 
     plots.loss_curve(read_metrics(folder), folder / "loss.png")

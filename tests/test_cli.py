@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastattn
 from fastattn import cli
@@ -205,7 +206,9 @@ def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
 
 def start(arguments):
     command = [sys.executable, "-m", "fastattn.cli", *arguments]
+    # The bits of torch's own matrix products depend on the number of threads: as many as here.
     environment = {**os.environ, "PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
 
 
@@ -221,7 +224,9 @@ def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
     """SIGKILL in the middle of an epoch, wherever the run then is; resumed twice over; the same bits at the end."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     limits = ["--max-steps", "14", "--save-every", "4"]
-    assert cli.main(train_arguments(small, whole, *limits)) == 0
+    uninterrupted = start(train_arguments(small, whole, *limits))  # a process of its own, as the others are
+    _, err = uninterrupted.communicate(timeout=120)
+    assert uninterrupted.returncode == 0, err
     for resume, step in (([], 4), (["--resume"], 8)):
         process = start(train_arguments(small, broken, *limits, *resume))
         awaited = broken / f"step-{step:08d}"
@@ -232,7 +237,9 @@ def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
         assert process.wait() == -signal.SIGKILL, process.stderr.read()
         assert awaited.exists()
         assert not (broken / "step-00000014").exists()
-    assert cli.main(train_arguments(small, broken, *limits, "--resume")) == 0
+    finished = start(train_arguments(small, broken, *limits, "--resume"))
+    _, err = finished.communicate(timeout=120)
+    assert finished.returncode == 0, err
     names = [path.name for path in checkpoint.steps(whole)]
     assert (
         names == [path.name for path in checkpoint.steps(broken)] == ["step-00000008", "step-00000012", "step-00000014"]
