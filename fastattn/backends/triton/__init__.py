@@ -1,0 +1,1 @@
+"""CUDA tensors, in Triton."""
