@@ -27,7 +27,7 @@ bench:  ## correctness and speed against the reference and what a user would pic
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-slow:  ## the tests that install the package anew or train for minutes
+slow:  ## the tests that install anew, train for minutes, or interpret Triton's kernels at length
 	pytest -m slow
 
 ci: lint demo report  ## all that comes after the tests; `make slow` beside it

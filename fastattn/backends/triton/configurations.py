@@ -1,0 +1,77 @@
+"""Tile sizes, warps and pipeline stages of every kernel, by dtype and size.
+
+Nothing is tuned at a user's call. Tiles depend on sizes through powers of two with a bound, so that varied lengths
+share a few compiled kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile (multiples of 16 and 32: dropout's tiles), and how its program runs."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# Kernel: the largest head size, padded to a power of 2, that each line serves.
+ATTENTION_16_BITS = {
+    "forward": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)},
+    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+    "grad_key_value": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 64, 8, 1)},
+    "grad_mask": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 1)},
+}
+ATTENTION_32_BITS = {
+    "forward": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
+    "grad_query": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
+    "grad_mask": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
+}
+
+
+def attention(kernel: str, dtype: torch.dtype, size: int) -> Tiles:
+    """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256."""
+    table = ATTENTION_32_BITS if dtype == torch.float32 else ATTENTION_16_BITS
+    return next(tiles for largest, tiles in table[kernel].items() if size <= largest)
+
+
+class RowTile(NamedTuple):
+    """A program's block of a row operation."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+class RowLimits(NamedTuple):
+    held: int  # elements of a block of narrow rows
+    widest: int  # columns up to which a row is read once
+    beyond: int  # columns of a block of wider rows, which are read twice
+    warp: int  # elements that a warp holds
+
+
+ROWS = {
+    "dropout": RowLimits(2048, 1024, 1024, 512),
+    "layer_norm": RowLimits(2048, 8192, 4096, 512),
+    "layer_norm_backward": RowLimits(1024, 4096, 4096, 256),
+    "softmax_dropout": RowLimits(2048, 16384, 4096, 512),
+    "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 512),
+}
+_MOST_WARPS = 16
+
+# Programs among which the rows of a weight gradient are divided, the same on every device: all add in the same order.
+ROW_GROUPS = 512
+
+
+def row_tile(kernel: str, columns: int) -> RowTile:
+    """The block of a row kernel for rows of this many columns."""
+    limits = ROWS[kernel]
+    block = max(32, 1 << (columns - 1).bit_length()) if columns <= limits.widest else limits.beyond
+    rows = max(1, limits.held // block)
+    return RowTile(rows, block, max(1, min(_MOST_WARPS, rows * block // limits.warp)))
