@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -16,7 +17,7 @@ def strict(twice=False):
         builder: {name: getattr(builder, name) for name in ("create_masked_load", "create_masked_store")},
         executor: {"__call__": executor.__call__},
     }
-    originals[builder] |= {name: getattr(builder, name) for name in ("set_grid_dim", "set_grid_idx")}
+    originals[builder] |= {name: getattr(builder, name) for name in ("set_grid_dim", "set_grid_idx", "create_dot")}
     generator = np.random.default_rng(0)
     state = {}
 
@@ -62,8 +63,11 @@ def strict(twice=False):
         check(ptrs, mask)
         return originals[builder]["create_masked_store"](self, ptrs, value, mask, *rest)
 
+    def create_dot(self, a, b, *rest):
+        return originals[builder]["create_dot"](self, _as_float(a), _as_float(b), *rest)
+
     executor.__call__ = call
-    for function in (set_grid_dim, set_grid_idx, create_masked_load, create_masked_store):
+    for function in (set_grid_dim, set_grid_idx, create_masked_load, create_masked_store, create_dot):
         setattr(builder, function.__name__, function)
     try:
         yield
@@ -71,6 +75,13 @@ def strict(twice=False):
         for owner, functions in originals.items():
             for name, function in functions.items():
                 setattr(owner, name, function)
+
+
+def _as_float(handle):
+    """A bfloat16 operand in float32: the interpreter keeps it as 16-bit integers, and would multiply those."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _tensors(arguments):

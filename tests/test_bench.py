@@ -313,13 +313,13 @@ def test_the_readme_shows_a_column_per_dtype_and_the_weakest_of_the_sweep():
 
 def test_tables_go_between_the_markers(tmp_path):
     page = tmp_path / "README.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.insert(page, report.table([result(2.5)]))
+    page.write_text("before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n")
+    report.insert(page, "speed", report.table([result(2.5)]))
     text = page.read_text()
     assert "old" not in text
     assert "2.50 (2.50-2.50)" in text
-    assert text.startswith(f"before\n{report.BEGIN}\n")
-    assert text.endswith(f"\n{report.END}\nafter\n")
+    assert text.startswith("before\n<!-- speed:begin -->\n")
+    assert text.endswith("\n<!-- speed:end -->\nafter\n")
     page.write_text("no markers")
     with pytest.raises(ValueError, match="expected the lines"):
-        report.insert(page, "")
+        report.insert(page, "speed", "")

@@ -73,7 +73,7 @@ def softmax_dropout(dtype):
 
 
 def layer_norm(dtype):
-    rows = torch.randn(150, 70).to(dtype)
+    rows = torch.randn(40, 70).to(dtype)
     return lambda x, w, b: fastattn.layer_norm(x, (70,), w, b), (rows, torch.randn(70), torch.randn(70))
 
 
@@ -81,7 +81,7 @@ def dropout_add_layer_norm(dtype):
     def call(x, r, w, b):
         return fastattn.dropout_add_layer_norm(x, r, w, b, 0.3, prenorm=True, seed=SEED)
 
-    return call, (torch.randn(3, 50, 70).to(dtype), torch.randn(3, 50, 70), torch.randn(70), torch.randn(70))
+    return call, (torch.randn(3, 15, 70).to(dtype), torch.randn(3, 15, 70), torch.randn(70), torch.randn(70))
 
 
 def layer_norm_of_wide_rows(dtype):
@@ -103,8 +103,8 @@ def attention(dtype):
             q, k, v, m, 0.3, is_causal=True, enable_gqa=True, return_lse=True, seed=SEED
         )
 
-    query, key = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 90, 16)
-    return call, (query.to(dtype), key.to(dtype), torch.randn(2, 2, 90, 24).to(dtype), torch.randn(1, 4, 70, 1))
+    query, key = torch.randn(1, 4, 40, 16), torch.randn(1, 2, 50, 16)
+    return call, (query.to(dtype), key.to(dtype), torch.randn(1, 2, 50, 24).to(dtype), torch.randn(4, 40, 1))
 
 
 PROBLEMS = [
@@ -128,8 +128,8 @@ def test_programs_in_any_order(problem, dtype):
         outs, grads = gradients(call, tensors)
     with fastattn.backend("reference"):
         wanted, wanted_grads = gradients(call, tensors)
+    eps = torch.finfo(dtype).eps
     for ours, theirs in zip((*outs, *grads), (*wanted, *wanted_grads), strict=True):
-        eps = torch.finfo(ours.dtype).eps
         torch.testing.assert_close(ours, theirs, rtol=8 * eps, atol=8 * eps * theirs.abs().max().item())
 
 

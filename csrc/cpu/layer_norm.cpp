@@ -50,10 +50,10 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   }
   const float variance = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
   const float scale = 1.0f / sqrtf(variance + p.eps);
-  p.mean[row] = center;
-  p.rstd[row] = scale;
+  if (p.mean) p.mean[row] = center, p.rstd[row] = scale;
 
-  const OutputRow<T> out(p.out, row * columns, p.matrices * p.rows * columns);
+  const bool in_place = (const void*)x == (const T*)p.out + row * columns;  // in cache, then
+  const OutputRow<T> out(p.out, row * columns, in_place ? 0 : p.matrices * p.rows * columns);
   const float *weight = p.weight, *bias = p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
@@ -102,7 +102,7 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
       keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r) {
         if (!block.has(r)) continue;
-        Sum* sum = (Sum*)p.sum + (first + r) * p.columns;
+        Sum* sum = (Sum*)(p.sum ? p.sum : p.out) + (first + r) * p.columns;
         add_row((const Input*)p.input + (first + r) * p.input_row + column,
                 (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
                 p.threshold > 0 ? keep.bits[r] : nullptr, scale);

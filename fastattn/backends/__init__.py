@@ -38,7 +38,7 @@ _DEVICES = {"cpu": "cpu", "triton": "cuda"}
 def _overloads(library: Any) -> SimpleNamespace:
     """The functions that a compiled library has, bound once: a packet would resolve its overload at each call."""
     return SimpleNamespace(
-        **{name: getattr(library, name).default for name in reference.__all__ if hasattr(library, name)}
+        **{name: getattr(library, name).default._op for name in reference.__all__ if hasattr(library, name)}
     )
 
 
@@ -66,12 +66,22 @@ else:
 _CPU_OPS = frozenset(vars(TABLE["cpu"])) if "cpu" in TABLE else frozenset()
 
 
-class _State(threading.local):
+def direct(op: str) -> Callable[..., Tensor | None]:
+    """The compiled function that takes a plain call of ``op`` from the user's arguments to the result, checks included.
+
+    It returns None for calls that are not plain (docs/design.md, "The direct way"), without the library for all.
+    """
+    library = native.library("cpu")
+    return (lambda *args: None) if library is None else getattr(library, f"{op}_direct").default._op
+
+
+class _Thread(threading.local):
     forced: str | None = None
     explaining: bool = False
+    direct: bool = True  # the compiled CPU kernels may be called without a choice
 
 
-_state = _State()
+thread = _Thread()
 _warned: set[str] = set()
 
 
@@ -151,9 +161,9 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
     """
-    if _state.explaining:
+    if thread.explaining:
         _explain(op, operands, attn_mask, head_size)
-    forced = _state.forced
+    forced = thread.forced
     if forced is None and attn_mask is None and head_size <= MAX_HEAD_SIZE:  # the short way for small problems
         first = operands[0]
         if first.is_cpu and first.dtype in _NATIVE_DTYPES and len(operands) == 1 and op in _CPU_OPS:
@@ -175,14 +185,14 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
 def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, head_size: int) -> NoReturn:
     refusals = {name: refusal(name, op, operands, attn_mask, head_size) for name in _NAMES}
     able = [name for name, reason in refusals.items() if reason is None]
-    if _state.forced is None:
+    if thread.forced is None:
         order = _ORDER.get(operands[0].device.type, ("reference",))
         chosen: str | None = next(name for name in order if name in able)
         reasons = {name: reason or f"{chosen} is faster" for name, reason in refusals.items() if name != chosen}
     else:
-        chosen = _state.forced if _state.forced in able else None
+        chosen = thread.forced if thread.forced in able else None
         reasons = {
-            name: reason or f'this thread is in backend("{_state.forced}")'
+            name: reason or f'this thread is in backend("{thread.forced}")'
             for name, reason in refusals.items()
             if name != chosen
         }
@@ -218,12 +228,12 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in _NAMES:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, _NAMES))}, got {name!r}")
-    previous = _state.forced
-    _state.forced = name
+    previous = thread.forced, thread.direct
+    thread.forced, thread.direct = name, name == "cpu"
     try:
         yield
     finally:
-        _state.forced = previous
+        thread.forced, thread.direct = previous
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -243,11 +253,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not callable(op):
         raise TypeError(f"explain: op must be a function such as fastattn.layer_norm, got {op!r}")
-    _state.explaining = True
+    previous = thread.direct
+    thread.explaining, thread.direct = True, False
     try:
         op(*args, **kwargs)
     except _Explained as explained:
         return explained.explanation
     finally:
-        _state.explaining = False
+        thread.explaining, thread.direct = False, previous
     raise TypeError(f"explain: {getattr(op, '__name__', op)} ran no operation of fastattn")

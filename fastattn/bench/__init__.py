@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         found.write(args.output)
     if args.table:
-        report.insert(args.table, report.tables(found))
+        report.insert(args.table, "bench", report.tables(found))
     elif args.source:
         print(report.tables(found))
     return 0

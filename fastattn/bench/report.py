@@ -21,9 +21,6 @@ from fastattn.bench import limits
 from fastattn.bench.cases import listed
 from fastattn.bench.contest import Result
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-"""`python -m fastattn.bench --table README.md` writes what stands between these lines."""
-
 
 @dataclass(frozen=True)
 class Report:
@@ -181,10 +178,10 @@ def _by_dtype(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
-def insert(readme: Path, text: str) -> None:
-    """Replaces what stands between the markers in `readme`."""
-    page = readme.read_text()
-    begin, end = page.find(BEGIN), page.find(END)
+def insert(readme: Path, name: str, text: str) -> None:
+    """Replaces what stands between the lines `<!-- NAME:begin -->` and `<!-- NAME:end -->` in `readme`."""
+    page, first, last = readme.read_text(), f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    begin, end = page.find(first), page.find(last)
     if not 0 <= begin < end:
-        raise ValueError(f"{readme}: expected the lines {BEGIN!r} and {END!r}, between which the tables go")
-    readme.write_text(page[: begin + len(BEGIN)] + "\n" + text + "\n" + page[end:])
+        raise ValueError(f"{readme}: expected the lines {first!r} and {last!r}, between which the tables go")
+    readme.write_text(page[: begin + len(first)] + "\n" + text + "\n" + page[end:])

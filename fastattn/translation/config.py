@@ -7,8 +7,15 @@ from typing import Any
 from fastattn.translation.errors import InputError
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # For two CPU cores: 7.6 M parameters at a vocabulary of 8000.
-    "tiny": {"d_model": 256, "d_ff": 1024, "num_heads": 4, "encoder_layers": 3, "decoder_layers": 3},
+    # For two CPU cores: 7.6 M parameters at a vocabulary of 8000. Normalising first, it learns faster.
+    "tiny": {
+        "d_model": 256,
+        "d_ff": 1024,
+        "num_heads": 4,
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "norm_first": True,
+    },
     # "Attention Is All You Need", Table 3: base and big.
     "base": {},
     "big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": 0.3},

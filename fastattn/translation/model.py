@@ -88,14 +88,17 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, zero biases, zero padding embedding, as in the paper's public implementations."""
+        """Xavier-uniform matrices, zero biases; normal embeddings from which logits begin with variance 1, zero for
+        padding."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        deviation = 1.0 if self.config.scale_logits else self.config.d_model**-0.5
         with torch.no_grad():
             for embedding in (self.source_embedding, self.target_embedding):
+                nn.init.normal_(embedding.weight, std=deviation)
                 embedding.weight[self.config.pad_id].zero_()
 
     @property

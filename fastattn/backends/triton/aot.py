@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from fastattn.backends import triton as kernels
+from fastattn.backends.triton import configurations
 
 # Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities).
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -78,9 +80,12 @@ def _address(tensor: FakeTensor) -> int:
 def pretend(capability: int) -> Driver:
     """From here on this process has a GPU of this compute capability, as far as launching kernels goes."""
     fake = Driver(capability)
+    configurations.capability.cache_clear()
+    configurations.processors.cache_clear()
     FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore
     return fake
 
 
@@ -123,7 +128,40 @@ def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None,
     kernels.softmax_dropout_backward(out, input, stats, *settings, mask is not None and mask != torch.bool)
 
 
+def _attention(
+    dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None, backward: bool = True,
+    queries: int = 256,
+) -> None:  # fmt: skip
+    query, seed = _empty(2, 4, queries, size, dtype=dtype), _empty(2, dtype=torch.int64)
+    key = _empty(2, 2, 4096, size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(2, 1, queries, 4096, dtype=mask)
+    seed_ = seed if threshold else None
+    settings = attn_mask, _empty(2, dtype=torch.int64), seed_, 0.125, -1, 0, True, threshold
+    out, lse, stats = kernels.attention(query, key, key, *settings)
+    if backward:
+        is_float = mask is not None and mask != torch.bool
+        kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, is_float)
+
+
+def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
+    query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
+    starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
+    settings = starts, starts, None, seed, 128, 128, 0.125, -1, 0, threshold
+    out, lse, stats = kernels.varlen_attention(query, key, key, *settings)
+    kernels.varlen_attention_backward(out, lse, query, key, key, out, stats, *settings)
+
+
 CASES: dict[str, list[tuple[Any, ...]]] = {
+    "attention": [
+        *((_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
+        *((_attention, torch.float32, size, 6554) for size in (64, 128, 256)),
+        (_attention, torch.float16, 59, 6554),
+        (_attention, torch.bfloat16, 64, 6554, torch.bool),
+        (_attention, torch.bfloat16, 64, 0, torch.float32),
+        (_attention, torch.bfloat16, 64, 6554, torch.float32),
+        (_attention, torch.bfloat16, 128, 0, None, False, 1),
+        (_varlen_attention, torch.bfloat16, 64, 6554),
+    ],
     "dropout": [
         (_dropout, torch.bfloat16, 64, 512),
         (_dropout, torch.float32, 64, 4096),

@@ -1,0 +1,175 @@
+"""Trains the preset `tiny` on the verses: `fastattn.Transformer`, and `torch.nn.Transformer` of the same size on the
+same batches, loss and schedule. Then both translate the test text greedily.
+
+    python benchmarks/translation.py fastattn torch --minutes 20 --record
+
+`--record` keeps the results as benchmarks/results/translation-MACHINE.json (the runs named replace those of earlier
+calls) and writes README's table from them.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastattn
+from fastattn import Transformer, TransformerConfig
+from fastattn.bench import report
+from fastattn.translation.data import ParallelText, Sentences, read_parallel
+from fastattn.translation.evaluate import bleu, held_out
+from fastattn.translation.model import SinusoidalPositions
+from fastattn.translation.search import EXTRA_TOKENS, translate
+from fastattn.translation.tokenizer import Tokenizer
+from fastattn.translation.train import RECIPES, Trainer, TrainingOptions, fastest_precision
+
+VERSES = Path(fastattn.__file__).parent / "verses"
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = RECIPES["tiny"]
+
+
+class TorchTransformer(nn.Module):
+    """`torch.nn.Transformer` between tied embeddings and sinusoidal positions, called as `fastattn.Transformer` is."""
+
+    dropout_sites = 0
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = config
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        nn.init.normal_(self.output.weight, std=config.d_model**-0.5)
+        self.positions = SinusoidalPositions(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        sizes = config.d_model, config.num_heads, config.encoder_layers, config.decoder_layers, config.d_ff
+        self.transformer = nn.Transformer(*sizes, config.dropout, batch_first=True, norm_first=config.norm_first)
+        # In evaluation its fused encoder raises under bfloat16 autocast on the CPU.
+        self.transformer.encoder.enable_nested_tensor = False
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.output.weight, self.config.pad_id) * self.config.d_model**0.5
+        return self.dropout(x + self.positions(0, tokens.shape[1]))
+
+    def features(self, source, target, source_lengths, target_lengths, seeds=None) -> Tensor:
+        hidden = torch.arange(source.shape[1]) >= source_lengths[:, None]
+        length = target.shape[1]
+        causal = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.bool)
+        return self.transformer(
+            self.embed(source),
+            self.embed(target),
+            tgt_mask=causal,
+            src_key_padding_mask=hidden,
+            memory_key_padding_mask=hidden,
+            tgt_is_causal=True,
+        )
+
+    def projection(self, features: Tensor) -> tuple[Tensor, Tensor, None]:
+        return features, self.output.weight, None
+
+
+@torch.inference_mode()
+def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batch_size: int = 64) -> list[str]:
+    sentences, found = Sentences(tokenizer.encode(lines)), []
+    for index in torch.arange(len(lines)).split(batch_size):
+        source, lengths = sentences.padded(index)
+        target = torch.full((len(index), 1), model.config.bos_id)
+        finished = torch.zeros(len(index), dtype=torch.bool)
+        while not finished.all() and target.shape[1] < source.shape[1] + EXTRA_TOKENS:
+            token = model.output(model.features(source, target, lengths, None)[:, -1]).argmax(-1)
+            token.masked_fill_(finished, model.config.eos_id)
+            target, finished = torch.cat((target, token[:, None]), 1), finished | (token == model.config.eos_id)
+        found += tokenizer.decode(target.tolist())
+    return found
+
+
+def run(kind: str, minutes: float) -> dict[str, Any]:
+    """Trains for so many minutes, validation not counted; returns what README's table and the curves need."""
+    train, dev, test = (
+        read_parallel(VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
+        for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
+    )
+    tokenizer = Tokenizer.train(train[0] + train[1], 8000)
+    options = TrainingOptions(
+        "tiny", 8000, RECIPE.batch_tokens, RECIPE.warmup, RECIPE.rate, precision=fastest_precision(), seed=1
+    )
+    torch.manual_seed(options.seed)
+    config = TransformerConfig.preset("tiny", tokenizer.vocab_size)
+    model = {"fastattn": Transformer, "torch": TorchTransformer}[kind](config)
+    trainer = Trainer(model, ParallelText(tokenizer, *train), options)
+    text = ParallelText(tokenizer, *dev)
+    held_out_batches = [text.batch(i) for i in text.buckets(options.batch_tokens)]
+
+    seconds, tokens, curve = 0.0, 0.0, []
+    while seconds < 60 * minutes:
+        start = time.monotonic()
+        tokens += trainer.update()[3].item()
+        seconds += time.monotonic() - start
+        if trainer.step % RECIPE.save_every == 0 or seconds >= 60 * minutes:
+            scores = held_out(model, held_out_batches, trainer.autocast())
+            curve.append({"update": trainer.step, "seconds": round(seconds, 1), "tokens": tokens, **scores})
+            print(kind, curve[-1], flush=True)
+    model.eval()
+    translations = (
+        translate(model, tokenizer, test[0], beam=1) if kind == "fastattn" else greedy(model, tokenizer, test[0])
+    )
+    score, signature = bleu(translations, test[1])
+    return {
+        "updates": trainer.step,
+        "tokens_per_second": tokens / seconds,
+        "valid_loss": curve[-1]["valid_loss"],
+        "bleu": score,
+        "signature": signature,
+        "precision": options.precision,
+        "minutes": minutes,
+        "curve": curve,
+        "commit": report.commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def record(runs: dict[str, dict[str, Any]]) -> None:
+    """Adds the runs to this machine's file, and makes README's table from it."""
+    machine = report.machine()
+    path = ROOT / f"benchmarks/results/translation-{report.kind(machine)}.json"
+    if path.exists():
+        runs = json.loads(path.read_text())["runs"] | runs
+    part = path.with_name(path.name + ".part")
+    versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
+    part.write_text(json.dumps({"machine": machine, "versions": versions, "runs": runs}, indent=1) + "\n")
+    os.replace(part, path)
+
+    names = {"fastattn": "`fastattn.Transformer`", "torch": "`torch.nn.Transformer`"}
+    lines = [
+        f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}.\n",
+        "| | minutes | updates | target tokens/s | validation loss | greedy BLEU |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {names[kind]}, {run['precision']} | {run['minutes']:g} | {run['updates']} | {run['tokens_per_second']:.0f} "
+        f"| {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
+        for kind, run in sorted(runs.items())
+    ]
+    report.insert(ROOT / "README.md", "translation", "\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", choices=["fastattn", "torch"])
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
+    runs = {kind: run(kind, arguments.minutes) for kind in arguments.models}
+    for kind, result in runs.items():
+        print(kind, {name: value for name, value in result.items() if name != "curve"})
+    if arguments.record:
+        record(runs)
+
+
+if __name__ == "__main__":
+    main()

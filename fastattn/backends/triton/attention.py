@@ -1,0 +1,833 @@
+"""Scaled dot-product attention, out = dropout(softmax(scale * Q K^T + mask)) V, forward and backward, in tiles.
+
+Source: Vaswani et al. 2017, section 3.2.1, equation 1; the running softmax is Milakov and Gimelshein's (2018), the
+tiles and the recomputing backward pass with its row sum D are FlashAttention's (Dao et al. 2022).
+
+i counts the queries of a sequence and j its keys. Query i sees key j iff -left <= j - i - diagonal <= right,
+j < length, and the mask lets it. A program owns a tile of one side and visits those tiles of the other that see any of
+it: first the plain ones, of which every pair sees each other, then the edges, where each pair is checked. Which these
+are follows from the window, or if there is a mask from lists that ``_cover`` and ``_list`` make.
+
+x is a score before what can be left to the exponential: Q K^T, or with a float mask scale * Q K^T + mask. The scale's
+sign has gone into Q (exactly), so that a larger x is a larger score.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.backends.reference.attention import empty_heads
+from fastattn.backends.triton import configurations
+from fastattn.backends.triton.kernel import dropout_scale, kernel, launch
+from fastattn.backends.triton.philox import keep, keep_transposed
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+INFINITY: tl.constexpr = tl.constexpr(float("inf"))
+
+
+# Rows of heads
+
+
+@triton.jit
+def _program(tiles, heads):
+    """(tile, head, sequence) of this program; late tiles first, since under a causal mask they are the longest."""
+    program = tl.program_id(0)
+    return tiles - 1 - program % tiles, program // tiles % heads, program // tiles // heads
+
+
+@triton.jit
+def _sequence(b, sequences, LOWER_RIGHT: tl.constexpr):
+    """(first query, queries, first key, keys, length, diagonal) of sequence b; of its keys, ``length`` exist."""
+    queries, keys, query_starts, key_starts, lengths = sequences
+    first_query, first_key = b * 0, b * 0
+    if query_starts is not None:
+        first_query, first_key = tl.load(query_starts + b), tl.load(key_starts + b)
+        queries = (tl.load(query_starts + b + 1) - first_query).to(tl.int32)
+        keys = (tl.load(key_starts + b + 1) - first_key).to(tl.int32)
+    length = keys
+    if lengths is not None:
+        length = tl.load(lengths + b).to(tl.int32)
+    diagonal = length - queries if LOWER_RIGHT else 0
+    return first_query, queries, first_key, keys, length, diagonal
+
+
+@triton.jit
+def _head(tensor, b, h, first):
+    """Where head h of sequence b has its row 0, and the stride of rows in 64 bits, as all offsets are."""
+    pointer, batch, head, row = tensor
+    row = tl.cast(row, tl.int64)
+    return pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head + first * row), row
+
+
+@triton.jit
+def _statistic(rows, b, h, first, i):
+    """Offsets of the statistics of queries i."""
+    batch, head, row = rows
+    return b.to(tl.int64) * batch + h.to(tl.int64) * head + (first + i).to(tl.int64) * row
+
+
+@triton.jit
+def _pointers(head, first, N: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """(N, D) pointers to the rows from ``first``. Rows begin at multiples of ALIGNMENT elements: 16 bytes, or 1."""
+    base, row = head
+    row = row // ALIGNMENT * ALIGNMENT
+    base += first * row
+    if ALIGNMENT > 1:
+        base = tl.multiple_of(base, 16)
+    return base + (tl.arange(0, N)[:, None] * row + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def _load(
+    head, first, rows, size,
+    N: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """(N, D): zero in the rows that are not in ``rows`` (None: all are) and beyond the head size (EXACT: it is D)."""
+    pointers = _pointers(head, first, N, D, ALIGNMENT)
+    if EXACT:
+        if rows is None:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=rows[:, None], other=0.0)
+    else:
+        inside = (tl.arange(0, D) < size // ALIGNMENT * ALIGNMENT)[None, :]
+        if rows is not None:
+            inside = inside & rows[:, None]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(head, first, rows, size, tile, ALIGNMENT: tl.constexpr):
+    pointers = _pointers(head, first, tile.shape[0], tile.shape[1], ALIGNMENT)
+    inside = rows[:, None] & (tl.arange(0, tile.shape[1]) < size // ALIGNMENT * ALIGNMENT)[None, :]
+    tl.store(pointers, tile.to(head[0].dtype.element_ty), mask=inside)
+
+
+# Who sees whom
+
+
+@triton.jit
+def _plan(lists, b, h, tile, SIZE: tl.constexpr, STEP: tl.constexpr, end, diagonal, left, right):
+    """Which tiles of the other side, of STEP positions up to ``end``, the program of a tile of SIZE positions visits:
+    (plain tiles, edge tiles, first plain tile, edge tiles before it), or with lists (plain tiles, edge tiles, where the
+    plain ones are listed, where the edges are, backwards)."""
+    if lists is None:
+        first = tile * SIZE
+        begin = _between(0, first + diagonal - left, end) // STEP
+        stop = tl.maximum(begin, tl.cdiv(_between(0, first + SIZE + diagonal + right, end), STEP))
+        plain = _between(begin, tl.cdiv(tl.maximum(first + SIZE - 1 + diagonal - left, 0), STEP), stop)
+        plain_stop = _between(plain, _between(0, first + diagonal + right + 1, end) // STEP, stop)
+        plan = plain_stop - plain, stop - begin - (plain_stop - plain), plain, plain - begin
+    else:
+        pointer, batch, head, row, count = lists
+        entry = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile.to(tl.int64) * row)
+        plan = tl.load(entry), tl.load(entry + 1), entry + 2, entry + 1 + count
+    return plan
+
+
+@triton.jit
+def _between(low, x, high):
+    return tl.maximum(low, tl.minimum(x, high))
+
+
+@triton.jit
+def _visit(plan, n, lists, EDGE: tl.constexpr):
+    """The n-th plain or edge tile."""
+    plain_tiles, _, plain, edge = plan
+    if lists is not None:
+        tile = tl.load(edge - n) if EDGE else tl.load(plain + n)
+    elif EDGE:
+        tile = plain - edge + n + tl.where(n < edge, 0, plain_tiles)
+    else:
+        tile = plain + n
+    return tile
+
+
+@triton.jit
+def _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right):
+    """The keys j that queries see; the others may hold anything, NaN too, and count as zero."""
+    rows = (j < length) & (j >= diagonal - left) & (j < queries + diagonal + right)
+    if seen is not None:
+        pointer, batch, head, row = seen
+        base = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile.to(tl.int64) * row)
+        rows = rows & (tl.load(base + j, mask=j < keys, other=0) != 0)
+    return rows
+
+
+@triton.jit
+def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right):
+    """x of an edge tile: -inf where query i does not see key j; a float mask is added."""
+    distance = j - i - diagonal
+    visible = (j < length) & (distance >= -left) & (distance <= right)
+    if mask is not None:
+        pointer, batch, head, row, column = mask
+        pointers = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head)
+        pointers += i.to(tl.int64) * row + j.to(tl.int64) * column
+        value = tl.load(pointers, mask=(i < queries) & (j < keys), other=0)
+        if value.dtype == tl.uint8:
+            visible = visible & (value != 0)
+        else:
+            value = value.to(tl.float32)
+            visible = visible & (value != -INFINITY)
+            x += value
+            x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask hides nothing
+    return tl.where(visible, x, -INFINITY)
+
+
+@triton.jit
+def _scores(a, b, magnitude, FLOAT: tl.constexpr, PRECISION: tl.constexpr):
+    x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return x * magnitude if FLOAT else x
+
+
+@triton.jit
+def _scaled(x, magnitude, FLOAT: tl.constexpr):
+    """x in the units of the reference point m, of which _exponential(_scaled(x) - m) = exp(score - reference)."""
+    return x if FLOAT else x * (magnitude * LOG2E)
+
+
+@triton.jit
+def _exponential(x, FLOAT: tl.constexpr):
+    return tl.exp2(x * LOG2E) if FLOAT else tl.exp2(x)
+
+
+# Forward
+
+
+@kernel
+def _forward(
+    query, key, value, mask, seed, sequences, lists, seen, out, lse, point, sum, rows,
+    part_of_out: tl.int64, part_of_rows: tl.int64, tiles, heads,
+    group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, h, b = _program(tiles, heads)
+    first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
+    first_i = tile * ROWS
+    if first_i >= queries:
+        return
+    i = first_i + tl.arange(0, ROWS)
+    keys_of_head = _head(key, b, h // group, first_key)
+    values_of_head = _head(value, b, h // group, first_key)
+    q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
+    q = (q.to(tl.float32) * sign).to(q.dtype)
+
+    highest = tl.full((ROWS,), -INFINITY, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, EV), tl.float32)
+    plan = _plan(lists, b, h, tile, ROWS, COLUMNS, length, diagonal, left, right)
+    part, parts = tl.program_id(1), tl.num_programs(1)  # of the keys
+    for EDGE in tl.static_range(2):
+        for n in range(plan[EDGE] * part // parts, plan[EDGE] * (part + 1) // parts):
+            first_j = _visit(plan, n, lists, EDGE) * COLUMNS
+            j = first_j + tl.arange(0, COLUMNS)
+            seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
+            k = _load(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+            x = _scores(q, k, magnitude, FLOAT, PRECISION)
+            if EDGE:
+                x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+            raised = tl.maximum(highest, _scaled(tl.max(x, 1), magnitude, FLOAT))
+            m = tl.where(raised == -INFINITY, 0.0, raised)  # a row that has seen nothing so far
+            p = _exponential(_scaled(x, magnitude, FLOAT) - m[:, None], FLOAT)
+            shrink = _exponential(highest - m, FLOAT)
+            highest = raised
+            total = total * shrink + tl.sum(p, 1)
+            if seed is not None:
+                p = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), p, 0.0)
+            v = _load(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+
+    acc *= tl.where(total == 0, 0.0, factor / total)[:, None]
+    base, row = _head(out, b, h, first_query)
+    base += part * part_of_out
+    _store((base, row), first_i, i < queries, value_size, acc, ALIGNMENT)
+    m = tl.where(highest == -INFINITY, 0.0, highest)
+    reference = m if FLOAT else m * LN2
+    total *= _exponential(m - (reference if FLOAT else reference * LOG2E), FLOAT)  # where rounding moved the reference
+    at = _statistic(rows, b, h, first_query, i) + part * part_of_rows
+    tl.store(point + at, reference, mask=i < queries)
+    tl.store(sum + at, total, mask=i < queries)
+    if lse is not None:
+        tl.store(lse + at, reference + tl.log(total), mask=i < queries)
+
+
+@kernel
+def _merge(
+    part_out, part_point, part_sum, part_of_out: tl.int64, part_of_rows: tl.int64, parts,
+    sequences, out, lse, point, sum, rows, tiles, heads, value_size,
+    ROWS: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr, ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Attention to all keys from attention to each part of them: weights exp(its reference - the largest) * its sum."""
+    tile, h, b = _program(tiles, heads)
+    first_query, queries, _, _, _, _ = _sequence(b, sequences, LOWER_RIGHT)
+    first_i = tile * ROWS
+    if first_i >= queries:
+        return
+    i = first_i + tl.arange(0, ROWS)
+    at = _statistic(rows, b, h, first_query, i)
+    highest = tl.full((ROWS,), -INFINITY, tl.float32)
+    for part in range(parts):
+        m = tl.load(part_point + at + part * part_of_rows, mask=i < queries, other=0.0)
+        total = tl.load(part_sum + at + part * part_of_rows, mask=i < queries, other=0.0)
+        highest = tl.maximum(highest, tl.where(total == 0, -INFINITY, m))
+    reference = tl.where(highest == -INFINITY, 0.0, highest)
+    whole = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, EV), tl.float32)
+    base, row = _head(part_out, b, h, first_query)
+    for part in range(parts):
+        m = tl.load(part_point + at + part * part_of_rows, mask=i < queries, other=0.0)
+        total = tl.load(part_sum + at + part * part_of_rows, mask=i < queries, other=0.0)
+        weight = tl.where(total == 0, 0.0, tl.exp2((m - reference) * LOG2E) * total)
+        head = base + part * part_of_out, row
+        acc += weight[:, None] * _load(head, first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
+        whole += weight
+    acc *= tl.where(whole == 0, 0.0, 1 / whole)[:, None]
+    _store(_head(out, b, h, first_query), first_i, i < queries, value_size, acc, ALIGNMENT)
+    tl.store(point + at, reference, mask=i < queries)
+    tl.store(sum + at, whole, mask=i < queries)
+    tl.store(lse + at, reference + tl.log(whole), mask=i < queries)
+
+
+# Backward: P again from the statistics; with D = rowsum(dO * O) - dLSE, dS = P * (dP - D)
+
+
+@triton.jit
+def _statistics(point, sum, at, rows, FLOAT: tl.constexpr):
+    """Per row the reference point in x's units and 1 / sum, 0 for a row that sees nothing."""
+    reference = tl.load(point + at, mask=rows, other=0.0)
+    total = tl.load(sum + at, mask=rows, other=0.0)
+    return reference if FLOAT else reference * LOG2E, tl.where(total == 0, 0.0, 1 / total)
+
+
+@kernel
+def _grad_query(
+    query, key, value, mask, seed, sequences, lists, seen, out, grad_out, grad_lse, grad_query, point, sum, delta, rows,
+    tiles, heads, group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, h, b = _program(tiles, heads)
+    first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
+    first_i = tile * ROWS
+    if first_i >= queries:
+        return
+    i = first_i + tl.arange(0, ROWS)
+    keys_of_head = _head(key, b, h // group, first_key)
+    values_of_head = _head(value, b, h // group, first_key)
+    q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
+    q = (q.to(tl.float32) * sign).to(q.dtype)
+    o = _load(_head(out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
+    do = _load(_head(grad_out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
+
+    at = _statistic(rows, b, h, first_query, i)
+    m, r = _statistics(point, sum, at, i < queries, FLOAT)
+    d = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    if grad_lse is not None:
+        pointer, batch, head, row = grad_lse
+        d -= tl.load(pointer + _statistic((batch, head, row), b, h, first_query, i), mask=i < queries, other=0.0)
+    d = tl.where(r == 0, 0.0, d)
+    tl.store(delta + at, d, mask=i < queries)
+
+    dq = tl.zeros((ROWS, E), tl.float32)
+    plan = _plan(lists, b, h, tile, ROWS, COLUMNS, length, diagonal, left, right)
+    for EDGE in tl.static_range(2):
+        for n in range(plan[EDGE]):
+            first_j = _visit(plan, n, lists, EDGE) * COLUMNS
+            j = first_j + tl.arange(0, COLUMNS)
+            seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
+            k = _load(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+            v = _load(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+            x = _scores(q, k, magnitude, FLOAT, PRECISION)
+            if EDGE:
+                x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+            p = _exponential(_scaled(x, magnitude, FLOAT) - m[:, None], FLOAT) * r[:, None]
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if seed is not None:
+                dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
+            ds = p * (dp - d[:, None])
+            if EDGE:
+                ds = tl.where(x == -INFINITY, 0.0, ds)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    _store(_head(grad_query, b, h, first_query), first_i, i < queries, size, dq * (sign * magnitude), ALIGNMENT)
+
+
+@kernel
+def _grad_key_value(
+    query, key, value, mask, seed, sequences, lists, grad_out, grad_key, grad_value, point, sum, delta, rows,
+    tiles, key_heads, group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, key_head, b = _program(tiles, key_heads)
+    first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
+    first_j = tile * COLUMNS
+    if first_j >= keys:
+        return
+    j = first_j + tl.arange(0, COLUMNS)
+    k = _load(_head(key, b, key_head, first_key), first_j, j < length, size, COLUMNS, E, EXACT, ALIGNMENT)
+    k = (k.to(tl.float32) * sign).to(k.dtype)
+    v = _load(_head(value, b, key_head, first_key), first_j, j < length, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+
+    dk = tl.zeros((COLUMNS, E), tl.float32)
+    dv = tl.zeros((COLUMNS, EV), tl.float32)
+    end = tl.where(first_j < length, queries, 0)
+    for n_head in range(group):
+        h = key_head * group + n_head
+        queries_of_head = _head(query, b, h, first_query)
+        grads_of_head = _head(grad_out, b, h, first_query)
+        plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
+        for EDGE in tl.static_range(2):
+            for n in range(plan[EDGE]):
+                first_i = _visit(plan, n, lists, EDGE) * ROWS
+                i = first_i + tl.arange(0, ROWS)
+                real_i = i < queries if EDGE else None
+                q = _load(queries_of_head, first_i, real_i, size, ROWS, E, EXACT, ALIGNMENT)
+                do = _load(grads_of_head, first_i, real_i, value_size, ROWS, EV, EXACT, ALIGNMENT)
+                at = _statistic(rows, b, h, first_query, i)
+                m, r = _statistics(point, sum, at, i < queries, FLOAT)
+                d = tl.load(delta + at, mask=i < queries, other=0.0)
+                x = _scores(k, q, magnitude, FLOAT, PRECISION)
+                if EDGE:
+                    x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
+                p = _exponential(_scaled(x, magnitude, FLOAT) - m[None, :], FLOAT) * r[None, :]
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                dropped = p
+                if seed is not None:
+                    kept = keep_transposed(seed, b * key_heads * group + h, first_i, first_j, threshold, ROWS, COLUMNS)
+                    dropped = tl.where(kept, p, 0.0)
+                    dp = tl.where(kept, dp, 0.0) * factor
+                dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+                ds = p * (dp - d[None, :])
+                if EDGE:
+                    ds = tl.where(x == -INFINITY, 0.0, ds)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    exists = (j < length)[:, None]
+    dk = tl.where(exists, dk * (sign * magnitude), 0.0)
+    dv = tl.where(exists, dv * factor, 0.0)
+    _store(_head(grad_key, b, key_head, first_key), first_j, j < keys, size, dk, ALIGNMENT)
+    _store(_head(grad_value, b, key_head, first_key), first_j, j < keys, value_size, dv, ALIGNMENT)
+
+
+@kernel
+def _grad_mask(
+    query, key, value, mask, seed, sequences, grad_out, grad, point, sum, delta, rows,
+    tiles, column_tiles, mask_heads, batch,
+    heads, group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, ONE_HEAD: tl.constexpr, ONE_BATCH: tl.constexpr,
+):  # fmt: skip
+    """dS summed over what the mask broadcasts: a program owns a tile of the mask, visits all that it was added to."""
+    program = tl.program_id(0)
+    i_tiles = 1 if ONE_ROW else tiles
+    j_tiles = 1 if ONE_COLUMN else column_tiles
+    own_j, own_i = program % j_tiles, program // j_tiles % i_tiles
+    own_h, own_b = program // j_tiles // i_tiles % mask_heads, program // j_tiles // i_tiles // mask_heads
+    visits_j = column_tiles if ONE_COLUMN else 1
+    visits_i = tiles if ONE_ROW else 1
+    visits_h = heads if ONE_HEAD else 1
+    visits_b = batch if ONE_BATCH else 1
+    ds_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for n in range(visits_b * visits_h * visits_i * visits_j):
+        first_j = (own_j + n % visits_j) * COLUMNS
+        first_i = (own_i + n // visits_j % visits_i) * ROWS
+        h = own_h + n // visits_j // visits_i % visits_h
+        b = own_b + n // visits_j // visits_i // visits_h
+        first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
+        i, j = first_i + tl.arange(0, ROWS), first_j + tl.arange(0, COLUMNS)
+        q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
+        k = _load(_head(key, b, h // group, first_key), first_j, j < length, size, COLUMNS, E, EXACT, ALIGNMENT)
+        v = _load(
+            _head(value, b, h // group, first_key), first_j, j < length, value_size, COLUMNS, EV, EXACT, ALIGNMENT
+        )
+        do = _load(_head(grad_out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
+        at = _statistic(rows, b, h, first_query, i)
+        m, r = _statistics(point, sum, at, i < queries, True)
+        d = tl.load(delta + at, mask=i < queries, other=0.0)
+        x = _scores((q.to(tl.float32) * sign).to(q.dtype), k, magnitude, True, PRECISION)
+        x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if seed is not None:
+            dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
+        ds = _exponential(x - m[:, None], True) * r[:, None] * (dp - d[:, None])
+        ds_sum += tl.where(x == -INFINITY, 0.0, ds)
+    if ONE_ROW:
+        ds_sum = tl.sum(ds_sum, 0, keep_dims=True)
+    if ONE_COLUMN:
+        ds_sum = tl.sum(ds_sum, 1, keep_dims=True)
+    i = own_i * ROWS + tl.arange(0, ds_sum.shape[0])
+    j = own_j * COLUMNS + tl.arange(0, ds_sum.shape[1])
+    pointer, batch_stride, head_stride, row_stride, mask_rows, mask_columns = grad
+    base = pointer + (own_b.to(tl.int64) * batch_stride + own_h.to(tl.int64) * head_stride)
+    inside = (i < mask_rows)[:, None] & (j < mask_columns)[None, :]
+    tl.store(
+        base + (i.to(tl.int64)[:, None] * row_stride + j[None, :]), ds_sum.to(pointer.dtype.element_ty), mask=inside
+    )
+
+
+# Which tiles a mask leaves
+
+SOME: tl.constexpr = tl.constexpr(1)
+ALL: tl.constexpr = tl.constexpr(2)
+
+
+@kernel
+def _cover(
+    mask, cover, seen, row_tiles, column_tiles, mask_heads, mask_rows, mask_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Reads the mask once: ``cover`` of each tile is ALL if all of it is seen and nothing added, SOME if some is seen,
+    else 0; ``seen`` tells which keys of it a query sees."""
+    program = tl.program_id(0)
+    tile_j, tile_i = program % column_tiles, program // column_tiles % row_tiles
+    plane = program // column_tiles // row_tiles
+    h, b = plane % mask_heads, plane // mask_heads
+    i, j = tile_i * ROWS + tl.arange(0, ROWS), tile_j * COLUMNS + tl.arange(0, COLUMNS)
+    pointer, batch, head, row, column = mask
+    base = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head)
+    inside = (i < mask_rows)[:, None] & (j < mask_columns)[None, :]
+    value = tl.load(base + (i.to(tl.int64)[:, None] * row + j.to(tl.int64)[None, :] * column), mask=inside, other=0)
+    if value.dtype == tl.uint8:
+        visible = (value != 0) & inside
+        plain = visible
+    else:
+        visible = (value.to(tl.float32) != -INFINITY) & inside
+        plain = (value.to(tl.float32) == 0) & inside
+    seen_j = tl.max(visible.to(tl.int32), 0)
+    something = tl.max(seen_j, 0)
+    everything = tl.min((plain | ~inside).to(tl.int32))
+    tl.store(cover + program, tl.where(everything == 1, ALL, something * SOME).to(tl.int8))
+    seen_row = seen + (plane * row_tiles + tile_i).to(tl.int64) * mask_columns
+    tl.store(seen_row + j, seen_j.to(tl.uint8), mask=j < mask_columns)
+
+
+@kernel
+def _list(
+    cover, lists, sequences, list_heads, own_tiles, count, left, right,
+    OWN: tl.constexpr, STEP: tl.constexpr, LOWER_RIGHT: tl.constexpr, KEYS_OWN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """For each tile of one side, of OWN positions, which of the other side's, of STEP, its program visits: the number
+    of plain and of edge tiles, the plain ones, and from the end backwards the edges. KEYS_OWN: it is a tile of keys."""
+    program = tl.program_id(0)
+    own, h, b = program % own_tiles, program // own_tiles % list_heads, program // own_tiles // list_heads
+    _, queries, _, _, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
+    cover_pointer, cover_batch, cover_head, cover_own, cover_other = cover
+    classes = cover_pointer + (
+        b.to(tl.int64) * cover_batch + h.to(tl.int64) * cover_head + own.to(tl.int64) * cover_own
+    )
+    entry = lists + program.to(tl.int64) * (count + 2)
+    plain_tiles, edge_tiles = program * 0, program * 0
+    ROWS: tl.constexpr = STEP if KEYS_OWN else OWN
+    COLUMNS: tl.constexpr = OWN if KEYS_OWN else STEP
+    for chunk in range(tl.cdiv(count, CHUNK)):
+        other = chunk * CHUNK + tl.arange(0, CHUNK)
+        kind = tl.load(classes + other.to(tl.int64) * cover_other, mask=other < count, other=0)
+        first_i, first_j = (other * STEP, own * OWN) if KEYS_OWN else (own * OWN, other * STEP)
+        nearest = first_j - (first_i + ROWS - 1) - diagonal
+        farthest = first_j + COLUMNS - 1 - first_i - diagonal
+        some = (kind >= SOME) & (first_j < length) & (farthest >= -left) & (nearest <= right)
+        whole = (kind == ALL) & (first_j + COLUMNS <= length) & (nearest >= -left) & (farthest <= right)
+        if KEYS_OWN:  # a tile of queries is read without a check where it is plain
+            whole = whole & (first_i + ROWS <= queries)
+        plain, edge = (some & whole).to(tl.int32), (some & ~whole).to(tl.int32)
+        tl.store(entry + 2 + plain_tiles + tl.cumsum(plain, 0) - 1, other, mask=plain != 0)
+        tl.store(entry + 2 + count - edge_tiles - tl.cumsum(edge, 0), other, mask=edge != 0)
+        plain_tiles += tl.sum(plain, 0)
+        edge_tiles += tl.sum(edge, 0)
+    tl.store(entry, plain_tiles)
+    tl.store(entry + 1, edge_tiles)
+
+
+# From tensors to launches
+
+
+def _stride(tensor: Tensor, dim: int) -> int:
+    """The stride, 0 where the dimension has size 1: it may be one that broadcasts."""
+    return tensor.stride(dim) if tensor.size(dim) > 1 else 0
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _heads(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    """(tensor, batch stride, head stride, row stride) of (B, H, L, E), or of packed (T, H, E)."""
+    if tensor.dim() == 4:
+        return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    return tensor, 0, tensor.stride(1), tensor.stride(0)
+
+
+def _rows(statistic: Tensor) -> tuple[int, ...]:
+    """(batch, head, row) strides of (B, H, L) or packed (T, H) statistics."""
+    return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
+
+
+class _Problem:
+    """What the launches of a call share: every kernel's arguments begin with ``operands`` and end with ``numbers``.
+
+    Packed operands have ``starts``, the offsets of their sequences, whose lengths ``queries`` and ``keys`` bound.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None,
+        starts: tuple[Tensor | None, Tensor | None], lengths: Tensor | None, queries: int, keys: int, scale: float,
+        left: int, right: int, lower_right: bool, threshold: int,
+    ) -> None:  # fmt: skip
+        self.queries, self.keys, self.lengths = queries, keys, lengths
+        self.lower_right, self.dtype, self.device = lower_right, query.dtype, query.device
+        self.size, self.value_size = query.size(-1), value.size(-1)
+        self.heads, self.key_heads = query.size(1), key.size(1)
+        self.batch = query.size(0) if starts[0] is None else starts[0].size(0) - 1
+        unbounded = queries + keys
+        self.left, self.right = (min(side, unbounded) if side >= 0 else unbounded for side in (left, right))
+        self.mask: tuple[Any, ...] | None = None
+        if attn_mask is not None:
+            mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+            self.mask = mask, *(_stride(mask, dim) for dim in range(4))
+        self.is_float = attn_mask is not None and attn_mask.dtype != torch.bool
+        tensors = [_readable(tensor) for tensor in (query, key, value)]
+        self.sequences = queries, keys, *starts, lengths
+        self.operands = *map(_heads, tensors), self.mask, seed if threshold else None, self.sequences
+        self.is_aligned = self._are_aligned(*tensors)
+        self.numbers = (
+            self.heads // max(self.key_heads, 1), self.size, self.value_size, float((scale > 0) - (scale < 0)),
+            float(abs(scale)) or 1.0, self.left, self.right, threshold, dropout_scale(threshold),
+        )  # fmt: skip
+
+    def _are_aligned(self, *tensors: Tensor) -> bool:
+        """Whether every row begins at a multiple of 16 bytes and is one long."""
+        sizes = [stride for tensor in tensors for stride in tensor.stride()[:-1]] + [self.size, self.value_size]
+        return all(size * self.dtype.itemsize % 16 == 0 for size in sizes) and all(
+            tensor.data_ptr() % 16 == 0 for tensor in tensors
+        )
+
+    def tiles(self, kernel: str) -> configurations.Tiles:
+        return configurations.attention(kernel, self.dtype, max(self.size, self.value_size), self.device)
+
+    def constants(self, tiles: configurations.Tiles, *others: Tensor) -> dict[str, Any]:
+        """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
+        e, ev = (max(16, triton.next_power_of_2(size)) for size in (self.size, self.value_size))
+        is_aligned = self.is_aligned and self._are_aligned(*others)
+        is_tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        return {
+            "ROWS": tiles.rows, "COLUMNS": tiles.columns, "E": e, "EV": ev,
+            "EXACT": (e, ev) == (self.size, self.value_size),
+            "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
+            "PRECISION": "tf32" if is_tf32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
+        }  # fmt: skip
+
+    def lists(self, tiles: configurations.Tiles, keys_own: bool) -> tuple[Any, Any]:
+        """What ``_plan`` and ``_seen`` look up under a mask, in which dimensions that it broadcasts have size 1."""
+        if self.mask is None:
+            return None, None
+        mask, *strides = self.mask
+        batch, heads, rows = (size if stride else 1 for size, stride in zip(mask.shape[:3], strides[:3], strict=True))
+        row_tiles, key_tiles = triton.cdiv(rows, tiles.rows), triton.cdiv(self.keys, tiles.columns)
+        cover = mask.new_empty((batch, heads, row_tiles, key_tiles), dtype=torch.int8)
+        seen = mask.new_empty((batch, heads, row_tiles, self.keys), dtype=torch.uint8)
+        launch(
+            _cover, (cover.numel(),), self.device, self.mask, cover, seen, row_tiles, key_tiles, heads, rows, self.keys,
+            ROWS=tiles.rows, COLUMNS=tiles.columns,
+        )  # fmt: skip
+        cover_strides = [_stride(cover, dim) for dim in range(4)]
+        own_tiles, count = triton.cdiv(self.queries, tiles.rows), key_tiles
+        own, step = tiles.rows, tiles.columns
+        if keys_own:
+            own_tiles, count, own, step = count, own_tiles, step, own
+            cover_strides[2:] = cover_strides[:1:-1]
+        batch = batch if self.lengths is None else self.batch
+        lists = mask.new_empty((batch, heads, own_tiles, 2 + count), dtype=torch.int32)
+        launch(
+            _list, (batch * heads * own_tiles,), self.device, (cover, *cover_strides), lists, self.sequences, heads,
+            own_tiles, count, self.left, self.right,
+            OWN=own, STEP=step, LOWER_RIGHT=self.lower_right, KEYS_OWN=keys_own, CHUNK=128,
+        )  # fmt: skip
+        return (
+            (lists, _stride(lists, 0), _stride(lists, 1), lists.stride(2), count),
+            (seen, *(_stride(seen, dim) for dim in range(3))),
+        )
+
+    def forward(self, out: Tensor, lse: Tensor, stats: Tensor) -> None:
+        tiles = self.tiles("forward" if self.queries > 16 else "forward_few")
+        row_tiles, key_tiles = triton.cdiv(self.queries, tiles.rows), triton.cdiv(self.keys, tiles.columns)
+        programs = row_tiles * self.heads * self.batch
+        parts = configurations.parts(programs, key_tiles, self.device)
+        constants = self.constants(tiles, out)
+        common = *self.operands, *self.lists(tiles, keys_own=False)
+        if parts == 1:
+            launch(
+                _forward, (programs, 1), self.device, *common, _heads(out), lse, *stats, _rows(lse), 0, 0, row_tiles,
+                self.heads, *self.numbers, FLOAT=self.is_float, **constants,
+            )  # fmt: skip
+            return
+        part_out = out.new_empty((parts, *out.shape), dtype=torch.float32)
+        part_stats = stats.new_empty((2, parts, *lse.shape))
+        strides = part_out.stride(0), part_stats.stride(1)
+        launch(
+            _forward, (programs, parts), self.device, *common, _heads(part_out[0]), None, *part_stats, _rows(lse),
+            *strides, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
+        )  # fmt: skip
+        launch(
+            _merge, (programs,), self.device, _heads(part_out[0]), *part_stats, *strides, parts, self.sequences,
+            _heads(out), lse, *stats, _rows(lse), row_tiles, self.heads, self.value_size,
+            **{name: constants[name] for name in ("ROWS", "EV", "EXACT", "ALIGNMENT", "LOWER_RIGHT")},
+        )  # fmt: skip
+
+    def backward(
+        self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor], grad_mask: Tensor | None,
+    ) -> None:  # fmt: skip
+        grad_query, grad_key, grad_value = grads
+        grad_out, out = _readable(grad_out), _readable(out)
+        delta = torch.empty_like(stats[0])
+        statistics = *stats, delta, _rows(delta)
+
+        tiles = self.tiles("grad_query")
+        row_tiles = triton.cdiv(self.queries, tiles.rows)
+        launch(
+            _grad_query, (row_tiles * self.heads * self.batch,), self.device, *self.operands,
+            *self.lists(tiles, keys_own=False), _heads(out), _heads(grad_out),
+            None if grad_lse is None else (grad_lse, *_rows(grad_lse)), _heads(grad_query), *statistics, row_tiles,
+            self.heads, *self.numbers, FLOAT=self.is_float, **self.constants(tiles, out, grad_out, grad_query),
+        )  # fmt: skip
+
+        tiles = self.tiles("grad_key_value")
+        key_tiles = triton.cdiv(self.keys, tiles.columns)
+        lists, _ = self.lists(tiles, keys_own=True)
+        launch(
+            _grad_key_value, (key_tiles * self.key_heads * self.batch,), self.device, *self.operands, lists,
+            _heads(grad_out), _heads(grad_key), _heads(grad_value), *statistics, key_tiles, self.key_heads,
+            *self.numbers, FLOAT=self.is_float, **self.constants(tiles, grad_out, grad_key, grad_value),
+        )  # fmt: skip
+
+        if grad_mask is None:
+            return
+        tiles = self.tiles("grad_mask")
+        batch, heads, rows, columns = grad_mask.shape
+        programs = batch * heads * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+        launch(
+            _grad_mask, (programs,), self.device, *self.operands, _heads(grad_out),
+            (*_heads(grad_mask), rows, columns), *statistics, triton.cdiv(self.queries, tiles.rows),
+            triton.cdiv(self.keys, tiles.columns), heads, self.batch, self.heads, *self.numbers,
+            ONE_ROW=rows == 1, ONE_COLUMN=columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
+            **self.constants(tiles, grad_out),
+        )  # fmt: skip
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) -> out (B, Hq, Lq, Ev), lse, stats."""
+    problem = _Problem(
+        query, key, value, attn_mask, seed, (None, None), key_lengths, query.size(2), key.size(2), scale, window_left,
+        window_right, lower_right, threshold,
+    )  # fmt: skip
+    out = empty_heads(query, query.size(2), value.size(3))
+    stats = query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+    lse = torch.empty_like(stats[0])
+    problem.forward(out, lse, stats)
+    return out, lse, stats
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    threshold: int,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and attn_mask (shape (0,) where not wanted)."""
+    problem = _Problem(
+        query, key, value, attn_mask, seed, (None, None), key_lengths, query.size(2), key.size(2), scale, window_left,
+        window_right, lower_right, threshold,
+    )  # fmt: skip
+    dq, dk, dv = (empty_heads(t, t.size(2), t.size(3)) for t in (query, key, value))
+    grad_mask = attn_mask.new_empty(attn_mask.shape) if attn_mask is not None and mask_grad else None
+    problem.backward(grad_out, grad_lse, out, stats, (dq, dk, dv), grad_mask)
+    return dq, dk, dv, query.new_empty(0) if grad_mask is None else grad_mask
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    seqused_k: Tensor | None,
+    seed: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query (Tq, Hq, E), key (Tk, Hk, E), value (Tk, Hk, Ev) -> out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
+    problem = _Problem(
+        query, key, value, None, seed, (cu_seq_q, cu_seq_k), seqused_k, max_q, max_k, scale, window_left, window_right,
+        True, threshold,
+    )  # fmt: skip
+    out = query.new_empty((*query.shape[:2], value.size(2)))
+    stats = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)
+    lse = torch.empty_like(stats[0])
+    problem.forward(out, lse, stats)
+    return out, lse, stats
+
+
+def varlen_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    seqused_k: Tensor | None,
+    seed: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    problem = _Problem(
+        query, key, value, None, seed, (cu_seq_q, cu_seq_k), seqused_k, max_q, max_k, scale, window_left, window_right,
+        True, threshold,
+    )  # fmt: skip
+    dq, dk, dv = (t.new_empty(t.shape) for t in (query, key, value))
+    problem.backward(grad_out, grad_lse, out, stats, (dq, dk, dv), None)
+    return dq, dk, dv
