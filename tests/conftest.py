@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, settings
 import fastattn
 from fastattn.backends import MISSING, TABLE, native
 
-# Triton's kernels run in its interpreter, on CPU tensors. It looks at this when they are imported.
-os.environ["TRITON_INTERPRET"] = "1"
+# Triton's kernels run in its interpreter, on CPU tensors, which it looks for when they are imported; or on a GPU.
+DEVICE = os.environ.get("FASTATTN_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+else:
+    torch.set_default_device(DEVICE)
 
 settings.register_profile(
     "fixed",
@@ -44,7 +48,8 @@ def pytest_collection_modifyitems(items):
     """Triton's interpreter takes milliseconds a program: what is not marked `representative` is slow there."""
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec and callspec.params.get("backend") == "triton" and not item.get_closest_marker("representative"):
+        interpreted = DEVICE == "cpu" and callspec and callspec.params.get("backend") == "triton"
+        if interpreted and not item.get_closest_marker("representative"):
             item.add_marker(pytest.mark.slow)
 
 
@@ -58,7 +63,7 @@ def backend(request):
 
 
 def _conditions(name, isa):
-    if name == "triton":
+    if name == "triton" and DEVICE == "cpu":
         from interpreter import strict
 
         return strict()
