@@ -27,7 +27,7 @@ bench:  ## correctness and speed against the reference and what a user would pic
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-slow:  ## the longer tests: every instruction set, sanitizers, fresh installs
+slow:  ## the longer tests: every instruction set, sanitizers, fresh installs, Triton's interpreter
 	pytest -m slow
 
 ci: lint demo slow report  ## all that comes after the tests
