@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,12 +25,14 @@ from torch import Tensor
 from fastattn.backends import native, reference
 
 MAX_HEAD_SIZE = 256
+OLDEST_GPU = (8, 0)
 _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
 
-# The most specialised first; the reference serves everything.
-_ORDER = {"cpu": ("cpu", "reference")}
-_NAMES = ("cpu", "reference")
+# The most specialised first; the reference serves everything. What is not named here is taken only when forced.
+_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+_NAMES = ("cpu", "triton", "reference")
+_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 
 
 def _overloads(library: Any) -> SimpleNamespace:
@@ -36,12 +42,27 @@ def _overloads(library: Any) -> SimpleNamespace:
     )
 
 
+class _Triton:
+    """The functions of ``backends/triton``, imported with Triton when the first is needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(importlib.import_module("fastattn.backends.triton"), name)
+        setattr(self, name, function)  # the next access finds it without coming here
+        return function
+
+
 TABLE: dict[str, Any] = {"reference": reference}
-_MISSING: dict[str, str] = {}  # why a compiled library is not loaded
+MISSING: dict[str, str] = {}  # why a backend is not in the table
 if native.library("cpu") is not None:
     TABLE["cpu"] = _overloads(native.library("cpu"))
 else:
-    _MISSING["cpu"] = native.reason("cpu")
+    MISSING["cpu"] = f"its library is not loaded: {native.reason('cpu')}"
+if importlib.util.find_spec("triton") is None:
+    MISSING["triton"] = "triton is not installed"
+elif torch.version.hip is not None:
+    MISSING["triton"] = "it is for NVIDIA GPUs, and this torch is built for AMD's"
+else:
+    TABLE["triton"] = _Triton()
 _CPU_OPS = frozenset(vars(TABLE["cpu"])) if "cpu" in TABLE else frozenset()
 
 
@@ -95,18 +116,31 @@ class _Explained(Exception):
         self.explanation = explanation
 
 
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors: for tests, and only where forced."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def refusal(
     name: str, op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0
 ) -> str | None:
     """Why backend ``name`` cannot run ``op`` on these operands, or None if it can."""
     if name == "reference":
         return None
-    device = operands[0].device.type
-    if device != name:
-        return f"it takes {name} tensors, the operands are on {device}"
+    device = operands[0].device
+    if device.type != _DEVICES[name] and not (name == "triton" and device.type == "cpu" and is_interpreted()):
+        return f"it takes {_DEVICES[name]} tensors, the operands are on {device.type}"
     backend_ = TABLE.get(name)
     if backend_ is None:
-        return f"its library is not loaded: {_MISSING[name]}"
+        return MISSING[name]
+    if device.type == "cuda" and _capability(device) < OLDEST_GPU:
+        oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, _capability(device)))
+        return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
     for operand in operands:
         if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
             return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
@@ -156,7 +190,8 @@ def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, he
     refusals = {name: refusal(name, op, operands, attn_mask, head_size) for name in _NAMES}
     able = [name for name, reason in refusals.items() if reason is None]
     if thread.forced is None:
-        chosen: str | None = able[0]
+        order = _ORDER.get(operands[0].device.type, ("reference",))
+        chosen: str | None = next(name for name in order if name in able)
         reasons = {name: reason or f"{chosen} is faster" for name, reason in refusals.items() if name != chosen}
     else:
         chosen = thread.forced if thread.forced in able else None
@@ -170,10 +205,11 @@ def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, he
 
 def _warn_if_slow(device: str) -> None:
     """Once a device: there are faster kernels somewhere, and this installation or machine lacks them."""
-    if device in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
+    name = _ORDER.get(device, ("",))[0]
+    if name in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
         return
     _warned.add(device)
-    reason = _MISSING.get(device, "fastattn has no kernels for this device")
+    reason = MISSING.get(name, "fastattn has no kernels for this device")
     warnings.warn(f"fastattn runs its plain PyTorch reference on {device} tensors, slowly: {reason}", stacklevel=4)
 
 
@@ -189,7 +225,7 @@ def backend(name: str) -> Iterator[None]:
     pass runs on the backend of its forward pass, inside the block or not.
 
     Args:
-        name: ``"reference"`` or ``"cpu"``.
+        name: ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Raises:
         ValueError: no backend has this name.
