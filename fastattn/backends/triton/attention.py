@@ -394,12 +394,12 @@ def _grad_key_value(
     dk = tl.zeros((COLUMNS, E), tl.float32)
     dv = tl.zeros((COLUMNS, EV), tl.float32)
     end = tl.where(first_j < length, queries, 0)
-    for n_head in range(group):
-        h = key_head * group + n_head
-        queries_of_head = _head(query, b, h, first_query)
-        grads_of_head = _head(grad_out, b, h, first_query)
-        plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
-        for EDGE in tl.static_range(2):
+    for EDGE in tl.static_range(2):
+        for n_head in range(group):
+            h = key_head * group + n_head
+            queries_of_head = _head(query, b, h, first_query)
+            grads_of_head = _head(grad_out, b, h, first_query)
+            plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
             for n in range(plan[EDGE]):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
                 i = first_i + tl.arange(0, ROWS)
@@ -688,13 +688,14 @@ class _Problem:
             return
         part_out = out.new_empty((parts, *out.shape), dtype=torch.float32)
         part_stats = stats.new_empty((2, parts, *lse.shape))
+        part_heads = part_out, *_heads(part_out[0])[1:]
         strides = part_out.stride(0), part_stats.stride(1)
         launch(
-            _forward, (programs, parts), self.device, *common, _heads(part_out[0]), None, *part_stats, _rows(lse),
+            _forward, (programs, parts), self.device, *common, part_heads, None, *part_stats, _rows(lse),
             *strides, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
         )  # fmt: skip
         launch(
-            _merge, (programs,), self.device, _heads(part_out[0]), *part_stats, *strides, parts, self.sequences,
+            _merge, (programs,), self.device, part_heads, *part_stats, *strides, parts, self.sequences,
             _heads(out), lse, *stats, _rows(lse), row_tiles, self.heads, self.value_size,
             **{name: constants[name] for name in ("ROWS", "EV", "EXACT", "ALIGNMENT", "LOWER_RIGHT")},
         )  # fmt: skip
