@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <math.h>
 #include <sys/mman.h>
 
 #include <optional>
@@ -55,27 +56,46 @@ Parallel torch_threads() {
           }};
 }
 
-Dtype dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return Dtype::float32;
-    case ScalarType::BFloat16: return Dtype::bfloat16;
-    case ScalarType::Half: return Dtype::float16;
-    case ScalarType::Bool: return Dtype::boolean;
-    default: break;
-  }
-  STD_TORCH_CHECK(false, name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
-                  ", expected float32, bfloat16 or float16");
+// Told apart by torch's own numbers: a ScalarType would be looked up at each call.
+bool is_dtype(const Tensor& tensor, Dtype* dtype) {
+  int32_t number;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  if (number == aoti_torch_dtype_float32())
+    *dtype = Dtype::float32;
+  else if (number == aoti_torch_dtype_bfloat16())
+    *dtype = Dtype::bfloat16;
+  else if (number == aoti_torch_dtype_float16())
+    *dtype = Dtype::float16;
+  else if (number == aoti_torch_dtype_bool())
+    *dtype = Dtype::boolean;
+  else
+    return false;
+  return true;
 }
 
-int32_t shim_dtype(ScalarType dtype) {
+Dtype dtype_of(const Tensor& tensor, const char* name) {
+  Dtype dtype;
+  STD_TORCH_CHECK(is_dtype(tensor, &dtype), name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
+                  ", expected float32, bfloat16 or float16");
+  return dtype;
+}
+
+void check_dtype(const Tensor& tensor, const char* name, const Tensor& like) {
+  int32_t number, expected;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &expected));
+  STD_TORCH_CHECK(number == expected, name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
+                  ", expected ", torch::headeronly::toString(like.scalar_type()));
+}
+
+int32_t shim_dtype(Dtype dtype) {
   switch (dtype) {
-    case ScalarType::Float: return aoti_torch_dtype_float32();
-    case ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
-    case ScalarType::Half: return aoti_torch_dtype_float16();
-    case ScalarType::Bool: return aoti_torch_dtype_bool();
-    default: break;
+    case Dtype::float32: return aoti_torch_dtype_float32();
+    case Dtype::bfloat16: return aoti_torch_dtype_bfloat16();
+    case Dtype::float16: return aoti_torch_dtype_float16();
+    case Dtype::boolean: break;
   }
-  STD_TORCH_CHECK(false, "no output of dtype ", torch::headeronly::toString(dtype));
+  return aoti_torch_dtype_bool();
 }
 
 // Fresh memory costs a page fault for every 4 KiB, more than the kernels' own work on it; huge pages cost 512 times
@@ -90,18 +110,18 @@ void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
 }
 
 // Not through the dispatcher, which costs as much as a small operation.
-Tensor empty_strided(Sizes sizes, Sizes strides, ScalarType dtype) {
+Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype) {
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
                                                          shim_dtype(dtype), aoti_torch_device_type_cpu(), 0, &handle));
   const Tensor tensor(handle);
-  prefer_huge_pages(tensor, tensor.numel() * (dtype == ScalarType::Float ? 4 : dtype == ScalarType::Bool ? 1 : 2));
+  prefer_huge_pages(tensor, tensor.numel() * (dtype == Dtype::float32 ? 4 : dtype == Dtype::boolean ? 1 : 2));
   return tensor;
 }
 
 constexpr int kMaxDims = 64;  // torch's own limit
 
-Tensor empty(Sizes sizes, ScalarType dtype) {
+Tensor empty(Sizes sizes, Dtype dtype) {
   int64_t strides[kMaxDims], stride = 1;
   for (int64_t d = (int64_t)sizes.size() - 1; d >= 0; --d) {
     strides[d] = stride;
@@ -110,24 +130,26 @@ Tensor empty(Sizes sizes, ScalarType dtype) {
   return empty_strided(sizes, Sizes(strides, sizes.size()), dtype);
 }
 
-// A call's scratch memory: on the stack where it is small.
+// A call's scratch memory, 64-byte aligned: on the stack where it is small.
 struct Workspace {
-  static constexpr int64_t kLocal = 8192;
-  alignas(64) char local[kLocal];
+  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10;
+  alignas(kAlignment) char local[kLocal];
   std::optional<Tensor> tensor;
-  void* data = local;
+  char* data = local;
 
   Workspace(const Workspace&) = delete;
   explicit Workspace(int64_t bytes) {
     if (bytes <= kLocal) return;
-    const int64_t floats = (bytes + 3) / 4;
-    tensor = empty(Sizes(&floats, 1), ScalarType::Float);
-    data = tensor->mutable_data_ptr();
+    const int64_t floats = (bytes + kAlignment + 3) / 4;
+    tensor = empty(Sizes(&floats, 1), Dtype::float32);
+    data = (char*)(((uintptr_t)tensor->mutable_data_ptr() + kAlignment - 1) / kAlignment * kAlignment);
   }
 };
 
 Seed seed_of(const Tensor& seed) {
-  STD_TORCH_CHECK(seed.scalar_type() == ScalarType::Long && seed.numel() == 2,
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(seed.get(), &dtype));
+  STD_TORCH_CHECK(dtype == aoti_torch_dtype_int64() && seed.numel() == 2,
                   "seed: expected an int64 tensor of shape (2,)");
   const int64_t* values = seed.const_data_ptr<int64_t>();
   const int64_t pair[2] = {values[0], values[seed.stride(0)]};
@@ -208,7 +230,7 @@ struct Rows {
   }
 };
 
-Tensor nothing(ScalarType dtype) {
+Tensor nothing(Dtype dtype) {
   const int64_t size = 0;
   return empty(Sizes(&size, 1), dtype);
 }
@@ -257,29 +279,33 @@ void run_dropout(const Matrices& in, const Matrices& out, const Tensor* input, c
   (input ? table().dropout->dropout : table().dropout->mask)(problem, torch_threads());
 }
 
-Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
+Tensor dropout(const Tensor& input, Seed seed, int64_t threshold) {
   const bool same_order = !input.is_contiguous() && is_dense(input);
   Matrices in;
   if (!in.describe(input)) {
     const Tensor out = dropout(torch::stable::contiguous(input), seed, threshold);
     if (!same_order) return out;
-    Tensor reordered = empty_strided(input.sizes(), input.strides(), input.scalar_type());
+    Tensor reordered = empty_strided(input.sizes(), input.strides(), dtype_of(input, "input"));
     return torch::stable::copy_(reordered, out);
   }
-  const Tensor out = same_order ? empty_strided(input.sizes(), input.strides(), input.scalar_type())
-                                : empty(input.sizes(), input.scalar_type());
+  const Tensor out = same_order ? empty_strided(input.sizes(), input.strides(), dtype_of(input, "input"))
+                                : empty(input.sizes(), dtype_of(input, "input"));
   Matrices to = in;
   if (!same_order) {
     to.row_stride = in.columns;
     to.inner_stride = in.rows * in.columns;
     to.outer_stride = in.inner * to.inner_stride;
   }
-  run_dropout(in, to, &input, out, seed_of(seed), threshold);
+  run_dropout(in, to, &input, out, seed, threshold);
   return out;
 }
 
+Tensor dropout_op(const Tensor& input, const Tensor& seed, int64_t threshold) {
+  return dropout(input, seed_of(seed), threshold);
+}
+
 Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t threshold) {
-  const Tensor out = empty(Sizes(shape.data(), shape.size()), ScalarType::Bool);
+  const Tensor out = empty(Sizes(shape.data(), shape.size()), Dtype::boolean);
   Matrices to;
   to.describe(out);
   run_dropout(to, to, nullptr, out, seed_of(seed), threshold);
@@ -306,7 +332,7 @@ Tensor empty_heads(const Tensor& like, int64_t length, int64_t size) {
   const int64_t sizes[4] = {batch, heads, length, size};
   const bool inside = like.stride(1) < like.stride(2);
   const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
-  return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), like.scalar_type());
+  return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"));
 }
 
 AttentionMask mask_of(const std::optional<Tensor>& tensor) {
@@ -352,25 +378,18 @@ void set_rows(Attention* a, const Tensor& stats) {
   a->sum = data + stats.stride(0);
 }
 
-Tensor workspace_of(int64_t bytes) {
-  const int64_t sizes[1] = {bytes / 4 + 16}, strides[1] = {1};
-  return empty_strided(Sizes(sizes, 1), Sizes(strides, 1), ScalarType::Float);
-}
-
-char* align(const Tensor& workspace) { return (char*)(((uintptr_t)workspace.mutable_data_ptr() + 63) / 64 * 64); }
-
 void run_attention_backward(const Attention& a, const AttentionGradients& gradients) {
   const Parallel threads = torch_threads();
   const AttentionBackwardKernels& kernels = *table().attention_backward;
-  const Tensor workspace = workspace_of(kernels.workspace(a, gradients, threads));
-  kernels.backward(a, gradients, threads, align(workspace));
+  const Workspace workspace(kernels.workspace(a, gradients, threads));
+  kernels.backward(a, gradients, threads, workspace.data);
 }
 
 void run_attention(const Attention& a) {
   const Parallel threads = torch_threads();
   const AttentionKernels& kernels = *table().attention;
-  const Tensor workspace = workspace_of(kernels.workspace(a, threads));
-  kernels.forward(a, threads, align(workspace));
+  const Workspace workspace(kernels.workspace(a, threads));
+  kernels.forward(a, threads, workspace.data);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -385,7 +404,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
   const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
   const Tensor out = empty_heads(query, a.queries, a.value_depth);
-  const Tensor lse = empty(Sizes(rows + 1, 3), ScalarType::Float), stats = empty(Sizes(rows, 4), ScalarType::Float);
+  const Tensor lse = empty(Sizes(rows + 1, 3), Dtype::float32), stats = empty(Sizes(rows, 4), Dtype::float32);
   a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
   set_rows(&a, stats);
@@ -415,8 +434,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
   const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
   const int64_t none[1] = {0};
-  const Tensor mask_gradient =
-      mask_grad ? empty(attn_mask->sizes(), attn_mask->scalar_type()) : empty(Sizes(none, 1), query.scalar_type());
+  const Tensor mask_gradient = mask_grad ? empty(attn_mask->sizes(), dtype_of(*attn_mask, "attn_mask"))
+                                         : empty(Sizes(none, 1), dtype_of(query, "query"));
   AttentionGradients g = {};
   g.out_grad = heads_of(grad);
   if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
@@ -460,8 +479,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const T
   Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
   sequences.describe(&a, max_q, max_k);
   const int64_t sizes[3] = {query.size(0), a.heads, a.value_depth}, rows[3] = {2, query.size(0), a.heads};
-  const Tensor out = empty(Sizes(sizes, 3), query.scalar_type());
-  const Tensor lse = empty(Sizes(rows + 1, 2), ScalarType::Float), stats = empty(Sizes(rows, 3), ScalarType::Float);
+  const Tensor out = empty(Sizes(sizes, 3), dtype_of(query, "query"));
+  const Tensor lse = empty(Sizes(rows + 1, 2), Dtype::float32), stats = empty(Sizes(rows, 3), Dtype::float32);
   a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
   set_rows(&a, stats);
@@ -484,8 +503,9 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
   a.out = heads_of(o);
   set_rows(&a, rows);
 
-  const Tensor query_grad = empty(query.sizes(), query.scalar_type()), key_grad = empty(key.sizes(), key.scalar_type());
-  const Tensor value_grad = empty(value.sizes(), value.scalar_type());
+  const Tensor query_grad = empty(query.sizes(), dtype_of(query, "query")),
+               key_grad = empty(key.sizes(), dtype_of(key, "key"));
+  const Tensor value_grad = empty(value.sizes(), dtype_of(value, "value"));
   AttentionGradients g = {};
   g.out_grad = heads_of(grad);
   if (grad_lse) g.lse_grad = lse_grad.const_data_ptr<float>();
@@ -514,21 +534,34 @@ struct Parameter {
   }
 };
 
+// Everything but the statistics and the sum.
+LayerNorm layer_norm_problem(Sizes sizes, const Rows& input, const Rows* residual, const Parameter& weight,
+                             const Parameter& bias, double eps, const Tensor& out) {
+  LayerNorm problem = {};
+  set_shape(problem, sizes);
+  problem.input = input.data, problem.input_dtype = problem.dtype = input.dtype, problem.input_row = input.stride;
+  if (residual) {
+    problem.residual = residual->data, problem.residual_dtype = residual->dtype;
+    problem.residual_row = residual->stride;
+    if (residual->dtype != input.dtype) problem.dtype = Dtype::float32;
+  } else {
+    problem.rows *= problem.matrices, problem.matrices = 1;
+  }
+  problem.weight = weight.values, problem.bias = bias.values;
+  problem.out = out.mutable_data_ptr();
+  problem.eps = (float)eps;
+  return problem;
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
   const Sizes sizes = input.sizes();
   const Rows x(input, "input");
   const Parameter w(weight, "weight"), b(bias, "bias");
-  Tensor out = empty(sizes, input.scalar_type());
-  Tensor mean = empty(without_last(sizes), ScalarType::Float), rstd = empty(without_last(sizes), ScalarType::Float);
-  LayerNorm problem = {};
-  set_shape(problem, sizes);
-  problem.rows *= problem.matrices, problem.matrices = 1;
-  problem.input = x.data, problem.input_dtype = problem.dtype = x.dtype, problem.input_row = x.stride;
-  problem.weight = w.values, problem.bias = b.values;
-  problem.out = out.mutable_data_ptr();
+  const Tensor out = empty(sizes, x.dtype);
+  const Tensor mean = empty(without_last(sizes), Dtype::float32), rstd = empty(without_last(sizes), Dtype::float32);
+  LayerNorm problem = layer_norm_problem(sizes, x, nullptr, w, b, eps, out);
   problem.mean = mean.mutable_data_ptr<float>(), problem.rstd = rstd.mutable_data_ptr<float>();
-  problem.eps = (float)eps;
   table().layer_norm->forward(problem, torch_threads());
   return {out, mean, rstd};
 }
@@ -541,17 +574,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
   const Sizes sizes = input.sizes();
   const Rows x(input, "input"), r(residual, "residual");
   const Parameter w(weight, "weight"), b(bias, "bias");
-  const ScalarType dtype = x.dtype == r.dtype ? input.scalar_type() : ScalarType::Float;
-  Tensor out = empty(sizes, dtype), sum = empty(sizes, dtype);
-  Tensor mean = empty(without_last(sizes), ScalarType::Float), rstd = empty(without_last(sizes), ScalarType::Float);
-  LayerNorm problem = {};
-  set_shape(problem, sizes);
-  problem.input = x.data, problem.input_dtype = x.dtype, problem.input_row = x.stride;
-  problem.residual = r.data, problem.residual_dtype = r.dtype, problem.residual_row = r.stride;
-  problem.weight = w.values, problem.bias = b.values;
-  problem.sum = sum.mutable_data_ptr(), problem.out = out.mutable_data_ptr(), problem.dtype = dtype_of(sum, "sum");
+  const Dtype dtype = x.dtype == r.dtype ? x.dtype : Dtype::float32;
+  const Tensor out = empty(sizes, dtype), sum = empty(sizes, dtype);
+  const Tensor mean = empty(without_last(sizes), Dtype::float32), rstd = empty(without_last(sizes), Dtype::float32);
+  LayerNorm problem = layer_norm_problem(sizes, x, &r, w, b, eps, out);
+  problem.sum = sum.mutable_data_ptr();
   problem.mean = mean.mutable_data_ptr<float>(), problem.rstd = rstd.mutable_data_ptr<float>();
-  problem.eps = (float)eps;
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   table().layer_norm->forward(problem, torch_threads());
   return {out, sum, mean, rstd};
@@ -561,14 +589,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x,
     const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-    const std::optional<ScalarType>& input_dtype, bool weight_grad, bool bias_grad) {
-  const ScalarType dtype = x.scalar_type();
-  STD_TORCH_CHECK(grad_out.scalar_type() == dtype, "grad_out has dtype ",
-                  torch::headeronly::toString(grad_out.scalar_type()), ", expected ",
-                  torch::headeronly::toString(dtype));
+    const std::optional<Dtype>& input_dtype, bool weight_grad, bool bias_grad) {
+  const Dtype dtype = dtype_of(x, "input");
+  check_dtype(grad_out, "grad_out", x);
   const Rows dy(grad_out, "grad_out"), normalized(x, "input");
   const Parameter w(weight, "weight");
-  const ScalarType parameter_dtype = weight ? weight->scalar_type() : ScalarType::Float;
+  const Dtype parameter_dtype = weight ? dtype_of(*weight, "weight") : Dtype::float32;
   const int64_t columns = problem.columns;
   Tensor grad_x = empty(x.sizes(), dtype);
   Tensor grad_input = input_dtype ? empty(x.sizes(), *input_dtype) : grad_x;
@@ -579,9 +605,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   problem.x = normalized.data, problem.x_row = normalized.stride, problem.dtype = normalized.dtype;
   std::optional<Rows> more;
   if (grad_sum) {
-    STD_TORCH_CHECK(grad_sum->scalar_type() == dtype, "grad_sum has dtype ",
-                    torch::headeronly::toString(grad_sum->scalar_type()), ", expected ",
-                    torch::headeronly::toString(dtype));
+    check_dtype(*grad_sum, "grad_sum", x);
     more.emplace(*grad_sum, "grad_sum");
     problem.grad_sum = more->data, problem.grad_sum_row = more->stride;
   }
@@ -589,10 +613,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   problem.weight = w.values;
   problem.grad_x = grad_x.mutable_data_ptr();
   problem.grad_input = input_dtype ? grad_input.mutable_data_ptr() : nullptr;
-  problem.input_dtype = dtype_of(grad_input, "grad_input");
+  problem.input_dtype = input_dtype.value_or(dtype);
   problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
   problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
-  problem.weight_dtype = problem.bias_dtype = dtype_of(grad_weight, "weight");
+  problem.weight_dtype = problem.bias_dtype = parameter_dtype;
   const Workspace workspace(table().layer_norm->workspace(problem) * 4);
   problem.workspace = (float*)workspace.data;
   table().layer_norm->backward(problem, torch_threads());
@@ -614,11 +638,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
     ScalarType input_dtype, bool weight_grad, bool bias_grad) {
+  const Dtype dtype = input_dtype == ScalarType::Float      ? Dtype::float32
+                      : input_dtype == ScalarType::BFloat16 ? Dtype::bfloat16
+                                                            : Dtype::float16;
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
-  auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
-      problem, grad_out, grad_sum, sum, mean, rstd, weight, input_dtype, weight_grad, bias_grad);
+  auto [grad_sum_total, grad_input, grad_weight, grad_bias] =
+      run_layer_norm_backward(problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype, weight_grad, bias_grad);
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
@@ -658,6 +685,13 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   return torch::stable::contiguous(*tensor);
 }
 
+void run_softmax_dropout(SoftmaxDropout& problem) {
+  const Parallel parallel = torch_threads();
+  const Workspace workspace(table().softmax_dropout->forward_workspace(problem, parallel));
+  problem.workspace = workspace.data;
+  table().softmax_dropout->forward(problem, parallel);
+}
+
 std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optional<Tensor>& attn_mask,
                                            const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
                                            double scale, int64_t window_left, int64_t window_right, bool lower_right,
@@ -666,16 +700,13 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
   const std::optional<Tensor> lengths = contiguous(key_lengths);
   const Sizes sizes = x.sizes();
   const int64_t stats_sizes[4] = {2, sizes[0], sizes[1], sizes[2]};
-  Tensor out = empty(sizes, x.scalar_type()), stats = empty(Sizes(stats_sizes, 4), ScalarType::Float);
+  Tensor out = empty(sizes, dtype_of(x, "x")), stats = empty(Sizes(stats_sizes, 4), Dtype::float32);
   SoftmaxDropout problem = {};
   problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   problem.out = out.mutable_data_ptr();
   problem.stats = stats.mutable_data_ptr<float>();
-  const Parallel parallel = torch_threads();
-  const Workspace workspace(table().softmax_dropout->forward_workspace(problem, parallel));
-  problem.workspace = (char*)workspace.data;
-  table().softmax_dropout->forward(problem, parallel);
+  run_softmax_dropout(problem);
   return {out, stats};
 }
 
@@ -685,12 +716,10 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
                                                     const std::optional<Tensor>& seed, double scale,
                                                     int64_t window_left, int64_t window_right, bool lower_right,
                                                     int64_t threshold, bool mask_grad) {
-  STD_TORCH_CHECK(grad_out.scalar_type() == input.scalar_type(), "grad_out has dtype ",
-                  torch::headeronly::toString(grad_out.scalar_type()), ", expected ",
-                  torch::headeronly::toString(input.scalar_type()));
+  check_dtype(grad_out, "grad_out", input);
   const Tensor x = dense_columns(input), dy = dense_columns(grad_out);
   const std::optional<Tensor> lengths = contiguous(key_lengths);
-  Tensor grad_input = empty(x.sizes(), x.scalar_type());
+  Tensor grad_input = empty(x.sizes(), dtype_of(x, "x"));
   SoftmaxDropoutBackward problem = {};
   problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
@@ -699,16 +728,157 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
   problem.stats = stats.const_data_ptr<float>();
   problem.grad_input = grad_input.mutable_data_ptr();
   Tensor grad_mask =
-      mask_grad && attn_mask ? empty(attn_mask->sizes(), attn_mask->scalar_type()) : nothing(x.scalar_type());
+      mask_grad && attn_mask ? empty(attn_mask->sizes(), dtype_of(*attn_mask, "attn_mask")) : nothing(dtype_of(x, "x"));
   if (mask_grad && attn_mask) {
     problem.grad_mask = grad_mask.mutable_data_ptr();
     for (int64_t d = 0; d < 4; ++d) problem.full[d] = attn_mask->size(d) == x.size(d);
   }
   const Parallel parallel = torch_threads();
   const Workspace workspace(table().softmax_dropout->backward_workspace(problem, parallel));
-  problem.workspace = (char*)workspace.data;
+  problem.workspace = workspace.data;
   table().softmax_dropout->backward(problem, parallel);
   return {grad_input, grad_mask};
+}
+
+// ---- the direct way: a public function's call, whole, where it is a plain one ----
+//
+// Takes the operands as the user gave them and computes the first result alone, for calls that want nothing kept for a
+// backward pass. Undefined, in Python None, for whatever is not plain: the public function then looks closer, and finds
+// the words for errors.
+
+// A dense CPU tensor of a dtype that the kernels take. (Where Python gives None for a tensor, it is undefined.)
+bool is_plain(const Tensor& tensor, Dtype* dtype) {
+  if (!tensor.defined()) return false;
+  int32_t device, layout;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return device == aoti_torch_device_type_cpu() && layout == aoti_torch_layout_strided() && is_dtype(tensor, dtype) &&
+         *dtype != Dtype::boolean;
+}
+
+// As the public functions draw it: the same op, so the same numbers from torch's default generator.
+Seed draw_seed() {
+  using torch::stable::detail::from;
+  const std::optional<bool> unspecified;
+  StableIValue stack[7] = {from(INT64_MIN),
+                           from(INT64_MAX),
+                           from(std::vector<int64_t>{2}),
+                           from(std::optional<ScalarType>(ScalarType::Long)),
+                           from(unspecified),
+                           from(unspecified),
+                           from(unspecified)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::randint", "low", stack, TORCH_ABI_VERSION));
+  return seed_of(torch::stable::detail::to<Tensor>(stack[0]));
+}
+
+// The dropout of a direct call: nothing of `problem` changes where nothing is dropped.
+template <class Problem>
+void set_dropout(Problem& problem, int64_t threshold, const std::optional<Tensor>& seed) {
+  if (threshold == 0) return;
+  problem.threshold = (int)threshold;
+  problem.seed = seed ? seed_of(*seed) : draw_seed();
+}
+
+bool is_plain_seed(const std::optional<Tensor>& seed) {
+  if (!seed) return true;
+  int32_t device, dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(seed->get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(seed->get(), &dtype));
+  const Sizes sizes = seed->sizes();
+  return device == aoti_torch_device_type_cpu() && dtype == aoti_torch_dtype_int64() && sizes.size() == 1 &&
+         sizes[0] == 2;
+}
+
+bool is_plain_parameter(const std::optional<Tensor>& tensor, int64_t columns) {
+  Dtype dtype;
+  if (!tensor) return true;
+  const Sizes sizes = tensor->sizes();
+  return sizes.size() == 1 && sizes[0] == columns && is_plain(*tensor, &dtype);
+}
+
+Tensor attention_direct(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+                        std::optional<double> scale) {
+  constexpr int64_t kMaxHeadSize = 256;
+  Dtype dtype, key_dtype, value_dtype;
+  if (!is_plain(query, &dtype) || !is_plain(key, &key_dtype) || !is_plain(value, &value_dtype) || key_dtype != dtype ||
+      value_dtype != dtype)
+    return Tensor();
+  const Sizes q = query.sizes(), k = key.sizes(), v = value.sizes();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4) return Tensor();
+  for (int d = 0; d < 2; ++d)
+    if (k[d] != q[d] || v[d] != q[d]) return Tensor();
+  if (v[2] != k[2] || k[3] != q[3] || q[3] < 1 || q[3] > kMaxHeadSize || v[3] > kMaxHeadSize) return Tensor();
+  const double factor = scale.value_or(1 / sqrt((double)q[3]));
+  if (!(fabs(factor) < HUGE_VAL)) return Tensor();
+
+  const Tensor x = with_dense_columns(query), y = with_dense_columns(key), z = with_dense_columns(value);
+  Attention a = attention_problem(x, y, z, std::nullopt, factor, -1, is_causal ? 0 : -1, 0);
+  const Tensor out = empty_heads(query, a.queries, a.value_depth);
+  a.out = heads_of(out);
+  run_attention(a);
+  return out;
+}
+
+Tensor layer_norm_direct(const Tensor& input, int64_t columns, const std::optional<Tensor>& weight,
+                         const std::optional<Tensor>& bias, double eps) {
+  Dtype dtype;
+  if (!is_plain(input, &dtype)) return Tensor();
+  const Sizes sizes = input.sizes();
+  if (sizes.size() == 0 || sizes[sizes.size() - 1] != columns || !(eps >= 0) || !is_plain_parameter(weight, columns) ||
+      !is_plain_parameter(bias, columns))
+    return Tensor();
+  const Rows x(input, "input");
+  const Parameter w(weight, "weight"), b(bias, "bias");
+  const Tensor out = empty(sizes, dtype);
+  table().layer_norm->forward(layer_norm_problem(sizes, x, nullptr, w, b, eps, out), torch_threads());
+  return out;
+}
+
+Tensor dropout_add_layer_norm_direct(const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight,
+                                     const std::optional<Tensor>& bias, double eps, int64_t threshold,
+                                     const std::optional<Tensor>& seed) {
+  Dtype dtype, residual_dtype;
+  if (!is_plain(input, &dtype) || !is_plain(residual, &residual_dtype) || !is_plain_seed(seed)) return Tensor();
+  const Sizes sizes = input.sizes(), others = residual.sizes();
+  if (sizes.size() == 0 || sizes.size() != others.size() || !(eps >= 0)) return Tensor();
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != others[d]) return Tensor();
+  const int64_t columns = sizes[sizes.size() - 1];
+  if (!is_plain_parameter(weight, columns) || !is_plain_parameter(bias, columns)) return Tensor();
+  const Rows x(input, "input"), r(residual, "residual");
+  const Parameter w(weight, "weight"), b(bias, "bias");
+  const Tensor out = empty(sizes, dtype == residual_dtype ? dtype : Dtype::float32);
+  LayerNorm problem = layer_norm_problem(sizes, x, &r, w, b, eps, out);
+  set_dropout(problem, threshold, seed);
+  table().layer_norm->forward(problem, torch_threads());
+  return out;
+}
+
+Tensor softmax_dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
+  Dtype dtype;
+  if (!is_plain(input, &dtype) || !is_plain_seed(seed)) return Tensor();
+  const Sizes sizes = input.sizes(), strides = input.strides();
+  const size_t dims = sizes.size();
+  if (dims == 0 || dims > 4 || (strides[dims - 1] != 1 && sizes[dims - 1] > 1)) return Tensor();
+  const Tensor out = empty(sizes, dtype);
+  SoftmaxDropout problem = {};
+  Scores& scores = problem.scores;
+  const auto size = [&](size_t d) { return d < dims ? sizes[dims - 1 - d] : 1; };
+  const auto stride = [&](size_t d) { return d < dims ? strides[dims - 1 - d] : 0; };
+  scores.input = input.const_data_ptr(), scores.dtype = dtype;
+  scores.batch = size(3), scores.heads = size(2), scores.rows = size(1), scores.columns = size(0);
+  scores.input_batch = stride(3), scores.input_head = stride(2), scores.input_row = stride(1);
+  scores.scale = 1, scores.window_left = scores.window_right = -1;
+  set_dropout(problem, threshold, seed);
+  problem.out = out.mutable_data_ptr();
+  run_softmax_dropout(problem);
+  return out;
+}
+
+Tensor dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
+  Dtype dtype;
+  if (!is_plain(input, &dtype) || !is_plain_seed(seed)) return Tensor();
+  return dropout(input, seed ? seed_of(*seed) : draw_seed(), threshold);
 }
 
 // ---- limits ----
@@ -742,6 +912,15 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "out, "
       "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, int max_q, int max_k, "
       "float scale, int window_left, int window_right, int threshold) -> (Tensor, Tensor, Tensor)");
+  m.def("attention_direct(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> Tensor");
+  m.def(
+      "layer_norm_direct(Tensor input, int columns, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
+      "-> Tensor");
+  m.def(
+      "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-5, int threshold=0, Tensor? seed=None) -> Tensor");
+  m.def("softmax_dropout_direct(Tensor input, int threshold=0, Tensor? seed=None) -> Tensor");
+  m.def("dropout_direct(Tensor input, int threshold, Tensor? seed=None) -> Tensor");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
   m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
@@ -766,6 +945,11 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
+  m.impl("attention_direct", TORCH_BOX(&attention_direct));
+  m.impl("layer_norm_direct", TORCH_BOX(&layer_norm_direct));
+  m.impl("dropout_add_layer_norm_direct", TORCH_BOX(&dropout_add_layer_norm_direct));
+  m.impl("softmax_dropout_direct", TORCH_BOX(&softmax_dropout_direct));
+  m.impl("dropout_direct", TORCH_BOX(&dropout_direct));
   m.impl("isa", TORCH_BOX(&isa));
   m.impl("isas", TORCH_BOX(&isas));
   m.impl("set_isa", TORCH_BOX(&set_isa));
@@ -777,7 +961,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
-  m.impl("dropout", TORCH_BOX(&dropout));
+  m.impl("dropout", TORCH_BOX(&dropout_op));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));

@@ -1,10 +1,12 @@
 """Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
 
+import sys
 import threading
 
 import pytest
 import torch
 from oracle import gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import (
@@ -154,3 +156,51 @@ def test_public_names():
     """
     assert set(names.split()) <= set(fastattn.__all__)
     assert all(hasattr(fastattn, name) for name in fastattn.__all__)
+
+
+DIRECT = {
+    scaled_dot_product_attention: lambda dtype: [torch.randn(2, 3, n, 8).to(dtype) for n in (4, 6, 6)],
+    softmax_dropout: lambda dtype: [torch.randn(2, 3, 4, 8).to(dtype), 0.3],
+    layer_norm: lambda dtype: [torch.randn(2, 4, 8).to(dtype), (8,), torch.randn(8), torch.randn(8).to(dtype)],
+    dropout_add_layer_norm: lambda dtype: [torch.randn(4, 8).to(dtype), torch.randn(4, 8), torch.randn(8), None, 0.3],
+    dropout: lambda dtype: [torch.randn(2, 4, 8).to(dtype), 0.3],
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
+def test_the_direct_way_is_the_same_operation(function, dtype, monkeypatch):
+    """A plain call that wants no gradient takes no other way, to the same bits and the same draw of the seed."""
+    arguments = DIRECT[function](dtype)
+    torch.manual_seed(3)
+    wanted = function(*[a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]).detach()
+    after = torch.random.get_rng_state()
+    with torch.no_grad():
+        torch.manual_seed(3)
+        with monkeypatch.context() as patched:
+            for module in ("attention", "softmax_dropout", "layer_norm", "dropout"):
+                # What every other way goes through. (fastattn.ops.dropout is the function.)
+                patched.setattr(sys.modules[f"fastattn.ops.{module}"], "choose", None)
+            direct = function(*arguments)
+    assert torch.equal(direct, wanted)
+    assert direct.stride() == wanted.stride()
+    assert torch.equal(torch.random.get_rng_state(), after)
+
+
+@needs_cpu
+@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
+def test_the_direct_way_is_left_where_somebody_watches(function):
+    arguments = DIRECT[function](torch.float32)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch():
+        function(*arguments)
+    assert any(name.startswith("fastattn.") for name in seen)
+    assert not any("direct" in name for name in seen)
+    assert explain(function, *arguments).backend == "cpu"

@@ -228,6 +228,24 @@ def test_logits_begin_with_variance_one(scale_logits):
     assert logits[..., 1:].std().item() == pytest.approx(1, rel=0.2)
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_compiles_as_one_graph(norm_first):
+    """Training with dropout, at two sizes: the eager numbers and gradients."""
+    torch._dynamo.reset()
+    config = dataclasses.replace(SMALL, norm_first=norm_first, encoder_layers=1, decoder_layers=1, dropout=0.2)
+    model = Transformer(config)
+    seeds = torch.stack((torch.full((model.dropout_sites,), 7), torch.arange(model.dropout_sites)), dim=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for lengths in (((9, 4), (7, 5)), ((5, 12), (8, 3))):
+        results = []
+        for run in (model, compiled):
+            logits = run(*batch(*lengths), seeds=seeds)
+            results.append((logits, *torch.autograd.grad(logits.square().sum(), model.parameters())))
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted, **CLOSE)
+    torch._dynamo.reset()
+
+
 def test_dropout_is_a_function_of_the_seeds(monkeypatch):
     model = Transformer(dataclasses.replace(SMALL, dropout=0.2, attention_dropout=0.2, ffn_dropout=0.2))
     source, target = batch()

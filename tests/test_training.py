@@ -232,16 +232,16 @@ def test_dropout_seeds_name_update_and_site():
 
 
 def loss_curve(backend, text, updates, *, seed=3, jitter=None):
-    """Losses of a small model with dropout; ``jitter`` moves each parameter by up to a rounding at every update."""
+    """Losses of a small model with dropout; ``jitter`` moves each parameter by up to 64 roundings at every update."""
     losses = []
     with fastattn.backend(backend):
-        trainer = Trainer(small_model(), text, dataclasses.replace(OPTIONS, seed=seed, warmup=400))
+        trainer = Trainer(small_model(), text, dataclasses.replace(OPTIONS, seed=seed, warmup=400, rate=0.5))
         for _ in range(updates):
             if jitter is not None:
                 with torch.no_grad():
                     for parameter in trainer.model.parameters():
                         noise = torch.randint(-1, 2, parameter.shape, generator=jitter)
-                        parameter.mul_(1 + noise * torch.finfo(torch.float32).eps)
+                        parameter.mul_(1 + 64 * noise * torch.finfo(torch.float32).eps)
             loss, _, _, tokens = trainer.update().tolist()
             losses.append(loss / tokens)
     return torch.tensor(losses, dtype=torch.float64)
@@ -250,9 +250,10 @@ def loss_curve(backend, text, updates, *, seed=3, jitter=None):
 def test_backends_train_alike(text):
     """200 updates with dropout on `reference` and on `cpu`.
 
-    Backends round differently, and training amplifies that. How far it may carry them apart is measured: runs of the
-    reference whose every parameter is moved by a rounding (one unit in the last place) before every update, which is
-    less than what a pass through other summation orders does. The bound is ten times their largest distance so far.
+    Backends round differently, by a few units in the last place, and training amplifies that by chance: a hidden unit
+    of one token that crosses zero sends its row of weights elsewhere under Adam. How far that may carry runs apart is
+    measured where it is sure to happen: runs of the reference whose every parameter is moved by 64 units before every
+    update (at 1000 units they end no further apart). The bound is three times the largest distance of two so far.
     """
     why = missing("cpu")
     if why is not None:
@@ -261,13 +262,12 @@ def test_backends_train_alike(text):
     reference = loss_curve("reference", text, updates)
     ours = loss_curve("cpu", text, updates)
     jittered = [loss_curve("reference", text, updates, jitter=torch.Generator().manual_seed(i)) for i in range(2)]
-    spread = torch.stack([(curve - reference).abs() for curve in jittered]).amax(0).cummax(0).values
-    bound = 10 * spread + 1e-6
+    bound = 3 * torch.stack([(curve - reference).abs() for curve in jittered]).amax(0).cummax(0).values
     assert (ours - reference).abs().sub(bound).max() <= 0
     assert reference[-20:].mean() < 0.9 * reference[:20].mean()
     # The bound tells one dropout mask from another at once.
     other = loss_curve("cpu", text, 5, seed=4)
-    assert bound[-1] < 0.05
+    assert bound[-1] < 0.02
     assert (other - reference[:5]).abs().max() > 20 * bound[4]
 
 
@@ -470,7 +470,9 @@ def test_held_out_loss(text):
     with torch.no_grad():
         for i in range(len(text.sources)):
             batch = text.batch(torch.tensor([i]))
-            nll += F.cross_entropy(model(batch.source, batch.target)[0], batch.labels[0], reduction="sum").item()
+            nll += F.cross_entropy(
+                model(batch.source, batch.target)[0], batch.labels[0], ignore_index=PAD_ID, reduction="sum"
+            ).item()
             tokens += batch.tokens
     assert scores["valid_loss"] == pytest.approx(nll / tokens, rel=1e-5)
     assert scores["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
@@ -501,13 +503,17 @@ def test_plots(tmp_path, verses):
 
 def test_a_run_writes_metrics_and_checkpoints(tmp_path, capsys):
     files = (VERSES / "dev.en", VERSES / "dev.es")
-    best = train(files, files, tmp_path / "run", vocab_size=300, batch_tokens=300, max_steps=2, seed=1)
+    options = {"vocab_size": 300, "batch_tokens": 1000, "precision": "fp32"}
+    best = train(files, files, tmp_path / "run", max_steps=2, seed=1, **options)
     assert best == tmp_path / "run/best"
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2]
     for name in ("loss", "perplexity", "accuracy", "tokens_per_second", "learning_rate", "valid_loss"):
         assert math.isfinite(rows[0][name])
-    assert abs(rows[0]["valid_loss"] - math.log(300)) < 1
+    model, tokenizer = checkpoint.load(best)
+    valid = ParallelText(tokenizer, *map(read_lines, files))
+    scores = held_out(model, map(valid.batch, valid.buckets(1000)), torch.autocast("cpu", enabled=False))
+    assert rows[0]["valid_loss"] == pytest.approx(scores["valid_loss"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("update 2: loss ")
     assert "\r" not in "".join(lines)

@@ -1,17 +1,32 @@
-"""What only the Triton backend has: its forms of the dropout formula."""
+"""What only the Triton backend has: its forms of the dropout formula, the order of programs, what is compiled."""
 
+# ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
+
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import require
 from oracle import dropout_mask as exact_mask
-from oracle import threshold
+from oracle import gradients, threshold
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-triton = pytest.importorskip("triton", reason="triton is not installed")
-tl = triton.language
+require("triton", allow_module_level=True)
 
-from fastattn.backends.triton import philox  # noqa: E402
+import triton
+import triton.language as tl
+from interpreter import strict
+from triton.runtime.errors import InterpreterError
+
+import fastattn
+from fastattn.backends import TABLE
+from fastattn.backends.triton import philox
+
+TESTS = Path(__file__).parent
+SEED = torch.tensor([4, 5])
 
 
 @triton.jit
@@ -50,3 +65,153 @@ def test_extreme_thresholds(form, p):
     out = torch.zeros(1, 32, 64, dtype=torch.bool)
     _keep[(1,)](out, torch.tensor([1, 2]), threshold(p), 32, 64, 0, 0, 0, 32, 64, form)
     assert torch.equal(out, exact_mask(out.shape, p, (1, 2)))
+
+
+def softmax_dropout(dtype):
+    scores, mask = torch.randn(2, 3, 9, 40).to(dtype), torch.randn(3, 1, 40)
+    return lambda s, m: fastattn.softmax_dropout(s, 0.3, m, is_causal=True, seed=SEED), (scores, mask)
+
+
+def layer_norm(dtype):
+    rows = torch.randn(40, 70).to(dtype)
+    return lambda x, w, b: fastattn.layer_norm(x, (70,), w, b), (rows, torch.randn(70), torch.randn(70))
+
+
+def dropout_add_layer_norm(dtype):
+    def call(x, r, w, b):
+        return fastattn.dropout_add_layer_norm(x, r, w, b, 0.3, prenorm=True, seed=SEED)
+
+    return call, (torch.randn(3, 15, 70).to(dtype), torch.randn(3, 15, 70), torch.randn(70), torch.randn(70))
+
+
+def layer_norm_of_wide_rows(dtype):
+    rows = torch.randn(3, 16400).to(dtype)
+    return lambda x, w, b: fastattn.layer_norm(x, (16400,), w, b), (rows, torch.randn(16400), torch.randn(16400))
+
+
+def softmax_of_wide_rows(dtype):
+    return lambda s: fastattn.softmax_dropout(s, 0.3, is_causal=True, seed=SEED), (torch.randn(3, 16400).to(dtype),)
+
+
+def dropout(dtype):
+    return lambda x: fastattn.dropout(x, 0.3, seed=SEED), (torch.randn(70, 5, 40).to(dtype).transpose(0, 1),)
+
+
+def attention(dtype):
+    def call(q, k, v, m):
+        return fastattn.scaled_dot_product_attention(
+            q, k, v, m, 0.3, is_causal=True, enable_gqa=True, return_lse=True, seed=SEED
+        )
+
+    query, key = torch.randn(1, 4, 40, 16), torch.randn(1, 2, 50, 16)
+    return call, (query.to(dtype), key.to(dtype), torch.randn(1, 2, 50, 24).to(dtype), torch.randn(4, 40, 1))
+
+
+PROBLEMS = [
+    softmax_dropout,
+    layer_norm,
+    dropout_add_layer_norm,
+    layer_norm_of_wide_rows,
+    softmax_of_wide_rows,
+    dropout,
+    *([attention] if hasattr(TABLE["triton"], "attention") else []),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.__name__)
+def test_programs_in_any_order(problem, dtype):
+    """No program sees what another has written, none touches what is not an operand's, and each run has the same bits.
+    The values: every other test, and here the reference's."""
+    call, tensors = problem(dtype)
+    with fastattn.backend("triton"), strict(twice=True):
+        outs, grads = gradients(call, tensors)
+    with fastattn.backend("reference"):
+        wanted, wanted_grads = gradients(call, tensors)
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip((*outs, *grads), (*wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=8 * eps, atol=8 * eps * theirs.abs().max().item())
+
+
+@triton.jit
+def _unmasked(source, out, N: tl.constexpr):
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + place, tl.load(source + place))
+
+
+@triton.jit
+def _racing(source, out):
+    tl.store(out, tl.load(source + tl.program_id(0)))
+
+
+def test_planted_boundary_and_order_faults():
+    """Without a boundary mask an access is outside the operands; programs that write one place depend on order."""
+    source, out = torch.randn(48), torch.empty(48)
+    with strict():
+        _unmasked[(3,)](source, out, 16)
+        assert torch.equal(out, source)
+        with pytest.raises(InterpreterError, match="outside"):
+            _unmasked[(2,)](source, out, 32)
+    with strict(twice=True), pytest.raises(AssertionError, match="order"):
+        _racing[(48,)](source, out[:1])
+
+
+def program(*arguments):
+    """(exit status, output) of a Python program for which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900)
+    return result.returncode, result.stdout + result.stderr
+
+
+def last_json(output):
+    return json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+
+
+def test_triton_is_imported_when_needed():
+    status, output = program("-c", "import fastattn, sys; sys.exit('triton' in sys.modules)")
+    assert status == 0, output
+
+
+def test_planted_compile_faults():
+    """The ahead-of-time checks find a spill, unwanted tf32 and 32-bit offsets, and nothing in a sound kernel, whose
+    matrix instructions they see on every architecture."""
+    status, output = program(str(TESTS / "planted_faults.py"))
+    assert status == 0, output
+    found = last_json(output)
+    assert found["sound"] == [[]] * 4
+    assert found["tf32 asked for"] == []
+    for name, message in (("spill", "spills"), ("tf32", "tf32"), ("narrow", "32 bits")):
+        assert any(message in fault for fault in found[name]), (name, found[name])
+
+
+def test_ahead_of_time():
+    """Of the gate, one operation and architecture."""
+    status, output = program("-m", "fastattn.backends.triton.aot", "--arch", "90", "--operation", "dropout")
+    assert status == 0, output
+    assert "0 faults" in output
+
+
+@pytest.mark.slow
+def test_ahead_of_time_on_every_architecture():
+    status, output = program("-m", "fastattn.backends.triton.aot")
+    assert status == 0, output
+
+
+@pytest.mark.slow
+def test_dry_launch():
+    """The public functions on fake CUDA tensors, through Triton's launcher; many lengths share a few kernels."""
+    status, output = program(str(TESTS / "dry_launch.py"), "40")
+    assert status == 0, output
+    one = last_json(output)
+    wanted = {
+        "layer_norm": {"_forward", "_backward", "_reduce"},
+        "dropout_add_layer_norm": {"_forward", "_backward", "_reduce"},
+        "softmax_dropout": {"_forward", "_backward"},
+        "dropout": {"_dropout"},
+    }
+    for call, kernels in wanted.items():
+        assert set(one["started"][call]) == kernels
+    status, output = program(str(TESTS / "dry_launch.py"), "40", "33", "48", "49", "50", "51", "57", "63", "64")
+    assert status == 0, output
+    assert last_json(output)["specialisations"] <= 2 * one["specialisations"]

@@ -9,7 +9,6 @@ namespace fastattn {
 namespace {
 
 constexpr int kTaskPanels = 128 / kPanel;  // they share what is packed of the keys and values
-constexpr int kFewQueries = 4;             // so many do not fill the lanes: see few_task
 
 // Of one row (batch, head, query) and one range of keys: the output before it is divided by the sum.
 struct Part {
@@ -67,7 +66,7 @@ struct Forward {
 
   Scratch take_scratch(Arena* arena) const {
     Scratch s = {};
-    s.score = arena->take<float>(kBlock * kPanel);
+    s.score = arena->take<float>(few ? kBlock : kBlock * kPanel);
     if (few) {
       const int64_t rows = a.heads / a.key_heads * a.queries, columns = round_up(a.depth, kLanes);
       s.few = {(int)columns, arena->take<float>(rows * columns), arena->take<float>(rows * value_width),
@@ -197,6 +196,7 @@ struct Forward {
       else
         store(to + i, x, a.value_depth - i);
     }
+    if (!a.lse) return;
     const int64_t row = row_offset(a, s, head, query);
     a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
     a.reference[row] = sum == 0 ? 0 : reference;
@@ -253,73 +253,14 @@ struct Forward {
     for (int p = 0; p < panels; ++p) finish(s, head, first + p * kPanel, split, scratch, scratch.panel[p]);
   }
 
-  // ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----
-
-  // score[j] = scale query . key_j, by kLanes keys at a time; query has whole vectors, padded with 0.
-  void few_scores(const float* query, const T* key, int keys, float* score) const {
-    for (int first = 0; first < keys; first += kLanes) {
-      vf x[kLanes];
-      const T* row[kLanes];
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) {
-        x[j] = vf{};
-        row[j] = key + smaller(first + j, keys - 1) * a.key.row;
-      }
-      int d = 0;
-      for (; d + kLanes <= a.depth; d += kLanes) {
-        const vf q = load(query + d);
-#pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) x[j] = fma(load(row[j] + d), q, x[j]);
-      }
-      if (d < a.depth) {
-        const vf q = load(query + d);
-#pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) x[j] = fma(load(row[j] + d, a.depth - d), q, x[j]);
-      }
-      // Halves the number of vectors and doubles that of the sums in each, in their order at the end.
-#pragma GCC unroll 4
-      for (int half = kLanes / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int j = 0; j < half; ++j) {
-          vf low, high;
-          interleave(x[j], x[j + half], &low, &high);
-          x[j] = low + high;
-        }
-      store(score + first, x[0] * a.scale);
-    }
-  }
-
-  // out = factor out + sum_j p_j value_j; keys of probability 0 are not read.
-  template <int vectors>
-  FASTATTN_INLINE void few_values(const float* p, const T* value, int keys, int length, float factor,
-                                  float* out) const {
-    const int last = length - (vectors - 1) * kLanes;
-    vf x[2][vectors];
-#pragma GCC unroll 4
-    for (int n = 0; n < vectors; ++n) x[0][n] = load(out + n * kLanes) * factor, x[1][n] = vf{};
-    const auto add = [&](int j, vf* to) {
-      if (p[j] == 0) return;
-      const T* row = value + j * a.value.row;
-#pragma GCC unroll 4
-      for (int n = 0; n < vectors; ++n)
-        to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last),
-                    splat(p[j]), to[n]);
-    };
-    int j = 0;
-    for (; j + 2 <= keys; j += 2) {
-      add(j, x[0]);
-      add(j + 1, x[1]);
-    }
-    if (j < keys) add(j, x[0]);
-#pragma GCC unroll 4
-    for (int n = 0; n < vectors; ++n) store(out + n * kLanes, x[0][n] + x[1][n]);
-  }
+  // ---- few queries ----
 
   // One query and the keys [key, key + keys), all of which the window lets it see.
   void few_step(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, const float* row, float* score,
                 float* reference, float* sum, float* out) const {
     const int64_t key_head = head / (a.heads / a.key_heads);
-    few_scores(row, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), keys, score);
+    row_products(row, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row, keys, a.depth, a.scale,
+                 score);
     if (a.mask.data) mask_row(a, s, head, query, key, keys, score);
     vf top = splat(*reference);
     for (int j = 0; j < keys; j += kLanes)
@@ -335,16 +276,8 @@ struct Forward {
     const float factor = exp2((splat(*reference) - zero) * kLog2e)[0];
     *reference = after;
     *sum = *sum * factor + fastattn::sum(total);
-    const T* value = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
-    for (int d = 0; d < a.value_depth; d += 4 * kLanes) {
-      const int length = smaller(a.value_depth - d, 4 * kLanes);
-      switch ((length + kLanes - 1) / kLanes) {
-        case 1: few_values<1>(score, value + d, keys, length, factor, out + d); break;
-        case 2: few_values<2>(score, value + d, keys, length, factor, out + d); break;
-        case 3: few_values<3>(score, value + d, keys, length, factor, out + d); break;
-        default: few_values<4>(score, value + d, keys, length, factor, out + d);
-      }
-    }
+    add_rows(score, row_pointer<T>(a.value, s.index, key_head, s.first_key + key), a.value.row, keys, a.value_depth,
+             factor, out);
   }
 
   // All queries of the heads that share a key head; a block of keys serves them all while it is in cache.
@@ -407,7 +340,7 @@ template <class T>
 int64_t measure(const Attention& a, const Parallel& parallel) {
   Arena arena = {0};
   const Forward<T> forward(a, &arena);
-  for (int worker = 0; worker < parallel.threads; ++worker) forward.take_scratch(&arena);
+  for (int worker = useful_workers(a, parallel, 2); worker > 0; --worker) forward.take_scratch(&arena);
   return (int64_t)arena.at;
 }
 

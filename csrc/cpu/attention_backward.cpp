@@ -15,6 +15,8 @@
 namespace fastattn {
 namespace {
 
+constexpr int kFewStride = kBlock + kLanes;  // a block of keys that need not begin with a vector
+
 template <class T>
 struct Backward {
   using Unit = typename UnitOf<T>::Unit;
@@ -28,7 +30,15 @@ struct Backward {
   int width, value_width;             // elements in such rows, rounded up to vectors
   bool key_in_place, value_in_place;  // rows are read where they lie
   int64_t splits, range;              // of keys: a multiple of kBlock
+  bool few;                           // elements of a row are lanes, not queries
   float* partial;                     // (splits, batch, heads, queries, width), where splits > 1
+
+  // A row is a query of one of the heads that share a key head.
+  struct FewRows {
+    float *query, *grad, *query_grad;    // (rows, width), (rows, value_width), (rows, width)
+    float *reference, *inverse, *delta;  // (rows)
+    float *probability, *grad_score;     // (rows, kFewStride)
+  };
 
   struct Scratch {
     Unit *query_rows, *query, *grad_rows, *grad;  // a panel of queries and of dO: (kPanel, units) and (units, kPanel)
@@ -40,6 +50,7 @@ struct Backward {
     Unit *key_rows, *value_rows, *key_left;                 // keys as first factors of a sum over keys
     float *key_grad, *value_grad;
     MaskBuffers mask;
+    FewRows few;
   };
 
   Backward(const Attention& problem, const AttentionGradients& gradients, Arena* arena)
@@ -55,10 +66,24 @@ struct Backward {
     splits = smaller(smaller(16 / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), a.keys / 384);
     splits = greater(splits, (int64_t)1);
     range = round_up(divide_up(a.keys, splits), kBlock);
+    few = a.queries <= kFewQueries && a.threshold == 0 && !g.mask_grad;
     partial = arena->take<float>(splits > 1 ? splits * a.batch * a.heads * a.queries * width : 0);
   }
 
   Scratch take_scratch(Arena* arena) const {
+    if (few) {
+      const int64_t rows = a.heads / a.key_heads * a.queries;
+      Scratch s = {};
+      s.few = {arena->take<float>(rows * width),
+               arena->take<float>(rows * value_width),
+               arena->take<float>(rows * width),
+               arena->take<float>(rows),
+               arena->take<float>(rows),
+               arena->take<float>(rows),
+               arena->take<float>(rows * kFewStride),
+               arena->take<float>(rows * kFewStride)};
+      return s;
+    }
     // Keys that nothing sees are replaced by 0, wherever they lie.
     const bool hidden = a.mask.data || a.window_left >= 0;
     Scratch s = {arena->take<Unit>(kPanel * units),
@@ -82,7 +107,8 @@ struct Backward {
                  arena->take<Unit>(kPairs ? range / 2 * width : 0),
                  arena->take<float>(range * width),
                  arena->take<float>(range * value_width),
-                 MaskBuffers(a, arena)};
+                 MaskBuffers(a, arena),
+                 {}};
     if constexpr (!kPairs) {
       s.query_right = s.query_rows;
       s.grad_right = s.grad_rows;
@@ -138,6 +164,14 @@ struct Backward {
 
   // ---- a panel of queries ----
 
+  float dot(const T* grad, const T* out) const {
+    vf total = {};
+    int d = 0;
+    for (; d + kLanes <= a.value_depth; d += kLanes) total = fma(load(grad + d), load(out + d), total);
+    if (d < a.value_depth) total = fma(load(grad + d, a.value_depth - d), load(out + d, a.value_depth - d), total);
+    return sum(total);
+  }
+
   void start(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query), padded = (int)round_up(count, kLanes);
     for (int i = 0; i < padded; ++i) {
@@ -156,13 +190,9 @@ struct Backward {
       const T* out = row_pointer<T>(a.out, s.index, head, s.first_query + query + i);
       pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query + i), a.depth, query_row, units);
       pack_row(grad, a.value_depth, grad_row, value_units);
-      vf dot = {};
-      int d = 0;
-      for (; d + kLanes <= a.value_depth; d += kLanes) dot = fma(load(grad + d), load(out + d), dot);
-      if (d < a.value_depth) dot = fma(load(grad + d, a.value_depth - d), load(out + d, a.value_depth - d), dot);
       scratch.reference[i] = a.reference[row];
       scratch.inverse[i] = 1 / a.sum[row];
-      scratch.delta[i] = sum(dot) - (g.lse_grad ? g.lse_grad[row] : 0.0f);
+      scratch.delta[i] = dot(grad, out) - (g.lse_grad ? g.lse_grad[row] : 0.0f);
     }
     transpose(scratch.query_rows, units, padded, units, scratch.query, kPanel);
     transpose(scratch.grad_rows, value_units, padded, value_units, scratch.grad, kPanel);
@@ -332,6 +362,116 @@ struct Backward {
     }
   }
 
+  // ---- few queries ----
+
+  void few_start(const Sequence& s, int64_t head, int64_t query, int r, const FewRows& few) const {
+    const int64_t row = row_offset(a, s, head, query);
+    clear_row(few.query_grad + r * width, width);
+    few.inverse[r] = 0;
+    if (a.sum[row] == 0) return;  // it sees nothing and has no gradient, whatever it and dO hold
+    const T* grad = row_pointer<T>(g.out_grad, s.index, head, s.first_query + query);
+    pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.depth, few.query + r * width, width);
+    pack_row(grad, a.value_depth, few.grad + r * value_width, value_width);
+    few.reference[r] = a.reference[row];
+    few.inverse[r] = 1 / a.sum[row];
+    few.delta[r] =
+        dot(grad, row_pointer<T>(a.out, s.index, head, s.first_query + query)) - (g.lse_grad ? g.lse_grad[row] : 0.0f);
+  }
+
+  // P and dS of one row for the keys [key, end) of a block, 0 where it does not see them.
+  void few_gradients(const Sequence& s, int64_t head, int64_t query, int64_t key, int64_t end, int r,
+                     const FewRows& few) const {
+    float *probability = few.probability + r * kFewStride, *grad_score = few.grad_score + r * kFewStride;
+    clear_row(probability, kFewStride);
+    clear_row(grad_score, kFewStride);
+    const int64_t first = greater(key, begin_of_keys(a, s, query)), key_head = head / (a.heads / a.key_heads);
+    const int keys = (int)(smaller(end, end_of_keys(a, s, query)) - first);
+    if (keys <= 0 || few.inverse[r] == 0) return;
+    probability += first - key, grad_score += first - key;
+    row_products(few.query + r * width, row_pointer<T>(a.key, s.index, key_head, s.first_key + first), a.key.row, keys,
+                 a.depth, a.scale, probability);
+    row_products(few.grad + r * value_width, row_pointer<T>(a.value, s.index, key_head, s.first_key + first),
+                 a.value.row, keys, a.value_depth, 1.0f, grad_score);
+    if (a.mask.data) mask_row(a, s, head, query, first, keys, probability);
+    for (int j = 0; j < keys; j += kLanes) {
+      const uint32_t valid = first_lanes(smaller(kLanes, keys - j));
+      const vf p = keep_bits(valid, exp2((load(probability + j) - few.reference[r]) * kLog2e) * splat(few.inverse[r]));
+      const vf ds = p * (load(grad_score + j) - few.delta[r]);
+      store(probability + j, p);
+      store(grad_score + j, select(p == vf{}, vf{}, ds));  // a hidden value may be anything
+    }
+  }
+
+  template <int vectors>
+  FASTATTN_INLINE void few_write_vectors(int rows, const float* weight, const float* row, int64_t row_width,
+                                         float factor, int count, int length, T* to, int64_t stride) const {
+    const int last = length - (vectors - 1) * kLanes;
+    for (int j = 0; j < count; ++j, to += stride) {
+      vf total[vectors] = {};
+      for (int r = 0; r < rows; ++r) {
+        const float w = weight[r * kFewStride + j];
+        if (w == 0) continue;
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; ++n)
+          total[n] = fma(load(row + r * row_width + n * kLanes), splat(w * factor), total[n]);
+      }
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n) {
+        if (n + 1 < vectors || last >= kLanes)
+          store(to + n * kLanes, total[n]);
+        else
+          store(to + n * kLanes, total[n], last);
+      }
+    }
+  }
+
+  // The gradients of `count` keys or values: factor sum_r weight_rj row_r.
+  void few_write(int rows, const float* weight, const float* row, int64_t row_width, float factor, int count,
+                 int length, T* to, int64_t stride) const {
+    for (int d = 0; d < length; d += 4 * kLanes) {
+      const int rest = smaller(length - d, 4 * kLanes);
+      switch ((rest + kLanes - 1) / kLanes) {
+        case 1: few_write_vectors<1>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
+        case 2: few_write_vectors<2>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
+        case 3: few_write_vectors<3>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
+        default: few_write_vectors<4>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride);
+      }
+    }
+  }
+
+  void few_task(int64_t index, const Scratch& scratch) const {
+    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = a.heads / a.key_heads;
+    const Sequence s = find_sequence(a, index / splits / a.key_heads);
+    const int64_t begin = split * range, end = smaller(begin + range, s.keys), stored = smaller(begin + range, s.rows);
+    const FewRows& few = scratch.few;
+    const int rows = (int)(group * s.queries);
+    const auto head = [&](int r) { return key_head * group + r / s.queries; };
+    const auto query = [&](int r) { return r % s.queries; };
+    for (int r = 0; r < rows; ++r) few_start(s, head(r), query(r), r, few);
+    for (int64_t key = begin; key < stored; key += kBlock) {
+      const int64_t last = smaller(key + kBlock, end);
+      const int keys = (int)greater(last - key, (int64_t)0), count = (int)smaller((int64_t)kBlock, stored - key);
+      for (int r = 0; r < rows; ++r) {
+        few_gradients(s, head(r), query(r), key, last, r, few);
+        add_rows(few.grad_score + r * kFewStride, row_pointer<T>(a.key, s.index, key_head, s.first_key + key),
+                 a.key.row, keys, a.depth, 1.0f, few.query_grad + r * width);
+      }
+      few_write(rows, few.grad_score, few.query, width, a.scale, count, a.depth,
+                row_pointer<T>(g.key_grad, s.index, key_head, s.first_key + key), g.key_grad.row);
+      few_write(rows, few.probability, few.grad, value_width, 1.0f, count, a.value_depth,
+                row_pointer<T>(g.value_grad, s.index, key_head, s.first_key + key), g.value_grad.row);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const float* total = few.query_grad + r * width;
+      if (splits > 1)
+        memcpy(partial_row(split, s, head(r), query(r)), total, (size_t)width * sizeof(float));
+      else
+        write_row(total, a.scale, a.depth, row_pointer<T>(g.query_grad, s.index, head(r), s.first_query + query(r)));
+    }
+  }
+
+  // ---- parts ----
+
   void add_partial(int64_t index) const {
     const Sequence s = find_sequence(a, index / a.queries / a.heads);
     const int64_t head = index / a.queries % a.heads, query = index % a.queries;
@@ -409,7 +549,7 @@ template <class T>
 int64_t measure(const Attention& a, const AttentionGradients& g, const Parallel& parallel) {
   Arena arena = {0};
   const Backward<T> backward(a, g, &arena);
-  for (int worker = 0; worker < parallel.threads; ++worker) {
+  for (int worker = useful_workers(a, parallel, 5); worker > 0; --worker) {
     backward.take_scratch(&arena);
     if (g.mask_grad) backward.take_mask_grad(&arena);
   }
@@ -421,14 +561,15 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
   Arena arena = {(uintptr_t)workspace};
   const Backward<T> backward(a, g, &arena);
   const int workers = useful_workers(a, parallel, 5);
-  backward.mask.read(a, parallel, workers);
+  if (!backward.few) backward.mask.read(a, parallel, workers);
   Arena here = arena;
   backward.take_scratch(&here);
   if (g.mask_grad) backward.take_mask_grad(&here);
   const uintptr_t size = here.at - arena.at;
   parallel_for(parallel, workers, a.batch * a.key_heads * backward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
-    backward.task(index, backward.take_scratch(&own));
+    const auto scratch = backward.take_scratch(&own);
+    backward.few ? backward.few_task(index, scratch) : backward.task(index, scratch);
   });
   if (backward.splits > 1)
     parallel_for(parallel, workers, a.batch * a.heads * a.queries,

@@ -31,7 +31,7 @@ constexpr int kBlock = 96;                      // keys: a multiple of 32 likewi
 constexpr int kWord = 64;                       // bits in a column of a mask tile
 static_assert(kPanel % kTileRows == 0 && kPanel <= kWord && kBlock % kTileColumns == 0, "dropout's tiles");
 
-constexpr float kInfinity = __builtin_inff(), kLog2e = 1.44269504f, kLowest = -3.4028234663852886e38f;
+constexpr float kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;
 
 template <class A>
 FASTATTN_INLINE A smaller(A a, A b) {
@@ -298,6 +298,85 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
       }
       const vu pair = low >> 16 | high;
       memcpy((void*)(to + i), &pair, sizeof pair);
+    }
+  }
+}
+
+// ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----
+
+constexpr int kFewQueries = 4;  // so many do not fill the lanes of a panel
+
+// product[j] = scale row . from_j for `count` rows, kLanes at a time (the last lanes repeat the last row). `row` has
+// whole vectors, padded with 0.
+template <class T>
+void row_products(const float* row, const T* from, int64_t stride, int count, int length, float scale, float* product) {
+  for (int first = 0; first < count; first += kLanes) {
+    vf x[kLanes];
+    const T* other[kLanes];
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) {
+      x[j] = vf{};
+      other[j] = from + smaller(first + j, count - 1) * stride;
+    }
+    int d = 0;
+    for (; d + kLanes <= length; d += kLanes) {
+      const vf left = load(row + d);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) x[j] = fma(load(other[j] + d), left, x[j]);
+    }
+    if (d < length) {
+      const vf left = load(row + d);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) x[j] = fma(load(other[j] + d, length - d), left, x[j]);
+    }
+    // Halves the number of vectors and doubles that of the sums in each, in their order at the end.
+#pragma GCC unroll 4
+    for (int half = kLanes / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+      for (int j = 0; j < half; ++j) {
+        vf low, high;
+        interleave(x[j], x[j + half], &low, &high);
+        x[j] = low + high;
+      }
+    store(product + first, x[0] * scale);
+  }
+}
+
+template <int vectors, class T>
+FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t stride, int count, int length,
+                                     float factor, float* sum) {
+  const int last = length - (vectors - 1) * kLanes;
+  vf x[2][vectors];
+#pragma GCC unroll 4
+  for (int n = 0; n < vectors; ++n) x[0][n] = load(sum + n * kLanes) * factor, x[1][n] = vf{};
+  const auto add = [&](int j, vf* to) {
+    if (weight[j] == 0) return;
+    const T* row = from + j * stride;
+#pragma GCC unroll 4
+    for (int n = 0; n < vectors; ++n)
+      to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last),
+                  splat(weight[j]), to[n]);
+  };
+  int j = 0;
+  for (; j + 2 <= count; j += 2) {
+    add(j, x[0]);
+    add(j + 1, x[1]);
+  }
+  if (j < count) add(j, x[0]);
+#pragma GCC unroll 4
+  for (int n = 0; n < vectors; ++n) store(sum + n * kLanes, x[0][n] + x[1][n]);
+}
+
+// sum = factor sum + sum_j weight_j from_j; rows of weight 0 are not read. `sum` has whole vectors.
+template <class T>
+void add_rows(const float* weight, const T* from, int64_t stride, int count, int length, float factor, float* sum) {
+  for (int d = 0; d < length; d += 4 * kLanes) {
+    const int rest = smaller(length - d, 4 * kLanes);
+    switch ((rest + kLanes - 1) / kLanes) {
+      case 1: add_row_vectors<1>(weight, from + d, stride, count, rest, factor, sum + d); break;
+      case 2: add_row_vectors<2>(weight, from + d, stride, count, rest, factor, sum + d); break;
+      case 3: add_row_vectors<3>(weight, from + d, stride, count, rest, factor, sum + d); break;
+      default: add_row_vectors<4>(weight, from + d, stride, count, rest, factor, sum + d);
     }
   }
 }

@@ -26,34 +26,39 @@ struct KeepChunk {
 
 // ---- forward ----
 
-// Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy.
+// Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy. What is
+// left of their sum corrects the mean, whose own sum may have been large.
 template <class T>
 void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   const int64_t columns = p.columns;
-  vf total[4] = {}, squares[4] = {};
+  vf total[4] = {}, left[4] = {}, squares[4] = {};
   int64_t j = 0;
   for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
     for (int k = 0; k < 4; ++k) total[k] += load(x + j + k * kLanes);
   for (; j < columns; j += kLanes) total[0] += load_lanes(x + j, (int)smaller(kLanes, columns - j));
-  const float center = sum((total[0] + total[1]) + (total[2] + total[3])) / (float)columns;
+  const float about = sum((total[0] + total[1]) + (total[2] + total[3])) / (float)columns;
 
   j = 0;
   for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
     for (int k = 0; k < 4; ++k) {
-      const vf d = load(x + j + k * kLanes) - center;
+      const vf d = load(x + j + k * kLanes) - about;
+      left[k] += d;
       squares[k] = fma(d, d, squares[k]);
     }
   for (; j < columns; j += kLanes) {
     const int n = (int)smaller(kLanes, columns - j);
-    const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - center);
+    const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - about);
+    left[0] += d;
     squares[0] = fma(d, d, squares[0]);
   }
-  const float variance = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
+  const float rest = sum((left[0] + left[1]) + (left[2] + left[3])) / (float)columns, center = about + rest;
+  const float square = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
+  const float corrected = square - rest * rest, variance = corrected < 0 ? 0 : corrected;  // NaN stays
   const float scale = 1.0f / sqrtf(variance + p.eps);
-  p.mean[row] = center;
-  p.rstd[row] = scale;
+  if (p.mean) p.mean[row] = center, p.rstd[row] = scale;
 
-  const OutputRow<T> out(p.out, row * columns, p.matrices * p.rows * columns);
+  const bool in_place = (const void*)x == (const T*)p.out + row * columns;  // in cache, then
+  const OutputRow<T> out(p.out, row * columns, in_place ? 0 : p.matrices * p.rows * columns);
   const float *weight = p.weight, *bias = p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
@@ -102,7 +107,7 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
       keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r) {
         if (!block.has(r)) continue;
-        Sum* sum = (Sum*)p.sum + (first + r) * p.columns;
+        Sum* sum = (Sum*)(p.sum ? p.sum : p.out) + (first + r) * p.columns;
         add_row((const Input*)p.input + (first + r) * p.input_row + column,
                 (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
                 p.threshold > 0 ? keep.bits[r] : nullptr, scale);

@@ -17,10 +17,10 @@ struct LayerNorm {
   Dtype residual_dtype;
   int64_t residual_row;
   const float *weight, *bias;  // (columns,) or null
-  void* sum;                   // residual + dropout(input), written where there is a residual
+  void* sum;                   // residual + dropout(input), where there is a residual; null: unwanted
   void* out;
   Dtype dtype;         // of sum and out; input's where there is no residual
-  float *mean, *rstd;  // (matrices * rows,)
+  float *mean, *rstd;  // (matrices * rows,); both null: unwanted
   int64_t matrices, rows, columns;
   float eps;
   Seed seed;

@@ -306,11 +306,12 @@ FASTATTN_INLINE void store_scalar(T* p, float x) {
   store(p, splat(x), 1);
 }
 
-// ---- exponentials: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----
+// ---- the exponential: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----
 
 // p * 2^n for integral n in [-127, 127], given as the bits of 1.5 * 2^23 + n; 0 at n = -127.
 FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) { return p * (vf)(((vu)shifted + 127) << 23); }
 
+constexpr float kLog2e = 1.44269504f;
 constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
 
 // 2^x, x <= 127. Relative error below 2e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]).
@@ -334,21 +335,6 @@ FASTATTN_INLINE vf exp2(vf x) {
 #else
   return scale_by_power(p, shifted);
 #endif
-}
-
-// e^x, x <= 88. Relative error below 1e-7 (minimax polynomial of degree 6 after an exact reduction by n ln 2).
-FASTATTN_INLINE vf exp(vf x) {
-  x = max(splat(-88.0f), x);
-  const vf shifted = fma(x, splat(0x1.715476p0f), splat(kShift)), n = shifted - kShift;
-  const vf f = fma(n, splat(-0x1.7f7d1cp-20f), fma(n, splat(-0x1.62e4p-1f), x));
-  vf p = splat(0.0013836835f);
-  p = fma(p, f, splat(0.008374824f));
-  p = fma(p, f, splat(0.041668225f));
-  p = fma(p, f, splat(0.1666642f));
-  p = fma(p, f, splat(0.4999999f));
-  p = fma(p, f, splat(1.0f));
-  p = fma(p, f, splat(1.0f));
-  return scale_by_power(p, shifted);
 }
 
 }  // namespace

@@ -76,6 +76,23 @@ void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range rang
   for (int64_t j = range.end; j < align_up(range.end); ++j) buffer[j] = -INFINITY;
 }
 
+// body(score), where score(j, n) is the vector of scores from column j on, n lanes of which lie within the row; -inf in
+// the lanes outside the range. They are read from the input at each call, unless a mask or the range's ends make it
+// worth writing them to the buffer. `body` may write its own values there, vector by vector.
+template <class T, class Body>
+FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer,
+                                 const Body& body) {
+  if (scores.mask || range.begin > 0 || range.end < scores.columns) {
+    score_row<T>(scores, b, h, i, range, buffer);
+    return body([&](int64_t j, int) { return load(buffer + j); });
+  }
+  const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
+  body([&](int64_t j, int n) {
+    const vf score = load_lanes(input + j, n) * scores.scale;
+    return n == kLanes ? score : select_bits(first_lanes(n), score, splat(-INFINITY));
+  });
+}
+
 template <class T>
 FASTATTN_INLINE void zero_outside(T* row, Range range, int64_t columns) {
   const int64_t begin = align_down(range.begin), end = smaller(columns, align_up(range.end));
@@ -124,20 +141,21 @@ template <class T>
 void forward_row(const SoftmaxDropout& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep, float* buffer) {
   const Scores& scores = p.scores;
   const Range range = visible(scores, b, i);
-  score_row<T>(scores, b, h, i, range, buffer);
-  vf maxima = splat(-INFINITY), totals = {};
-  for (int64_t j = align_down(range.begin); j < range.end; j += kLanes) maxima = max(load(buffer + j), maxima);
-  float reference = max(maxima);
-  if (reference == -INFINITY) reference = 0.0f;
-  for (int64_t j = align_down(range.begin); j < range.end; j += kLanes) {
-    const vf e = exp(load(buffer + j) - reference);
-    totals += e;
-    store(buffer + j, e);
-  }
-  const float total = sum(totals);
+  float reference, total;
+  with_scores<T>(scores, b, h, i, range, buffer, [&](const auto& score) {
+    vf maxima = splat(-INFINITY), totals = {};
+    for_each_vector(range, scores.columns, [&](int64_t j, int n) { maxima = max(score(j, n), maxima); });
+    reference = max(maxima);
+    if (reference == -INFINITY) reference = 0.0f;
+    for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+      const vf e = exp2((score(j, n) - reference) * kLog2e);
+      totals += e;
+      store(buffer + j, e);
+    });
+    total = sum(totals);
+  });
   const int64_t row = (b * scores.heads + h) * scores.rows + i;
-  p.stats[row] = reference;
-  p.stats[scores.batch * scores.heads * scores.rows + row] = total;
+  if (p.stats) p.stats[row] = reference, p.stats[scores.batch * scores.heads * scores.rows + row] = total;
 
   const OutputRow<T> out(p.out, row * scores.columns, scores.batch * scores.heads * scores.rows * scores.columns);
   const float factor = (total == 0.0f ? 0.0f : 1.0f / total) * dropout_scale(p.threshold);
@@ -182,11 +200,12 @@ void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t
   };
 
   vf products = {};
-  score_row<T>(scores, b, h, i, range, buffer);
-  for_each_vector(range, scores.columns, [&](int64_t j, int n) {
-    const vf probability = exp(load(buffer + j) - reference) * inverse;
-    products = fma(probability, grad_probability(j, n, probability), products);
-    store(buffer + j, probability);
+  with_scores<T>(scores, b, h, i, range, buffer, [&](const auto& score) {
+    for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+      const vf probability = exp2((score(j, n) - reference) * kLog2e) * inverse;
+      products = fma(probability, grad_probability(j, n, probability), products);
+      store(buffer + j, probability);
+    });
   });
   const float dot = sum(products);
 

@@ -181,17 +181,18 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
   }
 }
 
+static void run_workers(int workers, void (*body)(void*, int), void* argument) {
+  std::vector<std::thread> others;
+  for (int worker = 1; worker < workers; ++worker) others.emplace_back(body, argument, worker);
+  body(argument, 0);
+  for (std::thread& other : others) other.join();
+}
+
 void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel) {
-  const auto run = [](int workers, void (*body)(void*, int), void* argument) {
-    std::vector<std::thread> others;
-    for (int worker = 1; worker < workers; ++worker) others.emplace_back(body, argument, worker);
-    body(argument, 0);
-    for (std::thread& other : others) other.join();
-  };
   std::vector<std::vector<char>> first;
   for (const int threads : {1, 2, 5}) {
     for (Buffer* output : outputs) output->fill_nan();
-    kernel(Parallel{threads, run});
+    kernel(Parallel{threads, run_workers});
     for (size_t i = 0; i < outputs.size(); ++i) {
       if (threads == 1)
         first.push_back(outputs[i]->bytes());
@@ -199,6 +200,13 @@ void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<voi
         fail("output " + std::to_string(i) + " differs between 1 and " + std::to_string(threads) + " threads");
     }
   }
+}
+
+void expect_again(Buffer& out, const std::function<void(const Parallel&)>& kernel) {
+  const std::vector<char> before = out.bytes();
+  out.fill_nan();
+  kernel(Parallel{2, run_workers});
+  if (out.bytes() != before) fail("the output alone differs");
 }
 
 }  // namespace fastattn::testing

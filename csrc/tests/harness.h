@@ -64,6 +64,9 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
 // Runs the kernel on 1, 2 and 5 threads, outputs NaN before each; all runs must write the same bits.
 void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel);
 
+// The kernel, run again with `out` as its only output, writes the bits that are there.
+void expect_again(Buffer& out, const std::function<void(const Parallel&)>& kernel);
+
 // One function for each kernel file: that many random problems on the instruction set in use.
 void test_attention(int cases);
 void test_dropout(int cases);

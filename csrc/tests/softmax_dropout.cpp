@@ -144,6 +144,13 @@ void test_softmax_dropout(int cases) {
       p.workspace = (char*)workspace.data;
       kernels()->softmax_dropout->forward(p, parallel);
     });
+    SoftmaxDropout alone = p;
+    alone.stats = nullptr;
+    expect_again(out, [&](const Parallel& parallel) {
+      Buffer workspace(Dtype::boolean, kernels()->softmax_dropout->forward_workspace(alone, parallel) + 64, false);
+      alone.workspace = (char*)workspace.data;
+      kernels()->softmax_dropout->forward(alone, parallel);
+    });
     // Scores below 16 (65504 with the extreme mask) are rounded once: an absolute error, relative in P.
     const double largest = finite_extremes && masked ? 65520 : 16, relative = (largest + 16) * kEpsilon;
     expect_close("out", out, want, relative * fmax(1, kept_scale));

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,36 +25,63 @@ from torch import Tensor
 from fastattn.backends import native, reference
 
 MAX_HEAD_SIZE = 256
+OLDEST_GPU = (8, 0)
 _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
 
-# The most specialised first; the reference serves everything.
-_ORDER = {"cpu": ("cpu", "reference")}
-_NAMES = ("cpu", "reference")
+# The most specialised first; the reference serves everything. What is not named here is taken only when forced.
+_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+_NAMES = ("cpu", "triton", "reference")
+_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 
 
 def _overloads(library: Any) -> SimpleNamespace:
     """The functions that a compiled library has, bound once: a packet would resolve its overload at each call."""
     return SimpleNamespace(
-        **{name: getattr(library, name).default for name in reference.__all__ if hasattr(library, name)}
+        **{name: getattr(library, name).default._op for name in reference.__all__ if hasattr(library, name)}
     )
 
 
+class _Triton:
+    """The functions of ``backends/triton``, imported with Triton when the first is needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(importlib.import_module("fastattn.backends.triton"), name)
+        setattr(self, name, function)  # the next access finds it without coming here
+        return function
+
+
 TABLE: dict[str, Any] = {"reference": reference}
-_MISSING: dict[str, str] = {}  # why a compiled library is not loaded
+MISSING: dict[str, str] = {}  # why a backend is not in the table
 if native.library("cpu") is not None:
     TABLE["cpu"] = _overloads(native.library("cpu"))
 else:
-    _MISSING["cpu"] = native.reason("cpu")
+    MISSING["cpu"] = f"its library is not loaded: {native.reason('cpu')}"
+if importlib.util.find_spec("triton") is None:
+    MISSING["triton"] = "triton is not installed"
+elif torch.version.hip is not None:
+    MISSING["triton"] = "it is for NVIDIA GPUs, and this torch is built for AMD's"
+else:
+    TABLE["triton"] = _Triton()
 _CPU_OPS = frozenset(vars(TABLE["cpu"])) if "cpu" in TABLE else frozenset()
 
 
-class _State(threading.local):
+def direct(op: str) -> Callable[..., Tensor | None]:
+    """The compiled function that takes a plain call of ``op`` from the user's arguments to the result, checks included.
+
+    It returns None for calls that are not plain (docs/design.md, "The direct way"), without the library for all.
+    """
+    library = native.library("cpu")
+    return (lambda *args: None) if library is None else getattr(library, f"{op}_direct").default._op
+
+
+class _Thread(threading.local):
     forced: str | None = None
     explaining: bool = False
+    direct: bool = True  # the compiled CPU kernels may be called without a choice
 
 
-_state = _State()
+thread = _Thread()
 _warned: set[str] = set()
 
 
@@ -81,18 +112,31 @@ class _Explained(Exception):
         self.explanation = explanation
 
 
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors: for tests, and only where forced."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def refusal(
     name: str, op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0
 ) -> str | None:
     """Why backend ``name`` cannot run ``op`` on these operands, or None if it can."""
     if name == "reference":
         return None
-    device = operands[0].device.type
-    if device != name:
-        return f"it takes {name} tensors, the operands are on {device}"
+    device = operands[0].device
+    if device.type != _DEVICES[name] and not (name == "triton" and device.type == "cpu" and is_interpreted()):
+        return f"it takes {_DEVICES[name]} tensors, the operands are on {device.type}"
     backend_ = TABLE.get(name)
     if backend_ is None:
-        return f"its library is not loaded: {_MISSING[name]}"
+        return MISSING[name]
+    if device.type == "cuda" and _capability(device) < OLDEST_GPU:
+        oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, _capability(device)))
+        return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
     for operand in operands:
         if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
             return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
@@ -117,9 +161,9 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
     """
-    if _state.explaining:
+    if thread.explaining:
         _explain(op, operands, attn_mask, head_size)
-    forced = _state.forced
+    forced = thread.forced
     if forced is None and attn_mask is None and head_size <= MAX_HEAD_SIZE:  # the short way for small problems
         first = operands[0]
         if first.is_cpu and first.dtype in _NATIVE_DTYPES and len(operands) == 1 and op in _CPU_OPS:
@@ -141,13 +185,14 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
 def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, head_size: int) -> NoReturn:
     refusals = {name: refusal(name, op, operands, attn_mask, head_size) for name in _NAMES}
     able = [name for name, reason in refusals.items() if reason is None]
-    if _state.forced is None:
-        chosen: str | None = able[0]
+    if thread.forced is None:
+        order = _ORDER.get(operands[0].device.type, ("reference",))
+        chosen: str | None = next(name for name in order if name in able)
         reasons = {name: reason or f"{chosen} is faster" for name, reason in refusals.items() if name != chosen}
     else:
-        chosen = _state.forced if _state.forced in able else None
+        chosen = thread.forced if thread.forced in able else None
         reasons = {
-            name: reason or f'this thread is in backend("{_state.forced}")'
+            name: reason or f'this thread is in backend("{thread.forced}")'
             for name, reason in refusals.items()
             if name != chosen
         }
@@ -156,10 +201,11 @@ def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, he
 
 def _warn_if_slow(device: str) -> None:
     """Once a device: there are faster kernels somewhere, and this installation or machine lacks them."""
-    if device in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
+    name = _ORDER.get(device, ("",))[0]
+    if name in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
         return
     _warned.add(device)
-    reason = _MISSING.get(device, "fastattn has no kernels for this device")
+    reason = MISSING.get(name, "fastattn has no kernels for this device")
     warnings.warn(f"fastattn runs its plain PyTorch reference on {device} tensors, slowly: {reason}", stacklevel=4)
 
 
@@ -175,19 +221,19 @@ def backend(name: str) -> Iterator[None]:
     pass runs on the backend of its forward pass, inside the block or not.
 
     Args:
-        name: ``"reference"`` or ``"cpu"``.
+        name: ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Raises:
         ValueError: no backend has this name.
     """
     if name not in _NAMES:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, _NAMES))}, got {name!r}")
-    previous = _state.forced
-    _state.forced = name
+    previous = thread.forced, thread.direct
+    thread.forced, thread.direct = name, name == "cpu"
     try:
         yield
     finally:
-        _state.forced = previous
+        thread.forced, thread.direct = previous
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -207,11 +253,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not callable(op):
         raise TypeError(f"explain: op must be a function such as fastattn.layer_norm, got {op!r}")
-    _state.explaining = True
+    previous = thread.direct
+    thread.explaining, thread.direct = True, False
     try:
         op(*args, **kwargs)
     except _Explained as explained:
         return explained.explanation
     finally:
-        _state.explaining = False
+        thread.explaining, thread.direct = False, previous
     raise TypeError(f"explain: {getattr(op, '__name__', op)} ran no operation of fastattn")

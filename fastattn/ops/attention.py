@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose
+from fastattn.backends import choose, direct
 from fastattn.backends.reference.attention import empty_heads, without_autocast
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.backends.reference.softmax_dropout import visibility
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op
+from fastattn.ops.register import BackwardOp, Op, is_direct
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
 _VARIANTS = ("upper_left", "lower_right")
+_direct = direct("attention")
 
 
 def scaled_dot_product_attention(
@@ -67,6 +68,23 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if (
+        attn_mask is None
+        and key_lengths is None
+        and seed is None
+        and not (return_lse or enable_gqa)
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and window_size == (-1, -1)
+        and causal_variant == "upper_left"
+        and type(is_causal) is bool
+        and (scale is None or type(scale) is float)
+        and is_direct(query, key, value)
+        and not torch._C._is_any_autocast_enabled()
+    ):
+        out = _direct(query, key, value, is_causal, scale)
+        if out is not None:
+            return out
     name = "scaled_dot_product_attention"
     q, k, v, batch = _heads(name, query, key, value, enable_gqa)
     _, heads, rows, head_size = q.shape

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose
+from fastattn.backends import choose, direct
 from fastattn.backends.reference.dropout import dense_strides
 from fastattn.ops import check
-from fastattn.ops.register import Op
+from fastattn.ops.register import Op, is_direct
+
+_direct = direct("dropout")
 
 
 def dropout(
@@ -37,6 +39,11 @@ def dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if training is True and inplace is False and is_direct(input, seed):
+        threshold = check.threshold("dropout", p, "p")
+        out = _direct(input, threshold, seed) if threshold > 0 else None
+        if out is not None:
+            return out
     check.float_tensor("dropout", "input", input)
     check.flag("dropout", "training", training)
     check.flag("dropout", "inplace", inplace)

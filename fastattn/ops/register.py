@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fastattn.backends import TABLE
+from fastattn.backends import TABLE, thread
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
 _library = torch.library.Library("fastattn", "DEF")
 
 
@@ -43,19 +45,25 @@ class Op:
         _library.impl(name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastattn::{name}", lambda *args: fake(*args[:-1]), lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
-        self._function = _autograd_function(self, setup_context, backward)
+        self._tensors = arguments.count("Tensor")  # they come first
+        self._function = _autograd_function(name, self._below_autograd, setup_context, backward)
+        # Function.apply adds what functorch needs (it inspects a signature each time); nobody transforms a plain call.
+        plain = _autograd_function(name, self._run, setup_context, backward)
+        self._apply_plain = super(torch.autograd.Function, plain).apply  # type: ignore[misc]
         _library.impl(name, self._differentiate, "Autograd")
 
     def __call__(self, backend: str, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_observed():
+        if _is_observed():
             return self._overload(*args, backend)
-        wants_grad = False
-        for arg in args:
-            if type(arg) is Tensor or type(arg) is Parameter:
-                wants_grad = wants_grad or arg.requires_grad
-            elif isinstance(arg, Tensor):  # a subclass, which may have its own idea of the call
+        grad, wants_grad = torch.is_grad_enabled(), False
+        for arg in args[: self._tensors]:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                if grad and arg.requires_grad:
+                    wants_grad = True
+            elif arg is not None and isinstance(arg, Tensor):  # a subclass, which may have its own idea of the call
                 return self._overload(*args, backend)
-        if wants_grad and torch.is_grad_enabled():
+        if wants_grad:
             return self._differentiate_plain(*args, backend)
         return getattr(TABLE[backend], self.name)(*args)
 
@@ -66,21 +74,37 @@ class Op:
         return self._function.apply(*args)
 
     def _differentiate_plain(self, *args: Any) -> Any:
-        # Function.apply adds what functorch needs (it inspects a signature each time); nobody transforms this call.
-        return super(torch.autograd.Function, self._function).apply(*args)  # type: ignore[misc]
+        return self._apply_plain(*args)
 
-    def below_autograd(self, *args: Any) -> Any:
+    def _below_autograd(self, *args: Any) -> Any:
         if _is_plain(args):
             return self._run(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(*args)
 
 
+def is_direct(*operands: Tensor | None) -> bool:
+    """Whether a call may go straight to the kernel that returns the result alone: nobody watches it, asks for another
+    backend or wants a gradient."""
+    if not thread.direct or _is_observed():
+        return False
+    grad = torch.is_grad_enabled()
+    for operand in operands:
+        kind = type(operand)
+        if kind is Tensor or kind is Parameter:
+            if grad and operand.requires_grad:  # type: ignore[union-attr]
+                return False
+        elif operand is not None:
+            return False
+    return True
+
+
 def _is_observed() -> bool:
-    """Whether a dispatch mode, functorch or forward-mode differentiation wants to see every call in this thread."""
+    """Whether compilation, a dispatch mode, functorch or forward-mode differentiation has to see every call."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _functorch_level() is not None
         or forward_ad._current_level >= 0
     )
 
@@ -91,18 +115,20 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
 
 
 def _autograd_function(
-    op: Op, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
+    name: str,
+    forward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    backward: Callable[..., Any] | None,
 ) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return op.below_autograd(*args)
+        pass
 
+    Function.forward = staticmethod(forward)  # type: ignore[method-assign]
     if setup_context is None or backward is None:
 
         def refuse(ctx: Any, *grads: Tensor | None) -> Any:
             raise RuntimeError(
-                f"fastattn: {op.name} has no derivative on this backend (double backward); "
+                f"fastattn: {name} has no derivative on this backend (double backward); "
                 'run the forward pass inside fastattn.backend("reference"), where it has one'
             )
 
@@ -111,7 +137,7 @@ def _autograd_function(
     else:
         Function.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
         Function.backward = staticmethod(backward)  # type: ignore[method-assign]
-    Function.__name__ = Function.__qualname__ = f"fastattn_{op.name}"
+    Function.__name__ = Function.__qualname__ = f"fastattn_{name}"
     return Function
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn.backends import choose
+from fastattn.backends import choose, direct
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op
+from fastattn.ops.register import BackwardOp, Op, is_direct
+
+_direct = direct("softmax_dropout")
 
 
 def softmax_dropout(
@@ -43,6 +45,10 @@ def softmax_dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if attn_mask is None and is_causal is False and type(scale) is float and scale == 1.0 and is_direct(input, seed):
+        out = _direct(input, check.threshold("softmax_dropout", dropout_p), seed)
+        if out is not None:
+            return out
     name = "softmax_dropout"
     check.float_tensor(name, "input", input)
     if input.dim() == 0:

@@ -1,4 +1,8 @@
-"""Tile sizes, warps and pipeline stages of every kernel, by dtype and size."""
+"""Tile sizes, warps and pipeline stages of every kernel, by dtype and size.
+
+Nothing is tuned at a user's call. Tiles depend on sizes through powers of two with a bound, so that varied lengths
+share a few compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +23,21 @@ class Tiles(NamedTuple):
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
 # for processors with 163 KiB of shared memory and more (compute capability 8.0, 9.0, 10.0), the second for 99 KiB.
-_ATTENTION_16_BITS = {
+ATTENTION_16_BITS = {
     "forward": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
     "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_key_value": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 64, 8, 1)},
     "grad_mask": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 1), 256: Tiles(64, 32, 4, 1)},
 }
-_ATTENTION_16_BITS_SMALL = {
+ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 128, 4, 2), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 2)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
     "grad_key_value": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 1), 256: Tiles(32, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 64, 4, 1), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
 }
-_ATTENTION_32_BITS = {
+ATTENTION_32_BITS = {
     "forward": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 4, 1)},
     "grad_query": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
@@ -45,11 +49,11 @@ _ATTENTION_32_BITS = {
 def attention(kernel: str, dtype: torch.dtype, size: int, device: torch.device) -> Tiles:
     """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256."""
     if dtype == torch.float32:
-        table = _ATTENTION_32_BITS
+        table = ATTENTION_32_BITS
     elif capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)):
-        table = _ATTENTION_16_BITS
+        table = ATTENTION_16_BITS
     else:
-        table = _ATTENTION_16_BITS_SMALL
+        table = ATTENTION_16_BITS_SMALL
     return next(tiles for largest, tiles in table[kernel].items() if size <= largest)
 
 
@@ -68,3 +72,39 @@ def parts(programs: int, key_tiles: int, device: torch.device) -> int:
 def processors(device: torch.device) -> int:
     """The device's multiprocessors; an H100's where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+class RowTile(NamedTuple):
+    """A program's block of a row operation."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+class RowLimits(NamedTuple):
+    held: int  # elements of a block of narrow rows
+    widest: int  # columns up to which a row is read once
+    beyond: int  # columns of a block of wider rows, which are read twice
+    warp: int  # elements that a warp holds
+
+
+ROWS = {
+    "dropout": RowLimits(2048, 1024, 1024, 512),
+    "layer_norm": RowLimits(2048, 8192, 4096, 512),
+    "layer_norm_backward": RowLimits(1024, 4096, 4096, 256),
+    "softmax_dropout": RowLimits(2048, 16384, 4096, 512),
+    "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 512),
+}
+_MOST_WARPS = 16
+
+# Programs among which the rows of a weight gradient are divided, the same on every device: all add in the same order.
+ROW_GROUPS = 512
+
+
+def row_tile(kernel: str, columns: int) -> RowTile:
+    """The block of a row kernel for rows of this many columns."""
+    limits = ROWS[kernel]
+    block = max(32, 1 << (columns - 1).bit_length()) if columns <= limits.widest else limits.beyond
+    rows = max(1, limits.held // block)
+    return RowTile(rows, block, max(1, min(_MOST_WARPS, rows * block // limits.warp)))

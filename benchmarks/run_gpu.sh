@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; together under ten minutes.
+# usage: benchmarks/run_gpu.sh [OUT] [STAGE...]    stages: build tests sanitizer benchmarks tuning; default all
+# A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each
+# ended, on which device, with which versions and commit; the stages' logs and results lie beside it.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$(realpath -m "${1:-benchmarks/results/gpu}")
+shift || true
+stages=${*:-build tests sanitizer benchmarks tuning}
+mkdir -p "$out"
+export PYTHONPATH=$PWD FASTATTN_TEST_DEVICE=cuda FASTATTN_REQUIRE=triton
+python=${PYTHON:-python}
+
+build() { "$python" setup.py build_ext --inplace && "$python" -m fastattn.cli info; }
+tests() { "$python" -m pytest -q -m "slow or not slow" -k triton tests; }
+sanitizer() {
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+    "$python" -m pytest -q -m representative -k triton tests
+}
+benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 110; }
+tuning() { "$python" benchmarks/tune.py "$out/tuning.json" --seconds 80; }
+declare -A seconds=([build]=90 [tests]=180 [sanitizer]=80 [benchmarks]=140 [tuning]=100)
+
+export -f build tests sanitizer benchmarks tuning
+export python out
+results=() failed=0
+for stage in $stages; do
+  if [[ -z ${seconds[$stage]:-} ]]; then
+    echo "unknown stage $stage; stages: ${!seconds[*]}" >&2
+    exit 2
+  fi
+  began=$SECONDS
+  timeout "${seconds[$stage]}" bash -c "$stage" >"$out/$stage.log" 2>&1
+  status=$?
+  case $status in 0) word=passed ;; 124) word="out of time" ;; *) word=failed ;; esac
+  [[ $status == 0 ]] || failed=1
+  echo "$stage: $word after $((SECONDS - began)) s, $out/$stage.log"
+  [[ $status == 0 ]] || tail -n 5 "$out/$stage.log"
+  results+=("$stage" "$word" "$((SECONDS - began))")
+done
+"$python" - "$out/summary.json" "${results[@]}" <<'PYTHON'
+import importlib.util
+import json
+import sys
+
+import torch
+
+from fastattn.bench import report
+
+path, *words = sys.argv[1:]
+summary = {
+    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda,
+    "triton": __import__("triton").__version__ if importlib.util.find_spec("triton") else None,
+    "commit": report.commit(),
+    "stages": {
+        stage: {"result": result, "seconds": int(seconds)}
+        for stage, result, seconds in zip(words[::3], words[1::3], words[2::3], strict=True)
+    },
+}
+with open(path, "w") as file:
+    file.write(json.dumps(summary, indent=1) + "\n")
+PYTHON
+exit "$failed"

@@ -1,0 +1,108 @@
+"""Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/configurations.py``:
+``python benchmarks/tune.py results.json``. Nothing is changed; a person takes over what is better.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from triton.testing import do_bench
+
+from fastattn.backends import triton as kernels
+from fastattn.backends.triton import configurations
+from fastattn.bench import report
+
+THRESHOLD = 6554
+
+
+def attention(dtype, size):
+    """Calls of the attention kernels by name, for the head size."""
+    query, key, value, grad = (torch.randn(2, 16, 4096, size, device="cuda", dtype=dtype) for _ in range(4))
+    seed = torch.tensor([1, 2], device="cuda")
+    settings = None, None, seed, size**-0.5, -1, 0, False, THRESHOLD
+    out, _, stats = kernels.attention(query, key, value, *settings)
+
+    def forward():
+        kernels.attention(query, key, value, *settings)
+
+    def backward():
+        kernels.attention_backward(grad, None, query, key, value, out, stats, *settings, False)
+
+    return {"forward": forward, "grad_query": backward, "grad_key_value": backward}
+
+
+def rows(columns):
+    """Calls of the row kernels by name."""
+    input, grad = (torch.randn(2**25 // columns, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    scores, grad_weights = input[None, None], grad[None, None]
+    weight, seed = torch.ones(columns, device="cuda"), torch.tensor([1, 2], device="cuda")
+    _, mean, rstd = kernels.layer_norm(input, weight, weight, 1e-5)
+    settings = None, None, seed, 1.0, -1, -1, False, THRESHOLD
+    _, stats = kernels.softmax_dropout(scores, *settings)
+    return {
+        "dropout": lambda: kernels.dropout(input, seed, THRESHOLD),
+        "layer_norm": lambda: kernels.layer_norm(input, weight, weight, 1e-5),
+        "layer_norm_backward": lambda: kernels.layer_norm_backward(grad, input, mean, rstd, weight, True, True),
+        "softmax_dropout": lambda: kernels.softmax_dropout(scores, *settings),
+        "softmax_dropout_backward": lambda: kernels.softmax_dropout_backward(
+            grad_weights, scores, stats, *settings, False
+        ),
+    }
+
+
+def candidates():
+    """(name, table, its key, the values to try, the call to time), the narrowest choice first."""
+    tiles = [configurations.Tiles(*tile) for tile in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))]
+    for size in (64, 128):
+        for kernel, call in attention(torch.bfloat16, size).items():
+            yield f"attention {kernel} bfloat16 {size}", configurations.ATTENTION_16_BITS[kernel], size, tiles, call
+    for columns in (512, 4096):
+        for kernel, call in rows(columns).items():
+            now = configurations.ROWS[kernel]
+            values = [now._replace(held=held) for held in (1024, 2048, 4096, 8192)]
+            yield f"{kernel} {columns} columns", configurations.ROWS, kernel, values, call
+
+
+def best(table, key, values, call, deadline):
+    """[(milliseconds, value)] in order, the present value among them; what does not run is left out."""
+    present, timed = table[key], []
+    for value in dict.fromkeys((present, *values)):
+        if timed and time.monotonic() > deadline:
+            break
+        table[key] = value
+        try:
+            timed.append((do_bench(call, warmup=5, rep=20), value))
+        except Exception as error:  # not enough shared memory or registers, most of all
+            print(f"  {value}: {type(error).__name__}")
+    table[key] = present
+    return sorted(timed, key=lambda pair: pair[0])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--seconds", type=float, default=120, help="try nothing further after so long")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    deadline = time.monotonic() + options.seconds
+    found = {}
+    for name, table, key, values, call in candidates():
+        present = table[key]
+        timed = best(table, key, values, call, deadline)
+        if not timed:
+            continue
+        now = next(milliseconds for milliseconds, value in timed if value == present)
+        milliseconds, value = timed[0]
+        print(f"{name}: {value} {milliseconds:.4f} ms, now {present} {now:.4f} ms", flush=True)
+        found[name] = [{"milliseconds": milliseconds, **value._asdict()} for milliseconds, value in timed]
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": report.commit()}
+    options.results.write_text(json.dumps({**device, "tiles": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

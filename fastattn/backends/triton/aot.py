@@ -1,0 +1,389 @@
+"""The kernels compiled ahead of time and examined, with no GPU: ``python -m fastattn.backends.triton.aot``.
+
+The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, whose
+driver here names an architecture and launches nothing. What Triton has compiled then is what a GPU would run: printed
+are registers, bytes of stack (a spill), shared memory, and for a loop with matrix products its layout conversions and
+the matrix instructions in its machine code. Exit status 1 on a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from fastattn.backends import triton as kernels
+from fastattn.backends.triton import configurations
+
+# Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities).
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+LARGEST_GRID = (2**31 - 1, 65535, 65535)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+# ---- without a GPU ----
+
+
+class Driver:
+    """What Triton asks of a driver, for a GPU of compute capability ``capability``, which it also calls the device."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.utils = self
+        self.grids: dict[str, list[tuple[int, int, int]]] = collections.defaultdict(list)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[self.capability]}
+
+    def load_binary(self, *args: Any) -> tuple[None, int, int, int, int]:
+        return None, 0, 0, 0, 1024  # module, function, registers, spills, threads at most
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def launch(x: int, y: int, z: int, *args: Any) -> None:
+            grid = x, y, z
+            if not all(0 < size <= most for size, most in zip(grid, LARGEST_GRID, strict=True)):
+                raise ValueError(f"{metadata.name}: a grid must be within {LARGEST_GRID}, got {grid}")
+            self.grids[metadata.name].append(grid)
+
+        return launch
+
+
+def _address(tensor: FakeTensor) -> int:
+    """As of an allocation of its own, which CUDA aligns."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def pretend(capability: int) -> Driver:
+    """From here on this process has a GPU of this compute capability, as far as launching kernels goes."""
+    fake = Driver(capability)
+    configurations.capability.cache_clear()
+    configurations.processors.cache_clear()
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore
+    return fake
+
+
+# ---- what is compiled ----
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+
+def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
+    seed = _empty(2, dtype=torch.int64)
+    kernels.dropout(_empty(2, rows, columns, dtype=dtype), seed, 6554)
+    kernels.dropout(_empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
+    kernels.dropout_mask((2, rows, columns), seed, 6554)
+
+
+def _layer_norm(dtype: torch.dtype, columns: int) -> None:
+    input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
+    _, mean, rstd = kernels.layer_norm(input, parameter, parameter, 1e-5)
+    kernels.layer_norm_backward(input, input, mean, rstd, parameter, True, True)
+
+
+def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
+    input, parameter, seed = _empty(8, 64, columns, dtype=dtype), _empty(columns), _empty(2, dtype=torch.int64)
+    residual = _empty(8, 64, columns)
+    out, total, mean, rstd = kernels.dropout_add_layer_norm(
+        input, residual, parameter, parameter, seed, threshold, 1e-5
+    )
+    kernels.dropout_add_layer_norm_backward(
+        out, total, total, mean, rstd, parameter, seed, threshold, dtype, True, True
+    )
+
+
+def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
+    input, seed = _empty(2, 4, 64, columns, dtype=dtype), _empty(2, dtype=torch.int64)
+    attn_mask = None if mask is None else _empty(2, 1, 1, columns, dtype=mask)
+    settings = attn_mask, None, seed, 0.125, -1, 0, False, threshold
+    out, stats = kernels.softmax_dropout(input, *settings)
+    kernels.softmax_dropout_backward(out, input, stats, *settings, mask is not None and mask != torch.bool)
+
+
+def _attention(
+    dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None, backward: bool = True,
+    queries: int = 256,
+) -> None:  # fmt: skip
+    query, seed = _empty(2, 4, queries, size, dtype=dtype), _empty(2, dtype=torch.int64)
+    key = _empty(2, 2, 4096, size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(2, 1, queries, 4096, dtype=mask)
+    seed_ = seed if threshold else None
+    settings = attn_mask, _empty(2, dtype=torch.int64), seed_, 0.125, -1, 0, True, threshold
+    out, lse, stats = kernels.attention(query, key, key, *settings)
+    if backward:
+        is_float = mask is not None and mask != torch.bool
+        kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, is_float)
+
+
+def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
+    query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
+    starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
+    settings = starts, starts, None, seed, 128, 128, 0.125, -1, 0, threshold
+    out, lse, stats = kernels.varlen_attention(query, key, key, *settings)
+    kernels.varlen_attention_backward(out, lse, query, key, key, out, stats, *settings)
+
+
+CASES: dict[str, list[tuple[Any, ...]]] = {
+    "attention": [
+        *((_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
+        *((_attention, torch.float32, size, 6554) for size in (64, 128, 256)),
+        (_attention, torch.float16, 59, 6554),
+        (_attention, torch.bfloat16, 64, 6554, torch.bool),
+        (_attention, torch.bfloat16, 64, 0, torch.float32),
+        (_attention, torch.bfloat16, 64, 6554, torch.float32),
+        (_attention, torch.bfloat16, 128, 0, None, False, 1),
+        (_varlen_attention, torch.bfloat16, 64, 6554),
+    ],
+    "dropout": [
+        (_dropout, torch.bfloat16, 64, 512),
+        (_dropout, torch.float32, 64, 4096),
+        (_dropout, torch.float32, 7, 33),
+    ],
+    "layer_norm": [
+        *((_layer_norm, torch.bfloat16, columns) for columns in (77, 512, 8192, 16384, 32768)),
+        *((_layer_norm, torch.float32, columns) for columns in (1024, 16384)),
+        *((_dropout_add_layer_norm, torch.bfloat16, columns, 6554) for columns in (77, 512, 8192, 16384, 32768)),
+        (_dropout_add_layer_norm, torch.bfloat16, 512, 0),
+    ],
+    "softmax_dropout": [
+        *((_softmax_dropout, torch.bfloat16, columns, None, 6554) for columns in (77, 512, 8192, 16384, 32768)),
+        (_softmax_dropout, torch.bfloat16, 512, torch.bool, 0),
+        (_softmax_dropout, torch.bfloat16, 16384, torch.float32, 6554),
+        (_softmax_dropout, torch.float32, 1024, torch.float32, 6554),
+    ],
+}
+
+
+def run(operations: list[str], capability: int) -> None:
+    """Start every kernel of these operations' cases."""
+    driver.set_active(pretend(capability))
+    with FakeTensorMode():
+        for operation in operations:
+            for function, *arguments in CASES[operation]:
+                function(*arguments)
+
+
+def specialisations(capability: int) -> Iterator[tuple[Any, Any]]:
+    """(jit function, compiled kernel) of everything that has been started on this capability."""
+    for operation in CASES:
+        for function in vars(sys.modules[f"fastattn.backends.triton.{operation}"]).values():
+            if isinstance(function, triton.JITFunction) and capability in function.device_caches:
+                yield from ((function, kernel) for kernel in function.device_caches[capability][0].values())
+
+
+# ---- what is found in it ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is known of one compiled kernel without running it."""
+
+    name: str
+    capability: int
+    variant: tuple[tuple[str, str], ...]  # constants and types of the arguments
+    registers: int
+    stack: int
+    shared: int
+    conversions: int  # layout conversions in loops with matrix products
+    products: int  # matrix products in loops, in Triton's IR
+    matrix_instructions: tuple[str, ...]  # in loops, in the machine code
+    tf32: bool
+    narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
+
+    @property
+    def is_tf32_allowed(self) -> bool:
+        return any("tf32" in value.lower() for _, value in self.variant)
+
+    @property
+    def is_dropping(self) -> bool:
+        return ("seed", "None") not in self.variant
+
+    @property
+    def without_dropout(self) -> tuple[Any, ...]:
+        """What this kernel has in common with its variants with and without dropout."""
+        rest = tuple(item for item in self.variant if item[0] not in ("seed", "DROPOUT"))
+        return self.name, self.capability, rest
+
+    def faults(self) -> list[str]:
+        """What is wrong with this kernel by itself."""
+        found = []
+        if self.stack > 0:
+            found.append(f"spills: {self.stack} bytes of stack")
+        if self.shared > SHARED_MEMORY[self.capability]:
+            found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
+        halves = any("16" in value for name, value in self.variant if value.startswith("*"))
+        if self.products > 0 and (halves or self.tf32) and not self.matrix_instructions:
+            found.append("no matrix instructions in the main loop")
+        if self.tf32 and not self.is_tf32_allowed:
+            found.append("tf32 that was not asked for")
+        found += [f"offset in 32 bits: {line}" for line in self.narrow_offsets]
+        return found
+
+
+def faults(reports: list[Report]) -> dict[Report, list[str]]:
+    """The faults of each report, those that show in comparison with another among them."""
+    plain = {report.without_dropout: report.conversions for report in reports if not report.is_dropping}
+    found = {}
+    for report in reports:
+        found[report] = report.faults()
+        without = plain.get(report.without_dropout, report.conversions)
+        if report.conversions > without:
+            found[report].append(f"{report.conversions} layout conversions in the main loop, {without} without dropout")
+    return found
+
+
+def examine(function: Any, kernel: Any, capability: int) -> Report:
+    types = kernel.src.signature
+    constants = {
+        function.arg_names[place[0]]: value for place, value in kernel.src.constants.items() if len(place) == 1
+    }
+    variant = {**types, **{name: getattr(value, "__name__", str(value)) for name, value in constants.items()}}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([TOOLS / "cuobjdump", flag, file.name], check=True, capture_output=True, text=True).stdout
+            for flag in ("--dump-resource-usage", "--dump-sass")
+        )
+    registers, stack = (int(value) for value in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    products, conversions = _loops(kernel.asm["ttgir"])
+    return Report(
+        name=f"{function.__module__.rpartition('.')[2]}.{function.__name__}",
+        capability=capability,
+        variant=tuple(sorted((name, str(value)) for name, value in variant.items())),
+        registers=registers,
+        stack=stack,
+        shared=kernel.metadata.shared,
+        conversions=conversions,
+        products=products,
+        matrix_instructions=_matrix_instructions(code),
+        tf32=bool(re.search(r"\bmma\S*\.tf32|kind::tf32", kernel.asm["ptx"])),
+        narrow_offsets=narrow_offsets(kernel.asm["ttir"]),
+    )
+
+
+_PRODUCT = re.compile(r"= (tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b|ttng\.tc_gen5_mma\b")
+
+
+def _loops(ir: str) -> tuple[int, int]:
+    """Matrix products in loops of Triton's GPU IR, and layout conversions in the loops that have some."""
+    lines = ir.splitlines()
+    products = conversions = 0
+    for start, line in enumerate(lines):
+        if "scf.for" not in line and "scf.while" not in line:
+            continue
+        indent = len(line) - len(line.lstrip())
+        end = next(n for n in range(start + 1, len(lines)) if re.match(rf" {{{indent}}}}}(?! do)", lines[n]))
+        body = lines[start + 1 : end]
+        if any("scf.for" in inner or "scf.while" in inner for inner in body):
+            continue
+        here = sum(bool(_PRODUCT.search(inner)) for inner in body)
+        products += here
+        conversions += sum("ttg.convert_layout" in inner for inner in body) if here else 0
+    return products, conversions
+
+
+def _matrix_instructions(code: str) -> tuple[str, ...]:
+    """The kinds of matrix instructions between a backward branch and its target."""
+    lines = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    loops = [
+        (int(target[1], 16), address)
+        for address, text in lines
+        if (target := re.search(r"\bBRA(?:\.\S+)? .*?0x([0-9a-f]+)", text)) and int(target[1], 16) < address
+    ]
+    found = set()
+    for address, text in lines:
+        instruction = re.search(r"\b(HGMMA|HMMA|UTC\w*MMA|QGMMA|IGMMA)\S*", text)
+        if instruction and any(first <= address <= last for first, last in loops):
+            found.add(instruction[0])
+    return tuple(sorted(found))
+
+
+def narrow_offsets(ir: str) -> tuple[str, ...]:
+    """Products of two run-time values in 32 bits that an address depends on: beyond 2**31 elements they would wrap."""
+    definitions = {}
+    for line in ir.splitlines():
+        if match := re.match(r"\s*(%[\w#]+)(?::\d+)? = (\S+) (.*)", line):
+            definitions[match[1]] = match[2].strip('"'), re.findall(r"%[\w#]+", match[3]), line.strip()
+    found = set()
+
+    def is_constant(value: str) -> bool:
+        name, operands, _ = definitions.get(value, ("argument", [], ""))
+        return name == "arith.constant" or (name in ("tt.splat", "tt.broadcast") and is_constant(operands[0]))
+
+    def follow(value: str, seen: set[str]) -> None:
+        if value in seen or value not in definitions:
+            return
+        seen.add(value)
+        name, operands, line = definitions[value]
+        if name == "arith.muli" and re.search(r"i32>?( loc.*)?$", line) and not any(map(is_constant, operands)):
+            found.add(re.sub(r" loc\(.*", "", line))
+        if name.startswith(("arith.", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.addptr")):
+            for operand in operands:
+                follow(operand, seen)
+
+    seen: set[str] = set()
+    for value, (name, _, _) in definitions.items():
+        if name == "tt.addptr":
+            follow(value, seen)
+    return tuple(sorted(found))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fastattn.backends.triton.aot", description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
+    parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args(arguments)
+    for capability in options.arch:
+        run(options.operation, capability)
+    reports = [
+        examine(function, kernel, capability)
+        for capability in options.arch
+        for function, kernel in specialisations(capability)
+    ]
+    print(f"triton {triton.__version__}\n{'':44} registers  stack  shared  conversions  matrix instructions")
+    total = 0
+    for report, found in faults(reports).items():
+        print(
+            f"sm_{report.capability:<4} {report.name:36} {report.registers:8} {report.stack:6} {report.shared:7} "
+            f"{report.conversions:12}  {', '.join(report.matrix_instructions) or '-'}"
+        )
+        for fault in found:
+            total += 1
+            print(f"  FAULT {fault}, in {dict(report.variant)}")
+    print(f"{len(reports)} kernels, {total} faults")
+    return 1 if total or not reports else 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("aot: unset TRITON_INTERPRET, under which nothing is compiled")
+    sys.exit(main())

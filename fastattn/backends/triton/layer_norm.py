@@ -1,0 +1,425 @@
+"""Layer normalisation, also of residual + dropout(input): one forward kernel and one backward kernel for both."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.backends.triton import philox
+from fastattn.backends.triton.configurations import ROW_GROUPS, row_tile
+from fastattn.backends.triton.kernel import (
+    are_aligned,
+    are_few,
+    as_rows,
+    divide,
+    dropout_scale,
+    kernel,
+    launch,
+    rows_of,
+)
+
+
+@triton.jit
+def _drop(x, seed, row, first, matrix_rows, threshold, scale, FEW: tl.constexpr):
+    """dropout of x, the columns from ``first`` of these rows; x itself without a seed."""
+    if seed is not None:
+        matrix, i = divide(row, matrix_rows, FEW)
+        kept = philox.keep_rows(seed, matrix, i, first, threshold, x.shape[1])
+        x = tl.where(kept, x * scale, 0.0)
+    return x
+
+
+@triton.jit
+def _total(
+    input_rows, residual_rows, seed, row, first, column, inside, matrix_rows, threshold, scale, dtype: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """residual + dropout(input) in float32, rounded to dtype as the backward pass will find it, 0 outside."""
+    x = tl.load(input_rows + column, mask=inside, other=0.0).to(tl.float32)
+    x = _drop(x, seed, row, first, matrix_rows, threshold, scale, FEW)
+    if residual_rows is not None:
+        x += tl.load(residual_rows + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _parameter(pointer, column, columns, ALIGNED: tl.constexpr):
+    """These columns of a weight or bias (1, BLOCK) in float32."""
+    places = pointer + column
+    if ALIGNED:
+        places = tl.multiple_of(places, (16, 16))
+    return tl.load(places, mask=column < columns, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _affine(normal, weight, bias, column, columns, ALIGNED: tl.constexpr):
+    if weight is not None:
+        normal *= _parameter(weight, column, columns, ALIGNED)
+    if bias is not None:
+        normal += _parameter(bias, column, columns, ALIGNED)
+    return normal
+
+
+@kernel
+def _forward(
+    input,
+    residual,
+    weight,
+    bias,
+    seed,
+    out,
+    total,
+    mean,
+    rstd,
+    rows: tl.int64,
+    columns: tl.int32,
+    matrix_rows: tl.int64,
+    input_stride: tl.int64,
+    residual_stride: tl.int64,
+    threshold: tl.int32,
+    scale: tl.float32,
+    eps: tl.float32,
+    FEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FITS: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = (x - mean) * rstd * weight + bias, x = total = residual + dropout(input)."""
+    if ALIGNED:
+        columns = columns // 16 * 16  # which it is: so the compiler sees it
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, BLOCK)[None, :]
+    valid = (row < rows)[:, None]
+    input_rows = rows_of(input, row * input_stride, ALIGNED)
+    residual_rows = None
+    if residual is not None:
+        residual_rows = rows_of(residual, row * residual_stride, ALIGNED)
+    out_rows = rows_of(out, row * columns, ALIGNED)
+    if FITS:
+        inside = valid & (column < columns)
+        x = _total(
+            input_rows, residual_rows, seed, row, 0, column, inside, matrix_rows, threshold, scale,
+            out.dtype.element_ty, FEW,
+        )  # fmt: skip
+        center = tl.sum(x, 1) / columns
+        centred = tl.where(inside, x - center[:, None], 0.0)
+        squares = tl.sum(centred * centred, 1)
+    else:
+        # Each block's sums, merged: Chan, Golub and LeVeque 1983, equations 2.1.
+        center = tl.zeros([R], tl.float32)
+        squares = tl.zeros([R], tl.float32)
+        for first in range(0, columns, BLOCK):
+            here = first + column
+            inside = valid & (here < columns)
+            x = _total(
+                input_rows, residual_rows, seed, row, first, here, inside, matrix_rows, threshold, scale,
+                out.dtype.element_ty, FEW,
+            )  # fmt: skip
+            count = tl.minimum(columns - first, BLOCK).to(tl.float32)
+            block_center = tl.sum(x, 1) / count
+            centred = tl.where(inside, x - block_center[:, None], 0.0)
+            step = (block_center - center) * (count / (first + count))
+            squares += tl.sum(centred * centred, 1) + step * (block_center - center) * first
+            center += step
+    scaling = 1.0 / tl.sqrt_rn(squares / columns + eps)
+    tl.store(mean + row, center, mask=row < rows)
+    tl.store(rstd + row, scaling, mask=row < rows)
+    if FITS:
+        normal = _affine(centred * scaling[:, None], weight, bias, column, columns, ALIGNED)
+        tl.store(out_rows + column, normal, mask=inside)
+        if total is not None:
+            tl.store(rows_of(total, row * columns, ALIGNED) + column, x, mask=inside)
+    else:
+        for first in range(0, columns, BLOCK):
+            here = first + column
+            inside = valid & (here < columns)
+            x = _total(
+                input_rows, residual_rows, seed, row, first, here, inside, matrix_rows, threshold, scale,
+                out.dtype.element_ty, FEW,
+            )  # fmt: skip
+            normal = (x - center[:, None]) * scaling[:, None]
+            tl.store(out_rows + here, _affine(normal, weight, bias, here, columns, ALIGNED), mask=inside)
+            if total is not None:
+                tl.store(rows_of(total, row * columns, ALIGNED) + here, x, mask=inside)
+
+
+@triton.jit
+def _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside):
+    """The normalised row and the gradient of the output, 0 outside."""
+    x = tl.load(total_rows + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_rows + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, (x - center[:, None]) * scaling[:, None], 0.0), grad
+
+
+@triton.jit
+def _store_grads(
+    grad, sum_rows, seed, grad_input, grad_total, row, first, column, inside, columns, matrix_rows, threshold, scale,
+    FEW: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the sum, with what reaches it from elsewhere, and through the dropout that of the input."""
+    if sum_rows is not None:
+        grad += tl.load(sum_rows + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(rows_of(grad_total, row * columns, ALIGNED) + column, grad, mask=inside)
+    if grad_input is not None:
+        grad = _drop(grad, seed, row, first, matrix_rows, threshold, scale, FEW)
+        tl.store(rows_of(grad_input, row * columns, ALIGNED) + column, grad, mask=inside)
+
+
+@kernel
+def _backward(
+    grad_out,
+    grad_sum,
+    total,
+    mean,
+    rstd,
+    weight,
+    seed,
+    grad_input,
+    grad_total,
+    partial,
+    rows: tl.int64,
+    columns: tl.int32,
+    matrix_rows: tl.int64,
+    grad_stride: tl.int64,
+    sum_stride: tl.int64,
+    total_stride: tl.int64,
+    threshold: tl.int32,
+    scale: tl.float32,
+    FEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FITS: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight.
+
+    Programs take every num_programs-th block of rows; ``partial`` (2, programs, columns) has each one's sums of
+    grad_out * xhat and grad_out over its rows, the weight's and bias's gradients before ``_reduce``.
+    """
+    if ALIGNED:
+        columns = columns // 16 * 16  # which it is: so the compiler sees it
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    if partial is not None:
+        weight_sums = partial + program * columns
+        bias_sums = weight_sums + programs * columns
+    weight_products = tl.zeros([R, BLOCK], tl.float32)
+    bias_products = tl.zeros([R, BLOCK], tl.float32)
+    for top in range(program * R, rows, programs * R):
+        row = top + tl.arange(0, R)
+        valid = (row < rows)[:, None]
+        center = tl.load(mean + row, mask=row < rows, other=0.0)
+        scaling = tl.load(rstd + row, mask=row < rows, other=0.0)
+        grad_rows = rows_of(grad_out, row * grad_stride, ALIGNED)
+        total_rows = rows_of(total, row * total_stride, ALIGNED)
+        sum_rows = None
+        if grad_sum is not None:
+            sum_rows = rows_of(grad_sum, row * sum_stride, ALIGNED)
+        if FITS:
+            inside = valid & (column < columns)
+            normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside)
+            if partial is not None:
+                weight_products += grad * normal
+                bias_products += grad
+            grad = _affine(grad, weight, None, column, columns, ALIGNED)
+            grad_mean, product_mean = tl.sum(grad, 1) / columns, tl.sum(grad * normal, 1) / columns
+            grad = scaling[:, None] * (grad - grad_mean[:, None] - normal * product_mean[:, None])
+            _store_grads(
+                grad, sum_rows, seed, grad_input, grad_total, row, 0, column, inside, columns, matrix_rows,
+                threshold, scale, FEW, ALIGNED,
+            )  # fmt: skip
+        else:
+            grad_mean, product_mean = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
+            for first in range(0, columns, BLOCK):
+                here = first + column
+                inside = valid & (here < columns)
+                normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside)
+                if partial is not None:  # a row at a time, R = 1: the sums so far are this program's own
+                    more = inside & (row != program * R)[:, None]
+                    sums = tl.load(weight_sums + here, mask=more, other=0.0) + grad * normal
+                    tl.store(weight_sums + here, sums, mask=inside)
+                    sums = tl.load(bias_sums + here, mask=more, other=0.0) + grad
+                    tl.store(bias_sums + here, sums, mask=inside)
+                grad = _affine(grad, weight, None, here, columns, ALIGNED)
+                grad_mean += tl.sum(grad, 1) / columns
+                product_mean += tl.sum(grad * normal, 1) / columns
+            for first in range(0, columns, BLOCK):
+                here = first + column
+                inside = valid & (here < columns)
+                normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside)
+                grad = _affine(grad, weight, None, here, columns, ALIGNED)
+                grad = scaling[:, None] * (grad - grad_mean[:, None] - normal * product_mean[:, None])
+                _store_grads(
+                    grad, sum_rows, seed, grad_input, grad_total, row, first, here, inside, columns, matrix_rows,
+                    threshold, scale, FEW, ALIGNED,
+                )  # fmt: skip
+            tl.debug_barrier()  # the next row adds to what this one's threads have stored
+    if FITS and partial is not None:
+        inside = tl.arange(0, BLOCK) < columns
+        tl.store(weight_sums + tl.arange(0, BLOCK), tl.sum(weight_products, 0), mask=inside)
+        tl.store(bias_sums + tl.arange(0, BLOCK), tl.sum(bias_products, 0), mask=inside)
+
+
+@kernel
+def _reduce(
+    partial,
+    grad_weight,
+    grad_bias,
+    programs: tl.int64,
+    columns: tl.int64,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of ``partial`` (2, programs, columns) over the programs: programs (., 0) here weight, (., 1) bias."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    table = partial + tl.program_id(1) * programs * columns
+    sums = tl.zeros([R, BLOCK], tl.float32)
+    for first in range(0, programs, R):
+        row = (first + tl.arange(0, R))[:, None]
+        sums += tl.load(table + row * columns + column, mask=(row < programs) & (column < columns), other=0.0)
+    if tl.program_id(1) == 0:
+        if grad_weight is not None:
+            tl.store(grad_weight + column, tl.sum(sums, 0), mask=column < columns)
+    else:
+        if grad_bias is not None:
+            tl.store(grad_bias + column, tl.sum(sums, 0), mask=column < columns)
+
+
+def _run_forward(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    threshold: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Fills ``out`` and ``total``; returns mean and rstd."""
+    mean, rstd = (torch.empty(input.shape[:-1], dtype=torch.float32, device=input.device) for _ in range(2))
+    rows, columns = mean.numel(), input.size(-1)
+    x = as_rows(input)
+    r = None if residual is None else as_rows(residual)
+    strides = x.stride(0), x.stride(0) if r is None else r.stride(0)
+    w, b = _packed(weight), _packed(bias)
+    tile = row_tile("layer_norm", columns)
+    launch(
+        _forward, (-(-rows // tile.rows),), input.device,
+        x, r, w, b, seed, out, total, mean, rstd, rows, columns, _matrix_rows(input), *strides, threshold,
+        dropout_scale(threshold), eps, FEW=are_few(rows), ALIGNED=are_aligned(columns, x, r, w, b),
+        FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return mean, rstd
+
+
+def _run_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    total: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    grad_input: Tensor | None,
+    grad_total: Tensor,
+    threshold: int,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
+    rows, columns = mean.numel(), total.size(-1)
+    device = total.device
+    tile = row_tile("layer_norm_backward", columns)
+    programs = min(-(-rows // tile.rows), ROW_GROUPS)
+    partial = None
+    if weight_grad or bias_grad:
+        partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
+    g, x = as_rows(grad_out), as_rows(total)
+    s = None if grad_sum is None else as_rows(grad_sum)
+    strides = g.stride(0), g.stride(0) if s is None else s.stride(0), x.stride(0)
+    w = _packed(weight)
+    launch(
+        _backward, (programs,), device,
+        g, s, x, mean, rstd, w, seed, grad_input, grad_total, partial, rows, columns, _matrix_rows(total), *strides,
+        threshold, dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, g, s, x, w),
+        FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    dtype = torch.float32 if weight is None else weight.dtype
+    grads = [torch.empty(columns if wanted else 0, dtype=dtype, device=device) for wanted in (weight_grad, bias_grad)]
+    if partial is not None:
+        launch(
+            _reduce, (-(-columns // 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
+            programs, columns, R=32, BLOCK=64, num_warps=4,
+        )  # fmt: skip
+    return grads[0], grads[1]
+
+
+def _matrix_rows(tensor: Tensor) -> int:
+    """The rows of one matrix: dropout counts rows within it, and matrices over the other dimensions."""
+    return tensor.size(-2) if tensor.dim() > 1 else 1
+
+
+def _packed(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None else parameter.contiguous()
+
+
+def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    mean, rstd = _run_forward(input, None, weight, bias, None, out, None, 0, eps)
+    return out, mean, rstd
+
+
+def layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    parameters = _run_backward(grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad, bias_grad)
+    return grad, *parameters
+
+
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    threshold: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    out, total = (torch.empty(input.shape, dtype=dtype, device=input.device) for _ in range(2))
+    mean, rstd = _run_forward(input, residual, weight, bias, seed if threshold else None, out, total, threshold, eps)
+    return out, total, mean, rstd
+
+
+def dropout_add_layer_norm_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    threshold: int,
+    input_dtype: torch.dtype,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_input = torch.empty(sum.shape, dtype=input_dtype, device=sum.device)
+    grad_total = torch.empty(sum.shape, dtype=sum.dtype, device=sum.device)
+    parameters = _run_backward(
+        grad_out, grad_sum, sum, mean, rstd, weight, seed if threshold else None, grad_input, grad_total, threshold,
+        weight_grad, bias_grad,
+    )  # fmt: skip
+    return grad_input, grad_total, *parameters

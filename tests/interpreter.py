@@ -1,0 +1,109 @@
+"""Triton's interpreter made strict: programs in a shuffled order, every access within an operand."""
+
+import contextlib
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@contextlib.contextmanager
+def strict(twice=False):
+    """Inside, a kernel that reads or writes outside its operands raises InterpreterError, and the programs of a grid
+    run in random order; with ``twice`` each kernel runs again in another order and must leave the same bits."""
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    originals = {
+        builder: {name: getattr(builder, name) for name in ("create_masked_load", "create_masked_store")},
+        executor: {"__call__": executor.__call__},
+    }
+    originals[builder] |= {name: getattr(builder, name) for name in ("set_grid_dim", "set_grid_idx", "create_dot")}
+    generator = np.random.default_rng(0)
+    state = {}
+
+    def call(self, *args, **kwargs):
+        tensors = list(_tensors([*args, *kwargs.values()]))
+        state["extents"] = _extents(tensors)
+        run = originals[executor]["__call__"]
+        if not twice:
+            run(self, *args, **kwargs)
+            return
+        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors)}.values()
+        before = [s.clone() for s in storages]
+        run(self, *args, **kwargs)
+        after = [s.clone() for s in storages]
+        for storage, content in zip(storages, before, strict=True):
+            storage.copy_(content)
+        run(self, *args, **kwargs)
+        for storage, content in zip(storages, after, strict=True):
+            if bytes(storage) != bytes(content):
+                raise AssertionError(f"{self.fn.__name__}: another order of its programs gives other bits")
+
+    def set_grid_dim(self, *grid):
+        state["order"] = generator.permutation(np.prod(grid))
+        originals[builder]["set_grid_dim"](self, *grid)
+
+    def set_grid_idx(self, *index):
+        place = np.unravel_index(state["order"][np.ravel_multi_index(index, self.grid_dim)], self.grid_dim)
+        originals[builder]["set_grid_idx"](self, *(int(n) for n in place))
+
+    def check(ptrs, mask):
+        addresses = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
+        size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        starts, ends = state["extents"]
+        place = np.searchsorted(starts, addresses, "right") - 1
+        if addresses.size and not (len(starts) and (place >= 0).all() and (addresses + size <= ends[place]).all()):
+            raise IndexError("an access outside the kernel's operands")
+
+    def create_masked_load(self, ptrs, mask, *rest):
+        check(ptrs, mask)
+        return originals[builder]["create_masked_load"](self, ptrs, mask, *rest)
+
+    def create_masked_store(self, ptrs, value, mask, *rest):
+        check(ptrs, mask)
+        return originals[builder]["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def create_dot(self, a, b, *rest):
+        return originals[builder]["create_dot"](self, _as_float(a), _as_float(b), *rest)
+
+    executor.__call__ = call
+    for function in (set_grid_dim, set_grid_idx, create_masked_load, create_masked_store, create_dot):
+        setattr(builder, function.__name__, function)
+    try:
+        yield
+    finally:
+        for owner, functions in originals.items():
+            for name, function in functions.items():
+                setattr(owner, name, function)
+
+
+def _as_float(handle):
+    """A bfloat16 operand in float32: the interpreter keeps it as 16-bit integers, and would multiply those."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _tensors(arguments):
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from _tensors(argument)
+
+
+def _extents(tensors):
+    """(starts, ends) of the memory that the tensors cover, as addresses, in order and without overlaps."""
+    spans = []
+    for t in tensors:
+        if t.numel() > 0:
+            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            spans.append([t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()])
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    table = np.array(merged, dtype=np.uint64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,74 @@
+"""Kernels with one fault each, for the ahead-of-time checks to find; prints what they found, as JSON.
+
+A program of its own, since Triton must not interpret here.
+"""
+
+import json
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastattn.backends.triton import aot
+
+
+@triton.jit
+def sound(a, out, size: tl.int64, PRECISION: tl.constexpr):
+    i = tl.arange(0, 64)
+    tile = i[:, None] * 64 + i[None, :]
+    sums = tl.zeros([64, 64], tl.float32)
+    for k in range(size):
+        x = tl.load(a + k * 4096 + tile)
+        sums = tl.dot(x, x, sums, input_precision=PRECISION)
+    tl.store(out + tile, sums)
+
+
+@triton.jit
+def spill(a, out, size: tl.int64):
+    """Two accumulators of 512 numbers a thread."""
+    i = tl.arange(0, 16384)
+    first, second = tl.load(a + i), tl.load(a + 16384 + i)
+    for k in range(size):
+        x = tl.load(a + k + i)
+        first, second = tl.exp(first * x + second), tl.sin(second * x + first)
+    tl.store(out + i, first + second)
+
+
+@triton.jit
+def narrow(a, out, row: tl.int32, stride: tl.int32):
+    i = tl.arange(0, 64)
+    tl.store(out + i, tl.load(a + row * stride + i))
+
+
+@triton.jit
+def tf32(a, out, size: tl.int64):
+    i = tl.arange(0, 64)
+    tile = i[:, None] * 64 + i[None, :]
+    sums = tl.zeros([64, 64], tl.float32)
+    for k in range(size):
+        x = tl.load(a + k * 4096 + tile)
+        sums = tl.dot(x, x, sums, input_precision="tf32")
+    tl.store(out + tile, sums)
+
+
+def faults(function, types, constants, capability=90, warps=4):
+    source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return aot.examine(function, kernel, capability).faults()
+
+
+def main():
+    halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
+    found = {
+        "sound": [faults(sound, halves | {"size": "i64"}, {"PRECISION": "ieee"}, arch) for arch in aot.SHARED_MEMORY],
+        "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),
+        "tf32": faults(tf32, singles | {"size": "i64"}, {}),
+        "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"PRECISION": "tf32"}),
+        "narrow": faults(narrow, singles | {"row": "i32", "stride": "i32"}, {}),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

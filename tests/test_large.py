@@ -1,0 +1,92 @@
+"""Tensors of more than 2**31 elements, whose memory exists only where it was written: offsets must have 64 bits."""
+
+import math
+import mmap
+
+import numpy as np
+import pytest
+import torch
+from oracle import dropout_values, gradients, threshold
+
+from fastattn import (
+    dropout,
+    dropout_add_layer_norm,
+    dropout_mask,
+    layer_norm,
+    scaled_dot_product_attention,
+    softmax_dropout,
+)
+from fastattn.backends import native
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(native.library("cpu") is None, reason=f"no cpu backend: {native.reason('cpu')}"),
+]
+FAR = 2**31 + 40
+MAP_NORESERVE = 0x4000  # Linux's; older versions of the module lack the name
+SEED = torch.tensor([11, 13])
+
+
+def sparse(elements, dtype):
+    """Zeros that take address space only: pages that are never written are one and the same."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+def spread(tensor, dim):
+    """A copy whose stride along `dim` is so large that the last element lies beyond 2**31 elements."""
+    strides = list(tensor.contiguous().stride())
+    strides[dim] = math.ceil(FAR / (tensor.size(dim) - 1))
+    memory = sparse(sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1, tensor.dtype)
+    return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def assert_same(function, tensors, dims):
+    """Output and gradients have the same bits when the operands are spread over more than 2**31 elements."""
+    far = [tensor if dim is None else spread(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+    with torch.no_grad():
+        assert torch.equal(function(*far), function(*tensors))
+    (near_out, near_grads), (far_out, far_grads) = gradients(function, tensors), gradients(function, far)
+    for near, other in zip([*near_out, *near_grads], [*far_out, *far_grads], strict=True):
+        assert torch.equal(near, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "rows"])
+@pytest.mark.parametrize("rows", [2, 70])
+def test_attention(dtype, dim, rows):
+    query, key, value = (torch.randn(2, 2, n, 24).to(dtype) for n in (rows, 70, 70))
+    assert_same(scaled_dot_product_attention, (query, key, value), (dim, dim, dim))
+    mask = torch.randn(2, 2, rows, 70).to(dtype)
+    assert_same(scaled_dot_product_attention, (query, key, value, mask), (None, None, None, dim))
+
+
+def test_rows():
+    x, residual, weight = torch.randn(2, 2, 17, 100), torch.randn(2, 2, 17, 100), torch.randn(100)
+    for dim in range(2):
+        assert_same(lambda t, m: softmax_dropout(t, 0.3, m, seed=SEED), (x, residual), (dim, dim))
+        assert_same(lambda t: dropout(t, 0.3, seed=SEED), (x,), (dim,))
+    rows = x[0, 0], residual[0, 0]
+    assert_same(lambda t, w: layer_norm(t, (100,), w), (rows[0], weight), (0, None))
+    assert_same(lambda t, r, w: dropout_add_layer_norm(t, r, w, None, 0.3, seed=SEED), (*rows, weight), (0, 0, None))
+
+
+def test_more_than_2_31_keys_and_values():
+    """One query over 2**25 + 1 keys of 64 elements, all zero but the last, which has a known share of the weight."""
+    keys, score = 2**25 + 1, 20.0
+    query = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16)
+    key, value = (sparse(keys * 64, torch.bfloat16).view(1, 1, keys, 64) for _ in range(2))
+    key[..., -1, :] = score / 8
+    value[..., -1, :] = torch.arange(64)
+    out, lse = scaled_dot_product_attention(query, key, value, return_lse=True)
+    share = math.exp(score) / (math.exp(score) + keys - 1)
+    torch.testing.assert_close(out.flatten().float(), share * torch.arange(64.0), rtol=1e-2, atol=0)
+    torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(math.exp(score) + keys - 1)]), rtol=1e-5, atol=0)
+
+
+def test_a_mask_of_more_than_2_31_elements():
+    rows, columns = 2**16 + 3, 2**15
+    kept = dropout_mask((rows, columns), 0.3, SEED)
+    last = np.arange(rows - 20, rows)[:, None]
+    wanted = dropout_values(0, last, np.arange(columns), SEED) >= threshold(0.3)
+    assert torch.equal(kept[-20:], torch.from_numpy(wanted))
