@@ -108,4 +108,4 @@ def test_number_of_parts():
     assert configurations.parts(1000, 500, device) == 1  # many programs
     assert configurations.parts(8, 500, device) == configurations.processors(device) // 8
     assert configurations.parts(1, 10**6, device) == 64
-    assert configurations.parts(0, 10, device) == 1
+    assert configurations.parts(0, 3, device) == 1  # and no programs

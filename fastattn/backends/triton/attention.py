@@ -395,12 +395,12 @@ def _grad_key_value(
     dv = tl.zeros((COLUMNS, EV), tl.float32)
     end = tl.where(first_j < length, queries, 0)
     for EDGE in tl.static_range(2):
-        for n_head in range(group):
+        for n_head in tl.range(group, disable_licm=True):  # what is hoisted takes registers in every loop
             h = key_head * group + n_head
             queries_of_head = _head(query, b, h, first_query)
             grads_of_head = _head(grad_out, b, h, first_query)
             plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
-            for n in range(plan[EDGE]):
+            for n in tl.range(plan[EDGE], disable_licm=True):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
                 i = first_i + tl.arange(0, ROWS)
                 real_i = i < queries if EDGE else None
@@ -628,7 +628,8 @@ class _Problem:
         )
 
     def tiles(self, kernel: str) -> configurations.Tiles:
-        return configurations.attention(kernel, self.dtype, max(self.size, self.value_size), self.device)
+        size, masked = max(self.size, self.value_size), self.mask is not None
+        return configurations.attention(kernel, self.dtype, size, masked, self.device)
 
     def constants(self, tiles: configurations.Tiles, *others: Tensor) -> dict[str, Any]:
         """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
