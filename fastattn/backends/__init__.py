@@ -76,7 +76,7 @@ def compiled(name: str) -> Callable[..., Any]:
 
 
 def _unavailable(*args: Any) -> NoReturn:
-    raise RuntimeError(f"fastattn: the compiled CPU library is not loaded: {_MISSING['cpu']}")
+    raise RuntimeError(f"fastattn: the compiled CPU library is not loaded: {MISSING['cpu']}")
 
 
 class _Thread(threading.local):
