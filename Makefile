@@ -27,10 +27,10 @@ bench:  ## correctness and speed against the reference and what a user would pic
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-slow:  ## the tests that install anew, train for minutes, or interpret Triton's kernels at length
+slow:  ## the longer tests: every instruction set, sanitizers, fresh installs, Triton's interpreter
 	pytest -m slow
 
-ci: lint demo report  ## all that comes after the tests; `make slow` beside it
+ci: lint demo slow report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"

@@ -376,6 +376,7 @@ void set_rows(Attention* a, const Tensor& stats) {
   float* data = (float*)const_cast<void*>(stats.const_data_ptr());
   a->reference = data;
   a->sum = data + stats.stride(0);
+  a->row_batch = a->heads * a->queries, a->row_head = a->queries, a->row_query = 1;
 }
 
 void run_attention_backward(const Attention& a, const AttentionGradients& gradients) {
@@ -408,7 +409,6 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
   set_rows(&a, stats);
-  a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
   run_attention(a);
   return {out, lse, stats};
 }
@@ -429,7 +429,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
   a.out = heads_of(o);
   set_rows(&a, rows);
-  a.row_batch = a.heads * a.queries, a.row_head = a.queries, a.row_query = 1;
 
   const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
   const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
@@ -450,6 +449,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {query_grad, key_grad, value_grad, mask_gradient};
 }
 
+void set_packed_rows(Attention* a, const Tensor& stats) {
+  set_rows(a, stats);
+  a->row_batch = 0, a->row_head = 1, a->row_query = a->heads;
+}
+
 // The offsets and lengths of packed sequences, as the kernels want them.
 struct PackedSequences {
   Tensor query_start, key_start, used;
@@ -465,7 +469,6 @@ struct PackedSequences {
     a->query_start = query_start.const_data_ptr<int64_t>(), a->key_start = key_start.const_data_ptr<int64_t>();
     if (used.defined()) a->key_lengths = used.const_data_ptr<int64_t>();
     a->lower_right = true;
-    a->row_head = 1, a->row_query = a->heads;
   }
 };
 
@@ -483,7 +486,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const T
   const Tensor lse = empty(Sizes(rows + 1, 2), Dtype::float32), stats = empty(Sizes(rows, 3), Dtype::float32);
   a.out = heads_of(out);
   a.lse = lse.mutable_data_ptr<float>();
-  set_rows(&a, stats);
+  set_packed_rows(&a, stats);
   run_attention(a);
   return {out, lse, stats};
 }
@@ -501,7 +504,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
   Attention a = attention_problem(q, k, v, seed, scale, window_left, window_right, threshold);
   sequences.describe(&a, max_q, max_k);
   a.out = heads_of(o);
-  set_rows(&a, rows);
+  set_packed_rows(&a, rows);
 
   const Tensor query_grad = empty(query.sizes(), dtype_of(query, "query")),
                key_grad = empty(key.sizes(), dtype_of(key, "key"));
@@ -796,27 +799,65 @@ bool is_plain_parameter(const std::optional<Tensor>& tensor, int64_t columns) {
   return sizes.size() == 1 && sizes[0] == columns && is_plain(*tensor, &dtype);
 }
 
-Tensor attention_direct(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
-                        std::optional<double> scale) {
+// The problem of a plain call, but for its results; nothing if it is not one.
+std::optional<Attention> plain_attention(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+                                         std::optional<double> scale) {
   constexpr int64_t kMaxHeadSize = 256;
   Dtype dtype, key_dtype, value_dtype;
   if (!is_plain(query, &dtype) || !is_plain(key, &key_dtype) || !is_plain(value, &value_dtype) || key_dtype != dtype ||
       value_dtype != dtype)
-    return Tensor();
+    return std::nullopt;
   const Sizes q = query.sizes(), k = key.sizes(), v = value.sizes();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4) return Tensor();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4) return std::nullopt;
   for (int d = 0; d < 2; ++d)
-    if (k[d] != q[d] || v[d] != q[d]) return Tensor();
-  if (v[2] != k[2] || k[3] != q[3] || q[3] < 1 || q[3] > kMaxHeadSize || v[3] > kMaxHeadSize) return Tensor();
+    if (k[d] != q[d] || v[d] != q[d]) return std::nullopt;
+  if (v[2] != k[2] || k[3] != q[3] || q[3] < 1 || q[3] > kMaxHeadSize || v[3] > kMaxHeadSize) return std::nullopt;
+  for (const Tensor* tensor : {&query, &key, &value})
+    if (tensor->strides()[3] != 1 && tensor->sizes()[3] > 1) return std::nullopt;
   const double factor = scale.value_or(1 / sqrt((double)q[3]));
-  if (!(fabs(factor) < HUGE_VAL)) return Tensor();
+  if (!(fabs(factor) < HUGE_VAL)) return std::nullopt;
+  return attention_problem(query, key, value, std::nullopt, factor, -1, is_causal ? 0 : -1, 0);
+}
 
-  const Tensor x = with_dense_columns(query), y = with_dense_columns(key), z = with_dense_columns(value);
-  Attention a = attention_problem(x, y, z, std::nullopt, factor, -1, is_causal ? 0 : -1, 0);
-  const Tensor out = empty_heads(query, a.queries, a.value_depth);
-  a.out = heads_of(out);
-  run_attention(a);
+Tensor attention_direct(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+                        std::optional<double> scale) {
+  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
+  if (!a) return Tensor();
+  const Tensor out = empty_heads(query, a->queries, a->value_depth);
+  a->out = heads_of(out);
+  run_attention(*a);
   return out;
+}
+
+// The direct way of calls that want a gradient: (out, stats), and the three gradients.
+std::tuple<Tensor, Tensor> attention_kept(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+                                          std::optional<double> scale) {
+  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
+  if (!a) return {Tensor(), Tensor()};
+  const int64_t rows[4] = {2, a->batch, a->heads, a->queries};
+  const Tensor out = empty_heads(query, a->queries, a->value_depth), stats = empty(Sizes(rows, 4), Dtype::float32);
+  a->out = heads_of(out);
+  set_rows(&*a, stats);
+  run_attention(*a);
+  return {out, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_kept_backward(const Tensor& grad_out, const Tensor& query,
+                                                           const Tensor& key, const Tensor& value, const Tensor& out,
+                                                           const Tensor& stats, bool is_causal,
+                                                           std::optional<double> scale) {
+  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
+  STD_TORCH_CHECK(a, "attention_kept_backward: not the operands of attention_kept");
+  const Tensor grad = with_dense_columns(grad_out);
+  a->out = heads_of(out);
+  set_rows(&*a, stats);
+  const Tensor query_grad = empty_heads(query, a->queries, a->depth), key_grad = empty_heads(key, a->keys, a->depth);
+  const Tensor value_grad = empty_heads(value, a->keys, a->value_depth);
+  AttentionGradients g = {};
+  g.out_grad = heads_of(grad);
+  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
+  run_attention_backward(*a, g);
+  return {query_grad, key_grad, value_grad};
 }
 
 Tensor layer_norm_direct(const Tensor& input, int64_t columns, const std::optional<Tensor>& weight,
@@ -914,6 +955,12 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "float scale, int window_left, int window_right, int threshold) -> (Tensor, Tensor, Tensor)");
   m.def("attention_direct(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> Tensor");
   m.def(
+      "attention_kept(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "attention_kept_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
+      "bool is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "layer_norm_direct(Tensor input, int columns, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
       "-> Tensor");
   m.def(
@@ -946,6 +993,7 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("attention_direct", TORCH_BOX(&attention_direct));
+  m.impl("attention_kept", TORCH_BOX(&attention_kept));
   m.impl("layer_norm_direct", TORCH_BOX(&layer_norm_direct));
   m.impl("dropout_add_layer_norm_direct", TORCH_BOX(&dropout_add_layer_norm_direct));
   m.impl("softmax_dropout_direct", TORCH_BOX(&softmax_dropout_direct));
@@ -959,6 +1007,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_kept_backward", TORCH_BOX(&attention_kept_backward));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
   m.impl("dropout", TORCH_BOX(&dropout_op));

@@ -67,8 +67,8 @@ def run(out: str | None = None) -> int:
     score, signature = bleu(translations, references)
     print(f"BLEU {score:.1f} on {SCORED} sentences of the test text ({signature}).")
     print(
-        "Two minutes teach it the language's most frequent words, hardly what the source says: a BLEU near 0 is to be\n"
-        "expected. `fastattn train` for longer on the same text goes on from there."
+        "Two minutes teach it the language and some of the words: a BLEU below 10 is to be expected. `fastattn train`\n"
+        "for twenty minutes on the same text makes it a translator."
     )
 
     plots.loss_curve(read_metrics(folder), folder / "loss.png")

@@ -168,24 +168,32 @@ DIRECT = {
 
 
 @needs_cpu
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
-def test_the_direct_way_is_the_same_operation(function, dtype, monkeypatch):
-    """A plain call that wants no gradient takes no other way, to the same bits and the same draw of the seed."""
+def test_the_direct_way_is_the_same_operation(function, dtype, grad, monkeypatch):
+    """It gives the same bits from the same draw of the seed, and plain calls take it: without a gradient all."""
     arguments = DIRECT[function](dtype)
-    torch.manual_seed(3)
-    wanted = function(*[a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]).detach()
-    after = torch.random.get_rng_state()
-    with torch.no_grad():
+    leaves = [a.requires_grad_(grad) for a in arguments if isinstance(a, torch.Tensor)]
+
+    def results():
         torch.manual_seed(3)
-        with monkeypatch.context() as patched:
+        out = function(*arguments)
+        state = torch.random.get_rng_state()
+        return [out, state, *(torch.autograd.grad(out.float().square().sum(), leaves) if grad else ())]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fastattn.backends.thread, "direct", False)
+        wanted = results()
+    with monkeypatch.context() as patched:
+        if function is scaled_dot_product_attention or not grad:
+            # What every other way goes through. (fastattn.ops.dropout is the function.)
             for module in ("attention", "softmax_dropout", "layer_norm", "dropout"):
-                # What every other way goes through. (fastattn.ops.dropout is the function.)
                 patched.setattr(sys.modules[f"fastattn.ops.{module}"], "choose", None)
-            direct = function(*arguments)
-    assert torch.equal(direct, wanted)
-    assert direct.stride() == wanted.stride()
-    assert torch.equal(torch.random.get_rng_state(), after)
+        direct = results()
+    for one, other in zip(direct, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
 
 
 @needs_cpu

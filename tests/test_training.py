@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import missing
+from conftest import require
 from torch.nn import functional as F
 
 import fastattn
@@ -255,9 +255,7 @@ def test_backends_train_alike(text):
     measured where it is sure to happen: runs of the reference whose every parameter is moved by 64 units before every
     update (at 1000 units they end no further apart). The bound is three times the largest distance of two so far.
     """
-    why = missing("cpu")
-    if why is not None:
-        pytest.skip(f"no cpu backend: {why}")
+    require("cpu")
     updates = 200
     reference = loss_curve("reference", text, updates)
     ours = loss_curve("cpu", text, updates)

@@ -196,9 +196,9 @@ struct Forward {
       else
         store(to + i, x, a.value_depth - i);
     }
-    if (!a.lse) return;
     const int64_t row = row_offset(a, s, head, query);
-    a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
+    if (a.lse) a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
+    if (!a.sum) return;
     a.reference[row] = sum == 0 ? 0 : reference;
     a.sum[row] = sum;
   }

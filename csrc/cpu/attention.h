@@ -39,7 +39,7 @@ struct Attention {
   bool lower_right;  // the diagonal is length - queries; otherwise 0
   Seed seed;
   int threshold;                 // 0: no dropout
-  float *lse, *reference, *sum;  // (batch, head, query) with these strides; m_i and sum_i; all null: out alone
+  float *lse, *reference, *sum;  // (batch, head, query) with these strides; m_i and sum_i; or null
   int64_t row_batch, row_head, row_query;
 };
 

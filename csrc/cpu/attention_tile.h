@@ -304,41 +304,51 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
 
 // ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----
 
-constexpr int kFewQueries = 4;  // so many do not fill the lanes of a panel
+constexpr int kFewQueries = kLanes / 2;  // so many leave half the lanes of a panel empty
 
-// product[j] = scale row . from_j for `count` rows, kLanes at a time (the last lanes repeat the last row). `row` has
-// whole vectors, padded with 0.
+// Lane j < rows: row . from_j, where j = count - 1 stands for all j beyond it.
+template <int rows, class T>
+FASTATTN_INLINE vf products_of_rows(const float* row, const T* from, int64_t stride, int count, int length) {
+  vf x[kLanes];
+  const T* other[rows];
+#pragma GCC unroll 16
+  for (int j = 0; j < kLanes; ++j) x[j] = vf{};
+#pragma GCC unroll 16
+  for (int j = 0; j < rows; ++j) other[j] = from + smaller(j, count - 1) * stride;
+  int d = 0;
+  for (; d + kLanes <= length; d += kLanes) {
+    const vf left = load(row + d);
+#pragma GCC unroll 16
+    for (int j = 0; j < rows; ++j) x[j] = fma(load(other[j] + d), left, x[j]);
+  }
+  if (d < length) {
+    const vf left = load(row + d);
+#pragma GCC unroll 16
+    for (int j = 0; j < rows; ++j) x[j] = fma(load(other[j] + d, length - d), left, x[j]);
+  }
+  // Halves the number of vectors and doubles that of the sums in each, in their order at the end.
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int j = 0; j < half; ++j) {
+      vf low, high;
+      interleave(x[j], x[j + half], &low, &high);
+      x[j] = low + high;
+    }
+  return x[0];
+}
+
+// product[j] = scale row . from_j for `count` rows, and as many more as fill the last vector. `row` has whole vectors,
+// padded with 0.
 template <class T>
 void row_products(const float* row, const T* from, int64_t stride, int count, int length, float scale, float* product) {
   for (int first = 0; first < count; first += kLanes) {
-    vf x[kLanes];
-    const T* other[kLanes];
-#pragma GCC unroll 16
-    for (int j = 0; j < kLanes; ++j) {
-      x[j] = vf{};
-      other[j] = from + smaller(first + j, count - 1) * stride;
-    }
-    int d = 0;
-    for (; d + kLanes <= length; d += kLanes) {
-      const vf left = load(row + d);
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) x[j] = fma(load(other[j] + d), left, x[j]);
-    }
-    if (d < length) {
-      const vf left = load(row + d);
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) x[j] = fma(load(other[j] + d, length - d), left, x[j]);
-    }
-    // Halves the number of vectors and doubles that of the sums in each, in their order at the end.
-#pragma GCC unroll 4
-    for (int half = kLanes / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-      for (int j = 0; j < half; ++j) {
-        vf low, high;
-        interleave(x[j], x[j + half], &low, &high);
-        x[j] = low + high;
-      }
-    store(product + first, x[0] * scale);
+    if (count - first > kLanes / 2)
+      store(product + first,
+            products_of_rows<kLanes>(row, from + first * stride, stride, count - first, length) * scale);
+    else
+      store(product + first,
+            products_of_rows<kLanes / 2>(row, from + first * stride, stride, count - first, length) * scale);
   }
 }
 

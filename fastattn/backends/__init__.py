@@ -66,19 +66,23 @@ else:
 _CPU_OPS = frozenset(vars(TABLE["cpu"])) if "cpu" in TABLE else frozenset()
 
 
-def direct(op: str) -> Callable[..., Tensor | None]:
-    """The compiled function that takes a plain call of ``op`` from the user's arguments to the result, checks included.
+def compiled(name: str) -> Callable[..., Any]:
+    """A function of the compiled CPU library that belongs to the direct way (docs/design.md).
 
-    It returns None for calls that are not plain (docs/design.md, "The direct way"), without the library for all.
+    It takes a plain call from the user's arguments to the result. Without the library no call is plain.
     """
     library = native.library("cpu")
-    return (lambda *args: None) if library is None else getattr(library, f"{op}_direct").default._op
+    return _unavailable if library is None else getattr(library, name).default._op
+
+
+def _unavailable(*args: Any) -> NoReturn:
+    raise RuntimeError(f"fastattn: the compiled CPU library is not loaded: {MISSING['cpu']}")
 
 
 class _Thread(threading.local):
     forced: str | None = None
     explaining: bool = False
-    direct: bool = True  # the compiled CPU kernels may be called without a choice
+    direct: bool = "cpu" in TABLE  # the compiled CPU kernels may be called without a choice
 
 
 thread = _Thread()
@@ -229,7 +233,7 @@ def backend(name: str) -> Iterator[None]:
     if name not in _NAMES:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, _NAMES))}, got {name!r}")
     previous = thread.forced, thread.direct
-    thread.forced, thread.direct = name, name == "cpu"
+    thread.forced, thread.direct = name, name == "cpu" and name in TABLE
     try:
         yield
     finally:

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, direct
+from fastattn.backends import choose, compiled
 from fastattn.backends.reference.attention import empty_heads, without_autocast
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.backends.reference.softmax_dropout import visibility
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, is_direct
+from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
 _VARIANTS = ("upper_left", "lower_right")
-_direct = direct("attention")
+_direct = compiled("attention_direct")
+_kept, _kept_backward = compiled("attention_kept"), compiled("attention_kept_backward")
 
 
 def scaled_dot_product_attention(
@@ -79,10 +80,10 @@ def scaled_dot_product_attention(
         and causal_variant == "upper_left"
         and type(is_causal) is bool
         and (scale is None or type(scale) is float)
-        and is_direct(query, key, value)
+        and (differentiate := wants_gradient(query, key, value)) is not None
         and not torch._C._is_any_autocast_enabled()
     ):
-        out = _direct(query, key, value, is_causal, scale)
+        out = (_apply_direct if differentiate else _direct)(query, key, value, is_causal, scale)
         if out is not None:
             return out
     name = "scaled_dot_product_attention"
@@ -458,6 +459,34 @@ attention_op = Op(
     _setup_attention,
     _attention_backward,
 )
+
+
+class _Direct(torch.autograd.Function):
+    """The direct way of a call that wants a gradient: nothing but the output is a result."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor | None:
+        out, stats = _kept(query, key, value, *settings)
+        if out is not None:
+            ctx.save_for_backward(query, key, value, out, stats)
+            ctx.settings = settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        query, key, value, out, stats = ctx.saved_tensors
+        if wants_gradient(grad_out) is False:
+            return *_kept_backward(grad_out, query, key, value, out, stats, *ctx.settings), None, None
+        is_causal, scale = ctx.settings
+        scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
+        grads = attention_backward_op(
+            "cpu", grad_out, None, query, key, value, out, stats, None, None, None, scale, -1, 0 if is_causal else -1,
+            False, 0, False,
+        )  # fmt: skip
+        return *grads[:3], None, None
+
+
+_apply_direct = plain_apply(_Direct)
 
 
 def _fake_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, direct
+from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import dense_strides
 from fastattn.ops import check
-from fastattn.ops.register import Op, is_direct
+from fastattn.ops.register import Op, wants_gradient
 
-_direct = direct("dropout")
+_direct = compiled("dropout_direct")
 
 
 def dropout(
@@ -39,7 +39,7 @@ def dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if training is True and inplace is False and is_direct(input, seed):
+    if training is True and inplace is False and wants_gradient(input, seed) is False:
         threshold = check.threshold("dropout", p, "p")
         out = _direct(input, threshold, seed) if threshold > 0 else None
         if out is not None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, direct
+from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, is_direct
+from fastattn.ops.register import BackwardOp, Op, wants_gradient
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
-_direct = direct("layer_norm")
-_direct_residual = direct("dropout_add_layer_norm")
+_direct = compiled("layer_norm_direct")
+_direct_residual = compiled("dropout_add_layer_norm_direct")
 
 
 def layer_norm(
@@ -48,7 +48,7 @@ def layer_norm(
         and len(normalized_shape) == 1
         and type(normalized_shape[0]) is int
         and type(eps) is float
-        and is_direct(input, weight, bias)
+        and wants_gradient(input, weight, bias) is False
     ):
         out = _direct(input, normalized_shape[0], weight, bias, eps)
         if out is not None:
@@ -108,7 +108,7 @@ def dropout_add_layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if not prenorm and type(eps) is float and is_direct(input, residual, weight, bias, seed):
+    if not prenorm and type(eps) is float and wants_gradient(input, residual, weight, bias, seed) is False:
         threshold = check.threshold("dropout_add_layer_norm", dropout_p)
         out = _direct_residual(input, residual, weight, bias, eps, threshold, seed)
         if out is not None:

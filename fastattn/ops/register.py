@@ -47,9 +47,7 @@ class Op:
         self._overload = getattr(torch.ops.fastattn, name).default
         self._tensors = arguments.count("Tensor")  # they come first
         self._function = _autograd_function(name, self._below_autograd, setup_context, backward)
-        # Function.apply adds what functorch needs (it inspects a signature each time); nobody transforms a plain call.
-        plain = _autograd_function(name, self._run, setup_context, backward)
-        self._apply_plain = super(torch.autograd.Function, plain).apply  # type: ignore[misc]
+        self._apply_plain = plain_apply(_autograd_function(name, self._run, setup_context, backward))
         _library.impl(name, self._differentiate, "Autograd")
 
     def __call__(self, backend: str, *args: Any) -> Any:
@@ -83,20 +81,27 @@ class Op:
             return self._overload(*args)
 
 
-def is_direct(*operands: Tensor | None) -> bool:
-    """Whether a call may go straight to the kernel that returns the result alone: nobody watches it, asks for another
-    backend or wants a gradient."""
+def wants_gradient(*operands: Tensor | None) -> bool | None:
+    """Whether a call that may take the direct way wants a gradient; None where it may not take it.
+
+    It may not where somebody watches it or asks for another backend.
+    """
     if not thread.direct or _is_observed():
-        return False
-    grad = torch.is_grad_enabled()
+        return None
+    grad, wanted = torch.is_grad_enabled(), False
     for operand in operands:
         kind = type(operand)
         if kind is Tensor or kind is Parameter:
             if grad and operand.requires_grad:  # type: ignore[union-attr]
-                return False
+                wanted = True
         elif operand is not None:
-            return False
-    return True
+            return None
+    return wanted
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for calls that nobody transforms: without what functorch needs, a signature's inspection."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def _is_observed() -> bool:

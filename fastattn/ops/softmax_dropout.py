@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn.backends import choose, direct
+from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, is_direct
+from fastattn.ops.register import BackwardOp, Op, wants_gradient
 
-_direct = direct("softmax_dropout")
+_direct = compiled("softmax_dropout_direct")
 
 
 def softmax_dropout(
@@ -45,7 +45,8 @@ def softmax_dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if attn_mask is None and is_causal is False and type(scale) is float and scale == 1.0 and is_direct(input, seed):
+    plain = attn_mask is None and is_causal is False and type(scale) is float and scale == 1.0
+    if plain and wants_gradient(input, seed) is False:
         out = _direct(input, check.threshold("softmax_dropout", dropout_p), seed)
         if out is not None:
             return out

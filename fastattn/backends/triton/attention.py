@@ -8,8 +8,8 @@ j < length, and the mask lets it. A program owns a tile of one side and visits t
 it: first the plain ones, of which every pair sees each other, then the edges, where each pair is checked. Which these
 are follows from the window, or if there is a mask from lists that ``_cover`` and ``_list`` make.
 
-x is a score before what can be left to the exponential: Q K^T, or with a float mask scale * Q K^T + mask. The scale's
-sign has gone into Q (exactly), so that a larger x is a larger score.
+x is a score before what can be left to the exponential: Q K^T, or with a float mask magnitude * Q K^T + mask. The
+scale's sign has gone into Q, so that a larger x is a larger score.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _exponential(x, FLOAT: tl.constexpr):
 def _forward(
     query, key, value, mask, seed, sequences, lists, seen, out, lse, point, sum, rows,
     part_of_out: tl.int64, part_of_rows: tl.int64, tiles, heads,
-    group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +219,6 @@ def _forward(
     keys_of_head = _head(key, b, h // group, first_key)
     values_of_head = _head(value, b, h // group, first_key)
     q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
-    q = (q.to(tl.float32) * sign).to(q.dtype)
 
     highest = tl.full((ROWS,), -INFINITY, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -301,19 +300,33 @@ def _merge(
 
 
 @triton.jit
-def _statistics(point, sum, at, rows, FLOAT: tl.constexpr):
-    """Per row the reference point in x's units and 1 / sum, 0 for a row that sees nothing."""
-    reference = tl.load(point + at, mask=rows, other=0.0)
+def _normaliser(point, sum, at, rows, FLOAT: tl.constexpr, FOLD: tl.constexpr):
+    """(m, r) of which ``_probabilities`` makes P. FOLD puts the sum into m, which costs nothing later and is as exact
+    as 16-bit operands deserve; under a float mask the reference point may be too large for that."""
+    m = tl.load(point + at, mask=rows, other=0.0)
     total = tl.load(sum + at, mask=rows, other=0.0)
-    return reference if FLOAT else reference * LOG2E, tl.where(total == 0, 0.0, 1 / total)
+    r = tl.where(total == 0, 0.0, 1 / total)
+    if FOLD:
+        m = tl.where(total == 0, INFINITY, m * LOG2E + tl.log2(total))
+    elif not FLOAT:
+        m *= LOG2E
+    return m, r
+
+
+@triton.jit
+def _probabilities(x, m, r, magnitude, FLOAT: tl.constexpr, FOLD: tl.constexpr):
+    p = _exponential(_scaled(x, magnitude, FLOAT) - m, FLOAT)
+    return p if FOLD else p * r
 
 
 @kernel
 def _grad_query(
-    query, key, value, mask, seed, sequences, lists, seen, out, grad_out, grad_lse, grad_query, point, sum, delta, rows,
-    tiles, heads, group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    query, key, value, mask, seed, sequences, lists, seen, out, grad_out, grad_lse, grad_query,
+    point, sum, shift, rate, delta, rows,
+    tiles, heads, group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
-    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, h, b = _program(tiles, heads)
     first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
@@ -324,18 +337,19 @@ def _grad_query(
     keys_of_head = _head(key, b, h // group, first_key)
     values_of_head = _head(value, b, h // group, first_key)
     q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
-    q = (q.to(tl.float32) * sign).to(q.dtype)
     o = _load(_head(out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
     do = _load(_head(grad_out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
 
     at = _statistic(rows, b, h, first_query, i)
-    m, r = _statistics(point, sum, at, i < queries, FLOAT)
+    m, r = _normaliser(point, sum, at, i < queries, FLOAT, FOLD)
     d = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     if grad_lse is not None:
         pointer, batch, head, row = grad_lse
         d -= tl.load(pointer + _statistic((batch, head, row), b, h, first_query, i), mask=i < queries, other=0.0)
-    d = tl.where(r == 0, 0.0, d)
+    d = tl.where(r == 0, 0.0, d)  # a row that sees nothing
     tl.store(delta + at, d, mask=i < queries)
+    tl.store(shift + at, m, mask=i < queries)
+    tl.store(rate + at, r, mask=i < queries)
 
     dq = tl.zeros((ROWS, E), tl.float32)
     plan = _plan(lists, b, h, tile, ROWS, COLUMNS, length, diagonal, left, right)
@@ -349,7 +363,7 @@ def _grad_query(
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
-            p = _exponential(_scaled(x, magnitude, FLOAT) - m[:, None], FLOAT) * r[:, None]
+            p = _probabilities(x, m[:, None], r[:, None], magnitude, FLOAT, FOLD)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if seed is not None:
                 dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
@@ -357,15 +371,16 @@ def _grad_query(
             if EDGE:
                 ds = tl.where(x == -INFINITY, 0.0, ds)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    _store(_head(grad_query, b, h, first_query), first_i, i < queries, size, dq * (sign * magnitude), ALIGNMENT)
+    _store(_head(grad_query, b, h, first_query), first_i, i < queries, size, dq * scale, ALIGNMENT)
 
 
 @kernel
 def _grad_key_value(
-    query, key, value, mask, seed, sequences, lists, grad_out, grad_key, grad_value, point, sum, delta, rows,
-    tiles, key_heads, group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    query, key, value, mask, seed, sequences, lists, grad_out, grad_key, grad_value, shift, rate, delta, rows,
+    tiles, key_heads, group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
-    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, key_head, b = _program(tiles, key_heads)
     first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
@@ -374,31 +389,31 @@ def _grad_key_value(
         return
     j = first_j + tl.arange(0, COLUMNS)
     k = _load(_head(key, b, key_head, first_key), first_j, j < length, size, COLUMNS, E, EXACT, ALIGNMENT)
-    k = (k.to(tl.float32) * sign).to(k.dtype)
     v = _load(_head(value, b, key_head, first_key), first_j, j < length, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
 
     dk = tl.zeros((COLUMNS, E), tl.float32)
     dv = tl.zeros((COLUMNS, EV), tl.float32)
     end = tl.where(first_j < length, queries, 0)
-    for n_head in range(group):
-        h = key_head * group + n_head
-        queries_of_head = _head(query, b, h, first_query)
-        grads_of_head = _head(grad_out, b, h, first_query)
-        plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
-        for EDGE in tl.static_range(2):
-            for n in range(plan[EDGE]):
+    for EDGE in tl.static_range(2):
+        for n_head in tl.range(group, disable_licm=True):  # what is hoisted takes registers in every loop
+            h = key_head * group + n_head
+            queries_of_head = _head(query, b, h, first_query)
+            grads_of_head = _head(grad_out, b, h, first_query)
+            plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
+            for n in tl.range(plan[EDGE], disable_licm=True):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
                 i = first_i + tl.arange(0, ROWS)
                 real_i = i < queries if EDGE else None
                 q = _load(queries_of_head, first_i, real_i, size, ROWS, E, EXACT, ALIGNMENT)
                 do = _load(grads_of_head, first_i, real_i, value_size, ROWS, EV, EXACT, ALIGNMENT)
                 at = _statistic(rows, b, h, first_query, i)
-                m, r = _statistics(point, sum, at, i < queries, FLOAT)
+                m = tl.load(shift + at, mask=i < queries, other=INFINITY)
+                r = tl.load(rate + at, mask=i < queries, other=0.0)
                 d = tl.load(delta + at, mask=i < queries, other=0.0)
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
                     x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
-                p = _exponential(_scaled(x, magnitude, FLOAT) - m[None, :], FLOAT) * r[None, :]
+                p = _probabilities(x, m[None, :], r[None, :], magnitude, FLOAT, FOLD)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                 dropped = p
                 if seed is not None:
@@ -411,7 +426,7 @@ def _grad_key_value(
                     ds = tl.where(x == -INFINITY, 0.0, ds)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     exists = (j < length)[:, None]
-    dk = tl.where(exists, dk * (sign * magnitude), 0.0)
+    dk = tl.where(exists, dk * magnitude, 0.0)
     dv = tl.where(exists, dv * factor, 0.0)
     _store(_head(grad_key, b, key_head, first_key), first_j, j < keys, size, dk, ALIGNMENT)
     _store(_head(grad_value, b, key_head, first_key), first_j, j < keys, value_size, dv, ALIGNMENT)
@@ -421,7 +436,7 @@ def _grad_key_value(
 def _grad_mask(
     query, key, value, mask, seed, sequences, grad_out, grad, point, sum, delta, rows,
     tiles, column_tiles, mask_heads, batch,
-    heads, group, size, value_size, sign, magnitude, left, right, threshold, factor,
+    heads, group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
     ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, ONE_HEAD: tl.constexpr, ONE_BATCH: tl.constexpr,
@@ -451,14 +466,14 @@ def _grad_mask(
         )
         do = _load(_head(grad_out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
         at = _statistic(rows, b, h, first_query, i)
-        m, r = _statistics(point, sum, at, i < queries, True)
+        m, r = _normaliser(point, sum, at, i < queries, True, False)
         d = tl.load(delta + at, mask=i < queries, other=0.0)
-        x = _scores((q.to(tl.float32) * sign).to(q.dtype), k, magnitude, True, PRECISION)
+        x = _scores(q, k, magnitude, True, PRECISION)
         x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if seed is not None:
             dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
-        ds = _exponential(x - m[:, None], True) * r[:, None] * (dp - d[:, None])
+        ds = _probabilities(x, m[:, None], r[:, None], magnitude, True, False) * (dp - d[:, None])
         ds_sum += tl.where(x == -INFINITY, 0.0, ds)
     if ONE_ROW:
         ds_sum = tl.sum(ds_sum, 0, keep_dims=True)
@@ -594,13 +609,15 @@ class _Problem:
             mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
             self.mask = mask, *(_stride(mask, dim) for dim in range(4))
         self.is_float = attn_mask is not None and attn_mask.dtype != torch.bool
+        if scale <= 0:
+            query = query * (-1 if scale < 0 else 0)
         tensors = [_readable(tensor) for tensor in (query, key, value)]
         self.sequences = queries, keys, *starts, lengths
         self.operands = *map(_heads, tensors), self.mask, seed if threshold else None, self.sequences
         self.is_aligned = self._are_aligned(*tensors)
         self.numbers = (
-            self.heads // max(self.key_heads, 1), self.size, self.value_size, float((scale > 0) - (scale < 0)),
-            float(abs(scale)) or 1.0, self.left, self.right, threshold, dropout_scale(threshold),
+            self.heads // max(self.key_heads, 1), self.size, self.value_size, float(scale), abs(float(scale)) or 1.0,
+            self.left, self.right, threshold, dropout_scale(threshold),
         )  # fmt: skip
 
     def _are_aligned(self, *tensors: Tensor) -> bool:
@@ -611,7 +628,8 @@ class _Problem:
         )
 
     def tiles(self, kernel: str) -> configurations.Tiles:
-        return configurations.attention(kernel, self.dtype, max(self.size, self.value_size), self.device)
+        size, masked = max(self.size, self.value_size), self.mask is not None
+        return configurations.attention(kernel, self.dtype, size, masked, self.device)
 
     def constants(self, tiles: configurations.Tiles, *others: Tensor) -> dict[str, Any]:
         """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
@@ -671,13 +689,14 @@ class _Problem:
             return
         part_out = out.new_empty((parts, *out.shape), dtype=torch.float32)
         part_stats = stats.new_empty((2, parts, *lse.shape))
+        part_heads = part_out, *_heads(part_out[0])[1:]
         strides = part_out.stride(0), part_stats.stride(1)
         launch(
-            _forward, (programs, parts), self.device, *common, _heads(part_out[0]), None, *part_stats, _rows(lse),
+            _forward, (programs, parts), self.device, *common, part_heads, None, *part_stats, _rows(lse),
             *strides, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
         )  # fmt: skip
         launch(
-            _merge, (programs,), self.device, _heads(part_out[0]), *part_stats, *strides, parts, self.sequences,
+            _merge, (programs,), self.device, part_heads, *part_stats, *strides, parts, self.sequences,
             _heads(out), lse, *stats, _rows(lse), row_tiles, self.heads, self.value_size,
             **{name: constants[name] for name in ("ROWS", "EV", "EXACT", "ALIGNMENT", "LOWER_RIGHT")},
         )  # fmt: skip
@@ -688,16 +707,18 @@ class _Problem:
     ) -> None:  # fmt: skip
         grad_query, grad_key, grad_value = grads
         grad_out, out = _readable(grad_out), _readable(out)
-        delta = torch.empty_like(stats[0])
-        statistics = *stats, delta, _rows(delta)
+        shift, rate, delta = torch.empty((3, *stats.shape[1:]), dtype=stats.dtype, device=self.device)
+        rows = _rows(delta)
+        modes = {"FLOAT": self.is_float, "FOLD": not self.is_float and self.dtype != torch.float32}
 
         tiles = self.tiles("grad_query")
         row_tiles = triton.cdiv(self.queries, tiles.rows)
         launch(
             _grad_query, (row_tiles * self.heads * self.batch,), self.device, *self.operands,
             *self.lists(tiles, keys_own=False), _heads(out), _heads(grad_out),
-            None if grad_lse is None else (grad_lse, *_rows(grad_lse)), _heads(grad_query), *statistics, row_tiles,
-            self.heads, *self.numbers, FLOAT=self.is_float, **self.constants(tiles, out, grad_out, grad_query),
+            None if grad_lse is None else (grad_lse, *_rows(grad_lse)), _heads(grad_query), *stats, shift, rate,
+            delta, rows, row_tiles, self.heads, *self.numbers, **modes,
+            **self.constants(tiles, out, grad_out, grad_query),
         )  # fmt: skip
 
         tiles = self.tiles("grad_key_value")
@@ -705,20 +726,20 @@ class _Problem:
         lists, _ = self.lists(tiles, keys_own=True)
         launch(
             _grad_key_value, (key_tiles * self.key_heads * self.batch,), self.device, *self.operands, lists,
-            _heads(grad_out), _heads(grad_key), _heads(grad_value), *statistics, key_tiles, self.key_heads,
-            *self.numbers, FLOAT=self.is_float, **self.constants(tiles, grad_out, grad_key, grad_value),
+            _heads(grad_out), _heads(grad_key), _heads(grad_value), shift, rate, delta, rows, key_tiles,
+            self.key_heads, *self.numbers, **modes, **self.constants(tiles, grad_out, grad_key, grad_value),
         )  # fmt: skip
 
         if grad_mask is None:
             return
         tiles = self.tiles("grad_mask")
-        batch, heads, rows, columns = grad_mask.shape
-        programs = batch * heads * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+        batch, heads, mask_rows, mask_columns = grad_mask.shape
+        programs = batch * heads * triton.cdiv(mask_rows, tiles.rows) * triton.cdiv(mask_columns, tiles.columns)
         launch(
             _grad_mask, (programs,), self.device, *self.operands, _heads(grad_out),
-            (*_heads(grad_mask), rows, columns), *statistics, triton.cdiv(self.queries, tiles.rows),
+            (*_heads(grad_mask), mask_rows, mask_columns), *stats, delta, rows, triton.cdiv(self.queries, tiles.rows),
             triton.cdiv(self.keys, tiles.columns), heads, self.batch, self.heads, *self.numbers,
-            ONE_ROW=rows == 1, ONE_COLUMN=columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
+            ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
             **self.constants(tiles, grad_out),
         )  # fmt: skip
 

@@ -23,19 +23,26 @@ class Tiles(NamedTuple):
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
 # for processors with 163 KiB of shared memory and more (compute capability 8.0, 9.0, 10.0), the second for 99 KiB.
+# What a mask adds to a tile costs registers: where a kernel has a line for it, that is smaller.
 ATTENTION_16_BITS = {
-    "forward": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
+    "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
+    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 64, 8, 1)},
-    "grad_mask": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 1), 256: Tiles(64, 32, 4, 1)},
+    "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(64, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(32, 64, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 64, 8, 2), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
+    "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
-    "forward": {64: Tiles(128, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "forward_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 128, 4, 2), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 2)},
-    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
-    "grad_key_value": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    "grad_mask": {64: Tiles(64, 64, 4, 1), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
+    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 64, 8, 2), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
 ATTENTION_32_BITS = {
     "forward": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
@@ -46,7 +53,7 @@ ATTENTION_32_BITS = {
 }
 
 
-def attention(kernel: str, dtype: torch.dtype, size: int, device: torch.device) -> Tiles:
+def attention(kernel: str, dtype: torch.dtype, size: int, masked: bool, device: torch.device) -> Tiles:
     """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256."""
     if dtype == torch.float32:
         table = ATTENTION_32_BITS
@@ -54,7 +61,8 @@ def attention(kernel: str, dtype: torch.dtype, size: int, device: torch.device) 
         table = ATTENTION_16_BITS
     else:
         table = ATTENTION_16_BITS_SMALL
-    return next(tiles for largest, tiles in table[kernel].items() if size <= largest)
+    line = table.get(f"{kernel}_masked", table[kernel]) if masked else table[kernel]
+    return next(tiles for largest, tiles in line.items() if size <= largest)
 
 
 @functools.cache

@@ -1,0 +1,111 @@
+"""What only Triton's attention has: lists of the tiles that a mask leaves, and keys split into parts."""
+
+import math
+
+import pytest
+import torch
+from oracle import attention as exact
+from oracle import visible
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from interpreter import strict
+
+from fastattn.backends.triton import attention, configurations
+from fastattn.backends.triton.attention import _Problem
+
+SEED = torch.tensor([5, 6])
+TILES = configurations.Tiles(32, 64, 4, 1)
+
+
+def call(query, key, value, attn_mask=None, lengths=None, seed=None, window=(-1, -1), lower_right=False, p=0.0):
+    scale = 1 / math.sqrt(query.size(-1))
+    return attention(query, key, value, attn_mask, lengths, seed, scale, *window, lower_right, int(p * 65536 + 0.5))
+
+
+MASKS = {
+    "padding": lambda b, h, m, n: torch.arange(n).expand(b, 1, 1, n) < torch.tensor([100, n]).view(b, 1, 1, 1),
+    "blocks": lambda b, h, m, n: (
+        (torch.rand(1, h, m // 32 + 1, n // 64 + 1) < 0.5)
+        .repeat_interleave(32, 2)
+        .repeat_interleave(64, 3)[..., :m, :n]
+    ),
+    "random": lambda b, h, m, n: torch.rand(b, h, m, n) < 0.01,
+    "bias": lambda b, h, m, n: torch.zeros(1, 1, m, n).masked_fill(
+        torch.arange(n) > torch.arange(m)[:, None], -math.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("keys_own", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("window", [(-1, -1), (70, 10)])
+def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
+    """Each visible pair is in a listed tile, plain tiles hide nothing, no listed tile's mask hides everything."""
+    b, h, m, n = 2, 2, 100, 300
+    lengths = torch.tensor([200, 300])
+    tensors = [torch.empty(b, h, size, 8) for size in (m, n, n)]
+    attn_mask = MASKS[mask](b, h, m, n)
+    with strict():
+        problem = _Problem(*tensors, attn_mask, None, (None, None), lengths, m, n, 1.0, *window, False, 0)
+        (lists, *strides, count), _ = problem.lists(TILES, keys_own)
+    full = (b, h, m, n)
+    masked, seen = (visible(full, attn_mask, **o) for o in ({}, {"key_lengths": lengths, "window_size": window}))
+    adds = torch.zeros(full) if attn_mask.dtype == torch.bool else attn_mask.expand(full)
+    own, other = (-(-n // 64), -(-m // 32)) if keys_own else (-(-m // 32), -(-n // 64))
+    assert count == other
+    for z in range(b):
+        for head in range(h):
+            for tile in range(own):
+                place = z * strides[0] + head * strides[1] + tile * strides[2]
+                plain, edges, *listed = lists.flatten()[place : place + 2 + count].tolist()
+                plain_tiles, edge_tiles = listed[:plain], listed[count - edges :]
+                assert len({*plain_tiles, *edge_tiles}) == plain + edges <= count
+                for step in range(other):
+                    i, j = (step, tile) if keys_own else (tile, step)
+                    at = z, head, slice(32 * i, 32 * i + 32), slice(64 * j, 64 * j + 64)
+                    if step in plain_tiles:
+                        assert seen[at].all()
+                        assert (adds[at] == 0).all()
+                    elif step in edge_tiles:
+                        assert masked[at].any()
+                    else:
+                        assert not seen[at].any()
+    if mask == "padding" and window == (-1, -1) and not keys_own:
+        assert lists[0, 0, 0, :2].tolist() == [1, 1]  # 100 keys of the first sequence
+        assert lists[1, 0, 0, :2].tolist() == [4, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_the_keys_merge(dtype, monkeypatch):
+    """Few queries against many keys: each program takes a part of the keys, which may be empty."""
+    monkeypatch.setattr(configurations, "parts", lambda programs, key_tiles, device: 3)
+    query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((4, 5, 32), (2, 300, 32), (2, 300, 24)))
+    lengths = torch.tensor([300, 0, 130])
+    key[2, :, 130:] = math.nan
+    value[2, :, 130:] = math.nan
+    for options in (
+        {},
+        {"window": (200, 0), "lower_right": True},
+        {"attn_mask": torch.randn(4, 1, 300)[None].masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
+        {"seed": SEED, "p": 0.3},
+    ):
+        with strict(twice=True):
+            out, lse, (point, total) = call(query, key, value, lengths=lengths, **options)
+        wanted, wanted_lse, _ = exact(
+            query, key, value, options.get("attn_mask"), options.get("p", 0.0), seed=SEED, enable_gqa=True,
+            key_lengths=lengths, window_size=options.get("window", (-1, -1)),
+            causal_variant="lower_right" if options.get("lower_right") else "upper_left",
+        )  # fmt: skip
+        torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(point + total.log(), lse, rtol=1e-6, atol=1e-6)
+
+
+def test_number_of_parts():
+    device = torch.device("cpu")
+    assert configurations.parts(1, 3, device) == 1  # few keys
+    assert configurations.parts(1000, 500, device) == 1  # many programs
+    assert configurations.parts(8, 500, device) == configurations.processors(device) // 8
+    assert configurations.parts(1, 10**6, device) == 64
+    assert configurations.parts(0, 3, device) == 1  # and no programs
