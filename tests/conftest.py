@@ -1,7 +1,6 @@
 """Fixtures of every test: which backends this machine has, and operands that are the same in every run."""
 
 import contextlib
-import functools
 import os
 
 import pytest
@@ -35,12 +34,18 @@ BACKENDS = ("reference", "cpu", "triton", *(pytest.param(f"cpu:{isa}", marks=pyt
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
 
+def missing(name):
+    """Why this machine lacks the backend, or None."""
+    return None if name in TABLE else MISSING[name]
+
+
 def require(name, **options):
     """Skip where this machine lacks the backend; fail where FASTATTN_REQUIRE names it."""
-    if name not in TABLE:
-        (pytest.fail if name in REQUIRED else functools.partial(pytest.skip, **options))(
-            f"no {name} backend: {MISSING[name]}"
-        )
+    why = missing(name)
+    if why is not None and name in REQUIRED:
+        pytest.fail(f"no {name} backend: {why}")
+    if why is not None:
+        pytest.skip(f"no {name} backend: {why}", **options)
 
 
 @pytest.hookimpl(tryfirst=True)
