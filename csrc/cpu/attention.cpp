@@ -15,15 +15,15 @@ struct Part {
   float *out, *reference, *sum;
 };
 
-// The operands of a task to come, brought into the cache a few lines at a time while this one computes: short sequences
-// are read once, too little at a time for the processor's own prefetching.
+// The operands and the output of a task to come, brought into the cache a few lines at a time while this one computes:
+// short sequences are read once, too little at a time for the processor's own prefetching.
 struct Ahead {
   static constexpr int64_t kLine = 64;
 
   struct Operand {
     const char* data;
     int64_t stride, rows, bytes;  // bytes: of a row
-  } operand[3];
+  } operand[4];
   int left = 0;  // operands
   int64_t row = 0, byte = 0;
 
@@ -207,16 +207,17 @@ struct Forward {
       return Ahead::Operand{(const char*)row_pointer<T>(heads, s.index, h, first), heads.row * (int64_t)sizeof(T), rows,
                             bytes};
     };
-    next.operand[2] = of(a.query, head, s.first_query, s.queries, key_row);
-    next.operand[1] = of(a.key, key_head, s.first_key, s.keys, key_row);
-    next.operand[0] = of(a.value, key_head, s.first_key, s.keys, value_row);
-    next.left = 3;
+    next.operand[3] = of(a.query, head, s.first_query, s.queries, key_row);
+    next.operand[2] = of(a.key, key_head, s.first_key, s.keys, key_row);
+    next.operand[1] = of(a.value, key_head, s.first_key, s.keys, value_row);
+    next.operand[0] = of(a.out, head, s.first_query, s.queries, value_row);
+    next.left = 4;
     return next;
   }
 
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
             const Panel& panel, Ahead* next) const {
-    constexpr int kLines = 128;
+    constexpr int kLines = 256;
     next->fetch(kLines);
     product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel,
                                       scratch.score, kPanel, nullptr, a.scale);
