@@ -152,16 +152,21 @@ void forward(const LayerNorm& problem, const Parallel& parallel) {
 
 // The sums over rows are made in a fixed number of chunks of row blocks, then added in order: the same bits for every
 // number of threads.
-constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768;
+constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768, kFewBlocks = 8;
 
 struct Chunks {
-  int64_t blocks_per_matrix, blocks, per_chunk, count;
+  int64_t blocks_per_matrix, parts, part_lines, per_chunk, count;  // a part: so many lines of a block
 
-  explicit Chunks(const LayerNormBackward& p)
-      : blocks_per_matrix(ceil_div(p.rows, kTileRows)), blocks(p.matrices * blocks_per_matrix) {
+  explicit Chunks(const LayerNormBackward& p) : blocks_per_matrix(ceil_div(p.rows, kTileRows)) {
+    const int64_t blocks = p.matrices * blocks_per_matrix;
     const int64_t block_elements = larger(1, smaller(p.rows, kTileRows) * p.columns);
-    per_chunk = larger(1, larger(ceil_div(blocks, kMaxChunks), kMinChunkElements / block_elements));
-    count = ceil_div(blocks, per_chunk);
+    // Few blocks of wide rows: parts of them, so that all threads work.
+    int64_t splits = 1;
+    while (splits < 8 && blocks * splits < kFewBlocks && block_elements / splits > 8 * kMinChunkElements) splits *= 2;
+    part_lines = 8 / splits;
+    parts = blocks * splits;
+    per_chunk = larger(1, larger(ceil_div(parts, kMaxChunks), kMinChunkElements / block_elements));
+    count = ceil_div(parts, per_chunk);
   }
 };
 
@@ -233,15 +238,17 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
     float* sums = p.workspace + chunk * chunk_row;
     if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
     float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
-    const int64_t end = smaller(chunks.blocks, (chunk + 1) * chunks.per_chunk);
+    const int64_t end = smaller(chunks.parts, (chunk + 1) * chunks.per_chunk), splits = 8 / chunks.part_lines;
     for (int64_t i = chunk * chunks.per_chunk; i < end; ++i) {
       RowBlock block;
-      block.z = i / chunks.blocks_per_matrix;
-      block.first = i % chunks.blocks_per_matrix * kTileRows;
+      block.z = i / splits / chunks.blocks_per_matrix;
+      block.first = i / splits % chunks.blocks_per_matrix * kTileRows;
       block.rows = (int)smaller(kTileRows, p.rows - block.first);
-      block.line_begin = 0, block.line_end = 8;
+      block.line_begin = (int)(i % splits * chunks.part_lines);
+      block.line_end = block.line_begin + (int)chunks.part_lines;
       KeepChunk keep;
-      for (int r = 0; r < block.rows; ++r) backward_row<T, Input>(p, block, r, keep, weight_sum, bias_sum);
+      for (int r = 0; r < block.rows; ++r)
+        if (block.has(r)) backward_row<T, Input>(p, block, r, keep, weight_sum, bias_sum);
     }
     finish_stream();
   });
