@@ -1,7 +1,6 @@
 """Fixtures of every test: which backends this machine has, and operands that are the same in every run."""
 
 import contextlib
-import functools
 import os
 
 import pytest
@@ -11,8 +10,12 @@ from hypothesis import HealthCheck, settings
 import fastattn
 from fastattn.backends import MISSING, TABLE, native
 
-# Triton's kernels run in its interpreter, on CPU tensors. It looks at this when they are imported.
-os.environ["TRITON_INTERPRET"] = "1"
+# Triton's kernels run in its interpreter, on CPU tensors, which it looks for when they are imported; or on a GPU.
+DEVICE = os.environ.get("FASTATTN_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+else:
+    torch.set_default_device(DEVICE)
 
 settings.register_profile(
     "fixed",
@@ -31,12 +34,18 @@ BACKENDS = ("reference", "cpu", "triton", *(pytest.param(f"cpu:{isa}", marks=pyt
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
 
+def missing(name):
+    """Why this machine lacks the backend, or None."""
+    return None if name in TABLE else MISSING[name]
+
+
 def require(name, **options):
     """Skip where this machine lacks the backend; fail where FASTATTN_REQUIRE names it."""
-    if name not in TABLE:
-        (pytest.fail if name in REQUIRED else functools.partial(pytest.skip, **options))(
-            f"no {name} backend: {MISSING[name]}"
-        )
+    why = missing(name)
+    if why is not None and name in REQUIRED:
+        pytest.fail(f"no {name} backend: {why}")
+    if why is not None:
+        pytest.skip(f"no {name} backend: {why}", **options)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,7 +53,8 @@ def pytest_collection_modifyitems(items):
     """Triton's interpreter takes milliseconds a program: what is not marked `representative` is slow there."""
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec and callspec.params.get("backend") == "triton" and not item.get_closest_marker("representative"):
+        interpreted = DEVICE == "cpu" and callspec and callspec.params.get("backend") == "triton"
+        if interpreted and not item.get_closest_marker("representative"):
             item.add_marker(pytest.mark.slow)
 
 
@@ -58,7 +68,7 @@ def backend(request):
 
 
 def _conditions(name, isa):
-    if name == "triton":
+    if name == "triton" and DEVICE == "cpu":
         from interpreter import strict
 
         return strict()

@@ -4,8 +4,12 @@ A program of its own, since Triton must not interpret here: prints, as JSON, the
 their grids, and how many were compiled for many lengths. Reading a value back from the device would raise.
 """
 
+import ctypes
 import json
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +30,30 @@ class Dry(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self:
             return getattr(TABLE[args[-1]], func._schema.name.removeprefix("fastattn::"))(*args[:-1])
+
+
+def guard_nothing():
+    """Load device_guard.cpp, where torch has no CUDA of its own."""
+    if torch.version.cuda is not None:
+        return
+    root, source = Path(torch.__file__).parent, Path(__file__).parent / "device_guard.cpp"
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/device_guard.so"
+        options = ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+        subprocess.run(["g++", source, "-o", library, *options], check=True)
+        ctypes.CDLL(library)
+
+
+def backward(out):
+    """The backward pass of the operation that made ``out``, whose node is called by hand: autograd's engine would ask
+    for a device. Each output that may have a gradient has one."""
+    nodes = [out.grad_fn]
+    for node in nodes:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            grads = [torch.empty(m.shape, dtype=m.dtype, device="cuda:0") for m in node._input_metadata]
+            return node.apply(*grads)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    raise AssertionError("no operation of fastattn in the graph")
 
 
 def empty(*shape, dtype=HALF, requires_grad=True):
@@ -70,16 +98,17 @@ if hasattr(TABLE["triton"], "attention"):
 
 
 def main(lengths):
+    guard_nothing()
     fake = aot.pretend(90)
     driver.set_active(fake)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *args, **options: True
     started = {}
     with Dry():
         for call in CALLS:
             fake.grids.clear()
             for length in lengths:
-                out = call(length)
-                out.backward(torch.empty_like(out))
+                backward(call(length))
             started[call.__name__] = {name: list(grids) for name, grids in fake.grids.items()}
     print(json.dumps({"started": started, "specialisations": len(list(aot.specialisations(90)))}))
 

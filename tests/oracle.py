@@ -25,6 +25,11 @@ def philox4x32(counter, key, rounds=7):
     return c0, c1, c2, c3
 
 
+def on_device(array):
+    """A NumPy array as a tensor where the tests make theirs."""
+    return torch.from_numpy(array).to(torch.get_default_device())
+
+
 def threshold(p):
     return math.floor(p * 65536 + 0.5)
 
@@ -45,7 +50,7 @@ def dropout_mask(shape, p, seed):
     rows, columns = ([1, 1, *list(shape)])[-2:]
     matrices = math.prod(shape[:-2])
     z, i, j = np.arange(matrices)[:, None, None], np.arange(rows)[:, None], np.arange(columns)
-    return torch.from_numpy(dropout_values(z, i, j, seed) >= threshold(p)).reshape(shape)
+    return on_device(dropout_values(z, i, j, seed) >= threshold(p)).reshape(shape)
 
 
 def dropout_factor(shape, p, seed):
@@ -80,7 +85,7 @@ def visible(
             result[b] &= j >= diagonal - left
         if right >= 0:
             result[b] &= j <= diagonal + right
-    result = torch.from_numpy(result).reshape(shape)
+    result = on_device(result).reshape(shape)
     if attn_mask is not None:
         result = result & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -math.inf)
     return result
@@ -264,7 +269,7 @@ def gradients(function, tensors, seeds=0):
     leaves = [t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(seeds)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seeds)
     grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16) for o in outputs]
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     got = torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])

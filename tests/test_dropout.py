@@ -145,6 +145,7 @@ def test_float64_is_the_references():
     torch.testing.assert_close(dropout(input, 0.3, seed=SEED), exact(input, 0.3, SEED), rtol=1e-15, atol=0)
 
 
+@pytest.mark.representative
 def test_layouts(backend):
     """Positions are logical, whatever the strides; the output is as dense as the input in the same order."""
     base = torch.randn(4, 3, 9, 33)
@@ -181,6 +182,7 @@ def test_twice_differentiable(backend):
     torch.testing.assert_close(second, 2 * exact(torch.ones(9, 33), 0.4, SEED).float() ** 2)
 
 
+@pytest.mark.representative
 def test_inplace(backend):
     input = torch.randn(4, 9, 33).transpose(0, 1)
     wanted = dropout(input, 0.4, seed=SEED)
@@ -208,6 +210,7 @@ def test_outside_training_it_is_the_identity(backend):
     assert torch.equal(dropout(input, 0.5, training=False), F.dropout(input, 0.5, training=False))
 
 
+@pytest.mark.representative
 def test_zero_times_infinity_is_dropped(backend):
     """What is dropped is 0 whatever it was; p = 1 leaves zeros."""
     input = torch.full((9, 33), math.inf)
@@ -232,6 +235,7 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.representative
 def test_every_operation_drops_the_same_elements(backend):
     """softmax_dropout then a product drops what fused attention drops; both drop what dropout_mask says."""
     b, h, n = 2, 3, 70

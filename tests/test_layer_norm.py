@@ -121,6 +121,7 @@ def test_eps(backend, eps):
     check(torch.randn(9, 33) * 1e-3, (33,), eps=eps)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_constant_rows_become_the_bias(backend, dtype):
     input = torch.full((4, 64), 3.25).to(dtype)
@@ -139,6 +140,7 @@ def test_rows_far_from_zero(backend, columns):
     check(torch.randn(9, columns) * 1e15, (columns,))
 
 
+@pytest.mark.representative
 def test_layouts(backend):
     base = torch.randn(6, 10, 66)
     weight, bias = torch.randn(66)[::2], torch.randn(33, 2)[:, 1]
@@ -173,6 +175,7 @@ def test_fused(backend, p, dtypes):
         check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
 
 
+@pytest.mark.representative
 def test_fused_extremes(backend):
     input, residual, weight = torch.randn(9, 40), torch.randn(9, 40), torch.randn(40)
     check_fused(input, residual, weight, p=1.0)

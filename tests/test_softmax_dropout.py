@@ -94,6 +94,7 @@ def test_masks(backend, mask, dtype):
         assert torch.equal(out == 0, exact(input, attn_mask=attn_mask, **options) == 0)
 
 
+@pytest.mark.representative
 def test_causal_is_upper_left(backend):
     for rows, columns in ((21, 43), (43, 21), (1, 9), (30, 30)):
         (out,), _ = check(torch.randn(2, rows, columns), is_causal=True)
@@ -106,6 +107,7 @@ def test_layouts(backend):
         check(input, dropout_p=0.3, seed=SEED)
 
 
+@pytest.mark.representative
 def test_rows_with_nothing_left(backend):
     mask = torch.ones(5, 40, dtype=torch.bool)
     mask[2] = False
@@ -118,6 +120,7 @@ def test_rows_with_nothing_left(backend):
     assert (grad[4] == 0).all()
 
 
+@pytest.mark.representative
 def test_large_and_extreme_values(backend):
     for dtype in (torch.float32, torch.bfloat16):
         check((torch.randn(5, 90) * 1e4).to(dtype))

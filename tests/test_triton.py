@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import require
+from conftest import DEVICE, require
 from oracle import dropout_mask as exact_mask
 from oracle import gradients, threshold
 
 require("triton", allow_module_level=True)
+if DEVICE != "cpu":
+    pytest.skip("for Triton's interpreter and compiler", allow_module_level=True)
 
 import triton
 import triton.language as tl

@@ -77,11 +77,21 @@ def _address(tensor: FakeTensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
+def _index(tensor: FakeTensor, index: Any) -> Tensor:
+    """tensor[0] and tensor[None, None]: torch's own indexing would look for the device."""
+    if isinstance(index, int):
+        return tensor.select(0, index)
+    if any(place is not None for place in index):
+        raise NotImplementedError(f"index {index} of a fake CUDA tensor")
+    return tensor.view((1,) * len(index) + tensor.shape)
+
+
 def pretend(capability: int) -> Driver:
     """From here on this process has a GPU of this compute capability, as far as launching kernels goes."""
     fake = Driver(capability)
     configurations.capability.cache_clear()
     configurations.processors.cache_clear()
+    FakeTensor.__getitem__ = _index  # type: ignore[method-assign, assignment]
     FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
@@ -219,6 +229,10 @@ class Report:
     narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
 
     @property
+    def constants(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self.variant if name.isupper() or value == "None"]
+
+    @property
     def is_tf32_allowed(self) -> bool:
         return any("tf32" in value.lower() for _, value in self.variant)
 
@@ -346,6 +360,8 @@ def narrow_offsets(ir: str) -> tuple[str, ...]:
         name, operands, line = definitions[value]
         if name == "arith.muli" and re.search(r"i32>?( loc.*)?$", line) and not any(map(is_constant, operands)):
             found.add(re.sub(r" loc\(.*", "", line))
+        if name == "arith.muli" and re.search(r"i64>?( loc.*)?$", line):
+            return  # from here on offsets have 64 bits
         if name.startswith(("arith.", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.addptr")):
             for operand in operands:
                 follow(operand, seen)
@@ -378,7 +394,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for fault in found:
             total += 1
-            print(f"  FAULT {fault}, in {dict(report.variant)}")
+            print(f"  FAULT {fault}, with {', '.join(report.constants)}")
     print(f"{len(reports)} kernels, {total} faults")
     return 1 if total or not reports else 0
 
