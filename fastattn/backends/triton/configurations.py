@@ -25,8 +25,8 @@ class Tiles(NamedTuple):
 # for processors with 163 KiB of shared memory and more (compute capability 8.0, 9.0, 10.0), the second for 99 KiB.
 # What a mask adds to a tile costs registers: where a kernel has a line for it, that is smaller.
 ATTENTION_16_BITS = {
-    "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
-    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
+    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},

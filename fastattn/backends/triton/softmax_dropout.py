@@ -289,8 +289,8 @@ def softmax_dropout(
     launch(
         _forward, (-(-rows // tile.rows),), input.device,
         x, attn_mask, key_lengths, seed if threshold else None, out, stats, rows, columns, matrix_rows, heads,
-        *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left), _within(window_right), lower_right,
-        threshold, dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, x),
+        *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left), _within(window_right),
+        int(lower_right), threshold, dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, x),
         FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return out, stats
@@ -324,7 +324,7 @@ def softmax_dropout_backward(
             _backward, (-(-rows // tile.rows),), input.device,
             g, x, stats, attn_mask, key_lengths, seed if threshold else None, grad, grad_scores, rows, columns,
             matrix_rows, heads, g.stride(0), *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left),
-            _within(window_right), lower_right, threshold, dropout_scale(threshold),
+            _within(window_right), int(lower_right), threshold, dropout_scale(threshold),
             FEW=are_few(rows), ALIGNED=are_aligned(columns, g, x), FITS=columns <= tile.columns,
             R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
