@@ -54,7 +54,7 @@ class TorchTransformer(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.output.weight, self.config.pad_id) * self.config.d_model**0.5
-        return self.dropout(x + self.positions(0, tokens.shape[1]))
+        return self.dropout(x + self.positions(0, tokens.shape[1], tokens.device))
 
     def features(self, source, target, source_lengths, target_lengths, seeds=None) -> Tensor:
         hidden = torch.arange(source.shape[1]) >= source_lengths[:, None]

@@ -139,7 +139,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             key_lengths: (N,) integers: only the leading ``key_lengths[n]`` keys exist.
             window_size: (left, right), how far a query sees, -1 = unbounded.
             cache: keys and values of earlier calls. The new ones are appended to it and query i is at position
-                ``cache.length`` - L + i, so that ``is_causal`` and windows count from the end.
+                ``cache.length`` - L + i, so that ``is_causal`` and windows count from the end; with ``key_lengths``
+                from ``key_lengths[n]``, the end of sequence n.
             seed: int64 (2,) of the dropout; drawn from torch's default generator when not given.
 
         Returns:
@@ -163,6 +164,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
         ):
             if tensor.size(-1) != size:
                 raise ValueError(f"{name}: {label} must have size {size} in its last dimension, got {tensor.size(-1)}")
+            if tensor.dtype != query.dtype and check.autocast_dtype(query) is None:
+                raise TypeError(
+                    f"{name}: query, key and value must have one dtype, got {query.dtype} and {tensor.dtype}"
+                )
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise TypeError(f"{name}: cache must be a KeyValueCache, got {type(cache).__name__}")
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, cache)
         if cache is not None:
@@ -170,7 +177,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if k.size(0) != q.size(0):
             raise ValueError(f"{name}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
         extra = int(self.bias_k is not None) + int(self.add_zero_attn)
-        if extra and (key_lengths is not None or tuple(window_size) != (-1, -1) or (is_causal and attn_mask is None)):
+        if extra and (
+            key_lengths is not None or window_size not in ((-1, -1), [-1, -1]) or (is_causal and attn_mask is None)
+        ):
             raise ValueError(
                 f"{name}: add_bias_kv and add_zero_attn append keys that every query sees, which key_lengths, "
                 "window_size and is_causal cannot say; give attn_mask or key_padding_mask instead"
@@ -318,10 +327,13 @@ class KeyValueCache:
         """Add (B, H, L, E) keys and (B, H, L, Ev) values; return all so far, as views.
 
         Raises:
+            TypeError: not floating-point tensors.
             ValueError: other sizes or dtype than before, more positions than ``max_length``, or a gradient wanted.
         """
         if self.static and self.length:
             return self.contents()
+        for label, tensor in (("key", key), ("value", value)):
+            check.float_tensor("KeyValueCache", label, tensor)
         if key.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
                 "KeyValueCache: key and value must be (B, H, L, E) and (B, H, L, Ev), "

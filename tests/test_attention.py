@@ -110,6 +110,7 @@ def test_reference_serves_float64_and_wide_heads():
         check(*operands((1, 2, 2, 9, 11, 300, 300), torch.bfloat16), lse=False)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
 def test_empty(backend, shape):
     (out, lse), grads = gradients(functools.partial(scaled_dot_product_attention, return_lse=True), operands(shape))
@@ -210,6 +211,7 @@ def test_mask_may_need_the_only_gradient(backend):
         torch.testing.assert_close(got, wanted, rtol=8 * torch.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.representative
 def test_causal_bias(backend):
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -390,6 +392,7 @@ def test_finite_extremes_are_numbers(backend, dtype, mask_dtype):
     check(query, key, value, everywhere, key_lengths=torch.tensor([45, 20]), dropout_p=0.2, seed=SEED)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mask_that_leaves_one_key(backend, dtype):
     query, key, value = operands((1, 2, 2, 40, 70, 16, 16), dtype)
@@ -435,6 +438,7 @@ def test_dropout_scores_gradient_uses_the_same_mask(backend, p):
     check(*operands((2, 4, 2, 75, 140, 24, 24)), dropout_p=p, seed=SEED, enable_gqa=True)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(("p", "rate"), [(1e-6, 0.0), (7.6e-6, 1 / 65536), (1.0, 1.0), (0.99999, 65535 / 65536)])
 def test_dropout_extremes(backend, p, rate):
     tensors = operands((2, 2, 2, 19, 45, 8, 8))
@@ -446,6 +450,7 @@ def test_dropout_extremes(backend, p, rate):
         assert all((g == 0).all() for g in grads[2:])
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("seed", [(-1, 0), (2**63 - 1, 2**32 + 5), (-(2**63), 2**40), (3, -1)], ids=str)
 def test_dropout_seeds(backend, seed):
     check(*operands((1, 2, 2, 19, 45, 8, 8)), dropout_p=0.5, seed=torch.tensor(seed))

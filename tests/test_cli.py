@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def test_bad_training_text(small, tmp_path, capsys):
     ("options", "message"),
     [
         (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows"),
+        (["--vocab-size", str(10**12)], f"sentencepiece could not learn a vocabulary of {10**12}"),
         (["--vocab-size", "5"], "a vocabulary of 5"),
         (["--vocab-size", "-1"], "vocab_size is -1, expected at least 1"),
         (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
@@ -156,6 +158,19 @@ def test_an_existing_folder_is_left_alone(run, small, tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("lost", ["step", "options", "best_loss"])
+def test_a_checkpoint_of_another_version_is_not_resumed(run, small, tmp_path, capsys, lost):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    path = checkpoint.newest(copy) / "training.pt"
+    state = torch.load(path)
+    del state[lost]
+    torch.save(state, path)
+    before = snapshot(copy)
+    assert "was not written by this version" in failure(train_arguments(small, copy, "--resume"), capsys)
+    assert snapshot(copy) == before
+
+
 def test_bad_models_and_search_options(run, small, tmp_path, capsys):
     evaluate = ["--test", *small]
     assert "holds no checkpoint" in failure(["evaluate", tmp_path, *evaluate], capsys)
@@ -170,6 +185,9 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
     output.write_text("mine")
     assert "beam is 0" in failure(["evaluate", run, *evaluate, "--beam", "0", "--output", output], capsys)
     assert "cannot read" in failure(["translate", run, "--input", tmp_path / "none", "--output", output], capsys)
+    assert "length_penalty is nan" in failure(
+        ["translate", run, "--input", small[0], "--length-penalty", "nan"], capsys
+    )
     assert "batch_size is 0" in failure(["translate", run, "--input", small[0], "--batch-size", "0"], capsys)
     assert output.read_text() == "mine"
 

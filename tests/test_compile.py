@@ -1,4 +1,4 @@
-"""opcheck of every registered op, torch.compile, functorch's and vmap's refusals, and compiled dropout seeds."""
+"""opcheck of every registered op, torch.compile, torch.func's transforms, and compiled dropout seeds."""
 
 import functools
 
@@ -165,6 +165,43 @@ def test_inductor(backend):
     for a, e in zip((*got, *grads), (*wanted, *wanted_grads), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
+
+
+TRANSFORMED = {
+    "attention": lambda t: scaled_dot_product_attention(t, t, t, dropout_p=0.2, is_causal=True, seed=SEED),
+    "softmax_dropout": lambda t: softmax_dropout(t, 0.2, seed=SEED),
+    "layer_norm": lambda t: layer_norm(t, (8,)) * t,
+    "dropout_add_layer_norm": lambda t: dropout_add_layer_norm(t, t, dropout_p=0.2, seed=SEED) * t,
+    "dropout": lambda t: dropout(t, 0.2, seed=SEED),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_function_transforms(backend, name):
+    """torch.func's grad and vmap, alone and together, give autograd's numbers; forward mode is refused."""
+
+    def loss(t):
+        return TRANSFORMED[name](t).square().sum()
+
+    x = torch.randn(3, 2, 5, 8)
+    leaf = x.clone().requires_grad_()
+    losses = torch.stack([loss(t) for t in leaf])
+    (wanted,) = torch.autograd.grad(losses.sum(), leaf)
+    assert torch.equal(torch.func.grad(loss)(x[0]), wanted[0])
+    assert torch.equal(torch.vmap(loss)(x), losses)
+    assert torch.equal(torch.vmap(torch.func.grad(loss))(x), wanted)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(loss, (x[0],), (x[0],))
+
+
+def test_meta_tensors():
+    """Shapes off the short way too."""
+    meta = functools.partial(torch.empty, device="meta")
+    out = scaled_dot_product_attention(meta(4, 7, 8), meta(2, 9, 8), meta(2, 9, 3), enable_gqa=True)
+    assert (out.shape, out.device.type) == ((4, 7, 3), "meta")
+    with pytest.raises(ValueError, match="must be on one device, got meta, cpu and cpu"):
+        scaled_dot_product_attention(meta(1, 2, 5, 8), *torch.randn(2, 1, 2, 5, 8))
 
 
 def test_meta_and_fake_tensors():

@@ -105,15 +105,16 @@ def test_a_reordered_cache_continues_the_rows_it_was_given():
 def test_sinusoids():
     """The formula, and section 3.5's reason for it: PE(pos + k) is the same linear map of PE(pos) at every pos."""
     d_model, k = 16, 37
-    positions = SinusoidalPositions(d_model, length=4)
-    table = positions(0, 3000)
+    positions, cpu = SinusoidalPositions(d_model), torch.device("cpu")
+    positions(0, 4, cpu)
+    table = positions(0, 3000, cpu)
     assert table.dtype == torch.float32
     assert table.shape == (3000, d_model)
     for pos, i in ((0, 0), (1, 0), (2999, 3), (1234, 7)):
         angle = pos / 10000 ** (2 * i / d_model)
         assert table[pos, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-7)
         assert table[pos, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-7)
-    assert torch.equal(positions(1000, 5), table[1000:1005])
+    assert torch.equal(positions(1000, 5, cpu), table[1000:1005])
     shift = torch.zeros(d_model, d_model, dtype=torch.float64)
     for i in range(0, d_model, 2):
         angle = k / 10000 ** (i / d_model)
@@ -228,6 +229,24 @@ def test_logits_begin_with_variance_one(scale_logits):
     assert logits[..., 1:].std().item() == pytest.approx(1, rel=0.2)
 
 
+@torch.no_grad()
+def test_built_without_memory(model):
+    """On the meta device, then given memory and weights by either of torch's ways: the same model."""
+    wanted = model(*batch())
+    with torch.device("meta"):
+        first, second = (Transformer(model.config).eval() for _ in range(2))
+    assert first(
+        *(tokens.to("meta") for tokens in batch()), *torch.empty(2, 2, dtype=torch.int64, device="meta")
+    ).is_meta
+    first = first.to_empty(device="cpu")
+    first.reset_parameters()
+    assert first(*batch()).isfinite().all()
+    first.load_state_dict(model.state_dict())
+    second.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(first(*batch()), wanted)
+    assert torch.equal(second(*batch()), wanted)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_compiles_as_one_graph(norm_first):
     """Training with dropout, at two sizes: the eager numbers and gradients."""
@@ -238,7 +257,7 @@ def test_compiles_as_one_graph(norm_first):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for lengths in (((9, 4), (7, 5)), ((5, 12), (8, 3))):
         results = []
-        for run in (model, compiled):
+        for run in (compiled, model):
             logits = run(*batch(*lengths), seeds=seeds)
             results.append((logits, *torch.autograd.grad(logits.square().sum(), model.parameters())))
         for got, wanted in zip(*results, strict=True):
@@ -256,7 +275,7 @@ def test_dropout_is_a_function_of_the_seeds(monkeypatch):
         other = seeds.clone()
         other[site, 0] = 8
         assert not torch.equal(model(source, target, seeds=other), first), f"site {site} drops nothing"
-    with pytest.raises(ValueError, match=r"seeds has shape \(3, 2\), expected \(22, 2\)"):
+    with pytest.raises(ValueError, match=r"seeds has shape \(3, 2\), expected a tensor of shape \(22, 2\)"):
         model(source, target, seeds=seeds[:3])
 
     draws = []

@@ -246,6 +246,13 @@ def test_library_of_another_machine_has_a_reason(package):
     assert "\n" not in native.reason("cpu")
 
 
+def test_library_older_than_the_package_has_a_reason(package, library, monkeypatch):
+    (package / "_cpu.so").symlink_to(library)
+    monkeypatch.setattr(native, "DIRECT", (*native.DIRECT, "of_tomorrow"))
+    assert native.library("cpu") is None
+    assert native.reason("cpu") == "_cpu.so is older than this package: it has no of_tomorrow; build it anew"
+
+
 def test_old_torch_has_a_reason(package, monkeypatch):
     (package / "_cpu.so").touch()
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")

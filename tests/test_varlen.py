@@ -67,6 +67,7 @@ def test_window_0_is_causal(backend):
     assert torch.equal(call(window_size=(-1, 0)), call(is_causal=True))
 
 
+@pytest.mark.representative
 def test_seqused_k(backend):
     """Only the first seqused_k keys of each sequence take part; the diagonal ends at the last of them."""
     used = torch.tensor([3, 4, 40, 0, 16], dtype=torch.int32)

@@ -15,6 +15,31 @@ struct Part {
   float *out, *reference, *sum;
 };
 
+// The operands and the output of a task to come, brought into the cache a few lines at a time while this one computes:
+// short sequences are read once, too little at a time for the processor's own prefetching.
+struct Ahead {
+  static constexpr int64_t kLine = 64;
+
+  struct Operand {
+    const char* data;
+    int64_t stride, rows, bytes;  // bytes: of a row
+  } operand[4];
+  int left = 0;  // operands
+  int64_t row = 0, byte = 0;
+
+  void fetch(int lines) {
+    for (; lines > 0 && left > 0; --lines) {
+      const Operand& o = operand[left - 1];
+      __builtin_prefetch(o.data + row * o.stride + byte, 0, 2);
+      if ((byte += kLine) < o.bytes) continue;
+      byte = 0;
+      if (++row < o.rows) continue;
+      row = 0;
+      --left;
+    }
+  }
+};
+
 template <class T>
 struct Forward {
   using Unit = typename UnitOf<T>::Unit;
@@ -169,10 +194,34 @@ struct Forward {
     }
   }
 
+  // Of the task `index`, where it is one of many short ones.
+  Ahead ahead(int64_t index) const {
+    Ahead next;
+    constexpr int64_t kMost = 128 << 10;
+    const int64_t key_row = a.depth * (int64_t)sizeof(T), value_row = a.value_depth * (int64_t)sizeof(T);
+    if (index >= tasks || blocks > 1 || splits > 1 || a.keys * (key_row + value_row) > kMost) return next;
+    const int64_t head = index % a.heads, key_head = head / (a.heads / a.key_heads);
+    const Sequence s = find_sequence(a, index / a.heads);
+    if (s.queries <= 0 || s.keys <= 0) return next;
+    const auto of = [&](const Heads& heads, int64_t h, int64_t first, int64_t rows, int64_t bytes) {
+      return Ahead::Operand{(const char*)row_pointer<T>(heads, s.index, h, first), heads.row * (int64_t)sizeof(T), rows,
+                            bytes};
+    };
+    next.operand[3] = of(a.query, head, s.first_query, s.queries, key_row);
+    next.operand[2] = of(a.key, key_head, s.first_key, s.keys, key_row);
+    next.operand[1] = of(a.value, key_head, s.first_key, s.keys, value_row);
+    next.operand[0] = of(a.out, head, s.first_query, s.queries, value_row);
+    next.left = 4;
+    return next;
+  }
+
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
-            const Panel& panel) const {
+            const Panel& panel, Ahead* next) const {
+    constexpr int kLines = 256;
+    next->fetch(kLines);
     product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel,
                                       scratch.score, kPanel, nullptr, a.scale);
+    next->fetch(kLines);
     if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
@@ -180,9 +229,11 @@ struct Forward {
     } else {
       softmax<false>(t, scratch, panel);
     }
+    next->fetch(kLines);
     product<Unit, true, Start::factor>(t.vectors, a.value_depth, kPairs ? (t.keys + 1) / 2 : t.keys, value.data,
                                        value.stride, (const Unit*)scratch.score, kPanel, panel.out, kPanel,
                                        scratch.factor, 1.0f);
+    next->fetch(kLines);
   }
 
   void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
@@ -224,7 +275,8 @@ struct Forward {
       put(s, head, query + i, split, scratch.out + i * value_width, panel.reference[i], panel.sum[i]);
   }
 
-  void task(int64_t index, const Scratch& scratch) const {
+  void task(int64_t index, const Scratch& scratch, int workers) const {
+    Ahead next = ahead(index + workers);
     const int64_t split = index % splits, block = blocks - 1 - index / splits % blocks;  // causal: the longest first
     const int64_t head = index / splits / blocks % a.heads, key_head = head / (a.heads / a.key_heads);
     const Sequence s = find_sequence(a, index / splits / blocks / a.heads);
@@ -247,7 +299,7 @@ struct Forward {
       const Matrix packed_value = pack_value(s, head, key_head, key, keys, scratch);
       for (int p = 0; p < panels; ++p) {
         const Tile t(a, s, mask, head, first + p * kPanel, key);
-        if (!t.empty()) step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p]);
+        if (!t.empty()) step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p], &next);
       }
     }
     for (int p = 0; p < panels; ++p) finish(s, head, first + p * kPanel, split, scratch, scratch.panel[p]);
@@ -356,7 +408,7 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   parallel_for(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
-    forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch);
+    forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch, workers);
   });
   if (forward.splits > 1)
     parallel_for(parallel, 1, a.batch * a.heads * a.queries, [&](int64_t index, int) { forward.merge(index); });

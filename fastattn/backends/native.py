@@ -14,6 +14,15 @@ import torch
 PACKAGE = Path(__file__).resolve().parent.parent
 LIBRARIES = ("cpu",)
 OLDEST_TORCH = (2, 10)
+DIRECT = (  # what the direct way needs beyond the backend's functions
+    "attention_direct",
+    "attention_kept",
+    "attention_kept_backward",
+    "dropout_direct",
+    "dropout_add_layer_norm_direct",
+    "layer_norm_direct",
+    "softmax_dropout_direct",
+)
 
 
 def build_record() -> dict[str, dict[str, Any]]:
@@ -38,7 +47,11 @@ def _load(name: str) -> tuple[Any, str]:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
         return None, f"{path.name} does not load: {str(error).splitlines()[0]}"
-    return getattr(torch.ops, f"fastattn_{name}"), ""
+    library = getattr(torch.ops, f"fastattn_{name}")
+    lacking = [operation for operation in DIRECT if not hasattr(library, operation)]
+    if lacking:
+        return None, f"{path.name} is older than this package: it has no {lacking[0]}; build it anew"
+    return library, ""
 
 
 def library(name: str) -> Any:

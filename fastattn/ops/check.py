@@ -151,7 +151,9 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The low-precision dtype of an active autocast on this tensor's device, else None."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def autocast_low(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -69,7 +70,10 @@ class Op:
         return getattr(TABLE[args[-1]], self.name)(*args[:-1])
 
     def _differentiate(self, *args: Any) -> Any:
-        return self._function.apply(*args)
+        # functorch's transforms are above this key and have had their turn; of a transform that differentiates, this
+        # is the autograd of one level, which ``apply`` would hand back to functorch.
+        with enable_single_level_autograd_function():
+            return plain_apply(self._function)(*args)
 
     def _differentiate_plain(self, *args: Any) -> Any:
         return self._apply_plain(*args)

@@ -88,13 +88,13 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, zero biases; normal embeddings from which logits begin with variance 1, zero for
-        padding."""
+        """Xavier-uniform matrices, zero biases, gains of 1; normal embeddings from which logits begin with variance 1,
+        zero for padding."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
         deviation = 1.0 if self.config.scale_logits else self.config.d_model**-0.5
         with torch.no_grad():
             for embedding in (self.source_embedding, self.target_embedding):
@@ -190,8 +190,9 @@ class Transformer(nn.Module):
         if seeds is None:
             limits = torch.iinfo(torch.int64)
             seeds = torch.randint(limits.min, limits.max, (self.dropout_sites, 2), device=device)
-        elif seeds.shape != (self.dropout_sites, 2):
-            raise ValueError(f"seeds has shape {tuple(seeds.shape)}, expected {(self.dropout_sites, 2)}")
+        elif not isinstance(seeds, Tensor) or seeds.shape != (self.dropout_sites, 2):
+            given = f"shape {tuple(seeds.shape)}" if isinstance(seeds, Tensor) else f"type {type(seeds).__name__}"
+            raise ValueError(f"seeds has {given}, expected a tensor of shape {(self.dropout_sites, 2)}")
         return iter(seeds.unbind())
 
     def _embed(self, embedding: nn.Embedding, positions: nn.Module, tokens: Tensor, start: int, seed) -> Tensor:
@@ -199,7 +200,7 @@ class Transformer(nn.Module):
         x = embedding(tokens)
         if self.config.scale_embeddings:
             x = x * self.config.d_model**0.5
-        return self.embedding_dropout(x + positions(start, tokens.shape[1]).to(x.dtype), seed)
+        return self.embedding_dropout(x + positions(start, tokens.shape[1], tokens.device).to(x.dtype), seed)
 
     def _encode(self, source, source_lengths, sites, weights) -> Tensor:
         x = self._embed(self.source_embedding, self.source_positions, source, 0, next(sites))
@@ -305,15 +306,13 @@ class FeedForward(nn.Module):
 class SinusoidalPositions(nn.Module):
     """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos of the same (section 3.5), of any length.
 
-    The table is float32, computed in float64, and grows by doubling.
+    The table is float32, computed in float64, made where and when it is needed, and grows by doubling.
     """
 
-    table: Tensor
-
-    def __init__(self, d_model: int, device=None, length: int = 512):
+    def __init__(self, d_model: int):
         super().__init__()
         self.d_model = d_model
-        self.register_buffer("table", self.sinusoids(length, device), persistent=False)
+        self.table = torch.empty(0, d_model)
 
     def sinusoids(self, length: int, device=None) -> Tensor:
         """The first ``length`` rows: float32 (length, d_model)."""
@@ -322,11 +321,12 @@ class SinusoidalPositions(nn.Module):
         angle = torch.outer(position, frequency)
         return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()
 
-    def forward(self, start: int, length: int) -> Tensor:
+    def forward(self, start: int, length: int, device: torch.device) -> Tensor:
         """Rows ``start`` to ``start + length``: (length, d_model)."""
-        if start + length > self.table.shape[0]:
-            self.table = self.sinusoids(2 * (start + length), self.table.device).to(self.table.dtype)
-        return self.table[start : start + length]
+        end = start + length
+        if end > self.table.shape[0] or device != self.table.device:
+            self.table = self.sinusoids(max(512, 2 * end), device)
+        return self.table[start:end]
 
 
 class LearnedPositions(nn.Module):
@@ -336,7 +336,8 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(max_positions, d_model, device=device, dtype=dtype))
 
-    def forward(self, start: int, length: int) -> Tensor:
+    def forward(self, start: int, length: int, device: torch.device) -> Tensor:
+        """Rows ``start`` to ``start + length``: (length, d_model), on the device of the parameter."""
         if start + length > self.weight.shape[0]:
             raise InputError(
                 f"a sequence of {start + length} tokens is longer than max_positions={self.weight.shape[0]}: "
@@ -348,7 +349,7 @@ class LearnedPositions(nn.Module):
 def _positions(config: TransformerConfig, factory: dict) -> nn.Module:
     if config.positions == "learned":
         return LearnedPositions(config.max_positions, config.d_model, **factory)
-    return SinusoidalPositions(config.d_model, factory["device"])
+    return SinusoidalPositions(config.d_model)
 
 
 def _attention(config: TransformerConfig, factory: dict) -> MultiHeadAttention:

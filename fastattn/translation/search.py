@@ -1,6 +1,7 @@
 """Beam search over cached decoding, a batch of sentences at a time (section 6.1 of the paper)."""
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ def beam_search(
         raise InputError(f"beam is {beam}, expected at least 1")
     config, device = model.config, source.device
     limits = source_lengths + EXTRA_TOKENS
+    if not math.isfinite(length_penalty):
+        raise InputError(f"length_penalty is {length_penalty}, expected a finite number")
     batch, longest = len(source), int(limits.max())
     results = [Hypothesis([], -torch.inf)] * batch
 

@@ -18,6 +18,8 @@ class Tokenizer:
 
     def __init__(self, model: bytes):
         self.model = model
+        if not model:
+            raise InputError("the tokenizer is not a readable sentencepiece model: it is empty")
         try:
             self._processor = require("sentencepiece").SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -33,7 +35,7 @@ class Tokenizer:
                 sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
                 character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
             )  # fmt: skip
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             most = re.search(r"value <= (\d+)", str(error))
             if most:
                 raise InputError(

@@ -178,7 +178,7 @@ def train(
     if resume:
         newest = checkpoint.newest(out)
         state = checkpoint.load_training(newest)
-        options = _same_options(TrainingOptions(**state["options"]), given)
+        options = _same_options(_saved_options(newest, state), given)
     else:
         if out.exists() and not (
             out.is_dir() and all(path.name.startswith(checkpoint.PARTIAL) for path in out.iterdir())
@@ -250,6 +250,17 @@ def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="a
         precision=fastest_precision() if precision == "auto" else precision,
         seed=seed,
     )
+
+
+def _saved_options(path: Path, state: dict) -> TrainingOptions:
+    """Those of the run that wrote ``state``, which has all that resuming it takes."""
+    needed = {"optimizer", "step", "epoch", "place", "text", "best_loss", "best_step", "seconds"}
+    try:
+        if needed <= state.keys():
+            return TrainingOptions(**state["options"])
+    except (KeyError, TypeError):
+        pass
+    raise InputError(f"cannot resume {path}: it was not written by this version of `fastattn train`")
 
 
 def _same_options(saved: TrainingOptions, given: dict) -> TrainingOptions:

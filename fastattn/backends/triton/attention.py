@@ -8,6 +8,9 @@ j < length, and the mask lets it. A program owns a tile of one side and visits t
 it: first the plain ones, of which every pair sees each other, then the edges, where each pair is checked. Which these
 are follows from the window, or if there is a mask from lists that ``_cover`` and ``_list`` make.
 
+What would be hoisted out of a loop (offsets, Philox's key schedule) takes registers in every loop: where they are
+scarce, ``disable_licm`` has it computed again.
+
 x is a score before what can be left to the exponential: Q K^T, or with a float mask magnitude * Q K^T + mask. The
 scale's sign has gone into Q, so that a larger x is a larger score.
 """
@@ -226,7 +229,8 @@ def _forward(
     plan = _plan(lists, b, h, tile, ROWS, COLUMNS, length, diagonal, left, right)
     part, parts = tl.program_id(1), tl.num_programs(1)  # of the keys
     for EDGE in tl.static_range(2):
-        for n in range(plan[EDGE] * part // parts, plan[EDGE] * (part + 1) // parts):
+        begin, end = plan[EDGE] * part // parts, plan[EDGE] * (part + 1) // parts
+        for n in tl.range(begin, end, disable_licm=(EDGE == 1) | (E + EV > 256)):
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
@@ -354,7 +358,7 @@ def _grad_query(
     dq = tl.zeros((ROWS, E), tl.float32)
     plan = _plan(lists, b, h, tile, ROWS, COLUMNS, length, diagonal, left, right)
     for EDGE in tl.static_range(2):
-        for n in range(plan[EDGE]):
+        for n in tl.range(plan[EDGE], disable_licm=(EDGE == 1) | (E + EV > 256)):
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
@@ -395,7 +399,7 @@ def _grad_key_value(
     dv = tl.zeros((COLUMNS, EV), tl.float32)
     end = tl.where(first_j < length, queries, 0)
     for EDGE in tl.static_range(2):
-        for n_head in tl.range(group, disable_licm=True):  # what is hoisted takes registers in every loop
+        for n_head in tl.range(group, disable_licm=True):
             h = key_head * group + n_head
             queries_of_head = _head(query, b, h, first_query)
             grads_of_head = _head(grad_out, b, h, first_query)
@@ -695,10 +699,11 @@ class _Problem:
             _forward, (programs, parts), self.device, *common, part_heads, None, *part_stats, _rows(lse),
             *strides, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
         )  # fmt: skip
+        row_tiles = triton.cdiv(self.queries, 16)
         launch(
-            _merge, (programs,), self.device, part_heads, *part_stats, *strides, parts, self.sequences,
-            _heads(out), lse, *stats, _rows(lse), row_tiles, self.heads, self.value_size,
-            **{name: constants[name] for name in ("ROWS", "EV", "EXACT", "ALIGNMENT", "LOWER_RIGHT")},
+            _merge, (row_tiles * self.heads * self.batch,), self.device, part_heads, *part_stats, *strides, parts,
+            self.sequences, _heads(out), lse, *stats, _rows(lse), row_tiles, self.heads, self.value_size, ROWS=16,
+            **{name: constants[name] for name in ("EV", "EXACT", "ALIGNMENT", "LOWER_RIGHT")},
         )  # fmt: skip
 
     def backward(

@@ -22,11 +22,12 @@ class Tiles(NamedTuple):
 
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
-# for processors with 163 KiB of shared memory and more (compute capability 8.0, 9.0, 10.0), the second for 99 KiB.
-# What a mask adds to a tile costs registers: where a kernel has a line for it, that is smaller.
+# for compute capabilities 9.0 and 10.x, which multiply from shared memory, the second for the others, whose operands
+# take registers and some of which have 99 KiB of shared memory. A mask takes registers too: where a kernel has a line
+# for it, those tiles are smaller.
 ATTENTION_16_BITS = {
-    "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
-    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
+    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
@@ -57,7 +58,7 @@ def attention(kernel: str, dtype: torch.dtype, size: int, masked: bool, device: 
     """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256."""
     if dtype == torch.float32:
         table = ATTENTION_32_BITS
-    elif capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)):
+    elif capability(device)[0] in (9, 10):
         table = ATTENTION_16_BITS
     else:
         table = ATTENTION_16_BITS_SMALL
