@@ -102,7 +102,7 @@ ROWS = {
     "dropout": RowLimits(2048, 1024, 1024, 512),
     "layer_norm": RowLimits(2048, 8192, 4096, 512),
     "layer_norm_backward": RowLimits(1024, 4096, 4096, 256),
-    "softmax_dropout": RowLimits(2048, 16384, 4096, 512),
+    "softmax_dropout": RowLimits(2048, 8192, 4096, 512),
     "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 512),
 }
 _MOST_WARPS = 16
