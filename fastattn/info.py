@@ -1,13 +1,13 @@
 """What `fastattn info` prints: versions, device, compiled libraries, and why what is missing is missing."""
 
-import importlib.util
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from fastattn import __version__
-from fastattn.backends import native
+from fastattn.backends import MISSING, native
 
 
 def cpu_name() -> str:
@@ -28,7 +28,10 @@ def report() -> str:
         ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
         ("cpu", f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()} in torch"),
         ("cuda", _cuda()),
-        ("triton", "found" if importlib.util.find_spec("triton") else "not installed"),
+        (
+            "triton",
+            f"not used: {MISSING['triton']}" if "triton" in MISSING else f"{version('triton')}, for CUDA tensors",
+        ),
     ]
     rows += [(f"_{name} library", _library(name)) for name in native.LIBRARIES]
     return "\n".join(f"{label:14} {text}" for label, text in rows)
