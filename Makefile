@@ -27,12 +27,15 @@ bench:  ## correctness and speed against the reference and what a user would pic
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-slow:  ## the longer tests: every instruction set, sanitizers, fresh installs, Triton's interpreter
-	pytest -m slow
+slow:  ## the longer tests: every instruction set, sanitizers, fresh installs
+	pytest -m "slow and not triton"
+
+triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
+	pytest -m triton
 
 ci: lint demo slow report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
-.PHONY: help install lint format test bench demo slow ci report
+.PHONY: help install lint format test bench demo slow triton ci report

@@ -50,12 +50,12 @@ def require(name, **options):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Triton's interpreter takes milliseconds a program: what is not marked `representative` is slow there."""
+    """Triton's interpreter takes milliseconds a program: only what is marked `representative` runs there by default."""
     for item in items:
         callspec = getattr(item, "callspec", None)
         interpreted = DEVICE == "cpu" and callspec and callspec.params.get("backend") == "triton"
         if interpreted and not item.get_closest_marker("representative"):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.triton)
 
 
 @pytest.fixture(params=BACKENDS)

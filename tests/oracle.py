@@ -261,8 +261,9 @@ def largest(tensor):
     return tensor.abs().amax().item() if tensor.numel() else 0.0
 
 
-def gradients(function, tensors, seeds=0):
-    """(outputs, gradients of the float tensors) of function(*tensors) for fixed random output gradients.
+def gradients(function, tensors, seeds=0, positive=False):
+    """(outputs, gradients of the float tensors) of function(*tensors) for fixed random output gradients, or `positive`
+    ones of the same sizes.
 
     The tensors keep their strides; output gradients come in the dtype of each output from one float64 draw, so that
     calls with other dtypes receive the same numbers."""
@@ -271,6 +272,7 @@ def gradients(function, tensors, seeds=0):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator(torch.get_default_device()).manual_seed(seeds)
     grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16) for o in outputs]
+    grads = [g.abs() for g in grads] if positive else grads
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     got = torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
     return tuple(o.detach() for o in outputs), got

@@ -33,8 +33,8 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
     tensors = query, key, value, attn_mask
     outputs = 2 if lse else 1
 
-    def composed(**more):
-        return gradients(lambda *t: exact(*t, **options, **more)[:outputs], tensors)
+    def composed(positive=False, **more):
+        return gradients(lambda *t: exact(*t, **options, **more)[:outputs], tensors, positive=positive)
 
     ours = gradients(functools.partial(scaled_dot_product_attention, return_lse=lse, **options), tensors)
     wanted, terms = composed(), composed(softmax=SizesOfTerms.apply)
@@ -43,6 +43,10 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
     else:
         peer = gradients(functools.partial(torch_attention, **options), tensors)
     names = [*["out", "lse"][:outputs], "grad_query", "grad_key", "grad_value", "grad_mask"]
+    if query.dtype in (torch.bfloat16, torch.float16):
+        # P is rounded to 16 bits before it meets the output's gradient: relative to the sizes P |dO| of their terms.
+        of_outputs, (of_query, of_key, _, *of_mask) = terms
+        terms = of_outputs, (of_query, of_key, composed(positive=True)[1][2], *of_mask)
     for name, a, e, p, t in zip(names, *([*o, *g] for o, g in (ours, wanted, peer, terms)), strict=False):
         if name == "lse":
             assert a.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)

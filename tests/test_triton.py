@@ -194,7 +194,7 @@ def test_ahead_of_time():
     assert "0 faults" in output
 
 
-@pytest.mark.slow
+@pytest.mark.triton
 def test_ahead_of_time_on_every_architecture():
     status, output = program("-m", "fastattn.backends.triton.aot")
     assert status == 0, output
