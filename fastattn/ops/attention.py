@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
         and window_size == (-1, -1)
         and causal_variant == "upper_left"
         and type(is_causal) is bool
-        and (scale is None or type(scale) is float)
+        and (scale is None or (type(scale) is float and -check.LARGEST <= scale <= check.LARGEST))
         and (differentiate := wants_gradient(query, key, value)) is not None
         and not torch._C._is_any_autocast_enabled()
     ):
@@ -87,6 +87,8 @@ def scaled_dot_product_attention(
         if out is not None:
             return out
     name = "scaled_dot_product_attention"
+    check.flag(name, "enable_gqa", enable_gqa)
+    check.flag(name, "return_lse", return_lse)
     q, k, v, batch = _heads(name, query, key, value, enable_gqa)
     _, heads, rows, head_size = q.shape
     columns = k.shape[2]
@@ -141,6 +143,7 @@ def attention_weights(
         TypeError, ValueError: as ``scaled_dot_product_attention``.
     """
     name = "attention_weights"
+    check.flag(name, "enable_gqa", enable_gqa)
     q, k, _, batch = _heads(name, query, key, key, enable_gqa)
     attn_mask, is_causal, causal_variant = _causal_bias(
         name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
@@ -210,6 +213,8 @@ def varlen_attn(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
     name = "varlen_attn"
+    check.flag(name, "enable_gqa", enable_gqa)
+    check.flag(name, "return_lse", return_lse)
     if unsupported:
         raise TypeError(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
     for label, tensor in (("query", query), ("key", key), ("value", value)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 
 import torch
 from torch import Tensor
 
+LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
 _FAR = 2**62  # beyond every position, within int64
 _NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -36,12 +36,12 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
 
 
 def scale(function: str, value: float) -> float:
-    if type(value) is float and -math.inf < value < math.inf:  # at once: the abstract class answers slowly
+    if type(value) is float and -LARGEST <= value <= LARGEST:  # at once: the abstract class answers slowly
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{function}: scale must be finite, got {value}")
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{function}: scale must be finite in float32, got {value}")
     return float(value)
 
 

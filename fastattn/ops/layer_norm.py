@@ -114,6 +114,7 @@ def dropout_add_layer_norm(
         if out is not None:
             return out
     name = "dropout_add_layer_norm"
+    check.flag(name, "prenorm", prenorm)
     check.float_tensor(name, "input", input)
     check.float_tensor(name, "residual", residual)
     if input.shape != residual.shape or input.dim() == 0:
