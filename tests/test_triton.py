@@ -24,7 +24,6 @@ from interpreter import strict
 from triton.runtime.errors import InterpreterError
 
 import fastattn
-from fastattn.backends import TABLE
 from fastattn.backends.triton import philox
 
 TESTS = Path(__file__).parent
@@ -116,11 +115,11 @@ PROBLEMS = [
     layer_norm_of_wide_rows,
     softmax_of_wide_rows,
     dropout,
-    *([attention] if hasattr(TABLE["triton"], "attention") else []),
+    attention,
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.__name__)
 def test_programs_in_any_order(problem, dtype):
     """No program sees what another has written, none touches what is not an operand's, and each run has the same bits.
@@ -175,6 +174,7 @@ def test_triton_is_imported_when_needed():
     assert status == 0, output
 
 
+@pytest.mark.slow
 def test_planted_compile_faults():
     """The ahead-of-time checks find a spill, unwanted tf32 and 32-bit offsets, and nothing in a sound kernel, whose
     matrix instructions they see on every architecture."""
@@ -187,6 +187,7 @@ def test_planted_compile_faults():
         assert any(message in fault for fault in found[name]), (name, found[name])
 
 
+@pytest.mark.slow
 def test_ahead_of_time():
     """Of the gate, one operation and architecture."""
     status, output = program("-m", "fastattn.backends.triton.aot", "--arch", "90", "--operation", "dropout")

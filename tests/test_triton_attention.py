@@ -76,7 +76,7 @@ def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
         assert lists[1, 0, 0, :2].tolist() == [4, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_parts_of_the_keys_merge(dtype, monkeypatch):
     """Few queries against many keys: each program takes a part of the keys, which may be empty."""
     monkeypatch.setattr(configurations, "parts", lambda programs, key_tiles, device: 3)
