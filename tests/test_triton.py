@@ -129,7 +129,7 @@ def test_programs_in_any_order(problem, dtype):
         outs, grads = gradients(call, tensors)
     with fastattn.backend("reference"):
         wanted, wanted_grads = gradients(call, tensors)
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps  # a few roundings to the dtype, relative to the largest terms of sums that cancel
     for ours, theirs in zip((*outs, *grads), (*wanted, *wanted_grads), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=8 * eps, atol=8 * eps * theirs.abs().max().item())
 
