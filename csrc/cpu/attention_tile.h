@@ -28,6 +28,7 @@ constexpr int kPanelVectors = 4, kMicroRows = 3;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;  // queries: a multiple of 16, as dropout's tiles are
 constexpr int kBlock = 96;                      // keys: a multiple of 32 likewise
+constexpr int kStretch = 32 * kBlock;           // keys: sums over more are made of sums over so many
 constexpr int kWord = 64;                       // bits in a column of a mask tile
 static_assert(kPanel % kTileRows == 0 && kPanel <= kWord && kBlock % kTileColumns == 0, "dropout's tiles");
 
@@ -358,7 +359,7 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
   const int last = length - (vectors - 1) * kLanes;
   vf x[2][vectors];
 #pragma GCC unroll 4
-  for (int n = 0; n < vectors; ++n) x[0][n] = load(sum + n * kLanes) * factor, x[1][n] = vf{};
+  for (int n = 0; n < vectors; ++n) x[0][n] = x[1][n] = vf{};
   const auto add = [&](int j, vf* to) {
     if (weight[j] == 0) return;
     const T* row = from + j * stride;
@@ -374,7 +375,8 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
   }
   if (j < count) add(j, x[0]);
 #pragma GCC unroll 4
-  for (int n = 0; n < vectors; ++n) store(sum + n * kLanes, x[0][n] + x[1][n]);
+  for (int n = 0; n < vectors; ++n)
+    store(sum + n * kLanes, fma(load(sum + n * kLanes), splat(factor), x[0][n] + x[1][n]));
 }
 
 // sum = factor sum + sum_j weight_j from_j; rows of weight 0 are not read. `sum` has whole vectors.
