@@ -52,6 +52,10 @@ inline void check_dtype(const Tensor& tensor, const char* name, const Tensor& li
                   ", expected ", torch::headeronly::toString(like.scalar_type()));
 }
 
+inline Dtype dtype_from(ScalarType type) {
+  return type == ScalarType::Float ? Dtype::float32 : type == ScalarType::BFloat16 ? Dtype::bfloat16 : Dtype::float16;
+}
+
 inline int32_t shim_dtype(Dtype dtype) {
   switch (dtype) {
     case Dtype::float32: return aoti_torch_dtype_float32();
@@ -268,6 +272,28 @@ inline int64_t broadcast_stride(const Tensor& mask, int64_t dim) { return mask.s
 inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   if (!tensor || tensor->is_contiguous()) return tensor;
   return torch::stable::contiguous(*tensor);
+}
+
+// `input` has dense columns; `lengths` is contiguous.
+template <class Scores>
+void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
+                const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
+                bool lower_right) {
+  scores.input = input.const_data_ptr();
+  scores.dtype = dtype_of(input, "input");
+  const Sizes strides = input.strides(), sizes = input.sizes();
+  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
+  scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
+  if (attn_mask) {
+    scores.mask = attn_mask->const_data_ptr();
+    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
+    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
+    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
+  }
+  if (lengths) scores.key_lengths = lengths->const_data_ptr<int64_t>();
+  scores.scale = (float)scale;
+  scores.window_left = window_left, scores.window_right = window_right;
+  scores.lower_right = lower_right;
 }
 
 }  // namespace

@@ -30,9 +30,9 @@ _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
 
 # The most specialised first; the reference serves everything. What is not named here is taken only when forced.
-_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
-_NAMES = ("cpu", "triton", "reference")
-_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+_NAMES = ("cpu", "cuda", "triton", "reference")
+_DEVICES = {"cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
 
 
 def _overloads(library: Any) -> SimpleNamespace:
@@ -57,6 +57,10 @@ if native.library("cpu") is not None:
     TABLE["cpu"] = _overloads(native.library("cpu"))
 else:
     MISSING["cpu"] = f"its library is not loaded: {native.reason('cpu')}"
+if native.library("cuda") is not None:
+    TABLE["cuda"] = _overloads(native.library("cuda"))
+else:
+    MISSING["cuda"] = f"its library is not loaded: {native.reason('cuda')}"
 if importlib.util.find_spec("triton") is None:
     MISSING["triton"] = "triton is not installed"
 elif torch.version.hip is not None:
@@ -205,11 +209,12 @@ def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, he
 
 def _warn_if_slow(device: str) -> None:
     """Once a device: there are faster kernels somewhere, and this installation or machine lacks them."""
-    name = _ORDER.get(device, ("",))[0]
-    if name in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
+    faster = _ORDER.get(device, ("reference",))[:-1]
+    served = any(name in TABLE for name in faster)
+    if served or device in _warned or device == "meta" or torch.compiler.is_compiling():
         return
     _warned.add(device)
-    reason = MISSING.get(name, "fastattn has no kernels for this device")
+    reason = MISSING[faster[-1]] if faster else "fastattn has no kernels for this device"
     warnings.warn(f"fastattn runs its plain PyTorch reference on {device} tensors, slowly: {reason}", stacklevel=4)
 
 
@@ -225,7 +230,7 @@ def backend(name: str) -> Iterator[None]:
     pass runs on the backend of its forward pass, inside the block or not.
 
     Args:
-        name: ``"reference"``, ``"cpu"`` or ``"triton"``.
+        name: ``"reference"``, ``"cpu"``, ``"triton"`` or ``"cuda"``.
 
     Raises:
         ValueError: no backend has this name.
