@@ -3,11 +3,11 @@
 import contextlib
 import os
 
-import emulation
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import emulation
 import fastattn
 from fastattn.backends import MISSING, TABLE, native
 
