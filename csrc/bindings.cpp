@@ -104,29 +104,6 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
 
 // ---- attention ----
 
-// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
-Heads heads_of(const Tensor& tensor) {
-  void* data = const_cast<void*>(tensor.const_data_ptr());
-  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
-  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-AttentionMask mask_of(const std::optional<Tensor>& tensor) {
-  AttentionMask mask = {};
-  if (!tensor) return mask;
-  mask.data = const_cast<void*>(tensor->const_data_ptr());
-  mask.dtype = dtype_of(*tensor, "attn_mask");
-  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
-    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
-    *size = *stride == 0 ? 1 : tensor->size(d);
-  };
-  dimension(0, &mask.batches, &mask.batch);
-  dimension(1, &mask.heads, &mask.head);
-  dimension(2, &mask.rows, &mask.row);
-  dimension(3, &mask.columns, &mask.column);
-  return mask;
-}
-
 // What dense and packed attention, forward and backward, have in common.
 Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value,
                             const std::optional<Tensor>& seed, double scale, int64_t window_left, int64_t window_right,

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/attention.h"
 #include "cuda/dropout.h"
 #include "cuda/layer_norm.h"
 #include "cuda/softmax_dropout.h"
@@ -256,6 +257,44 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
   return {grad_input, grad_mask};
 }
 
+// ---- attention ----
+
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
+                                             std::optional<Tensor> seed, double scale, int64_t window_left,
+                                             int64_t window_right, bool lower_right, int64_t threshold) {
+  const Place place(query);
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  Attention a = {};
+  a.dtype = dtype_of(query, "query");
+  a.batch = q.size(0), a.heads = q.size(1), a.key_heads = k.size(1), a.queries = q.size(2), a.keys = k.size(2);
+  STD_TORCH_CHECK(threshold == 0 && !seed && a.keys <= kMostKeys, "attention: no dropout, and at most ", kMostKeys,
+                  " keys");
+  a.depth = (int)q.size(3), a.value_depth = (int)v.size(3);
+  a.query = heads_of(q), a.key = heads_of(k), a.value = heads_of(v);
+  const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();
+  if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
+  a.mask = mask_of(attn_mask);
+  a.scale = (float)scale;
+  const int64_t far = a.queries + a.keys;  // beyond all keys there is no bound
+  a.window_left = window_left < far ? window_left : -1;
+  a.window_right = window_right < far ? window_right : -1;
+  a.lower_right = lower_right;
+  const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
+  const Tensor out = empty_heads(query, a.queries, a.value_depth, place.device);
+  const Tensor lse = empty(Sizes(rows + 1, 3), Dtype::float32, place.device);
+  const Tensor stats = empty(Sizes(rows, 4), Dtype::float32, place.device);
+  a.out = heads_of(out);
+  a.lse = lse.mutable_data_ptr<float>();
+  a.reference = stats.mutable_data_ptr<float>(), a.sum = a.reference + lse.numel();
+  if (lse.numel() == 0) return {out, lse, stats};
+  const int splits = attention_splits(a, place.device.index);
+  const int64_t floats = attention_workspace(a, splits);
+  const Tensor workspace = empty(Sizes(&floats, 1), Dtype::float32, place.device);
+  cuda::attention(a, splits, workspace.mutable_data_ptr<float>(), place.stream);
+  return {out, lse, stats};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fastattn_cuda, m) {
@@ -265,6 +304,7 @@ STABLE_TORCH_LIBRARY(fastattn_cuda, m) {
   m.def(schemas::kLayerNormBackward);
   m.def(schemas::kDropoutAddLayerNorm);
   m.def(schemas::kDropoutAddLayerNormBackward);
+  m.def(schemas::kAttention);
   m.def(schemas::kDropout);
   m.def(schemas::kDropoutMask);
 }
@@ -276,6 +316,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cuda, CompositeExplicitAutograd, m) {
   m.impl("layer_norm_backward", TORCH_BOX(&::layer_norm_backward));
   m.impl("dropout_add_layer_norm", TORCH_BOX(&::dropout_add_layer_norm));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&::dropout_add_layer_norm_backward));
+  m.impl("attention", TORCH_BOX(&::attention));
   m.impl("dropout", TORCH_BOX(&::dropout));
   m.impl("dropout_mask", TORCH_BOX(&::dropout_mask));
 }

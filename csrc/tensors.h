@@ -11,6 +11,7 @@
 
 #include <optional>
 
+#include "common/attention.h"
 #include "common/types.h"
 
 namespace fastattn {
@@ -294,6 +295,29 @@ void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>
   scores.scale = (float)scale;
   scores.window_left = window_left, scores.window_right = window_right;
   scores.lower_right = lower_right;
+}
+
+// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+inline Heads heads_of(const Tensor& tensor) {
+  void* data = const_cast<void*>(tensor.const_data_ptr());
+  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
+  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+inline AttentionMask mask_of(const std::optional<Tensor>& tensor) {
+  AttentionMask mask = {};
+  if (!tensor) return mask;
+  mask.data = const_cast<void*>(tensor->const_data_ptr());
+  mask.dtype = dtype_of(*tensor, "attn_mask");
+  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
+    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
+    *size = *stride == 0 ? 1 : tensor->size(d);
+  };
+  dimension(0, &mask.batches, &mask.batch);
+  dimension(1, &mask.heads, &mask.head);
+  dimension(2, &mask.rows, &mask.row);
+  dimension(3, &mask.columns, &mask.column);
+  return mask;
 }
 
 }  // namespace

@@ -254,6 +254,10 @@ void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   throw std::runtime_error(error);
 }
 
+int multiprocessors = 132;
+
+extern "C" __attribute__((visibility("default"))) void set_multiprocessors(int count) { multiprocessors = count; }
+
 // The order of threads and blocks from here on.
 extern "C" __attribute__((visibility("default"))) void seed_order(uint64_t seed) { random_state = seed; }
 
