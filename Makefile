@@ -11,12 +11,12 @@ lint:  ## ruff, mypy, clang-format: report, change nothing
 	ruff check .
 	ruff format --check .
 	mypy
-	find csrc -name '*.h' -o -name '*.cpp' | xargs clang-format --dry-run --Werror
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format --dry-run --Werror
 
 format:  ## what lint can put right by itself
 	ruff check --fix .
 	ruff format .
-	find csrc -name '*.h' -o -name '*.cpp' | xargs clang-format -i
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format -i
 
 test:  ## the tests, under five minutes
 	pytest

@@ -1,13 +1,5 @@
 // The operations of the `cpu` backend as torch ops. The only file of this library that sees torch; stable ABI.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <math.h>
-#include <sys/mman.h>
 
 #include <optional>
 #include <string>
@@ -15,13 +7,12 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "schemas.h"
+#include "tensors.h"
 
 namespace {
 
 using namespace fastattn;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // ---- instruction sets ----
 
@@ -56,80 +47,6 @@ Parallel torch_threads() {
           }};
 }
 
-// Told apart by torch's own numbers: a ScalarType would be looked up at each call.
-bool is_dtype(const Tensor& tensor, Dtype* dtype) {
-  int32_t number;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
-  if (number == aoti_torch_dtype_float32())
-    *dtype = Dtype::float32;
-  else if (number == aoti_torch_dtype_bfloat16())
-    *dtype = Dtype::bfloat16;
-  else if (number == aoti_torch_dtype_float16())
-    *dtype = Dtype::float16;
-  else if (number == aoti_torch_dtype_bool())
-    *dtype = Dtype::boolean;
-  else
-    return false;
-  return true;
-}
-
-Dtype dtype_of(const Tensor& tensor, const char* name) {
-  Dtype dtype;
-  STD_TORCH_CHECK(is_dtype(tensor, &dtype), name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
-                  ", expected float32, bfloat16 or float16");
-  return dtype;
-}
-
-void check_dtype(const Tensor& tensor, const char* name, const Tensor& like) {
-  int32_t number, expected;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &expected));
-  STD_TORCH_CHECK(number == expected, name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
-                  ", expected ", torch::headeronly::toString(like.scalar_type()));
-}
-
-int32_t shim_dtype(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32: return aoti_torch_dtype_float32();
-    case Dtype::bfloat16: return aoti_torch_dtype_bfloat16();
-    case Dtype::float16: return aoti_torch_dtype_float16();
-    case Dtype::boolean: break;
-  }
-  return aoti_torch_dtype_bool();
-}
-
-// Fresh memory costs a page fault for every 4 KiB, more than the kernels' own work on it; huge pages cost 512 times
-// fewer.
-void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
-  constexpr int64_t kWorthwhile = 4 << 20;
-  constexpr uintptr_t kPage = 4096;
-  if (bytes < kWorthwhile) return;
-  const uintptr_t first = (uintptr_t)tensor.mutable_data_ptr();
-  const uintptr_t begin = (first + kPage - 1) & ~(kPage - 1), end = (first + (uintptr_t)bytes) & ~(kPage - 1);
-  madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a hint: kernels without huge pages refuse it
-}
-
-// Not through the dispatcher, which costs as much as a small operation.
-Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype) {
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
-                                                         shim_dtype(dtype), aoti_torch_device_type_cpu(), 0, &handle));
-  const Tensor tensor(handle);
-  prefer_huge_pages(tensor, tensor.numel() * (dtype == Dtype::float32 ? 4 : dtype == Dtype::boolean ? 1 : 2));
-  return tensor;
-}
-
-constexpr int kMaxDims = 64;  // torch's own limit
-
-Tensor empty(Sizes sizes, Dtype dtype) {
-  int64_t strides[kMaxDims], stride = 1;
-  for (int64_t d = (int64_t)sizes.size() - 1; d >= 0; --d) {
-    strides[d] = stride;
-    stride *= sizes[d] > 1 ? sizes[d] : 1;
-  }
-  return empty_strided(sizes, Sizes(strides, sizes.size()), dtype);
-}
-
 // A call's scratch memory, 64-byte aligned: on the stack where it is small.
 struct Workspace {
   static constexpr int64_t kAlignment = 64, kLocal = 128 << 10;
@@ -156,148 +73,21 @@ Seed seed_of(const Tensor& seed) {
   return make_seed(pair);
 }
 
-// A tensor as a stack of matrices: the last two dimensions, and all others folded into two.
-struct Matrices {
-  int64_t outer = 1, inner = 1, rows = 1, columns = 1;
-  int64_t outer_stride = 0, inner_stride = 0, row_stride = 0;
-
-  // False where the columns are not dense or the other dimensions do not fold.
-  bool describe(const Tensor& tensor) {
-    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
-    const int64_t dims = (int64_t)sizes.size();
-    if (dims >= 1) {
-      columns = sizes[dims - 1];
-      if (columns > 1 && strides[dims - 1] != 1) return false;
-    }
-    if (dims >= 2) {
-      rows = sizes[dims - 2];
-      row_stride = strides[dims - 2];
-    }
-    int64_t folded = 0;
-    for (int64_t d = dims - 3; d >= 0; --d) {
-      if (sizes[d] == 1) continue;
-      if (folded == 0) {
-        inner = sizes[d];
-        inner_stride = strides[d];
-        folded = 1;
-      } else if (folded == 1 && strides[d] == inner * inner_stride) {
-        inner *= sizes[d];
-      } else if (folded == 1) {
-        outer = sizes[d];
-        outer_stride = strides[d];
-        folded = 2;
-      } else if (strides[d] == outer * outer_stride) {
-        outer *= sizes[d];
-      } else {
-        return false;
-      }
-    }
-    return true;
-  }
-};
-
-// A tensor as rows at one stride: the last dimension, and all others folded into one; a copy where they do not fold.
-struct Rows {
-  Tensor tensor;
-  const void* data;
-  Dtype dtype;
-  int64_t stride = 0;
-
-  Rows(const Tensor& source, const char* name)
-      : tensor(folds(source) ? source : torch::stable::contiguous(source)),
-        data(tensor.const_data_ptr()),
-        dtype(dtype_of(source, name)) {
-    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
-    for (int64_t d = (int64_t)sizes.size() - 2; d >= 0; --d)
-      if (sizes[d] > 1) {
-        stride = strides[d];
-        break;
-      }
-  }
-
- private:
-  static bool folds(const Tensor& tensor) {
-    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
-    const int64_t last = (int64_t)sizes.size() - 1;
-    if (sizes[last] > 1 && strides[last] != 1) return false;
-    int64_t expected = -1;
-    for (int64_t d = last - 1; d >= 0; --d) {
-      if (sizes[d] == 1) continue;
-      if (expected >= 0 && strides[d] != expected) return false;
-      expected = strides[d] * sizes[d];
-    }
-    return true;
-  }
-};
-
-Tensor nothing(Dtype dtype) {
-  const int64_t size = 0;
-  return empty(Sizes(&size, 1), dtype);
-}
-
-Sizes without_last(Sizes sizes) { return Sizes(sizes.data(), sizes.size() - 1); }
-
-// (matrices, rows, columns) as the dropout formula counts them: a 1-D tensor is one row.
-template <class Problem>
-void set_shape(Problem& problem, Sizes sizes) {
-  const int64_t dims = (int64_t)sizes.size();
-  problem.columns = sizes[dims - 1];
-  problem.rows = dims >= 2 ? sizes[dims - 2] : 1;
-  problem.matrices = 1;
-  for (int64_t d = 0; d < dims - 2; ++d) problem.matrices *= sizes[d];
-}
-
 // ---- dropout ----
-
-// Whether the elements fill a block of memory without gaps or overlaps, in whatever order of dimensions.
-bool is_dense(const Tensor& tensor) {
-  const Sizes sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t filled = 1;
-  for (bool found = true; found;) {
-    found = false;
-    for (size_t d = 0; d < sizes.size(); ++d)
-      if (sizes[d] > 1 && strides[d] == filled) {
-        filled *= sizes[d];
-        found = true;
-        break;
-      }
-  }
-  return filled == tensor.numel();
-}
 
 void run_dropout(const Matrices& in, const Matrices& out, const Tensor* input, const Tensor& output, Seed seed,
                  int64_t threshold) {
   Dropout problem;
-  problem.input = input ? input->const_data_ptr() : nullptr;
-  problem.out = output.mutable_data_ptr();
-  problem.dtype = dtype_of(output, "input");
-  problem.outer = in.outer, problem.inner = in.inner, problem.rows = in.rows, problem.columns = in.columns;
-  problem.input_outer = in.outer_stride, problem.input_inner = in.inner_stride, problem.input_row = in.row_stride;
-  problem.out_outer = out.outer_stride, problem.out_inner = out.inner_stride, problem.out_row = out.row_stride;
+  set_matrices(problem, in, out, input, output);
   problem.seed = seed;
   problem.threshold = (int)threshold;
   (input ? table().dropout->dropout : table().dropout->mask)(problem, torch_threads());
 }
 
 Tensor dropout(const Tensor& input, Seed seed, int64_t threshold) {
-  const bool same_order = !input.is_contiguous() && is_dense(input);
-  Matrices in;
-  if (!in.describe(input)) {
-    const Tensor out = dropout(torch::stable::contiguous(input), seed, threshold);
-    if (!same_order) return out;
-    Tensor reordered = empty_strided(input.sizes(), input.strides(), dtype_of(input, "input"));
-    return torch::stable::copy_(reordered, out);
-  }
-  const Tensor out = same_order ? empty_strided(input.sizes(), input.strides(), dtype_of(input, "input"))
-                                : empty(input.sizes(), dtype_of(input, "input"));
-  Matrices to = in;
-  if (!same_order) {
-    to.row_stride = in.columns;
-    to.inner_stride = in.rows * in.columns;
-    to.outer_stride = in.inner * to.inner_stride;
-  }
-  run_dropout(in, to, &input, out, seed, threshold);
-  return out;
+  return map_matrices(input, {}, [&](const Matrices& in, const Matrices& to, const Tensor& x, const Tensor& out) {
+    run_dropout(in, to, &x, out, seed, threshold);
+  });
 }
 
 Tensor dropout_op(const Tensor& input, const Tensor& seed, int64_t threshold) {
@@ -313,43 +103,6 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
 }
 
 // ---- attention ----
-
-Tensor with_dense_columns(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
-}
-
-// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
-Heads heads_of(const Tensor& tensor) {
-  void* data = const_cast<void*>(tensor.const_data_ptr());
-  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
-  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-// (batch, heads, length, size): heads lie inside positions where they do so in `like`, otherwise contiguous.
-Tensor empty_heads(const Tensor& like, int64_t length, int64_t size) {
-  const int64_t batch = like.size(0), heads = like.size(1);
-  const int64_t sizes[4] = {batch, heads, length, size};
-  const bool inside = like.stride(1) < like.stride(2);
-  const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
-  return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"));
-}
-
-AttentionMask mask_of(const std::optional<Tensor>& tensor) {
-  AttentionMask mask = {};
-  if (!tensor) return mask;
-  mask.data = const_cast<void*>(tensor->const_data_ptr());
-  mask.dtype = dtype_of(*tensor, "attn_mask");
-  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
-    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
-    *size = *stride == 0 ? 1 : tensor->size(d);
-  };
-  dimension(0, &mask.batches, &mask.batch);
-  dimension(1, &mask.heads, &mask.head);
-  dimension(2, &mask.rows, &mask.row);
-  dimension(3, &mask.columns, &mask.column);
-  return mask;
-}
 
 // What dense and packed attention, forward and backward, have in common.
 Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -641,52 +394,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
     ScalarType input_dtype, bool weight_grad, bool bias_grad) {
-  const Dtype dtype = input_dtype == ScalarType::Float      ? Dtype::float32
-                      : input_dtype == ScalarType::BFloat16 ? Dtype::bfloat16
-                                                            : Dtype::float16;
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
-  auto [grad_sum_total, grad_input, grad_weight, grad_bias] =
-      run_layer_norm_backward(problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype, weight_grad, bias_grad);
+  auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
+      problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype_from(input_dtype), weight_grad, bias_grad);
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
 // ---- softmax_dropout ----
-
-// A 4-D tensor with dense columns; a copy where they are not.
-Tensor dense_columns(const Tensor& tensor) {
-  return tensor.size(3) > 1 && tensor.stride(3) != 1 ? torch::stable::contiguous(tensor) : tensor;
-}
-
-int64_t broadcast_stride(const Tensor& mask, int64_t dim) { return mask.size(dim) > 1 ? mask.stride(dim) : 0; }
-
-// `input` has dense columns; `lengths` is contiguous.
-Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& lengths,
-                 double scale, int64_t window_left, int64_t window_right, bool lower_right) {
-  Scores scores = {};
-  scores.input = input.const_data_ptr();
-  scores.dtype = dtype_of(input, "input");
-  const Sizes strides = input.strides(), sizes = input.sizes();
-  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
-  scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
-  if (attn_mask) {
-    scores.mask = attn_mask->const_data_ptr();
-    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
-    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
-    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
-  }
-  if (lengths) scores.key_lengths = lengths->const_data_ptr<int64_t>();
-  scores.scale = (float)scale;
-  scores.window_left = window_left, scores.window_right = window_right;
-  scores.lower_right = lower_right;
-  return scores;
-}
-
-std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  if (!tensor || tensor->is_contiguous()) return tensor;
-  return torch::stable::contiguous(*tensor);
-}
 
 void run_softmax_dropout(SoftmaxDropout& problem) {
   const Parallel parallel = torch_threads();
@@ -699,13 +415,13 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
                                            const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
                                            double scale, int64_t window_left, int64_t window_right, bool lower_right,
                                            int64_t threshold) {
-  const Tensor x = dense_columns(input);
+  const Tensor x = with_dense_columns(input);
   const std::optional<Tensor> lengths = contiguous(key_lengths);
   const Sizes sizes = x.sizes();
   const int64_t stats_sizes[4] = {2, sizes[0], sizes[1], sizes[2]};
   Tensor out = empty(sizes, dtype_of(x, "x")), stats = empty(Sizes(stats_sizes, 4), Dtype::float32);
   SoftmaxDropout problem = {};
-  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  set_scores(problem.scores, x, attn_mask, lengths, scale, window_left, window_right, lower_right);
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   problem.out = out.mutable_data_ptr();
   problem.stats = stats.mutable_data_ptr<float>();
@@ -720,11 +436,11 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
                                                     int64_t window_left, int64_t window_right, bool lower_right,
                                                     int64_t threshold, bool mask_grad) {
   check_dtype(grad_out, "grad_out", input);
-  const Tensor x = dense_columns(input), dy = dense_columns(grad_out);
+  const Tensor x = with_dense_columns(input), dy = with_dense_columns(grad_out);
   const std::optional<Tensor> lengths = contiguous(key_lengths);
   Tensor grad_input = empty(x.sizes(), dtype_of(x, "x"));
   SoftmaxDropoutBackward problem = {};
-  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  set_scores(problem.scores, x, attn_mask, lengths, scale, window_left, window_right, lower_right);
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   problem.grad_out = dy.const_data_ptr();
   problem.grad_batch = dy.stride(0), problem.grad_head = dy.stride(1), problem.grad_row = dy.stride(2);
@@ -938,57 +654,35 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("isas() -> str");
   m.def("set_isa(str name) -> ()");
   m.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, "
-      "float scale, int window_left, int window_right, bool lower_right, int threshold) -> (Tensor, Tensor, Tensor)");
+      "attention_direct(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> "
+      "Tensor");
   m.def(
-      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, int window_left, "
-      "int window_right, bool lower_right, int threshold, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
-      "Tensor? seed, int max_q, int max_k, float scale, int window_left, int window_right, int threshold) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.def(
-      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor "
-      "out, "
-      "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, int max_q, int max_k, "
-      "float scale, int window_left, int window_right, int threshold) -> (Tensor, Tensor, Tensor)");
-  m.def("attention_direct(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> Tensor");
-  m.def(
-      "attention_kept(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) "
-      "-> (Tensor, Tensor)");
+      "attention_kept(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> "
+      "(Tensor, Tensor)");
   m.def(
       "attention_kept_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
       "bool is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "layer_norm_direct(Tensor input, int columns, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
-      "-> Tensor");
+      "layer_norm_direct(Tensor input, int columns, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> "
+      "Tensor");
   m.def(
-      "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
-      "float eps=1e-5, int threshold=0, Tensor? seed=None) -> Tensor");
+      "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor? weight=None, Tensor? bias=None, float "
+      "eps=1e-5, int threshold=0, Tensor? seed=None) -> Tensor");
   m.def("softmax_dropout_direct(Tensor input, int threshold=0, Tensor? seed=None) -> Tensor");
   m.def("dropout_direct(Tensor input, int threshold, Tensor? seed=None) -> Tensor");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
-  m.def("dropout(Tensor input, Tensor seed, int threshold) -> Tensor");
-  m.def("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor");
-  m.def("layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)");
-  m.def(
-      "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool weight_grad, "
-      "bool bias_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  m.def(
-      "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, "
-      "int threshold, float eps) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
-  m.def(
-      "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
-      "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
-      "-> (Tensor grad_input, Tensor grad_sum_total, Tensor grad_weight, Tensor grad_bias)");
-  m.def(
-      "softmax_dropout(Tensor input, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
-      "int window_left, int window_right, bool lower_right, int threshold) -> (Tensor out, Tensor stats)");
-  m.def(
-      "softmax_dropout_backward(Tensor grad_out, Tensor input, Tensor stats, Tensor? attn_mask, Tensor? key_lengths, "
-      "Tensor? seed, float scale, int window_left, int window_right, bool lower_right, int threshold, bool mask_grad) "
-      "-> (Tensor grad_input, Tensor grad_mask)");
+  m.def(schemas::kAttention);
+  m.def(schemas::kAttentionBackward);
+  m.def(schemas::kVarlenAttention);
+  m.def(schemas::kVarlenAttentionBackward);
+  m.def(schemas::kSoftmaxDropout);
+  m.def(schemas::kSoftmaxDropoutBackward);
+  m.def(schemas::kLayerNorm);
+  m.def(schemas::kLayerNormBackward);
+  m.def(schemas::kDropoutAddLayerNorm);
+  m.def(schemas::kDropoutAddLayerNormBackward);
+  m.def(schemas::kDropout);
+  m.def(schemas::kDropoutMask);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {

@@ -48,15 +48,18 @@ def result(ratio, *, fraction=None, own=None, floor=Floor(), torch_seconds=1.0, 
 # --- timer ---
 
 
-def test_samples_alternate_after_the_warm_up():
+@pytest.mark.parametrize(("seconds", "rounds"), [(1.0, "abab"), (1e-3, "aabbaabb")])
+def test_samples_alternate_and_short_ones_come_after_a_call_that_is_not_counted(seconds, rounds):
     calls = []
 
     def measure(function, repeats):
         function()
-        return 1.0
+        return seconds
 
-    interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=(4, 4), measure=measure)
-    assert "".join(calls[-8:]) == "abababab"
+    functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    samples = interleave(functions, sample=1e-3, rounds=(4, 4), measure=measure).samples
+    assert "".join(calls[-len(rounds) :]) == rounds
+    assert samples == {"a": [seconds] * 2, "b": [seconds] * 2}
 
 
 def test_short_calls_are_repeated_within_a_sample_and_reported_per_call():
@@ -67,7 +70,7 @@ def test_short_calls_are_repeated_within_a_sample_and_reported_per_call():
         return 1e-5
 
     timing = interleave({"a": lambda: None}, sample=2e-3, rounds=(3, 3), measure=measure)
-    assert asked[-3:] == [200] * 3
+    assert asked[-6:] == [1, 200] * 3
     assert timing.samples == {"a": [1e-5] * 2}
 
 

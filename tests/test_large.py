@@ -1,4 +1,5 @@
-"""Tensors of more than 2**31 elements, whose memory exists only where it was written: offsets must have 64 bits."""
+"""Tensors of more than 2**31 elements, whose memory exists only where it was written: offsets must have 64 bits.
+And sums of so many terms that one chain of float32 additions would lose some."""
 
 import math
 import mmap
@@ -6,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from conftest import require
+from conftest import instruction_set, require
 from oracle import dropout_values, gradients, threshold
 
 from fastattn import (
@@ -78,10 +79,33 @@ def test_more_than_2_31_keys_and_values():
     value[..., -1, :] = torch.arange(64)
     out, lse = scaled_dot_product_attention(query, key, value, return_lse=True)
     share = math.exp(score) / (math.exp(score) + keys - 1)
-    # The probability and the result are rounded to bfloat16, by 2**-9 each. The other keys are 7 % of the sum: equal
-    # terms, whose long chains of float32 additions round alike; without either part the LSE is off by 0.06 or more.
+    # The probability and the result are rounded to bfloat16, by 2**-9 each.
     torch.testing.assert_close(out.flatten().float(), share * torch.arange(64.0), rtol=2**-8, atol=0)
-    torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(math.exp(score) + keys - 1)]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(math.exp(score) + keys - 1)]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
+@pytest.mark.parametrize("queries", [1, 9], ids=["few queries", "a panel"])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal terms", "random terms"])
+def test_attention_sums_a_million_keys(isa, queries, equal):
+    """Errors do not grow with the number of terms, not even where they all round alike."""
+    keys, eps = 2**20, torch.finfo(torch.float32).eps
+    query = torch.randn(1, 1, queries, 4, requires_grad=True)
+    key, value = torch.randn(1, 1, keys, 4), torch.rand(1, 1, keys, 2) + 0.1
+    if equal:
+        key, value = torch.full_like(key, 0.3), torch.full_like(value, 0.7)
+    with instruction_set(isa):
+        out, lse = scaled_dot_product_attention(query, key, value, return_lse=True)
+        (grad,) = torch.autograd.grad(out[..., 0].sum(), query)
+
+    q, k, v = (t.detach().double() for t in (query, key, value))
+    scores = q @ k.mT / 2
+    p = scores.softmax(-1)
+    grad_probability, delta = v[..., :1].mT, p @ v[..., :1]
+    torch.testing.assert_close(out.double(), p @ v, rtol=32 * eps, atol=0)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=32 * eps)
+    error = (grad - p * (grad_probability - delta) @ k / 2).abs()
+    assert (error <= 32 * eps * (p * (grad_probability + delta) @ k.abs() / 2)).all()
 
 
 def test_a_mask_of_more_than_2_31_elements():

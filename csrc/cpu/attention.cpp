@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kTaskPanels = 128 / kPanel;  // they share what is packed of the keys and values
 
-// Of one row (batch, head, query) and one range of keys: the output before it is divided by the sum.
+// Of rows (batch, head, query) and one range of keys: the output before it is divided by the sum.
 struct Part {
   float *out, *reference, *sum;
 };
@@ -27,11 +27,15 @@ struct Ahead {
   int left = 0;  // operands
   int64_t row = 0, byte = 0;
 
-  void fetch(int lines) {
-    for (; lines > 0 && left > 0; --lines) {
+  void fetch(int64_t lines) {
+    while (lines > 0 && left > 0) {
       const Operand& o = operand[left - 1];
-      __builtin_prefetch(o.data + row * o.stride + byte, 0, 2);
-      if ((byte += kLine) < o.bytes) continue;
+      const int64_t count = smaller(lines, divide_up(o.bytes - byte, kLine));
+      const char* from = o.data + row * o.stride + byte;
+      for (int64_t i = 0; i < count; ++i) __builtin_prefetch(from + i * kLine, 0, 2);
+      lines -= count;
+      byte += count * kLine;
+      if (byte < o.bytes) return;
       byte = 0;
       if (++row < o.rows) continue;
       row = 0;
@@ -70,6 +74,7 @@ struct Forward {
     MaskBuffers mask;
     Panel panel[kTaskPanels];
     FewRows few;
+    Part total;  // of all stretches of keys, for each query of the task; where there are more than one
   };
 
   Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
@@ -84,9 +89,11 @@ struct Forward {
     value_width = (int)round_up(a.value_depth, kLanes);
     in_place = UnitOf<T>::in_memory && !(kPairs && a.depth % 2);
     const int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.queries : 0;
-    parts.out = arena->take<float>(rows * value_width);
-    parts.reference = arena->take<float>(rows);
-    parts.sum = arena->take<float>(rows);
+    parts = take_part(rows, arena);
+  }
+
+  Part take_part(int64_t rows, Arena* arena) const {
+    return {arena->take<float>(rows * value_width), arena->take<float>(rows), arena->take<float>(rows)};
   }
 
   Scratch take_scratch(Arena* arena) const {
@@ -96,6 +103,7 @@ struct Forward {
       const int64_t rows = a.heads / a.key_heads * a.queries, columns = round_up(a.depth, kLanes);
       s.few = {(int)columns, arena->take<float>(rows * columns), arena->take<float>(rows * value_width),
                arena->take<float>(rows), arena->take<float>(rows)};
+      s.total = take_part(a.keys > kStretch ? rows : 0, arena);
       return s;
     }
     s.rows = arena->take<Unit>(kPanel * width);
@@ -107,21 +115,30 @@ struct Forward {
     for (Panel& p : s.panel)
       p = {arena->take<Unit>(kPanel * width), arena->take<float>(kPanel * value_width), arena->take<float>(kPanel),
            arena->take<float>(kPanel)};
+    s.total = take_part(a.keys > kStretch ? kTaskPanels * kPanel : 0, arena);
     return s;
   }
 
   void start(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch, const Panel& panel) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query), padded = (int)round_up(count, kLanes);
+    const T* from = row_pointer<T>(a.query, s.index, head, s.first_query + query);
+    const int64_t stride = a.query.row * (int64_t)sizeof(T);
+    if (in_place && count == padded && depth == width && stride % (int64_t)sizeof(Unit) == 0)
+      return transpose((const Unit*)from, stride / (int64_t)sizeof(Unit), padded, width, panel.query, kPanel);
     for (int i = 0; i < padded; ++i) {
       Unit* row = scratch.rows + i * width;
       if (i < count)
-        pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query + i), a.depth, row, width);
+        pack_row(from + i * a.query.row, a.depth, row, width);
       else
         clear_row(row, width);
     }
     transpose(scratch.rows, width, padded, width, panel.query, kPanel);
-    for (int i = 0; i < value_width; ++i) memset(panel.out + i * kPanel, 0, (size_t)padded * sizeof(float));
-    for (int i = 0; i < padded; ++i) panel.reference[i] = -kInfinity, panel.sum[i] = 0;
+  }
+
+  // The output is not touched: the first tile writes it.
+  void clear(const Panel& panel) const {
+    clear_row(panel.sum, kPanel);
+    for (int i = 0; i < kPanel; ++i) panel.reference[i] = -kInfinity;
   }
 
   Matrix pack_key(const Sequence& s, int64_t head, int64_t key, int keys, const Scratch& scratch) const {
@@ -168,7 +185,7 @@ struct Forward {
       const vf reference = select(top[0] == splat(-kInfinity), vf{}, top[0]);
       const vf factor = exp2((before - reference) * kLog2e);
       store(scratch.factor + v * kLanes, factor);
-      vf sum[2] = {load(panel.sum + v * kLanes) * factor, vf{}};
+      vf sum[2] = {};
       const auto probability = [&](int key, vf* total) {
         const vf p = exp2((load(score + key * kPanel) - reference) * kLog2e);
         *total += p;
@@ -190,7 +207,7 @@ struct Forward {
         else
           store(score + j * kPanel, last);
       }
-      store(panel.sum + v * kLanes, sum[0] + sum[1]);
+      store(panel.sum + v * kLanes, fma(load(panel.sum + v * kLanes), factor, sum[0] + sum[1]));
     }
   }
 
@@ -204,8 +221,9 @@ struct Forward {
     const Sequence s = find_sequence(a, index / a.heads);
     if (s.queries <= 0 || s.keys <= 0) return next;
     const auto of = [&](const Heads& heads, int64_t h, int64_t first, int64_t rows, int64_t bytes) {
-      return Ahead::Operand{(const char*)row_pointer<T>(heads, s.index, h, first), heads.row * (int64_t)sizeof(T), rows,
-                            bytes};
+      const char* data = (const char*)row_pointer<T>(heads, s.index, h, first);
+      const int64_t stride = heads.row * (int64_t)sizeof(T);
+      return stride == bytes ? Ahead::Operand{data, 0, 1, rows * bytes} : Ahead::Operand{data, stride, rows, bytes};
     };
     next.operand[3] = of(a.query, head, s.first_query, s.queries, key_row);
     next.operand[2] = of(a.key, key_head, s.first_key, s.keys, key_row);
@@ -215,13 +233,23 @@ struct Forward {
     return next;
   }
 
+  // product(first row, rows) for all rows, a few at a time while there is something to fetch between them.
+  template <class Product>
+  FASTATTN_INLINE void fetching(Ahead* next, int rows, const Product& product) const {
+    constexpr int kRows = 2 * kMicroRows, kLines = 96;
+    for (int row = 0, count; row < rows; row += count) {
+      next->fetch(kLines);
+      count = next->left ? smaller(kRows, rows - row) : rows - row;
+      product(row, count);
+    }
+  }
+
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
-            const Panel& panel, Ahead* next) const {
-    constexpr int kLines = 256;
-    next->fetch(kLines);
-    product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel,
-                                      scratch.score, kPanel, nullptr, a.scale);
-    next->fetch(kLines);
+            const Panel& panel, bool first, Ahead* next) const {
+    fetching(next, t.keys, [&](int row, int rows) {
+      product<Unit, false, Start::zero>(t.vectors, rows, depth, key.data + row * key.stride, key.stride, panel.query,
+                                        kPanel, scratch.score + row * kPanel, kPanel, nullptr, a.scale);
+    });
     if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
@@ -229,50 +257,107 @@ struct Forward {
     } else {
       softmax<false>(t, scratch, panel);
     }
-    next->fetch(kLines);
-    product<Unit, true, Start::factor>(t.vectors, a.value_depth, kPairs ? (t.keys + 1) / 2 : t.keys, value.data,
-                                       value.stride, (const Unit*)scratch.score, kPanel, panel.out, kPanel,
-                                       scratch.factor, 1.0f);
-    next->fetch(kLines);
+    const int terms = kPairs ? (t.keys + 1) / 2 : t.keys;
+    const Unit* probability = (const Unit*)scratch.score;
+    fetching(next, a.value_depth, [&](int row, int rows) {
+      const char* columns = value.data + row * sizeof(Unit);
+      float* out = panel.out + row * kPanel;
+      if (first)
+        product<Unit, true, Start::zero>(t.vectors, rows, terms, columns, value.stride, probability, kPanel, out,
+                                         kPanel, nullptr, 1.0f);
+      else
+        product<Unit, true, Start::factor>(t.vectors, rows, terms, columns, value.stride, probability, kPanel, out,
+                                           kPanel, scratch.factor, 1.0f);
+    });
   }
 
-  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
-    T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
-    // Where there was nothing to see, hidden keys may have left anything in `out`.
-    const vf factor = splat(sum == 0 ? 0.0f : dropout_scale(a.threshold) / sum);
-    for (int i = 0; i < a.value_depth; i += kLanes) {
-      const vf x = sum == 0 ? vf{} : load(out + i) * factor;
-      if (i + kLanes <= a.value_depth)
-        store(to + i, x);
-      else
-        store(to + i, x, a.value_depth - i);
-    }
-    const int64_t row = row_offset(a, s, head, query);
+  void write_statistics(int64_t row, float reference, float sum) const {
     if (a.lse) a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
     if (!a.sum) return;
     a.reference[row] = sum == 0 ? 0 : reference;
     a.sum[row] = sum;
   }
 
+  // What the output is multiplied by: it is 0 where there was nothing to see, and hidden keys may have left anything.
+  static vf scaled(vf out, vf sum, vf factor) { return select(sum == vf{}, vf{}, out * factor); }
+
+  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
+    T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
+    const vf factor = splat(dropout_scale(a.threshold) / sum);
+    for (int d = 0; d < a.value_depth; d += kLanes) {
+      const vf x = scaled(load(out + d), splat(sum), factor);
+      if (d + kLanes <= a.value_depth)
+        store(to + d, x);
+      else
+        store(to + d, x, a.value_depth - d);
+    }
+    write_statistics(row_offset(a, s, head, query), reference, sum);
+  }
+
+  void write(const Sequence& s, int64_t head, int64_t query, int count, const Panel& panel) const {
+    for (int first = 0; first < count; first += kLanes) {
+      const vf sum = load(panel.sum + first), factor = dropout_scale(a.threshold) / sum;
+      T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query + first);
+      for (int d = 0; d < a.value_depth; d += kLanes, to += kLanes) {
+        vf x[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) x[i] = scaled(load(panel.out + (d + i) * kPanel + first), sum, factor);
+        transpose(x);
+        if (first + kLanes <= count && d + kLanes <= a.value_depth) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) store(to + i * a.out.row, x[i]);
+          continue;
+        }
+        for (int i = 0; i < smaller(kLanes, count - first); ++i)
+          store(to + i * a.out.row, x[i], smaller(kLanes, a.value_depth - d));
+      }
+    }
+    for (int i = 0; i < count; ++i)
+      write_statistics(row_offset(a, s, head, query + i), panel.reference[i], panel.sum[i]);
+  }
+
+  // Adds a part of row `row` to what there is of it; the first is what there is. Rows that have seen nothing, of sum 0,
+  // may hold anything.
+  void add(const Part& total, int64_t row, bool first, const float* out, float reference, float sum) const {
+    float* to = total.out + row * value_width;
+    if (first || total.sum[row] == 0) {
+      memcpy(to, out, (size_t)value_width * sizeof(float));
+      total.reference[row] = reference;
+      total.sum[row] = sum;
+    } else if (sum != 0) {
+      const float after = fmaxf(total.reference[row], reference);
+      const float before = expf(total.reference[row] - after), factor = expf(reference - after);
+      for (int i = 0; i < value_width; i += kLanes)
+        store(to + i, fma(load(to + i), splat(before), load(out + i) * factor));
+      total.reference[row] = after;
+      total.sum[row] = total.sum[row] * before + sum * factor;
+    }
+  }
+
   int64_t part_row(const Sequence& s, int64_t split, int64_t head, int64_t query) const {
     return ((split * a.batch + s.index) * a.heads + head) * a.queries + query;
   }
 
-  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, const float* out, float reference,
-           float sum) const {
+  // What a stretch of keys gives for the task's row `row`.
+  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, const Part& total,
+           int64_t row, const float* out, float reference, float sum) const {
+    if (!first || !last) {
+      add(total, row, first, out, reference, sum);
+      out = total.out + row * value_width, reference = total.reference[row], sum = total.sum[row];
+    }
+    if (!last) return;
     if (splits == 1) return write(s, head, query, out, reference, sum);
-    const int64_t row = part_row(s, split, head, query);
-    memcpy(parts.out + row * value_width, out, (size_t)value_width * sizeof(float));
-    parts.reference[row] = reference;
-    parts.sum[row] = sum;
+    add(parts, part_row(s, split, head, query), true, out, reference, sum);
   }
 
-  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch,
-              const Panel& panel) const {
+  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, int64_t row,
+              const Scratch& scratch, const Panel& panel) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query);
+    if (first && last && splits == 1) return write(s, head, query, count, panel);
     transpose(panel.out, kPanel, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
     for (int i = 0; i < count; ++i)
-      put(s, head, query + i, split, scratch.out + i * value_width, panel.reference[i], panel.sum[i]);
+      put(s, head, query + i, split, first, last, scratch.total, row + i, scratch.out + i * value_width,
+          panel.reference[i], panel.sum[i]);
   }
 
   void task(int64_t index, const Scratch& scratch, int workers) const {
@@ -288,21 +373,31 @@ struct Forward {
     const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
     const int64_t begin = greater(begin_of_keys(a, s, first) / kBlock * kBlock, split * range);
     const int64_t end = smaller(end_of_keys(a, s, last), (split + 1) * range);
-    for (int64_t key = begin; key < end; key += kBlock) {
-      int keys = 0;
-      for (int p = 0; p < panels; ++p) {
-        const Tile t(a, s, mask, head, first + p * kPanel, key);
-        if (!t.empty()) keys = greater(keys, t.keys);
+    bool last_stretch = false;
+    for (int64_t stretch = begin; !last_stretch; stretch += kStretch) {
+      last_stretch = stretch + kStretch >= end;
+      bool started[kTaskPanels] = {};
+      for (int p = 0; p < panels; ++p) clear(scratch.panel[p]);
+      for (int64_t key = stretch; key < smaller(end, stretch + kStretch); key += kBlock) {
+        int keys = 0;
+        for (int p = 0; p < panels; ++p) {
+          const Tile t(a, s, mask, head, first + p * kPanel, key);
+          if (!t.empty()) keys = greater(keys, t.keys);
+        }
+        if (keys == 0) continue;
+        const Matrix packed_key = pack_key(s, key_head, key, keys, scratch);
+        const Matrix packed_value = pack_value(s, head, key_head, key, keys, scratch);
+        for (int p = 0; p < panels; ++p) {
+          const Tile t(a, s, mask, head, first + p * kPanel, key);
+          if (t.empty()) continue;
+          step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p], !started[p], &next);
+          started[p] = true;
+        }
       }
-      if (keys == 0) continue;
-      const Matrix packed_key = pack_key(s, key_head, key, keys, scratch);
-      const Matrix packed_value = pack_value(s, head, key_head, key, keys, scratch);
-      for (int p = 0; p < panels; ++p) {
-        const Tile t(a, s, mask, head, first + p * kPanel, key);
-        if (!t.empty()) step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p], &next);
-      }
+      for (int p = 0; p < panels; ++p)
+        finish(s, head, first + p * kPanel, split, stretch == begin, last_stretch, p * kPanel, scratch,
+               scratch.panel[p]);
     }
-    for (int p = 0; p < panels; ++p) finish(s, head, first + p * kPanel, split, scratch, scratch.panel[p]);
   }
 
   // ---- few queries ----
@@ -342,49 +437,44 @@ struct Forward {
       const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
       pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.depth, few.query + r * few.width,
                few.width);
-      clear_row(few.out + r * value_width, value_width);
-      few.reference[r] = -kInfinity;
-      few.sum[r] = 0;
     }
-    const int64_t range = round_up(divide_up(a.keys, splits), kBlock), end = smaller((split + 1) * range, s.keys);
-    for (int64_t key = split * range; key < end; key += kBlock)
+    const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
+    const int64_t begin = split * range, end = smaller(begin + range, s.keys);
+    bool last_stretch = false;
+    for (int64_t stretch = begin; !last_stretch; stretch += kStretch) {
+      last_stretch = stretch + kStretch >= end;
       for (int r = 0; r < rows; ++r) {
-        const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
-        const int64_t first = greater(key, begin_of_keys(a, s, query));
-        const int count = (int)(smaller(smaller(key + kBlock, end), end_of_keys(a, s, query)) - first);
-        if (count > 0)
-          few_step(s, head, query, first, count, few.query + r * few.width, scratch.score, &few.reference[r],
-                   &few.sum[r], few.out + r * value_width);
+        clear_row(few.out + r * value_width, value_width);
+        few.reference[r] = -kInfinity;
+        few.sum[r] = 0;
       }
-    for (int r = 0; r < rows; ++r)
-      put(s, key_head * group + r / s.queries, r % s.queries, split, few.out + r * value_width, few.reference[r],
-          few.sum[r]);
+      for (int64_t key = stretch; key < smaller(end, stretch + kStretch); key += kBlock)
+        for (int r = 0; r < rows; ++r) {
+          const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
+          const int64_t first = greater(key, begin_of_keys(a, s, query));
+          const int count = (int)(smaller(smaller(key + kBlock, end), end_of_keys(a, s, query)) - first);
+          if (count > 0)
+            few_step(s, head, query, first, count, few.query + r * few.width, scratch.score, &few.reference[r],
+                     &few.sum[r], few.out + r * value_width);
+        }
+      for (int r = 0; r < rows; ++r)
+        put(s, key_head * group + r / s.queries, r % s.queries, split, stretch == begin, last_stretch, scratch.total, r,
+            few.out + r * value_width, few.reference[r], few.sum[r]);
+    }
   }
 
   // ---- parts ----
 
-  // Brings the parts of a row to one reference and adds them up, into the first.
+  // Adds up the parts of a row, into the first.
   void merge(int64_t index) const {
     const Sequence s = find_sequence(a, index / a.queries / a.heads);
-    const int64_t head = index / a.queries % a.heads, query = index % a.queries;
+    const int64_t head = index / a.queries % a.heads, query = index % a.queries, total = part_row(s, 0, head, query);
     if (query >= s.queries) return;
-    float reference = -kInfinity, sum = 0;
-    for (int64_t split = 0; split < splits; ++split)
-      reference = fmaxf(reference, parts.reference[part_row(s, split, head, query)]);
-    float* out = parts.out + part_row(s, 0, head, query) * value_width;
-    for (int64_t split = 0; split < splits; ++split) {
+    for (int64_t split = 1; split < splits; ++split) {
       const int64_t row = part_row(s, split, head, query);
-      if (parts.sum[row] == 0) {
-        if (split == 0) clear_row(out, value_width);
-        continue;
-      }
-      const float factor = expf(parts.reference[row] - reference);
-      sum += parts.sum[row] * factor;
-      const float* part = parts.out + row * value_width;
-      for (int i = 0; i < value_width; i += kLanes)
-        store(out + i, split == 0 ? load(part + i) * factor : fma(load(part + i), splat(factor), load(out + i)));
+      add(parts, total, false, parts.out + row * value_width, parts.reference[row], parts.sum[row]);
     }
-    write(s, head, query, out, reference, sum);
+    write(s, head, query, parts.out + total * value_width, parts.reference[total], parts.sum[total]);
   }
 };
 
@@ -411,7 +501,8 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
     forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch, workers);
   });
   if (forward.splits > 1)
-    parallel_for(parallel, 1, a.batch * a.heads * a.queries, [&](int64_t index, int) { forward.merge(index); });
+    parallel_for(parallel, forward.few ? 1 : workers, a.batch * a.heads * a.queries,
+                 [&](int64_t index, int) { forward.merge(index); });
 }
 
 int64_t measure_any(const Attention& a, const Parallel& parallel) {

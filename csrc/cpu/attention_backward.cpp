@@ -36,6 +36,7 @@ struct Backward {
   // A row is a query of one of the heads that share a key head.
   struct FewRows {
     float *query, *grad, *query_grad;    // (rows, width), (rows, value_width), (rows, width)
+    float* query_total;                  // (rows, width), of the stretches of keys that are done
     float *reference, *inverse, *delta;  // (rows)
     float *probability, *grad_score;     // (rows, kFewStride)
   };
@@ -43,7 +44,7 @@ struct Backward {
   struct Scratch {
     Unit *query_rows, *query, *grad_rows, *grad;  // a panel of queries and of dO: (kPanel, units) and (units, kPanel)
     Unit *query_right, *grad_right;               // as second factors of a sum over queries
-    float *query_grad, *reference, *inverse, *delta;
+    float *query_grad, *query_total, *reference, *inverse, *delta;
     float *score, *grad_score;                              // a tile, (kBlock, kPanel)
     Unit *probability_left, *grad_left, *grad_score_right;  // P and dS as first factors, dS as second factor
     uint8_t* packed;                                        // which blocks of keys are not read where they lie
@@ -77,6 +78,7 @@ struct Backward {
       s.few = {arena->take<float>(rows * width),
                arena->take<float>(rows * value_width),
                arena->take<float>(rows * width),
+               arena->take<float>(range > kStretch ? rows * width : 0),
                arena->take<float>(rows),
                arena->take<float>(rows),
                arena->take<float>(rows),
@@ -93,6 +95,7 @@ struct Backward {
                  arena->take<Unit>(kPairs ? kPanel / 2 * width : 0),
                  arena->take<Unit>(kPairs ? kPanel / 2 * value_width : 0),
                  arena->take<float>(kPanel * width),
+                 arena->take<float>(range > kStretch ? kPanel * width : 0),
                  arena->take<float>(kPanel),
                  arena->take<float>(kPanel),
                  arena->take<float>(kPanel),
@@ -295,6 +298,19 @@ struct Backward {
                                      scratch.grad_score_right, kPanel, scratch.query_grad, kPanel, nullptr, 1.0f);
   }
 
+  // total += sum, sum = 0; the first time there is no total yet.
+  void end_stretch(bool first, int64_t count, float* sum, float* total) const {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      store(total + i, first ? load(sum + i) : load(total + i) + load(sum + i));
+      store(sum + i, vf{});
+    }
+  }
+
+  // Whether a stretch ends with the block at `key`, and there are more to come.
+  static bool is_end_of_stretch(int64_t key, int64_t first, int64_t end) {
+    return (key + kBlock - first) % kStretch == 0 && key + kBlock < end;
+  }
+
   // ---- results ----
 
   FASTATTN_INLINE void write_row(const float* from, float factor, int length, T* to) const {
@@ -311,12 +327,13 @@ struct Backward {
     return partial + (((split * a.batch + s.index) * a.heads + head) * a.queries + query) * width;
   }
 
-  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const Scratch& scratch) const {
+  void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, const float* query_grad,
+              const Scratch& scratch) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query);
     float* rows = scratch.score;
     for (int d = 0; d < width; d += kBlock) {  // as many columns as there is room for
       const int columns = smaller(width - d, kBlock);
-      transpose(scratch.query_grad + d * kPanel, kPanel, columns, (int)round_up(count, kLanes), rows, kBlock);
+      transpose(query_grad + d * kPanel, kPanel, columns, (int)round_up(count, kLanes), rows, kBlock);
       for (int i = 0; i < count; ++i) {
         if (splits > 1)
           memcpy(partial_row(split, s, head, query + i) + d, rows + i * kBlock, (size_t)columns * sizeof(float));
@@ -344,15 +361,19 @@ struct Backward {
           memset(scratch.query_grad + d * kPanel, 0, (size_t)round_up(count, kLanes) * sizeof(float));
         const int64_t first = greater(begin_of_keys(a, s, query) / kBlock * kBlock, begin);
         const int64_t last = smaller(end_of_keys(a, s, query + count - 1), end);
-        bool started = false;
+        bool started = false, several = false;
         for (int64_t key = first; key < last; key += kBlock) {
           const Tile t(a, s, mask, head, query, key);
           if (t.empty()) continue;
           if (!started) start(s, head, query, scratch);
           started = true;
           step(s, head, t, find_keys(s, key_head, key, key - begin, scratch), key - begin, scratch);
+          if (!is_end_of_stretch(key, first, last)) continue;
+          end_stretch(!several, width * kPanel, scratch.query_grad, scratch.query_total);
+          several = true;
         }
-        finish(s, head, query, split, scratch);
+        if (several) end_stretch(false, width * kPanel, scratch.query_grad, scratch.query_total);
+        finish(s, head, query, split, several ? scratch.query_total : scratch.query_grad, scratch);
       }
     for (int64_t j = 0; j < rows; ++j) {
       write_row(scratch.key_grad + j * width, a.scale, a.depth,
@@ -447,6 +468,7 @@ struct Backward {
     const int rows = (int)(group * s.queries);
     const auto head = [&](int r) { return key_head * group + r / s.queries; };
     const auto query = [&](int r) { return r % s.queries; };
+    bool several = false;
     for (int r = 0; r < rows; ++r) few_start(s, head(r), query(r), r, few);
     for (int64_t key = begin; key < stored; key += kBlock) {
       const int64_t last = smaller(key + kBlock, end);
@@ -456,13 +478,18 @@ struct Backward {
         add_rows(few.grad_score + r * kFewStride, row_pointer<T>(a.key, s.index, key_head, s.first_key + key),
                  a.key.row, keys, a.depth, 1.0f, few.query_grad + r * width);
       }
+      if (is_end_of_stretch(key, begin, stored)) {
+        end_stretch(!several, rows * width, few.query_grad, few.query_total);
+        several = true;
+      }
       few_write(rows, few.grad_score, few.query, width, a.scale, count, a.depth,
                 row_pointer<T>(g.key_grad, s.index, key_head, s.first_key + key), g.key_grad.row);
       few_write(rows, few.probability, few.grad, value_width, 1.0f, count, a.value_depth,
                 row_pointer<T>(g.value_grad, s.index, key_head, s.first_key + key), g.value_grad.row);
     }
+    if (several) end_stretch(false, rows * width, few.query_grad, few.query_total);
     for (int r = 0; r < rows; ++r) {
-      const float* total = few.query_grad + r * width;
+      const float* total = (several ? few.query_total : few.query_grad) + r * width;
       if (splits > 1)
         memcpy(partial_row(split, s, head(r), query(r)), total, (size_t)width * sizeof(float));
       else

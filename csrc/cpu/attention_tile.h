@@ -28,6 +28,7 @@ constexpr int kPanelVectors = 4, kMicroRows = 3;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;  // queries: a multiple of 16, as dropout's tiles are
 constexpr int kBlock = 96;                      // keys: a multiple of 32 likewise
+constexpr int kStretch = 32 * kBlock;           // keys: sums over more are made of sums over so many
 constexpr int kWord = 64;                       // bits in a column of a mask tile
 static_assert(kPanel % kTileRows == 0 && kPanel <= kWord && kBlock % kTileColumns == 0, "dropout's tiles");
 
@@ -235,21 +236,27 @@ FASTATTN_INLINE void interleave(vf a, vf b, vf* low, vf* high) {
 #endif
 }
 
+// As many vectors as there are lanes in each.
+FASTATTN_INLINE void transpose(vf (&x)[kLanes]) {
+  vf y[kLanes];
+#pragma GCC unroll 4
+  for (int width = 1; width < kLanes; width *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) interleave(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+  }
+}
+
 // to (columns, rows) = from (rows, columns), in 4-byte elements; both counts are multiples of kLanes.
 template <class Unit>
 void transpose(const Unit* from, int64_t from_stride, int rows, int columns, Unit* to, int64_t to_stride) {
   for (int row = 0; row < rows; row += kLanes)
     for (int column = 0; column < columns; column += kLanes) {
-      vf x[kLanes], y[kLanes];
+      vf x[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) x[i] = load_unit(from + (row + i) * from_stride + column);
-#pragma GCC unroll 4
-      for (int width = 1; width < kLanes; width *= 2) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kLanes / 2; ++i) interleave(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) x[i] = y[i];
-      }
+      transpose(x);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) memcpy(to + (column + i) * to_stride + row, &x[i], sizeof x[i]);
     }
@@ -358,7 +365,7 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
   const int last = length - (vectors - 1) * kLanes;
   vf x[2][vectors];
 #pragma GCC unroll 4
-  for (int n = 0; n < vectors; ++n) x[0][n] = load(sum + n * kLanes) * factor, x[1][n] = vf{};
+  for (int n = 0; n < vectors; ++n) x[0][n] = x[1][n] = vf{};
   const auto add = [&](int j, vf* to) {
     if (weight[j] == 0) return;
     const T* row = from + j * stride;
@@ -374,7 +381,8 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
   }
   if (j < count) add(j, x[0]);
 #pragma GCC unroll 4
-  for (int n = 0; n < vectors; ++n) store(sum + n * kLanes, x[0][n] + x[1][n]);
+  for (int n = 0; n < vectors; ++n)
+    store(sum + n * kLanes, fma(load(sum + n * kLanes), splat(factor), x[0][n] + x[1][n]));
 }
 
 // sum = factor sum + sum_j weight_j from_j; rows of weight 0 are not read. `sum` has whole vectors.

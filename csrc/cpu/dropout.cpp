@@ -47,7 +47,7 @@ void dropout_of(const Dropout& p, const Parallel& parallel) {
     const T* input = (const T*)p.input + o * p.input_outer + i * p.input_inner + row * p.input_row + column;
     const OutputRow<T> out(p.out, o * p.out_outer + i * p.out_inner + row * p.out_row + column, elements);
     for_each_vector(n, [&](int64_t j, int lanes) {
-      out.put(j, keep_bits(keep[j / 32] >> j % 32, load_lanes(input + j, lanes) * scale), lanes);
+      out.put(j, keep_bits(keep[j / 32] >> j % 32, load_ahead(input + j, lanes) * scale), lanes);
     });
   });
 }

@@ -34,8 +34,8 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   vf total[4] = {}, left[4] = {}, squares[4] = {};
   int64_t j = 0;
   for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
-    for (int k = 0; k < 4; ++k) total[k] += load(x + j + k * kLanes);
-  for (; j < columns; j += kLanes) total[0] += load_lanes(x + j, (int)smaller(kLanes, columns - j));
+    for (int k = 0; k < 4; ++k) total[k] += load_ahead(x + j + k * kLanes, kLanes);
+  for (; j < columns; j += kLanes) total[0] += load_ahead(x + j, (int)smaller(kLanes, columns - j));
   const float about = sum((total[0] + total[1]) + (total[2] + total[3])) / (float)columns;
 
   j = 0;
@@ -79,9 +79,9 @@ template <class Input, class Residual, class Sum>
 void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,
              float scale) {
   for_each_vector(columns, [&](int64_t j, int n) {
-    vf x = load_lanes(input + j, n);
+    vf x = load_ahead(input + j, n);
     if (keep) x = keep_bits(keep[j / 32] >> j % 32, x * scale);
-    store_lanes(sum + j, load_lanes(residual + j, n) + x, n);
+    store_lanes(sum + j, load_ahead(residual + j, n) + x, n);
   });
 }
 
@@ -180,7 +180,7 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const T* x = (const T*)p.x + row * p.x_row;
   vf g_total = {}, gx_total = {};
   for_each_vector(p.columns, [&](int64_t j, int n) {
-    const vf grad = load_lanes(dy + j, n), xhat = (load_lanes(x + j, n) - mean) * rstd;
+    const vf grad = load_ahead(dy + j, n), xhat = (load_ahead(x + j, n) - mean) * rstd;
     const vf g = weight ? grad * load_lanes(weight + j, n) : grad;
     g_total += g;
     gx_total = fma(g, xhat, gx_total);
@@ -204,7 +204,7 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
       if (weight) g *= load_lanes(weight + j, n);
       const vf xhat = (load_lanes(x + j, n) - mean) * rstd;
       vf dx = (g - g_mean - xhat * gx_mean) * rstd;
-      if (grad_sum) dx += load_lanes(grad_sum + j, n);
+      if (grad_sum) dx += load_ahead(grad_sum + j, n);
       grad_x.put(j, dx, n);
       if (!through_dropout) return;
       if (drop) dx = keep_bits(bits[k / 32] >> k % 32, dx * kept_scale);

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
 constexpr int64_t kElementsPerTask = 8192;
 constexpr int64_t kStreamedBytes = 8 << 20;
+constexpr uintptr_t kPrefetchDistance = 4096;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -29,6 +30,19 @@ FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
 template <class T>
 FASTATTN_INLINE vf load_lanes(const T* p, int n) {
   return n == kLanes ? load(p) : load(p, n);
+}
+
+// Begins to fetch what lies a page after p, where later rows are: the processor's own prefetching ends with each page,
+// and while a row's other passes run in the caches the memory would wait. An address beyond the operand does no harm.
+FASTATTN_INLINE void prefetch_ahead(const void* p) {
+  __builtin_prefetch((const void*)((uintptr_t)p + kPrefetchDistance));
+}
+
+// As load_lanes(), for the first pass over an operand.
+template <class T>
+FASTATTN_INLINE vf load_ahead(const T* p, int n) {
+  prefetch_ahead(p);
+  return load_lanes(p, n);
 }
 
 template <class T>

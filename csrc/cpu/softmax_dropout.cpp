@@ -51,8 +51,10 @@ void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range
   const M* mask = (const M*)scores.mask + b * scores.mask_batch + h * scores.mask_head + i * scores.mask_row;
   const int64_t stride = scores.mask_column;
   if (stride == 1)
-    return for_each_vector(range, scores.columns,
-                           [&](int64_t j, int n) { store(buffer + j, apply_mask(load(buffer + j), mask + j, n)); });
+    return for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+      prefetch_ahead(mask + j);
+      store(buffer + j, apply_mask(load(buffer + j), mask + j, n));
+    });
   for_each_vector(range, scores.columns, [&](int64_t j, int n) {
     M lane[kLanes] = {};
     for (int k = 0; k < n; ++k) lane[k] = mask[(j + k) * stride];
@@ -65,7 +67,7 @@ template <class T>
 void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
   const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
   for_each_vector(range, scores.columns,
-                  [&](int64_t j, int n) { store(buffer + j, load_lanes(input + j, n) * scores.scale); });
+                  [&](int64_t j, int n) { store(buffer + j, load_ahead(input + j, n) * scores.scale); });
   if (scores.mask) switch (scores.mask_dtype) {
       case Dtype::float32: mask_row<float>(scores, b, h, i, range, buffer); break;
       case Dtype::bfloat16: mask_row<bfloat16>(scores, b, h, i, range, buffer); break;
@@ -88,7 +90,7 @@ FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int
   }
   const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
   body([&](int64_t j, int n) {
-    const vf score = load_lanes(input + j, n) * scores.scale;
+    const vf score = load_ahead(input + j, n) * scores.scale;
     return n == kLanes ? score : select_bits(first_lanes(n), score, splat(-INFINITY));
   });
 }
@@ -194,7 +196,7 @@ void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total, kept_scale = dropout_scale(p.threshold);
   const T* grad_out = (const T*)p.grad_out + b * p.grad_batch + h * p.grad_head + i * p.grad_row;
   const auto grad_probability = [&](int64_t j, int n, vf probability) {
-    vf grad = load_lanes(grad_out + j, n) * kept_scale;
+    vf grad = load_ahead(grad_out + j, n) * kept_scale;
     if (keep) grad = keep_bits(keep[j / 32] >> j % 32, grad);
     return select(probability == vf{}, vf{}, grad);  // of what is masked the gradient may be NaN
   };

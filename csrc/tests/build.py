@@ -1,9 +1,11 @@
-"""Builds the kernels' own test program with the flags that the library is built with.
+"""Builds the kernels' own test program with the flags that the library is built with, and the emulated CUDA library.
 
-Usage: python csrc/tests/build.py [plain | address | thread]. Prints the program's path; `address` adds the address and
-undefined-behaviour sanitizers, `thread` the thread sanitizer.
+Usage: python csrc/tests/build.py [plain | address | thread | emulated]. Prints the program's path; `address` adds the
+address and undefined-behaviour sanitizers, `thread` the thread sanitizer; `emulated` is the CUDA library of the device
+code compiled for the host (csrc/tests/emulation).
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -31,5 +33,24 @@ def build(variant: str = "plain") -> Path:
     return native_build.run_ninja(directory, objects, "test_kernels", f"-pthread {VARIANTS[variant]}")
 
 
+def build_emulated(sources: Path = ROOT / "csrc/cuda", directory: Path = ROOT / "build/emulated") -> Path:
+    """Compiles csrc/cuda, or a copy of it beside a copy of csrc/common, for the host. Returns the library."""
+    torch = native_build.torch_for_building()
+    emulation = ROOT / "csrc/tests/emulation"
+    include = f"-isystem {shlex.quote(str(torch / 'include'))}"
+    # A wrong access that the compiler sees traps; the emulation tells where.
+    checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
+    kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
+    bindings = f"{native_build.CXX_FLAGS} -O1 {native_build.TORCH_TARGET} {include}"
+    objects = [(f"{source.stem}.o", source, kernel) for source in sorted(sources.glob("*.cu"))]
+    objects += [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
+    objects += [
+        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O2 {include}")
+        for source in sorted(emulation.glob("*.cpp"))
+    ]
+    link = f"-shared -Wl,--no-undefined -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -lc10"
+    return native_build.run_ninja(directory, objects, "_cuda_emulated.so", link)
+
+
 if __name__ == "__main__":
-    print(build(*sys.argv[1:]))
+    print(build_emulated() if sys.argv[1:] == ["emulated"] else build(*sys.argv[1:]))

@@ -1,0 +1,31 @@
+// How a kernel is started.
+#pragma once
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace fastattn::cuda {
+namespace {
+
+// Throws std::runtime_error where CUDA refuses.
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("fastattn: ") + cudaGetErrorString(error));
+}
+
+// kernel(arguments...) in `blocks` blocks of `threads` threads; no blocks have nothing to do.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+            const Arguments&... arguments) {
+  if (blocks == 0) return;
+  if (blocks > INT32_MAX) throw std::runtime_error("fastattn: more than 2**31 - 1 blocks of threads");
+  cudaLaunchConfig_t configuration = {};
+  configuration.gridDim = dim3((unsigned)blocks);
+  configuration.blockDim = dim3((unsigned)threads);
+  configuration.stream = stream;
+  check(cudaLaunchKernelEx(&configuration, kernel, arguments...));
+}
+
+}  // namespace
+}  // namespace fastattn::cuda

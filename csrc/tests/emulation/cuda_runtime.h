@@ -1,0 +1,146 @@
+// The part of CUDA that csrc/cuda uses, for the host: its sources are compiled unchanged with this folder in the place
+// of the toolkit's headers. Every thread of a block is a fiber; blocks run one after another, in a shuffled order.
+//
+// A fiber runs until it waits for others, and which goes on then is drawn at random: what only holds in one order
+// fails. Whatever CUDA leaves undefined ends the launch with an error that says what, where and in which thread: a
+// barrier that not all threads reach, or not the same one; a shuffle or vote that names a lane which is not there, or
+// whose lanes disagree; an access outside an operand (emulation.cpp puts each between inaccessible pages), a misaligned
+// one, an index beyond a shared array (these two by the compiler's checks).
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <functional>
+#include <type_traits>
+
+#define FASTATTN_EMULATED
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static  // one block runs at a time
+#define __launch_bounds__(...)
+
+struct uint2 {
+  alignas(8) unsigned x;
+  unsigned y;
+};
+struct uint4 {
+  alignas(16) unsigned x;
+  unsigned y, z, w;
+};
+struct float2 {
+  alignas(8) float x;
+  float y;
+};
+struct float4 {
+  alignas(16) float x;
+  float y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+namespace emulation {
+
+enum class Collective { barrier, warp_barrier, shuffle, vote };
+
+// Waits until all threads of the block, or the lanes in `mask`, are here too: at the same line, with the same mask.
+// Returns what lane `source` of the warp came with; of a vote, the mask of the lanes that came with a value not 0.
+uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, const char* file, int line);
+
+// Runs body() in every thread of every block. Throws std::runtime_error.
+void run(dim3 grid, dim3 block, const std::function<void()>& body);
+
+unsigned lane();
+
+template <class T>
+T shuffle(unsigned mask, T value, unsigned source, const char* file, int line) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "CUDA shuffles 4 or 8 bytes");
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof value);
+  bits = meet(Collective::shuffle, mask, bits, source, file, line);
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Lanes move within groups of `width`; beyond its group a lane keeps its own value.
+inline unsigned within(unsigned source, unsigned width) {
+  return source / width == lane() / width && source < 32 ? source : lane();
+}
+
+}  // namespace emulation
+
+#define __syncthreads() ((void)emulation::meet(emulation::Collective::barrier, 0, 0, 0, __FILE__, __LINE__))
+#define __syncwarp(...)                                                                                        \
+  ((void)emulation::meet(emulation::Collective::warp_barrier, emulation::mask_of(__VA_ARGS__), 0, 0, __FILE__, \
+                         __LINE__))
+#define __shfl_sync(mask, value, source) emulation::shuffle(mask, value, (unsigned)(source) % 32, __FILE__, __LINE__)
+#define __shfl_xor_sync(mask, value, bits) \
+  emulation::shuffle(mask, value, emulation::lane() ^ (unsigned)(bits), __FILE__, __LINE__)
+#define __shfl_down_sync(mask, value, step) \
+  emulation::shuffle(mask, value, emulation::within(emulation::lane() + (unsigned)(step), 32), __FILE__, __LINE__)
+#define __shfl_up_sync(mask, value, step) \
+  emulation::shuffle(mask, value, emulation::within(emulation::lane() - (unsigned)(step), 32), __FILE__, __LINE__)
+#define __ballot_sync(mask, predicate) \
+  ((unsigned)emulation::meet(emulation::Collective::vote, mask, (predicate) ? 1 : 0, 0, __FILE__, __LINE__))
+#define __any_sync(mask, predicate) (__ballot_sync(mask, predicate) != 0)
+#define __all_sync(mask, predicate) (__ballot_sync(mask, !(predicate)) == 0)
+
+namespace emulation {
+inline unsigned mask_of(unsigned mask = 0xffffffff) { return mask; }
+}  // namespace emulation
+
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+
+// ---- the runtime ----
+
+typedef int cudaError_t;
+typedef struct CUstream_st* cudaStream_t;
+constexpr cudaError_t cudaSuccess = 0;
+inline const char* cudaGetErrorString(cudaError_t) { return "success"; }
+
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+namespace emulation {
+extern int multiprocessors;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulation::multiprocessors;
+  return cudaSuccess;
+}
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  void* attrs;
+  unsigned numAttrs;
+};
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* configuration, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  emulation::run(configuration->gridDim, configuration->blockDim,
+                 [&] { kernel(std::remove_cv_t<Parameters>(arguments)...); });
+  return cudaSuccess;
+}
