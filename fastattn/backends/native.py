@@ -20,8 +20,12 @@ DIRECT = (  # what the direct way needs beyond the backend's functions
     "attention_kept_backward",
     "dropout_direct",
     "dropout_add_layer_norm_direct",
+    "dropout_add_layer_norm_kept",
     "layer_norm_direct",
+    "layer_norm_kept",
     "softmax_dropout_direct",
+    "softmax_dropout_kept",
+    "softmax_dropout_kept_backward",
 )
 
 

@@ -83,7 +83,9 @@ def scaled_dot_product_attention(
         and (differentiate := wants_gradient(query, key, value)) is not None
         and not torch._C._is_any_autocast_enabled()
     ):
-        out = (_apply_direct if differentiate else _direct)(query, key, value, is_causal, scale)
+        run = _apply_direct if differentiate else _direct
+        plain = scale is None and not is_causal
+        out = run(query, key, value) if plain else run(query, key, value, is_causal, scale)
         if out is not None:
             return out
     name = "scaled_dot_product_attention"
@@ -482,7 +484,7 @@ class _Direct(torch.autograd.Function):
         query, key, value, out, stats = ctx.saved_tensors
         if wants_gradient(grad_out) is False:
             return *_kept_backward(grad_out, query, key, value, out, stats, *ctx.settings), None, None
-        is_causal, scale = ctx.settings
+        is_causal, scale = ctx.settings or (False, None)
         scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
         grads = attention_backward_op(
             "cpu", grad_out, None, query, key, value, out, stats, None, None, None, scale, -1, 0 if is_causal else -1,
