@@ -104,29 +104,6 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
 
 // ---- attention ----
 
-// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
-Heads heads_of(const Tensor& tensor) {
-  void* data = const_cast<void*>(tensor.const_data_ptr());
-  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
-  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-AttentionMask mask_of(const std::optional<Tensor>& tensor) {
-  AttentionMask mask = {};
-  if (!tensor) return mask;
-  mask.data = const_cast<void*>(tensor->const_data_ptr());
-  mask.dtype = dtype_of(*tensor, "attn_mask");
-  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
-    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
-    *size = *stride == 0 ? 1 : tensor->size(d);
-  };
-  dimension(0, &mask.batches, &mask.batch);
-  dimension(1, &mask.heads, &mask.head);
-  dimension(2, &mask.rows, &mask.row);
-  dimension(3, &mask.columns, &mask.column);
-  return mask;
-}
-
 // What dense and packed attention, forward and backward, have in common.
 Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor& value,
                             const std::optional<Tensor>& seed, double scale, int64_t window_left, int64_t window_right,
@@ -426,45 +403,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
     ScalarType input_dtype, bool weight_grad, bool bias_grad) {
-  const Dtype dtype = input_dtype == ScalarType::Float      ? Dtype::float32
-                      : input_dtype == ScalarType::BFloat16 ? Dtype::bfloat16
-                                                            : Dtype::float16;
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
-  auto [grad_sum_total, grad_input, grad_weight, grad_bias] =
-      run_layer_norm_backward(problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype, weight_grad, bias_grad);
+  auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
+      problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype_from(input_dtype), weight_grad, bias_grad);
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
 // ---- softmax_dropout ----
-
-// A 4-D tensor with dense columns; a copy where they are not.
-Tensor dense_columns(const Tensor& tensor) {
-  return tensor.size(3) > 1 && tensor.stride(3) != 1 ? torch::stable::contiguous(tensor) : tensor;
-}
-
-// `input` has dense columns; `lengths` is contiguous.
-Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& lengths,
-                 double scale, int64_t window_left, int64_t window_right, bool lower_right) {
-  Scores scores = {};
-  scores.input = input.const_data_ptr();
-  scores.dtype = dtype_of(input, "input");
-  const Sizes strides = input.strides(), sizes = input.sizes();
-  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
-  scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
-  if (attn_mask) {
-    scores.mask = attn_mask->const_data_ptr();
-    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
-    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
-    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
-  }
-  if (lengths) scores.key_lengths = lengths->const_data_ptr<int64_t>();
-  scores.scale = (float)scale;
-  scores.window_left = window_left, scores.window_right = window_right;
-  scores.lower_right = lower_right;
-  return scores;
-}
 
 void run_softmax_dropout(SoftmaxDropout& problem) {
   const Parallel parallel = torch_threads();
@@ -484,13 +431,13 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
                                            const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
                                            double scale, int64_t window_left, int64_t window_right, bool lower_right,
                                            int64_t threshold) {
-  const Tensor x = dense_columns(input);
+  const Tensor x = with_dense_columns(input);
   const std::optional<Tensor> lengths = contiguous(key_lengths);
   const Sizes sizes = x.sizes();
   const int64_t stats_sizes[4] = {2, sizes[0], sizes[1], sizes[2]};
   Tensor out = empty(sizes, dtype_of(x, "x")), stats = empty(Sizes(stats_sizes, 4), Dtype::float32);
   SoftmaxDropout problem = {};
-  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  set_scores(problem.scores, x, attn_mask, lengths, scale, window_left, window_right, lower_right);
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   problem.out = out.mutable_data_ptr();
   problem.stats = stats.mutable_data_ptr<float>();
@@ -505,11 +452,11 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
                                                     int64_t window_left, int64_t window_right, bool lower_right,
                                                     int64_t threshold, bool mask_grad) {
   check_dtype(grad_out, "grad_out", input);
-  const Tensor x = dense_columns(input), dy = dense_columns(grad_out);
+  const Tensor x = with_dense_columns(input), dy = with_dense_columns(grad_out);
   const std::optional<Tensor> lengths = contiguous(key_lengths);
   Tensor grad_input = empty(x.sizes(), dtype_of(x, "x"));
   SoftmaxDropoutBackward problem = {};
-  problem.scores = scores_of(x, attn_mask, lengths, scale, window_left, window_right, lower_right);
+  set_scores(problem.scores, x, attn_mask, lengths, scale, window_left, window_right, lower_right);
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   problem.grad_out = dy.const_data_ptr();
   problem.grad_batch = dy.stride(0), problem.grad_head = dy.stride(1), problem.grad_row = dy.stride(2);

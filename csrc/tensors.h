@@ -11,6 +11,7 @@
 
 #include <optional>
 
+#include "common/attention.h"
 #include "common/types.h"
 
 namespace fastattn {
@@ -50,6 +51,10 @@ inline void check_dtype(const Tensor& tensor, const char* name, const Tensor& li
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &expected));
   STD_TORCH_CHECK(number == expected, name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
                   ", expected ", torch::headeronly::toString(like.scalar_type()));
+}
+
+inline Dtype dtype_from(ScalarType type) {
+  return type == ScalarType::Float ? Dtype::float32 : type == ScalarType::BFloat16 ? Dtype::bfloat16 : Dtype::float16;
 }
 
 inline int32_t shim_dtype(Dtype dtype) {
@@ -268,6 +273,51 @@ inline int64_t broadcast_stride(const Tensor& mask, int64_t dim) { return mask.s
 inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   if (!tensor || tensor->is_contiguous()) return tensor;
   return torch::stable::contiguous(*tensor);
+}
+
+// `input` has dense columns; `lengths` is contiguous.
+template <class Scores>
+void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
+                const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
+                bool lower_right) {
+  scores.input = input.const_data_ptr();
+  scores.dtype = dtype_of(input, "input");
+  const Sizes strides = input.strides(), sizes = input.sizes();
+  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
+  scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
+  if (attn_mask) {
+    scores.mask = attn_mask->const_data_ptr();
+    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
+    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
+    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
+  }
+  if (lengths) scores.key_lengths = lengths->const_data_ptr<int64_t>();
+  scores.scale = (float)scale;
+  scores.window_left = window_left, scores.window_right = window_right;
+  scores.lower_right = lower_right;
+}
+
+// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+inline Heads heads_of(const Tensor& tensor) {
+  void* data = const_cast<void*>(tensor.const_data_ptr());
+  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
+  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+inline AttentionMask mask_of(const std::optional<Tensor>& tensor) {
+  AttentionMask mask = {};
+  if (!tensor) return mask;
+  mask.data = const_cast<void*>(tensor->const_data_ptr());
+  mask.dtype = dtype_of(*tensor, "attn_mask");
+  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
+    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
+    *size = *stride == 0 ? 1 : tensor->size(d);
+  };
+  dimension(0, &mask.batches, &mask.batch);
+  dimension(1, &mask.heads, &mask.head);
+  dimension(2, &mask.rows, &mask.row);
+  dimension(3, &mask.columns, &mask.column);
+  return mask;
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import emulation
 import fastattn
 from fastattn.backends import MISSING, TABLE, native
 
@@ -30,12 +31,16 @@ settings.load_profile("fixed")
 
 # The kernels of every instruction set of this machine are tested, all but the best one among the slow tests.
 ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
-BACKENDS = ("reference", "cpu", "triton", *(pytest.param(f"cpu:{isa}", marks=pytest.mark.slow) for isa in ISAS))
+BACKENDS = ("reference", "cpu", "triton", "cuda", *(pytest.param(f"cpu:{isa}", marks=pytest.mark.slow) for isa in ISAS))
+CUDA_TESTS = ("test_dropout", "test_layer_norm", "test_softmax_dropout")
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
 
 def missing(name):
     """Why this machine lacks the backend, or None."""
+    if name == "cuda" and DEVICE == "cpu":
+        library = emulation.library()
+        return library if isinstance(library, str) else None
     return None if name in TABLE else MISSING[name]
 
 
@@ -50,12 +55,15 @@ def require(name, **options):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Triton's interpreter takes milliseconds a program: only what is marked `representative` runs there by default."""
-    for item in items:
+    """Triton's interpreter takes milliseconds a program, and so does the emulation of CUDA: only what is marked
+    `representative` runs there by default. The cuda backend has the row operations' tests alone."""
+    for item in list(items):
         callspec = getattr(item, "callspec", None)
-        interpreted = DEVICE == "cpu" and callspec and callspec.params.get("backend") == "triton"
-        if interpreted and not item.get_closest_marker("representative"):
-            item.add_marker(pytest.mark.triton)
+        name = callspec.params.get("backend") if callspec else None
+        if name == "cuda" and item.module.__name__ not in CUDA_TESTS:
+            items.remove(item)
+        if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
+            item.add_marker(pytest.mark.triton if name == "triton" else pytest.mark.slow)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -63,7 +71,7 @@ def backend(request):
     """Runs the test once on every backend, forced by name. FASTATTN_REQUIRE=cpu makes a missing one a failure."""
     name, _, isa = request.param.partition(":")
     require(name)
-    with fastattn.backend(name), _conditions(name, isa):
+    with _conditions(name, isa), fastattn.backend(name):
         yield name
 
 
@@ -72,6 +80,8 @@ def _conditions(name, isa):
         from interpreter import strict
 
         return strict()
+    if name == "cuda" and DEVICE == "cpu":
+        return emulation.strict()
     return instruction_set(isa) if isa else contextlib.nullcontext()
 
 

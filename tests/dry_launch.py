@@ -1,7 +1,8 @@
 """The public functions on fake CUDA tensors, forward and backward, down to a driver that launches nothing.
 
-A program of its own, since Triton must not interpret here: prints, as JSON, the kernels that each call started with
-their grids, and how many were compiled for many lengths. Reading a value back from the device would raise.
+A program of its own, since Triton must not interpret here. It prints, as JSON, which kernels each call started, how
+many were compiled for many lengths, how often Triton's own way to a compiled kernel was taken, and on which device and
+stream kernels start. A value that the host would wait for raises: CUDA graphs could not capture the call.
 """
 
 import ctypes
@@ -12,24 +13,29 @@ import tempfile
 from pathlib import Path
 
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.runtime.driver import driver
 
 import fastattn
 from fastattn.backends import TABLE
-from fastattn.backends.triton import aot
+from fastattn.backends.triton import aot, dry
 
-HALF = torch.bfloat16
+HALF, FLOAT, LONG = torch.bfloat16, torch.float32, torch.int64
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class Dry(FakeTensorMode):
-    """Fake tensors, but an operation of fastattn runs its backend's function, as on a device."""
+    """Fake tensors, but an operation of fastattn runs its backend's function, as on a device. Reading a value from the
+    device raises, as does a copy between host and device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace != "fastattn":
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        with self:
-            return getattr(TABLE[args[-1]], func._schema.name.removeprefix("fastattn::"))(*args[:-1])
+        if func.namespace == "fastattn":
+            with self:
+                return getattr(TABLE[args[-1]], func._schema.name.removeprefix("fastattn::"))(*args[:-1])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in COPIES and len({t.device for t in (out, *args) if isinstance(t, torch.Tensor)}) > 1:
+            raise RuntimeError(f"a copy between devices: {func}")
+        return out
 
 
 def guard_nothing():
@@ -50,32 +56,34 @@ def backward(out):
     nodes = [out.grad_fn]
     for node in nodes:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            grads = [torch.empty(m.shape, dtype=m.dtype, device="cuda:0") for m in node._input_metadata]
+            grads = [torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
             return node.apply(*grads)
         nodes += [following for following, _ in node.next_functions if following is not None]
     raise AssertionError("no operation of fastattn in the graph")
 
 
-def empty(*shape, dtype=HALF, requires_grad=True):
-    return torch.empty(shape, dtype=dtype, device="cuda:0", requires_grad=requires_grad and dtype.is_floating_point)
+def empty(*shape, dtype=HALF, device="cuda:0"):
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
 
 
-def layer_norm(length):
-    x = empty(3, length, 512)
-    return fastattn.layer_norm(x, (512,), empty(512, dtype=torch.float32), empty(512, dtype=torch.float32))
+# Calls by length
+
+
+def layer_norm(length, dtype=HALF, device="cuda:0"):
+    x, weight = empty(3, length, 512, dtype=dtype, device=device), empty(512, dtype=FLOAT, device=device)
+    return fastattn.layer_norm(x, (512,), weight, weight)
 
 
 def dropout_add_layer_norm(length):
     with torch.autocast("cuda", HALF):
-        residual, weight = empty(3, length, 512, dtype=torch.float32), empty(512, dtype=torch.float32)
+        residual, weight = empty(3, length, 512, dtype=FLOAT), empty(512, dtype=FLOAT)
         out, total = fastattn.dropout_add_layer_norm(empty(3, length, 512), residual, weight, weight, 0.1, prenorm=True)
-        assert total.dtype == torch.float32
+        assert total.dtype == FLOAT
     return out + total
 
 
 def softmax_dropout(length):
-    scores = empty(3, 2, length, length)
-    mask = empty(3, 1, 1, length, dtype=torch.float32)
+    scores, mask = empty(3, 2, length, length), empty(3, 1, 1, length, dtype=FLOAT)
     return fastattn.softmax_dropout(scores, 0.1, mask, is_causal=True)
 
 
@@ -83,34 +91,126 @@ def dropout(length):
     return fastattn.dropout(empty(3, length, 512).transpose(0, 1), 0.1)
 
 
+def dropout_mask(length):
+    return fastattn.dropout_mask((3, length, 512), 0.1, empty(2, dtype=LONG))
+
+
 def attention(length):
-    query = empty(3, length, 8, 64).transpose(1, 2)
-    key = empty(3, length, 2, 64).transpose(1, 2)
-    lengths = empty(3, dtype=torch.int64)
+    query, key = (empty(3, length, heads, 64).transpose(1, 2) for heads in (8, 2))
     return fastattn.scaled_dot_product_attention(
-        query, key, key, is_causal=True, key_lengths=lengths, dropout_p=0.1, enable_gqa=True
+        query, key, key, is_causal=True, key_lengths=empty(3, dtype=LONG), dropout_p=0.1, enable_gqa=True
     )
 
 
-CALLS = [layer_norm, dropout_add_layer_norm, softmax_dropout, dropout]
-if hasattr(TABLE["triton"], "attention"):
-    CALLS.append(attention)
+def masked_attention(length):
+    query, mask = empty(3, 2, length, 64), empty(2, length, 1, dtype=FLOAT)
+    return fastattn.scaled_dot_product_attention(query, query, query, mask)
+
+
+def decoding(length):
+    """Few queries against a long cache, in parts."""
+    query, cache = torch.empty(1, 2, 1, 64, device="cuda:0"), torch.empty(1, 2, 4096 + length, 64, device="cuda:0")
+    return fastattn.scaled_dot_product_attention(query, cache, cache, key_lengths=empty(1, dtype=LONG))
+
+
+def attention_weights(length):
+    query = empty(3, 2, length, 64)
+    mask = empty(3, 1, 1, length, dtype=torch.bool)
+    return fastattn.attention_weights(query, query, mask, 0.1, key_lengths=empty(3, dtype=LONG))
+
+
+def varlen_attn(length):
+    query, starts = empty(2 * length, 2, 64), empty(4, dtype=torch.int32)
+    return fastattn.varlen_attn(
+        query, query, query, starts, starts, length, length, dropout_p=0.1, seqused_k=empty(3, dtype=LONG)
+    )
+
+
+CALLS = [
+    layer_norm,
+    dropout_add_layer_norm,
+    softmax_dropout,
+    dropout,
+    dropout_mask,
+    attention,
+    masked_attention,
+    decoding,
+    attention_weights,
+    varlen_attn,
+]
+
+
+def multihead(length):
+    module = fastattn.MultiHeadAttention(128, 2, dropout=0.1, batch_first=True, device="cuda:0", dtype=HALF)
+    x, padding = empty(3, length, 128), empty(3, length, dtype=torch.bool)
+    return module(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+
+def run(call, *arguments, **options):
+    out = call(*arguments, **options)
+    if out.requires_grad:
+        backward(out)
+
+
+def extremes():
+    """Sizes at which a grid of batches, heads or rows by number would be too large."""
+    with torch.no_grad():
+        for shape in ((70000, 2, 64, 8), (2, 70000, 64, 8), (1, 1, 2**24, 8)):
+            query, mask = empty(*shape), empty(*shape[:3], 1, dtype=torch.bool)
+            fastattn.scaled_dot_product_attention(query, query, query, mask if shape[2] == 64 else None)
+            fastattn.dropout(query, 0.1)
+        fastattn.layer_norm(empty(2**28, 8), (8,))
+        fastattn.softmax_dropout(empty(70000, 70000, 1, 8))
+        starts = empty(70001, dtype=LONG)
+        packed = empty(2**20, 2, 8)
+        fastattn.varlen_attn(packed, packed, packed, starts, starts, 64, 64)
+
+
+def lookups():
+    """How often each of these calls takes Triton's own way from a kernel's arguments to the compiled kernel."""
+    ordinary, counts = triton.JITFunction.run, {}
+
+    def count(function, *args, **options):
+        counts[name] += 1
+        return ordinary(function, *args, **options)
+
+    triton.JITFunction.run = count
+    for name, call in (
+        ("first", lambda: layer_norm(9, torch.float16)),
+        ("again", lambda: layer_norm(9, torch.float16)),
+        ("another length", lambda: layer_norm(444, torch.float16)),
+        ("another dtype", lambda: layer_norm(9, FLOAT)),
+        ("another constexpr", lambda: fastattn.layer_norm(empty(9, 96), (96,))),
+        ("another device", lambda: layer_norm(9, torch.float16, "cuda:1")),
+        ("again there", lambda: layer_norm(9, torch.float16, "cuda:1")),
+    ):
+        counts[name] = 0
+        call()
+    triton.JITFunction.run = ordinary
+    return counts
 
 
 def main(lengths):
     guard_nothing()
-    fake = aot.pretend(90)
-    driver.set_active(fake)
+    fake = dry.pretend(90, 80)
+    fake.streams = [5, 7]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *args, **options: True
-    started = {}
+    found = {"started": {}}
     with Dry():
         for call in CALLS:
-            fake.grids.clear()
+            fake.started.clear()
             for length in lengths:
-                backward(call(length))
-            started[call.__name__] = {name: list(grids) for name, grids in fake.grids.items()}
-    print(json.dumps({"started": started, "specialisations": len(list(aot.specialisations(90)))}))
+                run(call, length)
+            found["started"][call.__name__] = sorted({start.kernel for start in fake.started})
+        found["specialisations"] = len(list(aot.specialisations(0)))
+        run(multihead, 40)
+        extremes()
+        fake.started.clear()
+        found["lookups"] = lookups()
+        found["places"] = sorted({(start.device, start.stream) for start in fake.started})
+        found["device afterwards"] = fake.device
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def test_library_of_another_machine_has_a_reason(package):
 
 def test_library_older_than_the_package_has_a_reason(package, library, monkeypatch):
     (package / "_cpu.so").symlink_to(library)
-    monkeypatch.setattr(native, "DIRECT", (*native.DIRECT, "of_tomorrow"))
+    monkeypatch.setitem(native.NEEDED, "cpu", (*native.NEEDED["cpu"], "of_tomorrow"))
     assert native.library("cpu") is None
     assert native.reason("cpu") == "_cpu.so is older than this package: it has no of_tomorrow; build it anew"
 

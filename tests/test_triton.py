@@ -203,18 +203,37 @@ def test_ahead_of_time_on_every_architecture():
 
 @pytest.mark.slow
 def test_dry_launch():
-    """The public functions on fake CUDA tensors, through Triton's launcher; many lengths share a few kernels."""
+    """The public functions on fake CUDA tensors, through Triton's launcher: nothing waits for the device, grids are
+    within limits, many lengths share a few kernels."""
     status, output = program(str(TESTS / "dry_launch.py"), "40")
     assert status == 0, output
     one = last_json(output)
+    attention = {"_forward", "_grad_query", "_grad_key_value"}
     wanted = {
         "layer_norm": {"_forward", "_backward", "_reduce"},
         "dropout_add_layer_norm": {"_forward", "_backward", "_reduce"},
         "softmax_dropout": {"_forward", "_backward"},
         "dropout": {"_dropout"},
+        "dropout_mask": {"_dropout"},
+        "attention": attention,
+        "masked_attention": attention | {"_cover", "_list", "_grad_mask"},
+        "decoding": {"_forward", "_merge"},
+        "attention_weights": {"_forward", "_backward"},
+        "varlen_attn": attention,
     }
-    for call, kernels in wanted.items():
-        assert set(one["started"][call]) == kernels
+    assert {call: set(kernels) for call, kernels in one["started"].items()} == wanted
+    # Triton looks at a call's arguments once for each dtype, set of constants and device.
+    assert one["lookups"] == {
+        "first": 1,
+        "again": 0,
+        "another length": 0,
+        "another dtype": 1,
+        "another constexpr": 1,
+        "another device": 1,
+        "again there": 0,
+    }
+    assert one["places"] == [[0, 5], [1, 7]]  # each device's own current stream
+    assert one["device afterwards"] == 0
     status, output = program(str(TESTS / "dry_launch.py"), "40", "33", "48", "49", "50", "51", "57", "63", "64")
     assert status == 0, output
     assert last_json(output)["specialisations"] <= 2 * one["specialisations"]

@@ -50,7 +50,7 @@ def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
     tensors = [torch.empty(b, h, size, 8) for size in (m, n, n)]
     attn_mask = MASKS[mask](b, h, m, n)
     with strict():
-        problem = _Problem(*tensors, attn_mask, None, (None, None), lengths, m, n, 1.0, *window, False, 0)
+        problem = _Problem(*tensors, attn_mask, lengths, None, 1.0, *window, False, 0)
         (lists, *strides, count), _ = problem.lists(TILES, keys_own)
     full = (b, h, m, n)
     masked, seen = (visible(full, attn_mask, **o) for o in ({}, {"key_lengths": lengths, "window_size": window}))

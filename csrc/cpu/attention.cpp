@@ -27,11 +27,15 @@ struct Ahead {
   int left = 0;  // operands
   int64_t row = 0, byte = 0;
 
-  void fetch(int lines) {
-    for (; lines > 0 && left > 0; --lines) {
+  void fetch(int64_t lines) {
+    while (lines > 0 && left > 0) {
       const Operand& o = operand[left - 1];
-      __builtin_prefetch(o.data + row * o.stride + byte, 0, 2);
-      if ((byte += kLine) < o.bytes) continue;
+      const int64_t count = smaller(lines, divide_up(o.bytes - byte, kLine));
+      const char* from = o.data + row * o.stride + byte;
+      for (int64_t i = 0; i < count; ++i) __builtin_prefetch(from + i * kLine, 0, 2);
+      lines -= count;
+      byte += count * kLine;
+      if (byte < o.bytes) return;
       byte = 0;
       if (++row < o.rows) continue;
       row = 0;
@@ -117,10 +121,14 @@ struct Forward {
 
   void start(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch, const Panel& panel) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query), padded = (int)round_up(count, kLanes);
+    const T* from = row_pointer<T>(a.query, s.index, head, s.first_query + query);
+    const int64_t stride = a.query.row * (int64_t)sizeof(T);
+    if (in_place && count == padded && depth == width && stride % (int64_t)sizeof(Unit) == 0)
+      return transpose((const Unit*)from, stride / (int64_t)sizeof(Unit), padded, width, panel.query, kPanel);
     for (int i = 0; i < padded; ++i) {
       Unit* row = scratch.rows + i * width;
       if (i < count)
-        pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query + i), a.depth, row, width);
+        pack_row(from + i * a.query.row, a.depth, row, width);
       else
         clear_row(row, width);
     }
@@ -213,8 +221,9 @@ struct Forward {
     const Sequence s = find_sequence(a, index / a.heads);
     if (s.queries <= 0 || s.keys <= 0) return next;
     const auto of = [&](const Heads& heads, int64_t h, int64_t first, int64_t rows, int64_t bytes) {
-      return Ahead::Operand{(const char*)row_pointer<T>(heads, s.index, h, first), heads.row * (int64_t)sizeof(T), rows,
-                            bytes};
+      const char* data = (const char*)row_pointer<T>(heads, s.index, h, first);
+      const int64_t stride = heads.row * (int64_t)sizeof(T);
+      return stride == bytes ? Ahead::Operand{data, 0, 1, rows * bytes} : Ahead::Operand{data, stride, rows, bytes};
     };
     next.operand[3] = of(a.query, head, s.first_query, s.queries, key_row);
     next.operand[2] = of(a.key, key_head, s.first_key, s.keys, key_row);
@@ -224,13 +233,23 @@ struct Forward {
     return next;
   }
 
+  // product(first row, rows) for all rows, a few at a time while there is something to fetch between them.
+  template <class Product>
+  FASTATTN_INLINE void fetching(Ahead* next, int rows, const Product& product) const {
+    constexpr int kRows = 2 * kMicroRows, kLines = 96;
+    for (int row = 0, count; row < rows; row += count) {
+      next->fetch(kLines);
+      count = next->left ? smaller(kRows, rows - row) : rows - row;
+      product(row, count);
+    }
+  }
+
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
             const Panel& panel, bool first, Ahead* next) const {
-    constexpr int kLines = 256;
-    next->fetch(kLines);
-    product<Unit, false, Start::zero>(t.vectors, t.keys, depth, key.data, key.stride, panel.query, kPanel,
-                                      scratch.score, kPanel, nullptr, a.scale);
-    next->fetch(kLines);
+    fetching(next, t.keys, [&](int row, int rows) {
+      product<Unit, false, Start::zero>(t.vectors, rows, depth, key.data + row * key.stride, key.stride, panel.query,
+                                        kPanel, scratch.score + row * kPanel, kPanel, nullptr, a.scale);
+    });
     if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
@@ -238,34 +257,63 @@ struct Forward {
     } else {
       softmax<false>(t, scratch, panel);
     }
-    next->fetch(kLines);
     const int terms = kPairs ? (t.keys + 1) / 2 : t.keys;
     const Unit* probability = (const Unit*)scratch.score;
-    if (first)
-      product<Unit, true, Start::zero>(t.vectors, a.value_depth, terms, value.data, value.stride, probability, kPanel,
-                                       panel.out, kPanel, nullptr, 1.0f);
-    else
-      product<Unit, true, Start::factor>(t.vectors, a.value_depth, terms, value.data, value.stride, probability, kPanel,
-                                         panel.out, kPanel, scratch.factor, 1.0f);
-    next->fetch(kLines);
+    fetching(next, a.value_depth, [&](int row, int rows) {
+      const char* columns = value.data + row * sizeof(Unit);
+      float* out = panel.out + row * kPanel;
+      if (first)
+        product<Unit, true, Start::zero>(t.vectors, rows, terms, columns, value.stride, probability, kPanel, out,
+                                         kPanel, nullptr, 1.0f);
+      else
+        product<Unit, true, Start::factor>(t.vectors, rows, terms, columns, value.stride, probability, kPanel, out,
+                                           kPanel, scratch.factor, 1.0f);
+    });
   }
 
-  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
-    T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
-    // Where there was nothing to see, hidden keys may have left anything in `out`.
-    const vf factor = splat(sum == 0 ? 0.0f : dropout_scale(a.threshold) / sum);
-    for (int i = 0; i < a.value_depth; i += kLanes) {
-      const vf x = sum == 0 ? vf{} : load(out + i) * factor;
-      if (i + kLanes <= a.value_depth)
-        store(to + i, x);
-      else
-        store(to + i, x, a.value_depth - i);
-    }
-    const int64_t row = row_offset(a, s, head, query);
+  void write_statistics(int64_t row, float reference, float sum) const {
     if (a.lse) a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
     if (!a.sum) return;
     a.reference[row] = sum == 0 ? 0 : reference;
     a.sum[row] = sum;
+  }
+
+  // What the output is multiplied by: it is 0 where there was nothing to see, and hidden keys may have left anything.
+  static vf scaled(vf out, vf sum, vf factor) { return select(sum == vf{}, vf{}, out * factor); }
+
+  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
+    T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
+    const vf factor = splat(dropout_scale(a.threshold) / sum);
+    for (int d = 0; d < a.value_depth; d += kLanes) {
+      const vf x = scaled(load(out + d), splat(sum), factor);
+      if (d + kLanes <= a.value_depth)
+        store(to + d, x);
+      else
+        store(to + d, x, a.value_depth - d);
+    }
+    write_statistics(row_offset(a, s, head, query), reference, sum);
+  }
+
+  void write(const Sequence& s, int64_t head, int64_t query, int count, const Panel& panel) const {
+    for (int first = 0; first < count; first += kLanes) {
+      const vf sum = load(panel.sum + first), factor = dropout_scale(a.threshold) / sum;
+      T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query + first);
+      for (int d = 0; d < a.value_depth; d += kLanes, to += kLanes) {
+        vf x[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) x[i] = scaled(load(panel.out + (d + i) * kPanel + first), sum, factor);
+        transpose(x);
+        if (first + kLanes <= count && d + kLanes <= a.value_depth) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) store(to + i * a.out.row, x[i]);
+          continue;
+        }
+        for (int i = 0; i < smaller(kLanes, count - first); ++i)
+          store(to + i * a.out.row, x[i], smaller(kLanes, a.value_depth - d));
+      }
+    }
+    for (int i = 0; i < count; ++i)
+      write_statistics(row_offset(a, s, head, query + i), panel.reference[i], panel.sum[i]);
   }
 
   // Adds a part of row `row` to what there is of it; the first is what there is. Rows that have seen nothing, of sum 0,
@@ -305,6 +353,7 @@ struct Forward {
   void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, int64_t row,
               const Scratch& scratch, const Panel& panel) const {
     const int count = (int)smaller((int64_t)kPanel, s.queries - query);
+    if (first && last && splits == 1) return write(s, head, query, count, panel);
     transpose(panel.out, kPanel, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
     for (int i = 0; i < count; ++i)
       put(s, head, query + i, split, first, last, scratch.total, row + i, scratch.out + i * value_width,

@@ -236,21 +236,27 @@ FASTATTN_INLINE void interleave(vf a, vf b, vf* low, vf* high) {
 #endif
 }
 
+// As many vectors as there are lanes in each.
+FASTATTN_INLINE void transpose(vf (&x)[kLanes]) {
+  vf y[kLanes];
+#pragma GCC unroll 4
+  for (int width = 1; width < kLanes; width *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) interleave(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+  }
+}
+
 // to (columns, rows) = from (rows, columns), in 4-byte elements; both counts are multiples of kLanes.
 template <class Unit>
 void transpose(const Unit* from, int64_t from_stride, int rows, int columns, Unit* to, int64_t to_stride) {
   for (int row = 0; row < rows; row += kLanes)
     for (int column = 0; column < columns; column += kLanes) {
-      vf x[kLanes], y[kLanes];
+      vf x[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) x[i] = load_unit(from + (row + i) * from_stride + column);
-#pragma GCC unroll 4
-      for (int width = 1; width < kLanes; width *= 2) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kLanes / 2; ++i) interleave(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) x[i] = y[i];
-      }
+      transpose(x);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) memcpy(to + (column + i) * to_stride + row, &x[i], sizeof x[i]);
     }

@@ -9,8 +9,12 @@
 namespace fastattn::cuda {
 namespace {
 
-// kernel(arguments...) in `blocks` blocks of `threads` threads; no blocks have nothing to do.
 // Throws std::runtime_error where CUDA refuses.
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("fastattn: ") + cudaGetErrorString(error));
+}
+
+// kernel(arguments...) in `blocks` blocks of `threads` threads; no blocks have nothing to do.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
             const Arguments&... arguments) {
@@ -20,8 +24,7 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStre
   configuration.gridDim = dim3((unsigned)blocks);
   configuration.blockDim = dim3((unsigned)threads);
   configuration.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(&configuration, kernel, arguments...);
-  if (error != cudaSuccess) throw std::runtime_error(std::string("fastattn: ") + cudaGetErrorString(error));
+  check(cudaLaunchKernelEx(&configuration, kernel, arguments...));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Row operations go over a stack of matrices in pairs of rows, i and i + 8, which share the dropout formula's calls.
 #pragma once
 #include <cuda_runtime.h>
+#include <math.h>
 #include <stdint.h>
 
 #include "dropout_mask.h"
@@ -10,7 +11,10 @@ namespace fastattn::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kWarps = 4;  // in a block whose warps have rows of their own
+constexpr int kWarps = 4;         // in a block whose warps have rows of their own
+constexpr int kMaxThreads = 256;  // of a block that has one row
+constexpr int kFragments = 2;     // vectors of a row that a thread holds
+constexpr int kHeld = kFragments * kVector;
 
 __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -41,6 +45,104 @@ struct RowPair {
     count = first + 8 < rows ? 2 : 1;
   }
 };
+
+// Who works on a row: a warp; a block; a block that cannot hold all of it, and reads it in pieces, as often as needed.
+enum class Span { warp, block, pieces };
+
+// How rows of so many columns are spread.
+struct Spread {
+  Span span;
+  int threads;  // of a block
+  int teams;    // that share a block, a row each
+
+  explicit Spread(int64_t columns) {
+    span = columns <= kWarp * kHeld ? Span::warp : columns <= kMaxThreads * kHeld ? Span::block : Span::pieces;
+    threads = span == Span::warp    ? kWarps * kWarp
+              : span == Span::block ? (int)ceil_div(columns, kWarp * kHeld) * kWarp
+                                    : kMaxThreads;
+    teams = span == Span::warp ? kWarps : 1;
+  }
+
+  template <class Kernel>
+  Kernel pick(Kernel warp, Kernel block, Kernel pieces) const {
+    return span == Span::warp ? warp : span == Span::block ? block : pieces;
+  }
+};
+
+constexpr int max_threads(Span span) { return span == Span::warp ? kWarps * kWarp : kMaxThreads; }
+
+struct Sum {
+  static constexpr float kNone = 0;
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+struct Max {
+  static constexpr float kNone = -INFINITY;
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+template <class Operation>
+__device__ inline float reduce_warp(float x, Operation operation) {
+  for (int step = kWarp / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+// The threads that work on one row together.
+template <Span kSpan>
+struct Team {
+  int64_t index, count;  // of the teams
+  int thread, threads;   // of this team
+
+  __device__ Team() {
+    const bool warp = kSpan == Span::warp;
+    index = warp ? (int64_t)blockIdx.x * kWarps + threadIdx.x / kWarp : blockIdx.x;
+    count = warp ? (int64_t)gridDim.x * kWarps : gridDim.x;
+    thread = warp ? threadIdx.x % kWarp : threadIdx.x;
+    threads = warp ? kWarp : blockDim.x;
+  }
+
+  __device__ int64_t pieces(int64_t columns) const {
+    return kSpan == Span::pieces ? ceil_div(columns, (int64_t)threads * kHeld) : 1;
+  }
+
+  // The first column of one of this thread's vectors. Neighbours in a warp have neighbouring vectors.
+  __device__ int64_t column(int64_t piece, int fragment) const {
+    return ((piece * kFragments + fragment) * threads + thread) * kVector;
+  }
+
+  // Each x[n] combined over the team, the same for all of it.
+  template <int N, class Operation>
+  __device__ void reduce(float (&x)[N], Operation operation) const {
+    for (int n = 0; n < N; ++n) x[n] = reduce_warp(x[n], operation);
+    if (kSpan == Span::warp || threads == kWarp) return;
+    __shared__ float parts[N][kMaxThreads / kWarp];
+    const int lane = thread % kWarp;
+    __syncthreads();  // what the parts were before has been read
+    if (lane == 0)
+      for (int n = 0; n < N; ++n) parts[n][thread / kWarp] = x[n];
+    __syncthreads();
+    for (int n = 0; n < N; ++n)
+      x[n] = reduce_warp(lane < threads / kWarp ? parts[n][lane] : Operation::kNone, operation);
+  }
+
+  __device__ float sum(float x) const {
+    float value[1] = {x};
+    reduce(value, Sum());
+    return value[0];
+  }
+
+  __device__ float max(float x) const {
+    float value[1] = {x};
+    reduce(value, Max());
+    return value[0];
+  }
+};
+
+// How many of the eight elements from `column` a row has.
+__device__ inline int elements_at(int64_t column, int64_t columns) {
+  const int64_t left = columns - column;
+  return left < 0 ? 0 : left < kVector ? (int)left : kVector;
+}
 
 }  // namespace
 }  // namespace fastattn::cuda

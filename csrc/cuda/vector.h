@@ -36,6 +36,15 @@ __device__ inline float16 from_float(float x) {
   return {__half_raw(__float2half_rn(x)).x};
 }
 
+// What is left of a number that is stored.
+__device__ inline float rounded(float x, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::bfloat16: return to_float(from_float<bfloat16>(x));
+    case Dtype::float16: return to_float(from_float<float16>(x));
+    default: return x;
+  }
+}
+
 // Rows may be read in 16-byte words: they begin at multiples of 16 bytes, and so does each vector in them.
 // What every operand must be for a kernel's `wide`.
 inline bool is_wide(const void* data, Dtype dtype, int64_t columns, int64_t outer = 0, int64_t inner = 0,

@@ -25,14 +25,15 @@ from torch import Tensor
 from fastattn.backends import native, reference
 
 MAX_HEAD_SIZE = 256
+MAX_DECODING_QUERIES = 16  # the cuda backend's attention is for decoding
 OLDEST_GPU = (8, 0)
 _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
 
 # The most specialised first; the reference serves everything. What is not named here is taken only when forced.
-_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
-_NAMES = ("cpu", "triton", "reference")
-_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+_NAMES = ("cpu", "cuda", "triton", "reference")
+_DEVICES = {"cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
 
 
 def _overloads(library: Any) -> SimpleNamespace:
@@ -57,6 +58,10 @@ if native.library("cpu") is not None:
     TABLE["cpu"] = _overloads(native.library("cpu"))
 else:
     MISSING["cpu"] = f"its library is not loaded: {native.reason('cpu')}"
+if native.library("cuda") is not None:
+    TABLE["cuda"] = _overloads(native.library("cuda"))
+else:
+    MISSING["cuda"] = f"its library is not loaded: {native.reason('cuda')}"
 if importlib.util.find_spec("triton") is None:
     MISSING["triton"] = "triton is not installed"
 elif torch.version.hip is not None:
@@ -127,7 +132,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def refusal(
-    name: str, op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0
+    name: str,
+    op: str,
+    operands: tuple[Tensor, ...],
+    attn_mask: Tensor | None = None,
+    head_size: int = 0,
+    threshold: int = 0,
 ) -> str | None:
     """Why backend ``name`` cannot run ``op`` on these operands, or None if it can."""
     if name == "reference":
@@ -150,10 +160,24 @@ def refusal(
         return f"it takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
     if not hasattr(backend_, op):
         return f"it has no {op}"
+    if name == "cuda" and op == "attention":
+        queries = operands[0].size(2)
+        if queries > MAX_DECODING_QUERIES:
+            return f"it takes up to {MAX_DECODING_QUERIES} queries, not {queries}"
+        if threshold > 0:
+            return "its attention has no dropout"
     return None
 
 
-def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0) -> str:
+def of_backward(op: str, name: str) -> str:
+    """The backend that runs the backward pass ``op`` of what ``name`` ran forward: itself, or the next that has it."""
+    order = (name, *_ORDER.get(_DEVICES.get(name, ""), ("reference",)))
+    return next(other for other in order if hasattr(TABLE.get(other), op))
+
+
+def choose(
+    op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0, threshold: int = 0
+) -> str:
     """The backend's name for this call.
 
     Args:
@@ -161,33 +185,36 @@ def choose(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = Non
         operands: the tensors whose device and floating-point dtypes decide; the first one's device counts.
         attn_mask: the mask, whose dtype decides too.
         head_size: the largest head size, for attention.
+        threshold: of attention's dropout, 0 for none.
 
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
     """
     if thread.explaining:
-        _explain(op, operands, attn_mask, head_size)
+        _explain(op, operands, attn_mask, head_size, threshold)
     forced = thread.forced
     if forced is None and attn_mask is None and head_size <= MAX_HEAD_SIZE:  # the short way for small problems
         first = operands[0]
         if first.is_cpu and first.dtype in _NATIVE_DTYPES and len(operands) == 1 and op in _CPU_OPS:
             return "cpu"
     if forced is not None:
-        reason = refusal(forced, op, operands, attn_mask, head_size)
+        reason = refusal(forced, op, operands, attn_mask, head_size, threshold)
         if reason is not None:
             raise RuntimeError(f'backend("{forced}") cannot run {op}: {reason}')
         return forced
     device = operands[0].device.type
     for name in _ORDER.get(device, ("reference",)):
-        if refusal(name, op, operands, attn_mask, head_size) is None:
+        if refusal(name, op, operands, attn_mask, head_size, threshold) is None:
             if name == "reference":
                 _warn_if_slow(device)
             return name
     raise AssertionError("the reference refuses nothing")
 
 
-def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, head_size: int) -> NoReturn:
-    refusals = {name: refusal(name, op, operands, attn_mask, head_size) for name in _NAMES}
+def _explain(
+    op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, head_size: int, threshold: int
+) -> NoReturn:
+    refusals = {name: refusal(name, op, operands, attn_mask, head_size, threshold) for name in _NAMES}
     able = [name for name, reason in refusals.items() if reason is None]
     if thread.forced is None:
         order = _ORDER.get(operands[0].device.type, ("reference",))
@@ -205,11 +232,12 @@ def _explain(op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, he
 
 def _warn_if_slow(device: str) -> None:
     """Once a device: there are faster kernels somewhere, and this installation or machine lacks them."""
-    name = _ORDER.get(device, ("",))[0]
-    if name in TABLE or device in _warned or device == "meta" or torch.compiler.is_compiling():
+    faster = _ORDER.get(device, ("reference",))[:-1]
+    served = any(name in TABLE for name in faster)
+    if served or device in _warned or device == "meta" or torch.compiler.is_compiling():
         return
     _warned.add(device)
-    reason = MISSING.get(name, "fastattn has no kernels for this device")
+    reason = MISSING[faster[-1]] if faster else "fastattn has no kernels for this device"
     warnings.warn(f"fastattn runs its plain PyTorch reference on {device} tensors, slowly: {reason}", stacklevel=4)
 
 
@@ -225,7 +253,7 @@ def backend(name: str) -> Iterator[None]:
     pass runs on the backend of its forward pass, inside the block or not.
 
     Args:
-        name: ``"reference"``, ``"cpu"`` or ``"triton"``.
+        name: ``"reference"``, ``"cpu"``, ``"triton"`` or ``"cuda"``.
 
     Raises:
         ValueError: no backend has this name.

@@ -120,6 +120,15 @@ typedef struct CUstream_st* cudaStream_t;
 constexpr cudaError_t cudaSuccess = 0;
 inline const char* cudaGetErrorString(cudaError_t) { return "success"; }
 
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+namespace emulation {
+extern int multiprocessors;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulation::multiprocessors;
+  return cudaSuccess;
+}
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;

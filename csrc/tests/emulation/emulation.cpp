@@ -155,7 +155,9 @@ void release(int index) {
     if (other.finished) {
       stop("%s at %s:%d waits for thread %d, which has ended", name_of(newest.kind), newest.file, newest.line, i);
     }
-    if (!other.waiting) return;
+    // Not here yet: on its way, or waiting elsewhere for others.
+    if (!other.waiting || !Party(other, i).has(index)) return;
+    if ((other.kind == Collective::barrier) != (newest.kind == Collective::barrier)) return;
     if (other.kind != newest.kind || other.line != newest.line || strcmp(other.file, newest.file) != 0)
       stop("threads that belong together wait at different places: %s at %s:%d and, thread %d, %s at %s:%d",
            name_of(newest.kind), newest.file, newest.line, i, name_of(other.kind), other.file, other.line);
@@ -251,6 +253,10 @@ void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   for (const auto& fiber : fibers) fiber->started = false;
   throw std::runtime_error(error);
 }
+
+int multiprocessors = 132;
+
+extern "C" __attribute__((visibility("default"))) void set_multiprocessors(int count) { multiprocessors = count; }
 
 // The order of threads and blocks from here on.
 extern "C" __attribute__((visibility("default"))) void seed_order(uint64_t seed) { random_state = seed; }

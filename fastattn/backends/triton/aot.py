@@ -1,109 +1,39 @@
 """The kernels compiled ahead of time and examined, with no GPU: ``python -m fastattn.backends.triton.aot``.
 
-The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, whose
-driver here names an architecture and launches nothing. What Triton has compiled then is what a GPU would run: printed
-are registers, bytes of stack (a spill), shared memory, and for a loop with matrix products its layout conversions and
-the matrix instructions in its machine code. Exit status 1 on a fault.
+The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
+that are not there (``dry``). What Triton has compiled then is what a GPU would run: printed are registers, bytes of
+stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix instructions
+in its machine code. Exit status 1 on a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn.backends import triton as kernels
-from fastattn.backends.triton import configurations
+from fastattn.backends.triton.dry import SHARED_MEMORY, pretend
 
-# Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities).
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-LARGEST_GRID = (2**31 - 1, 65535, 65535)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-# ---- without a GPU ----
-
-
-class Driver:
-    """What Triton asks of a driver, for a GPU of compute capability ``capability``, which it also calls the device."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-        self.utils = self
-        self.grids: dict[str, list[tuple[int, int, int]]] = collections.defaultdict(list)
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_MEMORY[self.capability]}
-
-    def load_binary(self, *args: Any) -> tuple[None, int, int, int, int]:
-        return None, 0, 0, 0, 1024  # module, function, registers, spills, threads at most
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        def launch(x: int, y: int, z: int, *args: Any) -> None:
-            grid = x, y, z
-            if not all(0 < size <= most for size, most in zip(grid, LARGEST_GRID, strict=True)):
-                raise ValueError(f"{metadata.name}: a grid must be within {LARGEST_GRID}, got {grid}")
-            self.grids[metadata.name].append(grid)
-
-        return launch
-
-
-def _address(tensor: FakeTensor) -> int:
-    """As of an allocation of its own, which CUDA aligns."""
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _index(tensor: FakeTensor, index: Any) -> Tensor:
-    """tensor[0] and tensor[None, None]: torch's own indexing would look for the device."""
-    if isinstance(index, int):
-        return tensor.select(0, index)
-    if any(place is not None for place in index):
-        raise NotImplementedError(f"index {index} of a fake CUDA tensor")
-    return tensor.view((1,) * len(index) + tensor.shape)
-
-
-def pretend(capability: int) -> Driver:
-    """From here on this process has a GPU of this compute capability, as far as launching kernels goes."""
-    fake = Driver(capability)
-    configurations.capability.cache_clear()
-    configurations.processors.cache_clear()
-    FakeTensor.__getitem__ = _index  # type: ignore[method-assign, assignment]
-    FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore
-    return fake
-
 
 # ---- what is compiled ----
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda:0")
+    return torch.empty(shape, dtype=dtype, device=f"cuda:{torch.cuda.current_device()}")
 
 
 def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
@@ -192,21 +122,20 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-def run(operations: list[str], capability: int) -> None:
-    """Start every kernel of these operations' cases."""
-    driver.set_active(pretend(capability))
-    with FakeTensorMode():
+def run(operations: list[str], device: int) -> None:
+    """Start every kernel of these operations' cases on this device."""
+    with torch.cuda.device(device), FakeTensorMode():
         for operation in operations:
             for function, *arguments in CASES[operation]:
                 function(*arguments)
 
 
-def specialisations(capability: int) -> Iterator[tuple[Any, Any]]:
-    """(jit function, compiled kernel) of everything that has been started on this capability."""
+def specialisations(device: int) -> Iterator[tuple[Any, Any]]:
+    """(jit function, compiled kernel) of everything that has been started on this device."""
     for operation in CASES:
         for function in vars(sys.modules[f"fastattn.backends.triton.{operation}"]).values():
-            if isinstance(function, triton.JITFunction) and capability in function.device_caches:
-                yield from ((function, kernel) for kernel in function.device_caches[capability][0].values())
+            if isinstance(function, triton.JITFunction) and device in function.device_caches:
+                yield from ((function, kernel) for kernel in function.device_caches[device][0].values())
 
 
 # ---- what is found in it ----
@@ -378,12 +307,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
-    for capability in options.arch:
-        run(options.operation, capability)
+    pretend(*options.arch)
+    for device, _ in enumerate(options.arch):
+        run(options.operation, device)
     reports = [
         examine(function, kernel, capability)
-        for capability in options.arch
-        for function, kernel in specialisations(capability)
+        for device, capability in enumerate(options.arch)
+        for function, kernel in specialisations(device)
     ]
     print(f"triton {triton.__version__}\n{'':44} registers  stack  shared  conversions  matrix instructions")
     total = 0

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastattn.backends.reference.attention import empty_heads
 from fastattn.backends.triton import configurations
-from fastattn.backends.triton.kernel import dropout_scale, kernel, launch
+from fastattn.backends.triton.kernel import cdiv, dropout_scale, kernel, launch
 from fastattn.backends.triton.philox import keep, keep_transposed
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -578,11 +578,10 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _heads(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+def _heads(tensor: Tensor) -> tuple[Any, ...]:
     """(tensor, batch stride, head stride, row stride) of (B, H, L, E), or of packed (T, H, E)."""
-    if tensor.dim() == 4:
-        return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
-    return tensor, 0, tensor.stride(1), tensor.stride(0)
+    *strides, _ = tensor.stride()
+    return (tensor, *strides) if len(strides) == 3 else (tensor, 0, strides[1], strides[0])
 
 
 def _rows(statistic: Tensor) -> tuple[int, ...]:
@@ -590,24 +589,33 @@ def _rows(statistic: Tensor) -> tuple[int, ...]:
     return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
 
 
+def _empty(like: Tensor, size: int) -> Tensor:
+    """(B, H, L, size) in the layout of ``like``, or packed, (T, H, size)."""
+    return empty_heads(like, like.size(2), size) if like.dim() == 4 else like.new_empty((*like.shape[:2], size))
+
+
 class _Problem:
     """What the launches of a call share: every kernel's arguments begin with ``operands`` and end with ``numbers``.
 
-    Packed operands have ``starts``, the offsets of their sequences, whose lengths ``queries`` and ``keys`` bound.
+    Packed operands have ``starts``, the offsets of their sequences, of which ``longest`` are the longest lengths.
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None,
-        starts: tuple[Tensor | None, Tensor | None], lengths: Tensor | None, queries: int, keys: int, scale: float,
-        left: int, right: int, lower_right: bool, threshold: int,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, lengths: Tensor | None,
+        seed: Tensor | None, scale: float, left: int, right: int, lower_right: bool, threshold: int,
+        starts: tuple[Tensor | None, Tensor | None] = (None, None), longest: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
+        self.given = query, key, value
+        queries, keys = (query.size(2), key.size(2)) if longest is None else longest
         self.queries, self.keys, self.lengths = queries, keys, lengths
         self.lower_right, self.dtype, self.device = lower_right, query.dtype, query.device
         self.size, self.value_size = query.size(-1), value.size(-1)
         self.heads, self.key_heads = query.size(1), key.size(1)
         self.batch = query.size(0) if starts[0] is None else starts[0].size(0) - 1
         unbounded = queries + keys
-        self.left, self.right = (min(side, unbounded) if side >= 0 else unbounded for side in (left, right))
+        self.left = min(left, unbounded) if left >= 0 else unbounded
+        self.right = min(right, unbounded) if right >= 0 else unbounded
+        self.attn_mask = attn_mask
         self.mask: tuple[Any, ...] | None = None
         if attn_mask is not None:
             mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
@@ -615,34 +623,34 @@ class _Problem:
         self.is_float = attn_mask is not None and attn_mask.dtype != torch.bool
         if scale <= 0:
             query = query * (-1 if scale < 0 else 0)
-        tensors = [_readable(tensor) for tensor in (query, key, value)]
+        tensors = _heads(_readable(query)), _heads(_readable(key)), _heads(_readable(value))
         self.sequences = queries, keys, *starts, lengths
-        self.operands = *map(_heads, tensors), self.mask, seed if threshold else None, self.sequences
-        self.is_aligned = self._are_aligned(*tensors)
+        self.operands = *tensors, self.mask, seed if threshold else None, self.sequences
+        self.is_aligned = self._are_aligned(*tensors) and not (self.size | self.value_size) * self.dtype.itemsize % 16
         self.numbers = (
             self.heads // max(self.key_heads, 1), self.size, self.value_size, float(scale), abs(float(scale)) or 1.0,
             self.left, self.right, threshold, dropout_scale(threshold),
         )  # fmt: skip
 
-    def _are_aligned(self, *tensors: Tensor) -> bool:
-        """Whether every row begins at a multiple of 16 bytes and is one long."""
-        sizes = [stride for tensor in tensors for stride in tensor.stride()[:-1]] + [self.size, self.value_size]
-        return all(size * self.dtype.itemsize % 16 == 0 for size in sizes) and all(
-            tensor.data_ptr() % 16 == 0 for tensor in tensors
-        )
+    def _are_aligned(self, *operands: tuple[Any, ...]) -> bool:
+        """Whether every row begins at a multiple of 16 bytes."""
+        bits, size = 0, self.dtype.itemsize
+        for tensor, batch, head, row in operands:
+            bits |= (batch | head | row) * size | tensor.data_ptr()
+        return bits % 16 == 0
 
     def tiles(self, kernel: str) -> configurations.Tiles:
         size, masked = max(self.size, self.value_size), self.mask is not None
         return configurations.attention(kernel, self.dtype, size, masked, self.device)
 
-    def constants(self, tiles: configurations.Tiles, *others: Tensor) -> dict[str, Any]:
+    def constants(self, tiles: configurations.Tiles, *others: tuple[Any, ...]) -> dict[str, Any]:
         """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
-        e, ev = (max(16, triton.next_power_of_2(size)) for size in (self.size, self.value_size))
+        e, ev = (max(16, 1 << (size - 1).bit_length()) for size in (self.size, self.value_size))
         is_aligned = self.is_aligned and self._are_aligned(*others)
         is_tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         return {
             "ROWS": tiles.rows, "COLUMNS": tiles.columns, "E": e, "EV": ev,
-            "EXACT": (e, ev) == (self.size, self.value_size),
+            "EXACT": e == self.size and ev == self.value_size,
             "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
             "PRECISION": "tf32" if is_tf32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
         }  # fmt: skip
@@ -653,7 +661,7 @@ class _Problem:
             return None, None
         mask, *strides = self.mask
         batch, heads, rows = (size if stride else 1 for size, stride in zip(mask.shape[:3], strides[:3], strict=True))
-        row_tiles, key_tiles = triton.cdiv(rows, tiles.rows), triton.cdiv(self.keys, tiles.columns)
+        row_tiles, key_tiles = cdiv(rows, tiles.rows), cdiv(self.keys, tiles.columns)
         cover = mask.new_empty((batch, heads, row_tiles, key_tiles), dtype=torch.int8)
         seen = mask.new_empty((batch, heads, row_tiles, self.keys), dtype=torch.uint8)
         launch(
@@ -661,7 +669,7 @@ class _Problem:
             ROWS=tiles.rows, COLUMNS=tiles.columns,
         )  # fmt: skip
         cover_strides = [_stride(cover, dim) for dim in range(4)]
-        own_tiles, count = triton.cdiv(self.queries, tiles.rows), key_tiles
+        own_tiles, count = cdiv(self.queries, tiles.rows), key_tiles
         own, step = tiles.rows, tiles.columns
         if keys_own:
             own_tiles, count, own, step = count, own_tiles, step, own
@@ -678,182 +686,123 @@ class _Problem:
             (seen, *(_stride(seen, dim) for dim in range(3))),
         )
 
-    def forward(self, out: Tensor, lse: Tensor, stats: Tensor) -> None:
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The output in query's layout, LSE and statistics."""
+        query, _, value = self.given
+        out, shape = _empty(query, value.size(-1)), tuple(query.shape[:-1])
+        stats = query.new_empty((2, *shape), dtype=torch.float32)
+        lse = query.new_empty(shape, dtype=torch.float32)
+        point, total = stats.unbind()
         tiles = self.tiles("forward" if self.queries > 16 else "forward_few")
-        row_tiles, key_tiles = triton.cdiv(self.queries, tiles.rows), triton.cdiv(self.keys, tiles.columns)
+        row_tiles, key_tiles = cdiv(self.queries, tiles.rows), cdiv(self.keys, tiles.columns)
         programs = row_tiles * self.heads * self.batch
         parts = configurations.parts(programs, key_tiles, self.device)
-        constants = self.constants(tiles, out)
+        out_heads, rows = _heads(out), _rows(lse)
+        constants = self.constants(tiles, out_heads)
         common = *self.operands, *self.lists(tiles, keys_own=False)
         if parts == 1:
             launch(
-                _forward, (programs, 1), self.device, *common, _heads(out), lse, *stats, _rows(lse), 0, 0, row_tiles,
+                _forward, (programs, 1), self.device, *common, out_heads, lse, point, total, rows, 0, 0, row_tiles,
                 self.heads, *self.numbers, FLOAT=self.is_float, **constants,
             )  # fmt: skip
-            return
+            return out, lse, stats
         part_out = out.new_empty((parts, *out.shape), dtype=torch.float32)
-        part_stats = stats.new_empty((2, parts, *lse.shape))
+        part_stats = stats.new_empty((2, parts, *shape))
         part_heads = part_out, *_heads(part_out[0])[1:]
         strides = part_out.stride(0), part_stats.stride(1)
         launch(
-            _forward, (programs, parts), self.device, *common, part_heads, None, *part_stats, _rows(lse),
+            _forward, (programs, parts), self.device, *common, part_heads, None, *part_stats, rows,
             *strides, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
         )  # fmt: skip
-        row_tiles = triton.cdiv(self.queries, 16)
+        row_tiles = cdiv(self.queries, 16)
         launch(
             _merge, (row_tiles * self.heads * self.batch,), self.device, part_heads, *part_stats, *strides, parts,
-            self.sequences, _heads(out), lse, *stats, _rows(lse), row_tiles, self.heads, self.value_size, ROWS=16,
+            self.sequences, out_heads, lse, point, total, rows, row_tiles, self.heads, self.value_size, ROWS=16,
             **{name: constants[name] for name in ("EV", "EXACT", "ALIGNMENT", "LOWER_RIGHT")},
         )  # fmt: skip
+        return out, lse, stats
 
     def backward(
-        self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor,
-        grads: tuple[Tensor, Tensor, Tensor], grad_mask: Tensor | None,
-    ) -> None:  # fmt: skip
-        grad_query, grad_key, grad_value = grads
-        grad_out, out = _readable(grad_out), _readable(out)
-        shift, rate, delta = torch.empty((3, *stats.shape[1:]), dtype=stats.dtype, device=self.device)
+        self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, mask_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The gradients of query, key, value and, where it is wanted, the mask."""
+        grads = [_empty(tensor, tensor.size(-1)) for tensor in self.given]
+        out_heads, grad_heads = _heads(_readable(out)), _heads(_readable(grad_out))
+        query_heads, key_heads, value_heads = map(_heads, grads)
+        point, total = stats.unbind()
+        shift, rate, delta = torch.empty((3, *point.shape), dtype=stats.dtype, device=self.device).unbind()
         rows = _rows(delta)
         modes = {"FLOAT": self.is_float, "FOLD": not self.is_float and self.dtype != torch.float32}
 
         tiles = self.tiles("grad_query")
-        row_tiles = triton.cdiv(self.queries, tiles.rows)
+        row_tiles = cdiv(self.queries, tiles.rows)
         launch(
             _grad_query, (row_tiles * self.heads * self.batch,), self.device, *self.operands,
-            *self.lists(tiles, keys_own=False), _heads(out), _heads(grad_out),
-            None if grad_lse is None else (grad_lse, *_rows(grad_lse)), _heads(grad_query), *stats, shift, rate,
+            *self.lists(tiles, keys_own=False), out_heads, grad_heads,
+            None if grad_lse is None else (grad_lse, *_rows(grad_lse)), query_heads, point, total, shift, rate,
             delta, rows, row_tiles, self.heads, *self.numbers, **modes,
-            **self.constants(tiles, out, grad_out, grad_query),
+            **self.constants(tiles, out_heads, grad_heads, query_heads),
         )  # fmt: skip
 
         tiles = self.tiles("grad_key_value")
-        key_tiles = triton.cdiv(self.keys, tiles.columns)
+        key_tiles = cdiv(self.keys, tiles.columns)
         lists, _ = self.lists(tiles, keys_own=True)
         launch(
             _grad_key_value, (key_tiles * self.key_heads * self.batch,), self.device, *self.operands, lists,
-            _heads(grad_out), _heads(grad_key), _heads(grad_value), shift, rate, delta, rows, key_tiles,
-            self.key_heads, *self.numbers, **modes, **self.constants(tiles, grad_out, grad_key, grad_value),
+            grad_heads, key_heads, value_heads, shift, rate, delta, rows, key_tiles, self.key_heads, *self.numbers,
+            **modes, **self.constants(tiles, grad_heads, key_heads, value_heads),
         )  # fmt: skip
 
-        if grad_mask is None:
-            return
+        if self.attn_mask is None or not mask_grad:
+            return grads[0], grads[1], grads[2], None
+        grad_mask = self.attn_mask.new_empty(self.attn_mask.shape)
         tiles = self.tiles("grad_mask")
         batch, heads, mask_rows, mask_columns = grad_mask.shape
-        programs = batch * heads * triton.cdiv(mask_rows, tiles.rows) * triton.cdiv(mask_columns, tiles.columns)
+        programs = batch * heads * cdiv(mask_rows, tiles.rows) * cdiv(mask_columns, tiles.columns)
         launch(
-            _grad_mask, (programs,), self.device, *self.operands, _heads(grad_out),
-            (*_heads(grad_mask), mask_rows, mask_columns), *stats, delta, rows, triton.cdiv(self.queries, tiles.rows),
-            triton.cdiv(self.keys, tiles.columns), heads, self.batch, self.heads, *self.numbers,
+            _grad_mask, (programs,), self.device, *self.operands, grad_heads,
+            (*_heads(grad_mask), mask_rows, mask_columns), point, total, delta, rows, cdiv(self.queries, tiles.rows),
+            cdiv(self.keys, tiles.columns), heads, self.batch, self.heads, *self.numbers,
             ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
-            **self.constants(tiles, grad_out),
+            **self.constants(tiles, grad_heads),
         )  # fmt: skip
+        return grads[0], grads[1], grads[2], grad_mask
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) -> out (B, Hq, Lq, Ev), lse, stats."""
-    problem = _Problem(
-        query, key, value, attn_mask, seed, (None, None), key_lengths, query.size(2), key.size(2), scale, window_left,
-        window_right, lower_right, threshold,
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    seed: Tensor | None, max_q: int, max_k: int, *settings: Any,
+) -> _Problem:  # fmt: skip
+    scale, left, right, threshold = settings
+    return _Problem(
+        query, key, value, None, seqused_k, seed, scale, left, right, True, threshold, (cu_seq_q, cu_seq_k),
+        (max_q, max_k),
     )  # fmt: skip
-    out = empty_heads(query, query.size(2), value.size(3))
-    stats = query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
-    lse = torch.empty_like(stats[0])
-    problem.forward(out, lse, stats)
-    return out, lse, stats
+
+
+# The backend's functions (docs/design.md lists their arguments).
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _Problem(query, key, value, *settings).forward()
 
 
 def attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    threshold: int,
-    mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and attn_mask (shape (0,) where not wanted)."""
-    problem = _Problem(
-        query, key, value, attn_mask, seed, (None, None), key_lengths, query.size(2), key.size(2), scale, window_left,
-        window_right, lower_right, threshold,
-    )  # fmt: skip
-    dq, dk, dv = (empty_heads(t, t.size(2), t.size(3)) for t in (query, key, value))
-    grad_mask = attn_mask.new_empty(attn_mask.shape) if attn_mask is not None and mask_grad else None
-    problem.backward(grad_out, grad_lse, out, stats, (dq, dk, dv), grad_mask)
-    return dq, dk, dv, query.new_empty(0) if grad_mask is None else grad_mask
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *shared, mask_grad = settings
+    problem = _Problem(query, key, value, *shared)
+    *grads, grad_mask = problem.backward(grad_out, grad_lse, out, stats, mask_grad)
+    return *grads, query.new_empty(0) if grad_mask is None else grad_mask  # type: ignore[return-value]
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    seqused_k: Tensor | None,
-    seed: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """query (Tq, Hq, E), key (Tk, Hk, E), value (Tk, Hk, Ev) -> out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
-    problem = _Problem(
-        query, key, value, None, seed, (cu_seq_q, cu_seq_k), seqused_k, max_q, max_k, scale, window_left, window_right,
-        True, threshold,
-    )  # fmt: skip
-    out = query.new_empty((*query.shape[:2], value.size(2)))
-    stats = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)
-    lse = torch.empty_like(stats[0])
-    problem.forward(out, lse, stats)
-    return out, lse, stats
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _packed(query, key, value, *settings).forward()
 
 
 def varlen_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    seqused_k: Tensor | None,
-    seed: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    problem = _Problem(
-        query, key, value, None, seed, (cu_seq_q, cu_seq_k), seqused_k, max_q, max_k, scale, window_left, window_right,
-        True, threshold,
-    )  # fmt: skip
-    dq, dk, dv = (t.new_empty(t.shape) for t in (query, key, value))
-    problem.backward(grad_out, grad_lse, out, stats, (dq, dk, dv), None)
-    return dq, dk, dv
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _packed(query, key, value, *settings).backward(grad_out, grad_lse, out, stats, False)[:3]

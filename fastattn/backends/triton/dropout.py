@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn.backends.reference.dropout import dense_strides
 from fastattn.backends.triton import philox
 from fastattn.backends.triton.configurations import row_tile
-from fastattn.backends.triton.kernel import are_aligned, are_few, divide, dropout_scale, kernel, launch, rows_of
+from fastattn.backends.triton.kernel import are_aligned, are_few, cdiv, divide, dropout_scale, kernel, launch, rows_of
 
 
 @kernel
@@ -78,7 +78,7 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     rows = outer * inner * matrix_rows
     tile = row_tile("dropout", columns)
     launch(
-        _dropout, (-(-rows // tile.rows) * -(-columns // tile.columns),), out.device,
+        _dropout, (cdiv(rows, tile.rows) * cdiv(columns, tile.columns),), out.device,
         input, out, seed, rows, columns, matrix_rows, inner, *input_strides, *out_strides, threshold,
         dropout_scale(threshold), FEW=are_few(rows), UNIT=unit, ALIGNED=unit and are_aligned(columns, input, out),
         R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from fastattn.backends.reference.dropout import ALL
 
@@ -22,16 +23,58 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])
 
 
+# What Triton has compiled, by kernel, device, types of the arguments and constexprs: Triton's own way to it from a call
+# costs several times what the start of the compiled kernel does.
+_compiled: dict[Any, CompiledKernel] = {}
+
+
 def launch(function: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-    """Start ``function`` on the current stream of ``device``; an empty grid has nothing to do."""
+    """Start ``function`` on the current stream of ``device``; an empty grid has nothing to do.
+
+    ``args`` are the kernel's arguments up to its constexprs, which come last and by name, as do Triton's options.
+    """
     if 0 in grid:
         return
     constants["enable_fp_fusion"] = True  # Triton's default, which it is about to change
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            function[grid](*args, **constants)
-    else:
+    if not isinstance(function, triton.JITFunction):  # interpreted
         function[grid](*args, **constants)
+    elif device.index == torch.cuda.current_device():
+        _start(function, grid, device.index, args, constants)
+    else:
+        with torch.cuda.device(device):
+            _start(function, grid, device.index, args, constants)
+
+
+def _start(function: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    key = function.fn, device, _types(args), tuple(constants.items())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = function[grid](*args, **constants)
+        if isinstance(compiled, CompiledKernel):  # not so where a hook of Triton's takes over the compilation
+            _compiled[key] = compiled
+    else:
+        compiled[(*grid, 1, 1)[:3]](*args, *(None,) * len(function.constexprs))
+
+
+def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What of the arguments a compiled kernel is for: dtypes, and which numbers take more than 32 bits."""
+    types: list[Any] = []
+    for argument in arguments:
+        kind = type(argument)
+        if kind is int:
+            types.append(-(2**31) <= argument < 2**31)
+        elif kind is tuple:
+            types.append(_types(argument))
+        elif argument is None or kind is float:
+            types.append(kind)
+        else:
+            types.append(argument.dtype)
+    return tuple(types)
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks cover a size. Triton's own function of this name takes as long as an allocation."""
+    return -(-size // block)
 
 
 def dropout_scale(threshold: int) -> float:
@@ -39,17 +82,29 @@ def dropout_scale(threshold: int) -> float:
     return ALL / (ALL - threshold) if threshold < ALL else 0.0
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """(rows, columns) with unit stride in a row: a view where there is one, else a copy."""
-    rows = tensor.reshape(-1, tensor.size(-1)) if tensor.numel() > 0 else tensor.new_empty(0, 1)
-    return rows if rows.stride(1) == 1 or rows.size(1) == 1 else rows.contiguous()
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous; the quickest of torch's ways to one."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor of the same numbers whose rows, the last dimension, are dense and begin this far from each other."""
+    if tensor.is_contiguous():  # at once, without a view
+        return tensor, tensor.size(-1)
+    rows = tensor.reshape(-1, tensor.size(-1))
+    return (rows, rows.stride(0)) if rows.stride(1) == 1 or rows.size(1) == 1 else (rows.contiguous(), rows.size(1))
 
 
 def are_aligned(columns: int, *operands: Tensor | None) -> bool:
     """Whether every row of these operands, and of a contiguous result, begins at a multiple of 16 bytes."""
-    return columns % 16 == 0 and all(
-        t is None or (t.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in t.stride()[:-1])) for t in operands
-    )
+    bits = columns
+    for tensor in operands:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+            if not tensor.is_contiguous():
+                for stride in tensor.stride()[:-1]:
+                    bits |= stride
+    return bits % 16 == 0
 
 
 def are_few(rows: int) -> bool:

@@ -13,8 +13,10 @@ from fastattn.backends.triton.kernel import (
     are_aligned,
     are_few,
     as_rows,
+    cdiv,
     divide,
     dropout_scale,
+    empty_like,
     kernel,
     launch,
     rows_of,
@@ -301,17 +303,17 @@ def _run_forward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Fills ``out`` and ``total``; returns mean and rstd."""
-    mean, rstd = (torch.empty(input.shape[:-1], dtype=torch.float32, device=input.device) for _ in range(2))
+    mean = input.new_empty(tuple(input.shape[:-1]), dtype=torch.float32)
+    rstd = empty_like(mean)
     rows, columns = mean.numel(), input.size(-1)
-    x = as_rows(input)
-    r = None if residual is None else as_rows(residual)
-    strides = x.stride(0), x.stride(0) if r is None else r.stride(0)
+    x, x_stride = as_rows(input)
+    r, r_stride = (None, 0) if residual is None else as_rows(residual)
     w, b = _packed(weight), _packed(bias)
     tile = row_tile("layer_norm", columns)
     launch(
-        _forward, (-(-rows // tile.rows),), input.device,
-        x, r, w, b, seed, out, total, mean, rstd, rows, columns, _matrix_rows(input), *strides, threshold,
-        dropout_scale(threshold), eps, FEW=are_few(rows), ALIGNED=are_aligned(columns, x, r, w, b),
+        _forward, (cdiv(rows, tile.rows),), input.device,
+        x, r, w, b, seed, out, total, mean, rstd, rows, columns, _matrix_rows(input), x_stride, r_stride,
+        threshold, dropout_scale(threshold), eps, FEW=are_few(rows), ALIGNED=are_aligned(columns, x, r, w, b),
         FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return mean, rstd
@@ -335,25 +337,25 @@ def _run_backward(
     rows, columns = mean.numel(), total.size(-1)
     device = total.device
     tile = row_tile("layer_norm_backward", columns)
-    programs = min(-(-rows // tile.rows), ROW_GROUPS)
+    programs = min(cdiv(rows, tile.rows), ROW_GROUPS)
     partial = None
     if weight_grad or bias_grad:
         partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
-    g, x = as_rows(grad_out), as_rows(total)
-    s = None if grad_sum is None else as_rows(grad_sum)
-    strides = g.stride(0), g.stride(0) if s is None else s.stride(0), x.stride(0)
+    (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
+    s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
     w = _packed(weight)
     launch(
         _backward, (programs,), device,
-        g, s, x, mean, rstd, w, seed, grad_input, grad_total, partial, rows, columns, _matrix_rows(total), *strides,
-        threshold, dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, g, s, x, w),
-        FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        g, s, x, mean, rstd, w, seed, grad_input, grad_total, partial, rows, columns, _matrix_rows(total),
+        g_stride, s_stride, x_stride, threshold, dropout_scale(threshold), FEW=are_few(rows),
+        ALIGNED=are_aligned(columns, g, s, x, w), FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns,
+        num_warps=tile.warps,
     )  # fmt: skip
     dtype = torch.float32 if weight is None else weight.dtype
     grads = [torch.empty(columns if wanted else 0, dtype=dtype, device=device) for wanted in (weight_grad, bias_grad)]
     if partial is not None:
         launch(
-            _reduce, (-(-columns // 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
+            _reduce, (cdiv(columns, 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
             programs, columns, R=32, BLOCK=64, num_warps=4,
         )  # fmt: skip
     return grads[0], grads[1]
@@ -369,7 +371,7 @@ def _packed(parameter: Tensor | None) -> Tensor | None:
 
 
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    out = empty_like(input)
     mean, rstd = _run_forward(input, None, weight, bias, None, out, None, 0, eps)
     return out, mean, rstd
 
@@ -383,7 +385,7 @@ def layer_norm_backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    grad = empty_like(input)
     parameters = _run_backward(grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad, bias_grad)
     return grad, *parameters
 
@@ -398,7 +400,7 @@ def dropout_add_layer_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(input.dtype, residual.dtype)
-    out, total = (torch.empty(input.shape, dtype=dtype, device=input.device) for _ in range(2))
+    out, total = empty_like(input, dtype), empty_like(input, dtype)
     mean, rstd = _run_forward(input, residual, weight, bias, seed if threshold else None, out, total, threshold, eps)
     return out, total, mean, rstd
 
@@ -416,8 +418,8 @@ def dropout_add_layer_norm_backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_input = torch.empty(sum.shape, dtype=input_dtype, device=sum.device)
-    grad_total = torch.empty(sum.shape, dtype=sum.dtype, device=sum.device)
+    grad_input = empty_like(sum, input_dtype)
+    grad_total = empty_like(sum)
     parameters = _run_backward(
         grad_out, grad_sum, sum, mean, rstd, weight, seed if threshold else None, grad_input, grad_total, threshold,
         weight_grad, bias_grad,

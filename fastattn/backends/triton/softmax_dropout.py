@@ -13,8 +13,10 @@ from fastattn.backends.triton.kernel import (
     are_aligned,
     are_few,
     as_rows,
+    cdiv,
     divide,
     dropout_scale,
+    empty_like,
     kernel,
     launch,
     rows_of,
@@ -279,15 +281,15 @@ def softmax_dropout(
     threshold: int,
 ) -> tuple[Tensor, Tensor]:
     _, heads, matrix_rows, columns = input.shape
-    out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    out = empty_like(input)
+    stats = input.new_empty((2, *input.shape[:-1]), dtype=torch.float32)
     if columns == 0:
-        return out, torch.zeros(2, *input.shape[:-1], dtype=torch.float32, device=input.device)
-    stats = torch.empty(2, *input.shape[:-1], dtype=torch.float32, device=input.device)
+        return out, stats.zero_()
     rows = stats.numel() // 2
     x = _unit_rows(input)
     tile = row_tile("softmax_dropout", columns)
     launch(
-        _forward, (-(-rows // tile.rows),), input.device,
+        _forward, (cdiv(rows, tile.rows),), input.device,
         x, attn_mask, key_lengths, seed if threshold else None, out, stats, rows, columns, matrix_rows, heads,
         *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left), _within(window_right),
         int(lower_right), threshold, dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, x),
@@ -311,19 +313,19 @@ def softmax_dropout_backward(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     _, heads, matrix_rows, columns = input.shape
-    grad = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    grad = empty_like(input)
     grad_scores = None
     if mask_grad and attn_mask is not None:  # what a mask broadcasts is summed from float32
         dtype = attn_mask.dtype if attn_mask.shape == input.shape else torch.float32
-        grad_scores = torch.empty(input.shape, dtype=dtype, device=input.device)
+        grad_scores = empty_like(input, dtype)
     if input.numel() > 0:
         rows = input.numel() // columns
-        x, g = _unit_rows(input), as_rows(grad_out)
+        x, (g, g_stride) = _unit_rows(input), as_rows(grad_out)
         tile = row_tile("softmax_dropout_backward", columns)
         launch(
-            _backward, (-(-rows // tile.rows),), input.device,
+            _backward, (cdiv(rows, tile.rows),), input.device,
             g, x, stats, attn_mask, key_lengths, seed if threshold else None, grad, grad_scores, rows, columns,
-            matrix_rows, heads, g.stride(0), *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left),
+            matrix_rows, heads, g_stride, *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left),
             _within(window_right), int(lower_right), threshold, dropout_scale(threshold),
             FEW=are_few(rows), ALIGNED=are_aligned(columns, g, x), FITS=columns <= tile.columns,
             R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,

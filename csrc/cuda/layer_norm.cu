@@ -1,0 +1,278 @@
+// See layer_norm.h.
+#include "layer_norm.h"
+
+#include "launch.h"
+#include "rows.h"
+
+namespace fastattn::cuda {
+namespace {
+
+constexpr int kMaxGroups = 512;  // of rows, whose sums of the parameters' gradients are then added up
+
+template <Span kSpan>
+__global__ void __launch_bounds__(max_threads(kSpan), 1) normalise(const LayerNorm p, bool wide) {
+  const Team<kSpan> team;
+  if (team.index >= p.matrices * pairs_of(p.rows)) return;
+  const RowPair pair(team.index, p.rows);
+  const int64_t pieces = team.pieces(p.columns);
+  const float scale = dropout_scale(p.threshold);
+  float x[kFragments][kVector];
+  uint32_t keep[kFragments];
+
+  const auto draw = [&](int64_t piece) {
+    if (!p.seed) return;
+    for (int f = 0; f < kFragments; ++f)
+      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
+  };
+  if (kSpan != Span::pieces) draw(0);
+#pragma unroll 1
+  for (int half = 0; half < pair.count; ++half) {
+    const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
+    // x = residual + dropout(input), rounded as the backward pass will find it; 0 beyond the row's end.
+    const auto read = [&](int64_t piece) {
+      if (kSpan == Span::pieces) draw(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const int64_t column = team.column(piece, f);
+        load(p.input, p.input_dtype, row * p.input_row, wide, column, p.columns, x[f]);
+        if (p.seed) drop(x[f], keep[f] >> (half * kVector), scale);
+        if (!p.residual) continue;
+        float residual[kVector];
+        load(p.residual, p.residual_dtype, row * p.residual_row, wide, column, p.columns, residual);
+        for (int e = 0; e < kVector; ++e) x[f][e] = rounded(x[f][e] + residual[e], p.dtype);
+      }
+    };
+
+    float sum = 0;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        for (int e = 0; e < kVector; ++e) sum += x[f][e];
+    }
+    // The mean, but for rounding, which what the centred values leave corrects.
+    const float center = team.sum(sum) / (float)p.columns;
+    float moments[2] = {};
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      if (kSpan == Span::pieces) read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const int count = elements_at(team.column(piece, f), p.columns);
+        for (int e = 0; e < kVector; ++e) {
+          const float centred = e < count ? x[f][e] - center : 0.0f;
+          moments[0] += centred;
+          moments[1] += centred * centred;
+        }
+      }
+    }
+    team.reduce(moments, Sum());
+    const float rest = moments[0] / (float)p.columns;
+    const float variance = fmaxf(moments[1] / (float)p.columns - rest * rest, 0.0f);
+    const float rstd = 1.0f / sqrtf(variance + p.eps);
+    if (team.thread == 0) p.mean[row] = center + rest, p.rstd[row] = rstd;
+
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      if (kSpan == Span::pieces) read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const int64_t column = team.column(piece, f), to = row * p.columns;
+        if (p.sum) store(p.sum, p.dtype, to, wide, column, p.columns, x[f]);
+        float parameter[kVector];
+        for (int e = 0; e < kVector; ++e) x[f][e] = (x[f][e] - center - rest) * rstd;
+        if (p.weight) {
+          load(p.weight, p.weight_dtype, 0, wide, column, p.columns, parameter);
+          for (int e = 0; e < kVector; ++e) x[f][e] *= parameter[e];
+        }
+        if (p.bias) {
+          load(p.bias, p.bias_dtype, 0, wide, column, p.columns, parameter);
+          for (int e = 0; e < kVector; ++e) x[f][e] += parameter[e];
+        }
+        store(p.out, p.dtype, to, wide, column, p.columns, x[f]);
+      }
+    }
+  }
+}
+
+// Teams take every count-th pair of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows
+// go to workspace[0][block] and workspace[1][block], (2, blocks, columns).
+template <Span kSpan>
+__global__ void __launch_bounds__(max_threads(kSpan), 1) differentiate(const LayerNormBackward p, bool wide) {
+  const Team<kSpan> team;
+  const int64_t pieces = team.pieces(p.columns), pairs = p.matrices * pairs_of(p.rows);
+  const bool parameters = p.grad_weight || p.grad_bias;
+  const float scale = dropout_scale(p.threshold);
+  const int64_t sums[2] = {blockIdx.x * p.columns, ((int64_t)gridDim.x + blockIdx.x) * p.columns};
+  float xhat[kFragments][kVector], grad[kFragments][kVector];
+  float total[2][kFragments][kVector] = {};  // of rows that fit
+
+#pragma unroll 1
+  for (int64_t index = team.index; index < pairs; index += team.count) {
+    const RowPair pair(index, p.rows);
+#pragma unroll 1
+    for (int half = 0; half < pair.count; ++half) {
+      const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
+      const float mean = p.mean[row], rstd = p.rstd[row];
+      // grad is 0 beyond the row's end, so xhat is of no account there.
+      const auto read = [&](int64_t piece) {
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          const int64_t column = team.column(piece, f);
+          load(p.x, p.dtype, row * p.x_row, wide, column, p.columns, xhat[f]);
+          load(p.grad_out, p.dtype, row * p.grad_out_row, wide, column, p.columns, grad[f]);
+          for (int e = 0; e < kVector; ++e) xhat[f][e] = (xhat[f][e] - mean) * rstd;
+        }
+      };
+      const auto weigh = [&](int64_t piece) {
+        if (!p.weight) return;
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          float weight[kVector];
+          load(p.weight, p.weight_dtype, 0, wide, team.column(piece, f), p.columns, weight);
+          for (int e = 0; e < kVector; ++e) grad[f][e] *= weight[e];
+        }
+      };
+      // Adds this row to the sums: to a thread's own, or to those in memory, of which each has its thread.
+      const auto accumulate = [&](int64_t piece) {
+        if (!parameters) return;
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          const int64_t column = team.column(piece, f);
+          const bool later = index != team.index || half > 0;
+          if (kSpan == Span::pieces)
+            for (int n = 0; n < 2; ++n)
+              if (later) load(p.workspace, Dtype::float32, sums[n], wide, column, p.columns, total[n][f]);
+          for (int e = 0; e < kVector; ++e) {
+            const bool fresh = kSpan == Span::pieces && !later;
+            total[0][f][e] = (fresh ? 0 : total[0][f][e]) + grad[f][e] * xhat[f][e];
+            total[1][f][e] = (fresh ? 0 : total[1][f][e]) + grad[f][e];
+          }
+          if (kSpan == Span::pieces)
+            for (int n = 0; n < 2; ++n)
+              store(p.workspace, Dtype::float32, sums[n], wide, column, p.columns, total[n][f]);
+        }
+      };
+
+      float means[2] = {};
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        read(piece);
+        accumulate(piece);
+        weigh(piece);
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f)
+          for (int e = 0; e < kVector; ++e) {
+            means[0] += grad[f][e];
+            means[1] += grad[f][e] * xhat[f][e];
+          }
+      }
+      team.reduce(means, Sum());
+      for (int n = 0; n < 2; ++n) means[n] /= (float)p.columns;
+
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        if (kSpan == Span::pieces) read(piece), weigh(piece);
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          const int64_t column = team.column(piece, f), to = row * p.columns;
+          for (int e = 0; e < kVector; ++e) grad[f][e] = rstd * (grad[f][e] - means[0] - xhat[f][e] * means[1]);
+          if (p.grad_sum) {
+            float more[kVector];
+            load(p.grad_sum, p.dtype, row * p.grad_sum_row, wide, column, p.columns, more);
+            for (int e = 0; e < kVector; ++e) grad[f][e] += more[e];
+          }
+          store(p.grad_x, p.dtype, to, wide, column, p.columns, grad[f]);
+          if (!p.grad_input) continue;
+          if (p.seed) {
+            const uint32_t keep = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, column);
+            drop(grad[f], keep >> (half * kVector), scale);
+          }
+          store(p.grad_input, p.input_dtype, to, wide, column, p.columns, grad[f]);
+        }
+      }
+    }
+  }
+
+  if (!parameters || kSpan == Span::pieces) return;
+  if (kSpan == Span::warp) {  // the block's warps one after another, so that the order of the sums is fixed
+    __shared__ float shared[2][kWarp * kHeld];
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if ((int)threadIdx.x / kWarp == warp)
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int f = 0; f < kFragments; ++f)
+            for (int e = 0; e < kVector; ++e) {
+              float& sum = shared[n][team.column(0, f) + e];
+              sum = (warp ? sum : 0.0f) + total[n][f][e];
+            }
+      __syncthreads();
+    }
+    for (int n = 0; n < 2; ++n)
+      for (int64_t column = threadIdx.x; column < p.columns; column += blockDim.x)
+        p.workspace[sums[n] + column] = shared[n][column];
+  } else {
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        store(p.workspace, Dtype::float32, sums[n], wide, team.column(0, f), p.columns, total[n][f]);
+  }
+}
+
+// The groups' sums added up: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
+__global__ void __launch_bounds__(kWarp* kWarp) add_groups(const LayerNormBackward p, int64_t groups) {
+  const int n = (int)(blockIdx.x % 2), lane = (int)threadIdx.x % kWarp, warp = (int)threadIdx.x / kWarp;
+  const int warps = (int)blockDim.x / kWarp;
+  void* out = n == 0 ? p.grad_weight : p.grad_bias;
+  if (!out) return;
+  const int64_t column = blockIdx.x / 2 * kWarp + lane;
+  __shared__ float sums[kWarp][kWarp];
+  float sum = 0;
+  if (column < p.columns)
+    for (int64_t group = warp; group < groups; group += warps)
+      sum += p.workspace[(n * groups + group) * p.columns + column];
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= p.columns) return;
+  for (int other = 1; other < warps; ++other) sum += sums[other][lane];
+  switch (p.parameter_dtype) {
+    case Dtype::bfloat16: ((bfloat16*)out)[column] = from_float<bfloat16>(sum); break;
+    case Dtype::float16: ((float16*)out)[column] = from_float<float16>(sum); break;
+    default: ((float*)out)[column] = sum;
+  }
+}
+
+int64_t groups_of(const LayerNormBackward& p) {
+  const int64_t blocks = ceil_div(p.matrices * pairs_of(p.rows), Spread(p.columns).teams);
+  return blocks < kMaxGroups ? blocks : kMaxGroups;
+}
+
+}  // namespace
+
+void layer_norm(const LayerNorm& p, cudaStream_t stream) {
+  const bool wide = is_wide(p.input, p.input_dtype, p.columns, p.input_row) &&
+                    is_wide(p.residual, p.residual_dtype, p.columns, p.residual_row) &&
+                    is_wide(p.weight, p.weight_dtype, p.columns) && is_wide(p.bias, p.bias_dtype, p.columns) &&
+                    is_wide(p.sum, p.dtype, p.columns) && is_wide(p.out, p.dtype, p.columns);
+  const Spread spread(p.columns);
+  const auto kernel = spread.pick(&normalise<Span::warp>, &normalise<Span::block>, &normalise<Span::pieces>);
+  launch(kernel, ceil_div(p.matrices * pairs_of(p.rows), spread.teams), spread.threads, stream, p, wide);
+}
+
+int64_t layer_norm_workspace(const LayerNormBackward& p) {
+  return p.grad_weight || p.grad_bias ? 2 * groups_of(p) * p.columns : 0;
+}
+
+void layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {
+  const bool wide = is_wide(p.grad_out, p.dtype, p.columns, p.grad_out_row) &&
+                    is_wide(p.x, p.dtype, p.columns, p.x_row) &&
+                    is_wide(p.grad_sum, p.dtype, p.columns, p.grad_sum_row) &&
+                    is_wide(p.weight, p.weight_dtype, p.columns) && is_wide(p.grad_x, p.dtype, p.columns) &&
+                    is_wide(p.grad_input, p.input_dtype, p.columns) && is_wide(p.workspace, Dtype::float32, p.columns);
+  const Spread spread(p.columns);
+  const int64_t groups = groups_of(p);
+  const auto kernel =
+      spread.pick(&differentiate<Span::warp>, &differentiate<Span::block>, &differentiate<Span::pieces>);
+  launch(kernel, groups, spread.threads, stream, p, wide);
+  if (!p.grad_weight && !p.grad_bias) return;
+  const int warps = groups < 1 ? 1 : groups < kWarp ? (int)groups : kWarp;
+  launch(add_groups, 2 * ceil_div(p.columns, kWarp), warps * kWarp, stream, p, groups);
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,56 @@
+// LayerNorm over the last dimension, alone or of residual + dropout(input) in one pass, and the backward passes.
+#pragma once
+#include <stdint.h>
+
+#include "../common/types.h"
+#include "stream.h"
+
+namespace fastattn::cuda {
+
+// Rows are numbered through all matrices; what has no stride of its own is contiguous.
+struct LayerNorm {
+  const void* input;  // (matrices * rows, columns)
+  Dtype input_dtype;
+  int64_t input_row;     // stride in elements; columns are dense
+  const void* residual;  // null: normalise the input itself
+  Dtype residual_dtype;
+  int64_t residual_row;
+  const void *weight, *bias;  // (columns,) or null
+  Dtype weight_dtype, bias_dtype;
+  void* sum;  // residual + dropout(input), where there is a residual
+  void* out;
+  Dtype dtype;         // of sum and out; input's where there is no residual
+  float *mean, *rstd;  // (matrices * rows,)
+  int64_t matrices, rows, columns;
+  float eps;
+  const int64_t* seed;  // (key, offset); null: no dropout
+  int threshold;
+};
+
+// For y = LN(x) * weight + bias with xhat = (x - mean) * rstd and g = grad_out * weight:
+//   grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat)), grad_weight = sum grad_out * xhat, grad_bias = sum grad_out
+struct LayerNormBackward {
+  const void *grad_out, *x;  // x: the input, or the sum
+  Dtype dtype;               // of grad_out, x, grad_sum, grad_x
+  int64_t grad_out_row, x_row;
+  const void* grad_sum;  // added to grad_x, or null
+  int64_t grad_sum_row;
+  const float *mean, *rstd;
+  const void* weight;  // or null
+  Dtype weight_dtype;
+  void* grad_x;
+  void* grad_input;  // grad_x through dropout, or null
+  Dtype input_dtype;
+  void *grad_weight, *grad_bias;  // or null
+  Dtype parameter_dtype;
+  int64_t matrices, rows, columns;
+  const int64_t* seed;
+  int threshold;
+  float* workspace;  // layer_norm_workspace() floats
+};
+
+void layer_norm(const LayerNorm&, cudaStream_t);
+void layer_norm_backward(const LayerNormBackward&, cudaStream_t);
+int64_t layer_norm_workspace(const LayerNormBackward&);
+
+}  // namespace fastattn::cuda

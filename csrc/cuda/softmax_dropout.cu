@@ -1,0 +1,206 @@
+// See softmax_dropout.h.
+#include "softmax_dropout.h"
+
+#include "launch.h"
+#include "rows.h"
+
+namespace fastattn::cuda {
+namespace {
+
+// Where a row lies, and which of its columns it sees: [begin, end), but for the mask.
+struct Row {
+  int64_t input, mask, index, begin, end;  // offsets of the row in elements; index: among all rows
+
+  __device__ Row(const Scores& s, const RowPair& pair, int half) {
+    const Quotient matrix = divide(pair.matrix, s.heads);
+    const int64_t batch = matrix.quotient, head = matrix.remainder, i = pair.first + 8 * half;
+    const int64_t length = s.key_lengths ? s.key_lengths[batch] : s.columns;
+    const int64_t diagonal = i + (s.lower_right ? length - s.rows : 0);
+    input = batch * s.input_batch + head * s.input_head + i * s.input_row;
+    mask = batch * s.mask_batch + head * s.mask_head + i * s.mask_row;
+    index = pair.matrix * s.rows + i;
+    begin = s.window_left >= 0 && diagonal > s.window_left ? diagonal - s.window_left : 0;
+    end = length;
+    if (s.window_right >= 0 && diagonal + s.window_right + 1 < end) end = diagonal + s.window_right + 1;
+  }
+
+  // Whether one of the eight columns from `column` is seen: the others' memory is not read.
+  __device__ bool sees(int64_t column) const { return column < end && column + kVector > begin; }
+};
+
+__device__ bool takes_part(const Scores& s, int64_t offset, float* added) {
+  switch (s.mask_dtype) {
+    case Dtype::boolean: return ((const uint8_t*)s.mask)[offset] != 0;
+    case Dtype::float32: *added = ((const float*)s.mask)[offset]; break;
+    case Dtype::bfloat16: *added = to_float(((const bfloat16*)s.mask)[offset]); break;
+    case Dtype::float16: *added = to_float(((const float16*)s.mask)[offset]); break;
+  }
+  return true;
+}
+
+// The scores of eight columns, -inf where not visible and beyond the row's end.
+__device__ void read_scores(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
+  if (!row.sees(column)) {
+    for (int e = 0; e < kVector; ++e) x[e] = -INFINITY;
+    return;
+  }
+  load(s.input, s.dtype, row.input, wide, column, s.columns, x);
+  for (int e = 0; e < kVector; ++e) {
+    float added = 0;
+    bool visible = column + e >= row.begin && column + e < row.end;
+    if (s.mask && visible) visible = takes_part(s, row.mask + (column + e) * s.mask_column, &added);
+    x[e] = visible ? x[e] * s.scale + added : -INFINITY;
+  }
+}
+
+template <Span kSpan>
+__global__ void __launch_bounds__(max_threads(kSpan), 1) normalise(const SoftmaxDropout p, bool wide) {
+  const Team<kSpan> team;
+  const Scores& s = p.scores;
+  const int64_t matrices = s.batch * s.heads, pieces = team.pieces(s.columns);
+  if (team.index >= matrices * pairs_of(s.rows)) return;
+  const RowPair pair(team.index, s.rows);
+  float x[kFragments][kVector];
+  uint32_t keep[kFragments];
+
+  const auto draw = [&](int64_t piece) {
+    if (!p.seed) return;
+    for (int f = 0; f < kFragments; ++f)
+      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
+  };
+  if (kSpan != Span::pieces) draw(0);
+#pragma unroll 1
+  for (int half = 0; half < pair.count; ++half) {
+    const Row row(s, pair, half);
+    const auto read = [&](int64_t piece) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) read_scores(s, row, wide, team.column(piece, f), x[f]);
+    };
+
+    float maximum = -INFINITY;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        for (int e = 0; e < kVector; ++e) maximum = fmaxf(maximum, x[f][e]);
+    }
+    maximum = team.max(maximum);
+    const float point = maximum == -INFINITY ? 0.0f : maximum;
+    float sum = 0;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      if (kSpan == Span::pieces) read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        for (int e = 0; e < kVector; ++e) {
+          x[f][e] = expf(x[f][e] - point);
+          sum += x[f][e];
+        }
+    }
+    sum = team.sum(sum);
+    if (team.thread == 0) {
+      p.stats[row.index] = point;
+      p.stats[matrices * s.rows + row.index] = sum;
+    }
+    const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      if (kSpan == Span::pieces) read(piece), draw(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        for (int e = 0; e < kVector; ++e) x[f][e] = (kSpan == Span::pieces ? expf(x[f][e] - point) : x[f][e]) * inverse;
+        if (p.seed) drop(x[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
+        store(p.out, s.dtype, row.index * s.columns, wide, team.column(piece, f), s.columns, x[f]);
+      }
+    }
+  }
+}
+
+template <Span kSpan>
+__global__ void __launch_bounds__(max_threads(kSpan), 1) differentiate(const SoftmaxDropoutBackward p, bool wide) {
+  const Team<kSpan> team;
+  const Scores& s = p.scores;
+  const int64_t matrices = s.batch * s.heads, pieces = team.pieces(s.columns);
+  if (team.index >= matrices * pairs_of(s.rows)) return;
+  const RowPair pair(team.index, s.rows);
+  const Quotient matrix = divide(pair.matrix, s.heads);
+  float weight[kFragments][kVector], grad[kFragments][kVector];
+  uint32_t keep[kFragments];
+
+  const auto draw = [&](int64_t piece) {
+    if (!p.seed) return;
+    for (int f = 0; f < kFragments; ++f)
+      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
+  };
+  if (kSpan != Span::pieces) draw(0);
+#pragma unroll 1
+  for (int half = 0; half < pair.count; ++half) {
+    const Row row(s, pair, half);
+    const float point = p.stats[row.index], sum = p.stats[matrices * s.rows + row.index];
+    const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+    const int64_t grad_row =
+        matrix.quotient * p.grad_batch + matrix.remainder * p.grad_head + (pair.first + 8 * half) * p.grad_row;
+    // P, and the gradient that reaches it; 0 where P is: a product with what is excluded may be NaN.
+    const auto read = [&](int64_t piece) {
+      if (kSpan == Span::pieces) draw(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const int64_t column = team.column(piece, f);
+        read_scores(s, row, wide, column, weight[f]);
+        for (int e = 0; e < kVector; ++e) grad[f][e] = 0;
+        if (row.sees(column)) load(p.grad_out, s.dtype, grad_row, wide, column, s.columns, grad[f]);
+        if (p.seed) drop(grad[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
+        for (int e = 0; e < kVector; ++e) {
+          weight[f][e] = expf(weight[f][e] - point) * inverse;
+          if (weight[f][e] == 0.0f) grad[f][e] = 0;
+        }
+      }
+    };
+
+    float product = 0;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        for (int e = 0; e < kVector; ++e) product += weight[f][e] * grad[f][e];
+    }
+    product = team.sum(product);
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      if (kSpan == Span::pieces) read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const int64_t column = team.column(piece, f), to = row.index * s.columns;
+        for (int e = 0; e < kVector; ++e) grad[f][e] = weight[f][e] * (grad[f][e] - product);
+        if (p.grad_scores) store(p.grad_scores, p.grad_scores_dtype, to, wide, column, s.columns, grad[f]);
+        for (int e = 0; e < kVector; ++e) grad[f][e] *= s.scale;
+        store(p.grad_input, s.dtype, to, wide, column, s.columns, grad[f]);
+      }
+    }
+  }
+}
+
+int64_t blocks_of(const Scores& s, const Spread& spread) {
+  return s.columns == 0 ? 0 : ceil_div(s.batch * s.heads * pairs_of(s.rows), spread.teams);
+}
+
+}  // namespace
+
+void softmax_dropout(const SoftmaxDropout& p, cudaStream_t stream) {
+  const Scores& s = p.scores;
+  const bool wide = is_wide(s.input, s.dtype, s.columns, s.input_batch, s.input_head, s.input_row) &&
+                    is_wide(p.out, s.dtype, s.columns);
+  const Spread spread(s.columns);
+  const auto kernel = spread.pick(&normalise<Span::warp>, &normalise<Span::block>, &normalise<Span::pieces>);
+  launch(kernel, blocks_of(s, spread), spread.threads, stream, p, wide);
+}
+
+void softmax_dropout_backward(const SoftmaxDropoutBackward& p, cudaStream_t stream) {
+  const Scores& s = p.scores;
+  const bool wide = is_wide(s.input, s.dtype, s.columns, s.input_batch, s.input_head, s.input_row) &&
+                    is_wide(p.grad_out, s.dtype, s.columns, p.grad_batch, p.grad_head, p.grad_row) &&
+                    is_wide(p.grad_input, s.dtype, s.columns) && is_wide(p.grad_scores, p.grad_scores_dtype, s.columns);
+  const Spread spread(s.columns);
+  const auto kernel =
+      spread.pick(&differentiate<Span::warp>, &differentiate<Span::block>, &differentiate<Span::pieces>);
+  launch(kernel, blocks_of(s, spread), spread.threads, stream, p, wide);
+}
+
+}  // namespace fastattn::cuda

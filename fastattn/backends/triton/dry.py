@@ -1,0 +1,100 @@
+"""A machine with GPUs that are not there: kernels are compiled for them and pass through Triton's launcher, none runs.
+
+For programs of their own, which ``pretend`` changes for good: the ahead-of-time gate, and the tests of CUDA tensors'
+way from the public functions to the launch. Their operands are torch's fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+# Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities).
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+LARGEST_GRID = (2**31 - 1, 65535, 65535)
+
+
+class Start(NamedTuple):
+    """A kernel that would run now."""
+
+    kernel: str
+    device: int
+    stream: int
+    grid: tuple[int, int, int]
+
+
+class Driver:
+    """What Triton asks of a driver, on a machine with a GPU of each of these compute capabilities."""
+
+    def __init__(self, *capabilities: int) -> None:
+        self.capabilities = capabilities
+        self.streams = [0] * len(capabilities)  # the current stream of each device
+        self.device = 0  # the current one
+        self.utils = self
+        self.started: list[Start] = []
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def exchange_device(self, device: int) -> int:
+        previous, self.device = self.device, device
+        return previous
+
+    def get_current_stream(self, device: int) -> int:
+        return self.streams[device]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capabilities[self.device], 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[self.capabilities[device]]}
+
+    def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
+        return 0, 0, 0, 0, 1024  # module, function, registers, spills, threads at most
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+            start = Start(metadata.name, self.device, stream, (x, y, z))
+            if not all(0 < size <= most for size, most in zip(start.grid, LARGEST_GRID, strict=True)):
+                raise ValueError(f"{start.kernel}: a grid must be within {LARGEST_GRID}, got {start.grid}")
+            if metadata.target.arch != self.capabilities[self.device]:
+                raise ValueError(f"{start.kernel}: compiled for {metadata.target.arch}, started on {self.device}")
+            self.started.append(start)
+
+        return launch
+
+
+def _address(tensor: FakeTensor) -> int:
+    """As of an allocation of its own, which CUDA aligns."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _index(tensor: FakeTensor, index: Any) -> Tensor:
+    """tensor[0], for which torch itself would look for the device."""
+    return tensor.select(0, index) if isinstance(index, int) else Tensor.__getitem__(tensor, index)
+
+
+def pretend(*capabilities: int) -> Driver:
+    """From here on this process has GPUs of these compute capabilities, as far as starting kernels goes."""
+    fake = Driver(*capabilities)
+    driver.set_active(fake)
+    FakeTensor.__getitem__ = _index  # type: ignore[method-assign, assignment]
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
+    vars(torch.cuda).update(
+        current_device=fake.get_current_device,
+        _exchange_device=fake.exchange_device,
+        _maybe_exchange_device=fake.exchange_device,
+        get_device_capability=lambda device: divmod(capabilities[device.index], 10),
+        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
+    )
+    return fake

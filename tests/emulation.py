@@ -1,0 +1,56 @@
+"""The `cuda` backend on CPU tensors: its device code, compiled for the host (csrc/tests/emulation)."""
+
+import contextlib
+import ctypes
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+from fastattn import backends
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(path):
+    """(the library's functions as a backend, its controls)"""
+    torch.ops.load_library(str(path))
+    controls = ctypes.CDLL(str(path))
+    controls.guard_operands.restype = ctypes.c_char_p
+    controls.seed_order.argtypes = [ctypes.c_uint64]
+    return backends._overloads(torch.ops.fastattn_cuda), controls
+
+
+@functools.cache
+def library():
+    """What ``load`` returns of the library, built anew where out of date, or the reason that there is none."""
+    if not (ROOT / "csrc/tests/build.py").is_file():
+        return "the kernels' source is not here"
+    if backends.native.library("cuda") is not None:
+        return "the compiled library is loaded: set FASTATTN_TEST_DEVICE=cuda"
+    sys.path.insert(0, str(ROOT / "csrc/tests"))
+    import build
+
+    try:
+        return load(build.build_emulated())
+    except build.native_build.BuildError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def strict():
+    """Inside, backend("cuda") takes CPU tensors. Threads and blocks run in a shuffled order; an access outside the
+    operands, a misaligned one, a barrier or shuffle that CUDA leaves undefined raises RuntimeError."""
+    functions, controls = library()
+    table, devices = dict(backends.TABLE), dict(backends._DEVICES)
+    backends.TABLE["cuda"], backends._DEVICES["cuda"] = functions, "cpu"
+    controls.guard_operands(1)
+    try:
+        yield
+    finally:
+        damage = controls.guard_operands(0).decode()
+        for current, previous in ((backends.TABLE, table), (backends._DEVICES, devices)):
+            current.clear()
+            current.update(previous)
+    assert not damage, damage
