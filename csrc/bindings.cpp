@@ -47,9 +47,16 @@ Parallel torch_threads() {
           }};
 }
 
-// A call's scratch memory, 64-byte aligned: on the stack where it is small.
+// A call's scratch memory, 64-byte aligned: on the stack where it is small; where it is of medium size, memory that the
+// thread keeps, since fresh pages would cost such a call more than its arithmetic.
 struct Workspace {
-  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10;
+  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10, kKept = 1 << 20;
+  struct Kept {
+    alignas(kAlignment) char data[kKept];
+    bool taken;
+  };
+  static inline thread_local Kept kept;
+
   alignas(kAlignment) char local[kLocal];
   std::optional<Tensor> tensor;
   char* data = local;
@@ -57,9 +64,17 @@ struct Workspace {
   Workspace(const Workspace&) = delete;
   explicit Workspace(int64_t bytes) {
     if (bytes <= kLocal) return;
+    if (bytes <= kKept && !kept.taken) {
+      kept.taken = true;
+      data = kept.data;
+      return;
+    }
     const int64_t floats = (bytes + kAlignment + 3) / 4;
     tensor = empty(Sizes(&floats, 1), Dtype::float32);
     data = (char*)(((uintptr_t)tensor->mutable_data_ptr() + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  ~Workspace() {
+    if (data == kept.data) kept.taken = false;
   }
 };
 
@@ -272,20 +287,27 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
 
 // ---- layer_norm ----
 
-// weight or bias as float32, which almost always they are.
+// weight or bias as float32, which almost always they are. It points into `source`.
 struct Parameter {
   std::optional<Tensor> dense;
   std::optional<Workspace> converted;
   const float* values = nullptr;
 
   Parameter(const std::optional<Tensor>& source, const char* name) {
-    if (!source) return;
-    const Dtype dtype = dtype_of(*source, name);
-    dense = source->is_contiguous() ? *source : torch::stable::contiguous(*source);
-    values = (const float*)dense->const_data_ptr();
+    if (source) set(*source, name);
+  }
+  Parameter(const Tensor& source, const char* name) {
+    if (source.defined()) set(source, name);
+  }
+
+ private:
+  void set(const Tensor& source, const char* name) {
+    const Dtype dtype = dtype_of(source, name);
+    if (!source.is_contiguous()) dense = torch::stable::contiguous(source);
+    values = (const float*)(dense ? *dense : source).const_data_ptr();
     if (dtype == Dtype::float32) return;
-    converted.emplace(dense->numel() * 4);
-    table().layer_norm->to_float32(values, dtype, dense->numel(), (float*)converted->data);
+    converted.emplace(source.numel() * 4);
+    table().layer_norm->to_float32(values, dtype, source.numel(), (float*)converted->data);
     values = (const float*)converted->data;
   }
 };
@@ -309,8 +331,10 @@ LayerNorm layer_norm_problem(Sizes sizes, const Rows& input, const Rows* residua
   return problem;
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
-                                              const std::optional<Tensor>& bias, double eps) {
+// Optional: std::optional<Tensor>, or a Tensor that may be undefined.
+template <class Optional>
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const Optional& weight, const Optional& bias,
+                                              double eps) {
   const Sizes sizes = input.sizes();
   const Rows x(input, "input");
   const Parameter w(weight, "weight"), b(bias, "bias");
@@ -322,9 +346,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::op
   return {out, mean, rstd};
 }
 
+template <class Optional>
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
-                                                                  const std::optional<Tensor>& weight,
-                                                                  const std::optional<Tensor>& bias,
+                                                                  const Optional& weight, const Optional& bias,
                                                                   const std::optional<Tensor>& seed, int64_t threshold,
                                                                   double eps) {
   const Sizes sizes = input.sizes();
@@ -411,6 +435,13 @@ void run_softmax_dropout(SoftmaxDropout& problem) {
   table().softmax_dropout->forward(problem, parallel);
 }
 
+void run_softmax_dropout_backward(SoftmaxDropoutBackward& problem) {
+  const Parallel parallel = torch_threads();
+  const Workspace workspace(table().softmax_dropout->backward_workspace(problem, parallel));
+  problem.workspace = workspace.data;
+  table().softmax_dropout->backward(problem, parallel);
+}
+
 std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optional<Tensor>& attn_mask,
                                            const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
                                            double scale, int64_t window_left, int64_t window_right, bool lower_right,
@@ -452,20 +483,18 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
     problem.grad_mask = grad_mask.mutable_data_ptr();
     for (int64_t d = 0; d < 4; ++d) problem.full[d] = attn_mask->size(d) == x.size(d);
   }
-  const Parallel parallel = torch_threads();
-  const Workspace workspace(table().softmax_dropout->backward_workspace(problem, parallel));
-  problem.workspace = workspace.data;
-  table().softmax_dropout->backward(problem, parallel);
+  run_softmax_dropout_backward(problem);
   return {grad_input, grad_mask};
 }
 
 // ---- the direct way: a public function's call, whole, where it is a plain one ----
 //
-// Takes the operands as the user gave them and computes the first result alone, for calls that want nothing kept for a
-// backward pass. Undefined, in Python None, for whatever is not plain: the public function then looks closer, and finds
-// the words for errors.
+// Takes the operands as the user gave them. NAME_direct computes the first result alone, NAME_kept what the backward
+// pass needs too. Undefined, in Python None, for whatever is not plain: the public function then looks closer, and
+// finds the words for errors. Where Python gives None for a tensor, it is undefined; that is how an absent weight
+// comes, since an optional argument takes longer.
 
-// A dense CPU tensor of a dtype that the kernels take. (Where Python gives None for a tensor, it is undefined.)
+// A dense CPU tensor of a dtype that the kernels take.
 bool is_plain(const Tensor& tensor, Dtype* dtype) {
   if (!tensor.defined()) return false;
   int32_t device, layout;
@@ -508,11 +537,11 @@ bool is_plain_seed(const std::optional<Tensor>& seed) {
          sizes[0] == 2;
 }
 
-bool is_plain_parameter(const std::optional<Tensor>& tensor, int64_t columns) {
+bool is_plain_parameter(const Tensor& tensor, int64_t columns) {
   Dtype dtype;
-  if (!tensor) return true;
-  const Sizes sizes = tensor->sizes();
-  return sizes.size() == 1 && sizes[0] == columns && is_plain(*tensor, &dtype);
+  if (!tensor.defined()) return true;
+  const Sizes sizes = tensor.sizes();
+  return sizes.size() == 1 && sizes[0] == columns && is_plain(tensor, &dtype);
 }
 
 // The problem of a plain call, but for its results; nothing if it is not one.
@@ -576,60 +605,122 @@ std::tuple<Tensor, Tensor, Tensor> attention_kept_backward(const Tensor& grad_ou
   return {query_grad, key_grad, value_grad};
 }
 
-Tensor layer_norm_direct(const Tensor& input, int64_t columns, const std::optional<Tensor>& weight,
-                         const std::optional<Tensor>& bias, double eps) {
+bool is_plain_layer_norm(const Tensor& input, int64_t columns, const Tensor& weight, const Tensor& bias, double eps) {
   Dtype dtype;
-  if (!is_plain(input, &dtype)) return Tensor();
+  if (!is_plain(input, &dtype)) return false;
   const Sizes sizes = input.sizes();
-  if (sizes.size() == 0 || sizes[sizes.size() - 1] != columns || !(eps >= 0) || !is_plain_parameter(weight, columns) ||
-      !is_plain_parameter(bias, columns))
-    return Tensor();
+  return sizes.size() > 0 && sizes[sizes.size() - 1] == columns && eps >= 0 && is_plain_parameter(weight, columns) &&
+         is_plain_parameter(bias, columns);
+}
+
+Tensor layer_norm_direct(const Tensor& input, int64_t columns, const Tensor& weight, const Tensor& bias, double eps) {
+  if (!is_plain_layer_norm(input, columns, weight, bias, eps)) return Tensor();
   const Rows x(input, "input");
   const Parameter w(weight, "weight"), b(bias, "bias");
-  const Tensor out = empty(sizes, dtype);
-  table().layer_norm->forward(layer_norm_problem(sizes, x, nullptr, w, b, eps, out), torch_threads());
+  const Tensor out = empty(input.sizes(), x.dtype);
+  table().layer_norm->forward(layer_norm_problem(input.sizes(), x, nullptr, w, b, eps, out), torch_threads());
   return out;
 }
 
-Tensor dropout_add_layer_norm_direct(const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight,
-                                     const std::optional<Tensor>& bias, double eps, int64_t threshold,
-                                     const std::optional<Tensor>& seed) {
-  Dtype dtype, residual_dtype;
-  if (!is_plain(input, &dtype) || !is_plain(residual, &residual_dtype) || !is_plain_seed(seed)) return Tensor();
+std::tuple<Tensor, Tensor, Tensor> layer_norm_kept(const Tensor& input, int64_t columns, const Tensor& weight,
+                                                   const Tensor& bias, double eps) {
+  if (!is_plain_layer_norm(input, columns, weight, bias, eps)) return {Tensor(), Tensor(), Tensor()};
+  return layer_norm(input, weight, bias, eps);
+}
+
+bool is_plain_dropout_add_layer_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
+                                     const Tensor& bias, double eps, const std::optional<Tensor>& seed) {
+  Dtype dtype;
+  if (!is_plain(input, &dtype) || !is_plain(residual, &dtype) || !is_plain_seed(seed)) return false;
   const Sizes sizes = input.sizes(), others = residual.sizes();
-  if (sizes.size() == 0 || sizes.size() != others.size() || !(eps >= 0)) return Tensor();
+  if (sizes.size() == 0 || sizes.size() != others.size()) return false;
   for (size_t d = 0; d < sizes.size(); ++d)
-    if (sizes[d] != others[d]) return Tensor();
-  const int64_t columns = sizes[sizes.size() - 1];
-  if (!is_plain_parameter(weight, columns) || !is_plain_parameter(bias, columns)) return Tensor();
+    if (sizes[d] != others[d]) return false;
+  return is_plain_layer_norm(input, sizes[sizes.size() - 1], weight, bias, eps);
+}
+
+Tensor dropout_add_layer_norm_direct(const Tensor& input, const Tensor& residual, const Tensor& weight,
+                                     const Tensor& bias, double eps, int64_t threshold,
+                                     const std::optional<Tensor>& seed) {
+  if (!is_plain_dropout_add_layer_norm(input, residual, weight, bias, eps, seed)) return Tensor();
   const Rows x(input, "input"), r(residual, "residual");
   const Parameter w(weight, "weight"), b(bias, "bias");
-  const Tensor out = empty(sizes, dtype == residual_dtype ? dtype : Dtype::float32);
-  LayerNorm problem = layer_norm_problem(sizes, x, &r, w, b, eps, out);
+  const Tensor out = empty(input.sizes(), x.dtype == r.dtype ? x.dtype : Dtype::float32);
+  LayerNorm problem = layer_norm_problem(input.sizes(), x, &r, w, b, eps, out);
   set_dropout(problem, threshold, seed);
   table().layer_norm->forward(problem, torch_threads());
   return out;
 }
 
-Tensor softmax_dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
-  Dtype dtype;
-  if (!is_plain(input, &dtype) || !is_plain_seed(seed)) return Tensor();
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_kept(const Tensor& input, const Tensor& residual,
+                                                                       const Tensor& weight, const Tensor& bias,
+                                                                       double eps, int64_t threshold,
+                                                                       const std::optional<Tensor>& seed) {
+  if (!is_plain_dropout_add_layer_norm(input, residual, weight, bias, eps, seed))
+    return {Tensor(), Tensor(), Tensor(), Tensor()};
+  return dropout_add_layer_norm(input, residual, weight, bias, seed, threshold, eps);
+}
+
+// A tensor of up to four dimensions as a stack of rows, scale 1 and no masks; nothing if it is not plain.
+std::optional<Scores> plain_scores(const Tensor& input, const std::optional<Tensor>& seed) {
+  Scores scores = {};
+  if (!is_plain(input, &scores.dtype) || !is_plain_seed(seed)) return std::nullopt;
   const Sizes sizes = input.sizes(), strides = input.strides();
   const size_t dims = sizes.size();
-  if (dims == 0 || dims > 4 || (strides[dims - 1] != 1 && sizes[dims - 1] > 1)) return Tensor();
-  const Tensor out = empty(sizes, dtype);
-  SoftmaxDropout problem = {};
-  Scores& scores = problem.scores;
+  if (dims == 0 || dims > 4 || (strides[dims - 1] != 1 && sizes[dims - 1] > 1)) return std::nullopt;
   const auto size = [&](size_t d) { return d < dims ? sizes[dims - 1 - d] : 1; };
   const auto stride = [&](size_t d) { return d < dims ? strides[dims - 1 - d] : 0; };
-  scores.input = input.const_data_ptr(), scores.dtype = dtype;
+  scores.input = input.const_data_ptr();
   scores.batch = size(3), scores.heads = size(2), scores.rows = size(1), scores.columns = size(0);
   scores.input_batch = stride(3), scores.input_head = stride(2), scores.input_row = stride(1);
   scores.scale = 1, scores.window_left = scores.window_right = -1;
+  return scores;
+}
+
+Tensor softmax_dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
+  const std::optional<Scores> scores = plain_scores(input, seed);
+  if (!scores) return Tensor();
+  const Tensor out = empty(input.sizes(), scores->dtype);
+  SoftmaxDropout problem = {};
+  problem.scores = *scores;
   set_dropout(problem, threshold, seed);
   problem.out = out.mutable_data_ptr();
   run_softmax_dropout(problem);
   return out;
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout_kept(const Tensor& input, int64_t threshold,
+                                                const std::optional<Tensor>& seed) {
+  const std::optional<Scores> scores = plain_scores(input, seed);
+  if (!scores) return {Tensor(), Tensor()};
+  const int64_t rows[4] = {2, scores->batch, scores->heads, scores->rows};
+  const Tensor out = empty(input.sizes(), scores->dtype), stats = empty(Sizes(rows, 4), Dtype::float32);
+  SoftmaxDropout problem = {};
+  problem.scores = *scores;
+  set_dropout(problem, threshold, seed);
+  problem.out = out.mutable_data_ptr();
+  problem.stats = stats.mutable_data_ptr<float>();
+  run_softmax_dropout(problem);
+  return {out, stats};
+}
+
+Tensor softmax_dropout_kept_backward(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
+                                     int64_t threshold, const std::optional<Tensor>& seed) {
+  const std::optional<Scores> scores = plain_scores(input, seed);
+  STD_TORCH_CHECK(scores, "softmax_dropout_kept_backward: not the operands of softmax_dropout_kept");
+  const Tensor grad = with_dense_columns(grad_out), grad_input = empty(input.sizes(), scores->dtype);
+  const std::optional<Scores> incoming = plain_scores(grad, std::nullopt);
+  STD_TORCH_CHECK(incoming && incoming->dtype == scores->dtype, "softmax_dropout_kept_backward: grad_out");
+  SoftmaxDropoutBackward problem = {};
+  problem.scores = *scores;
+  set_dropout(problem, threshold, seed);
+  problem.grad_out = incoming->input;
+  problem.grad_batch = incoming->input_batch, problem.grad_head = incoming->input_head;
+  problem.grad_row = incoming->input_row;
+  problem.stats = stats.const_data_ptr<float>();
+  problem.grad_input = grad_input.mutable_data_ptr();
+  run_softmax_dropout_backward(problem);
+  return grad_input;
 }
 
 Tensor dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
@@ -662,13 +753,21 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def(
       "attention_kept_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
       "bool is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)");
+  m.def("layer_norm_direct(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> Tensor");
   m.def(
-      "layer_norm_direct(Tensor input, int columns, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> "
-      "Tensor");
+      "layer_norm_kept(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> (Tensor, Tensor, "
+      "Tensor)");
   m.def(
-      "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor? weight=None, Tensor? bias=None, float "
-      "eps=1e-5, int threshold=0, Tensor? seed=None) -> Tensor");
+      "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor weight, Tensor bias, float eps=1e-5, "
+      "int threshold=0, Tensor? seed=None) -> Tensor");
+  m.def(
+      "dropout_add_layer_norm_kept(Tensor input, Tensor residual, Tensor weight, Tensor bias, float eps=1e-5, "
+      "int threshold=0, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("softmax_dropout_direct(Tensor input, int threshold=0, Tensor? seed=None) -> Tensor");
+  m.def("softmax_dropout_kept(Tensor input, int threshold=0, Tensor? seed=None) -> (Tensor, Tensor)");
+  m.def(
+      "softmax_dropout_kept_backward(Tensor grad_out, Tensor input, Tensor stats, int threshold=0, Tensor? seed=None) "
+      "-> Tensor");
   m.def("dropout_direct(Tensor input, int threshold, Tensor? seed=None) -> Tensor");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
   m.def(schemas::kAttention);
@@ -689,8 +788,11 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("attention_direct", TORCH_BOX(&attention_direct));
   m.impl("attention_kept", TORCH_BOX(&attention_kept));
   m.impl("layer_norm_direct", TORCH_BOX(&layer_norm_direct));
+  m.impl("layer_norm_kept", TORCH_BOX(&layer_norm_kept));
   m.impl("dropout_add_layer_norm_direct", TORCH_BOX(&dropout_add_layer_norm_direct));
+  m.impl("dropout_add_layer_norm_kept", TORCH_BOX(&dropout_add_layer_norm_kept));
   m.impl("softmax_dropout_direct", TORCH_BOX(&softmax_dropout_direct));
+  m.impl("softmax_dropout_kept", TORCH_BOX(&softmax_dropout_kept));
   m.impl("dropout_direct", TORCH_BOX(&dropout_direct));
   m.impl("isa", TORCH_BOX(&isa));
   m.impl("isas", TORCH_BOX(&isas));
@@ -706,10 +808,11 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
   m.impl("dropout", TORCH_BOX(&dropout_op));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
-  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm", TORCH_BOX(&layer_norm<std::optional<Tensor>>));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
+  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm<std::optional<Tensor>>));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
   m.impl("softmax_dropout", TORCH_BOX(&softmax_dropout));
   m.impl("softmax_dropout_backward", TORCH_BOX(&softmax_dropout_backward));
+  m.impl("softmax_dropout_kept_backward", TORCH_BOX(&softmax_dropout_kept_backward));
 }

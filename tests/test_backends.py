@@ -172,7 +172,7 @@ DIRECT = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
 def test_the_direct_way_is_the_same_operation(function, dtype, grad, monkeypatch):
-    """It gives the same bits from the same draw of the seed, and plain calls take it: without a gradient all."""
+    """It gives the same bits from the same draw of the seed, and plain calls take it."""
     arguments = DIRECT[function](dtype)
     leaves = [a.requires_grad_(grad) for a in arguments if isinstance(a, torch.Tensor)]
 
@@ -186,10 +186,9 @@ def test_the_direct_way_is_the_same_operation(function, dtype, grad, monkeypatch
         patched.setattr(fastattn.backends.thread, "direct", False)
         wanted = results()
     with monkeypatch.context() as patched:
-        if function is scaled_dot_product_attention or not grad:
-            # What every other way goes through. (fastattn.ops.dropout is the function.)
-            for module in ("attention", "softmax_dropout", "layer_norm", "dropout"):
-                patched.setattr(sys.modules[f"fastattn.ops.{module}"], "choose", None)
+        # What every other way goes through. (fastattn.ops.dropout is the function.)
+        for module in ("attention", "softmax_dropout", "layer_norm", "dropout"):
+            patched.setattr(sys.modules[f"fastattn.ops.{module}"], "choose", None)
         direct = results()
     for one, other in zip(direct, wanted, strict=True):
         assert torch.equal(one, other)

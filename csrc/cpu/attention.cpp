@@ -360,8 +360,8 @@ struct Forward {
           panel.reference[i], panel.sum[i]);
   }
 
-  void task(int64_t index, const Scratch& scratch, int workers) const {
-    Ahead next = ahead(index + workers);
+  void task(int64_t index, const Scratch& scratch) const {
+    Ahead next = ahead(index + 1);
     const int64_t split = index % splits, block = blocks - 1 - index / splits % blocks;  // causal: the longest first
     const int64_t head = index / splits / blocks % a.heads, key_head = head / (a.heads / a.key_heads);
     const Sequence s = find_sequence(a, index / splits / blocks / a.heads);
@@ -495,14 +495,14 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   Arena here = arena;
   forward.take_scratch(&here);
   const uintptr_t size = here.at - arena.at;
-  parallel_for(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
+  parallel_for_ranges(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
-    forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch, workers);
+    forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch);
   });
   if (forward.splits > 1)
-    parallel_for(parallel, forward.few ? 1 : workers, a.batch * a.heads * a.queries,
-                 [&](int64_t index, int) { forward.merge(index); });
+    parallel_for_ranges(parallel, forward.few ? 1 : workers, a.batch * a.heads * a.queries,
+                        [&](int64_t index, int) { forward.merge(index); });
 }
 
 int64_t measure_any(const Attention& a, const Parallel& parallel) {

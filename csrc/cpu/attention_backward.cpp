@@ -593,14 +593,14 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
   backward.take_scratch(&here);
   if (g.mask_grad) backward.take_mask_grad(&here);
   const uintptr_t size = here.at - arena.at;
-  parallel_for(parallel, workers, a.batch * a.key_heads * backward.splits, [&](int64_t index, int worker) {
+  parallel_for_ranges(parallel, workers, a.batch * a.key_heads * backward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = backward.take_scratch(&own);
     backward.few ? backward.few_task(index, scratch) : backward.task(index, scratch);
   });
   if (backward.splits > 1)
-    parallel_for(parallel, workers, a.batch * a.heads * a.queries,
-                 [&](int64_t index, int) { backward.add_partial(index); });
+    parallel_for_ranges(parallel, workers, a.batch * a.heads * a.queries,
+                        [&](int64_t index, int) { backward.add_partial(index); });
   if (g.mask_grad)
     parallel_for(parallel, workers, a.mask.batches * a.mask.heads * (a.mask.rows == 1 ? 1 : backward.mask.panels),
                  [&](int64_t index, int worker) {

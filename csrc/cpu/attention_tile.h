@@ -350,12 +350,12 @@ FASTATTN_INLINE vf products_of_rows(const float* row, const T* from, int64_t str
 template <class T>
 void row_products(const float* row, const T* from, int64_t stride, int count, int length, float scale, float* product) {
   for (int first = 0; first < count; first += kLanes) {
-    if (count - first > kLanes / 2)
-      store(product + first,
-            products_of_rows<kLanes>(row, from + first * stride, stride, count - first, length) * scale);
-    else
-      store(product + first,
-            products_of_rows<kLanes / 2>(row, from + first * stride, stride, count - first, length) * scale);
+    const int rest = count - first;
+    const T* rows = from + first * stride;
+    const vf x = rest > kLanes / 2 ? products_of_rows<kLanes>(row, rows, stride, rest, length)
+                 : rest > 1        ? products_of_rows<kLanes / 2>(row, rows, stride, rest, length)
+                                   : products_of_rows<1>(row, rows, stride, rest, length);
+    store(product + first, x * scale);
   }
 }
 
@@ -723,9 +723,10 @@ inline void draw_dropout(const Attention& a, const Sequence& s, int64_t head, co
   }
 }
 
-// A second thread is worth waking for some 20 us of work.
+// A second thread is worth waking for some 20 us of work; a (batch, head) is some, however short its rows are.
 FASTATTN_INLINE int useful_workers(const Attention& a, const Parallel& parallel, int products) {
-  const double work = 0.5 * a.batch * a.heads * a.queries * a.keys * (a.depth + a.value_depth) * products;
+  const double pairs = (double)a.queries * a.keys;
+  const double work = a.batch * a.heads * (0.5 * pairs * (a.depth + a.value_depth) * products + 2000);
   return (int)smaller((double)parallel.threads, 1 + work / 500000);
 }
 

@@ -21,8 +21,12 @@ NEEDED = {  # operations by which a library is known to be of this version
         "attention_kept_backward",
         "dropout_direct",
         "dropout_add_layer_norm_direct",
+        "dropout_add_layer_norm_kept",
         "layer_norm_direct",
+        "layer_norm_kept",
         "softmax_dropout_direct",
+        "softmax_dropout_kept",
+        "softmax_dropout_kept_backward",
     ),
     "cuda": ("dropout", "dropout_mask", "layer_norm", "dropout_add_layer_norm"),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import dense_strides
 from fastattn.ops import check
-from fastattn.ops.register import Op, wants_gradient
+from fastattn.ops.register import Op, plain_apply, wants_gradient
 
 _direct = compiled("dropout_direct")
 
@@ -39,9 +39,11 @@ def dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if training is True and inplace is False and wants_gradient(input, seed) is False:
+    if training is True and inplace is False and (differentiate := wants_gradient(input, seed)) is not None:
         threshold = check.threshold("dropout", p, "p")
-        out = _direct(input, threshold, seed) if threshold > 0 else None
+        if differentiate and seed is None:
+            seed = check.draw_seed(None, threshold, input.device)
+        out = (_apply_direct if differentiate else _direct)(input, threshold, seed) if threshold > 0 else None
         if out is not None:
             return out
     check.float_tensor("dropout", "input", input)
@@ -100,6 +102,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 dropout_op = Op("dropout(Tensor input, Tensor seed, int threshold) -> Tensor", _fake_dropout, _setup, _backward)
+
+
+class _Direct(torch.autograd.Function):
+    """The direct way of a call that wants a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, threshold: int, seed: Tensor) -> Tensor | None:
+        ctx.threshold = threshold
+        ctx.save_for_backward(seed)
+        return _direct(input, threshold, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (seed,) = ctx.saved_tensors
+        return dropout_op("cpu", grad, seed, ctx.threshold), None, None
+
+
+_apply_direct = plain_apply(_Direct)
 
 
 def _fake_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor
 from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, wants_gradient
+from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
-_direct = compiled("layer_norm_direct")
-_direct_residual = compiled("dropout_add_layer_norm_direct")
+_direct, _kept = compiled("layer_norm_direct"), compiled("layer_norm_kept")
+_kept_backward = compiled("layer_norm_backward")
+_direct_residual, _kept_residual = compiled("dropout_add_layer_norm_direct"), compiled("dropout_add_layer_norm_kept")
 
 
 def layer_norm(
@@ -48,9 +49,10 @@ def layer_norm(
         and len(normalized_shape) == 1
         and type(normalized_shape[0]) is int
         and type(eps) is float
-        and wants_gradient(input, weight, bias) is False
+        and (differentiate := wants_gradient(input, weight, bias)) is not None
     ):
-        out = _direct(input, normalized_shape[0], weight, bias, eps)
+        run = _apply_direct if differentiate else _direct
+        out = run(input, normalized_shape[0], weight, bias, eps)
         if out is not None:
             return out
     name = "layer_norm"
@@ -108,12 +110,19 @@ def dropout_add_layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if not prenorm and type(eps) is float and wants_gradient(input, residual, weight, bias, seed) is False:
-        threshold = check.threshold("dropout_add_layer_norm", dropout_p)
-        out = _direct_residual(input, residual, weight, bias, eps, threshold, seed)
+    name = "dropout_add_layer_norm"
+    if (
+        prenorm is False
+        and type(eps) is float
+        and (differentiate := wants_gradient(input, residual, weight, bias, seed)) is not None
+    ):
+        threshold = check.threshold(name, dropout_p)
+        if differentiate and seed is None and input is not None:
+            seed = check.draw_seed(None, threshold, input.device)
+        run = _apply_direct_residual if differentiate else _direct_residual
+        out = run(input, residual, weight, bias, eps, threshold, seed)
         if out is not None:
             return out
-    name = "dropout_add_layer_norm"
     check.flag(name, "prenorm", prenorm)
     check.float_tensor(name, "input", input)
     check.float_tensor(name, "residual", residual)
@@ -200,13 +209,16 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: 
     grad_input, grad_weight, grad_bias = layer_norm_backward_op(
         ctx.backend, grad_out, *ctx.saved_tensors, weight_grad, bias_grad
     )
-    return (
-        grad_input,
-        grad_weight if weight_grad else None,
-        grad_bias.to(ctx.bias_dtype) if bias_grad else None,
-        None,
-        None,
-    )
+    return grad_input, *_parameter_grads(ctx, grad_weight, grad_bias, weight_grad, bias_grad), None, None
+
+
+def _parameter_grads(
+    ctx: Any, grad_weight: Tensor, grad_bias: Tensor, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those that are wanted; the bias's has come in weight's dtype."""
+    if bias_grad and grad_bias.dtype is not ctx.bias_dtype:
+        grad_bias = grad_bias.to(ctx.bias_dtype)
+    return grad_weight if weight_grad else None, grad_bias if bias_grad else None
 
 
 layer_norm_op = Op(
@@ -215,6 +227,31 @@ layer_norm_op = Op(
     _setup_layer_norm,
     _layer_norm_backward,
 )
+
+
+class _Direct(torch.autograd.Function):
+    """The direct way of a call that wants a gradient: nothing but the output is a result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, columns: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor | None:
+        out, mean, rstd = _kept(input, columns, weight, bias, eps)
+        if out is not None:
+            ctx.save_for_backward(input, mean, rstd, weight)
+            ctx.bias_dtype = None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        _, _, weight_grad, bias_grad, _ = ctx.needs_input_grad
+        arguments = (grad_out, *ctx.saved_tensors, weight_grad, bias_grad)
+        direct = wants_gradient(grad_out) is False
+        grads = _kept_backward(*arguments) if direct else layer_norm_backward_op("cpu", *arguments)
+        return grads[0], None, *_parameter_grads(ctx, grads[1], grads[2], weight_grad, bias_grad), None
+
+
+_apply_direct = plain_apply(_Direct)
 
 
 def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -248,31 +285,43 @@ dropout_add_layer_norm_backward_op = BackwardOp(
 
 
 def _setup_dropout_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, residual, weight, bias, seed, ctx.threshold, _, ctx.backend = inputs
+    input, residual, weight, bias, seed, threshold, _, ctx.backend = inputs
     _, total, mean, rstd = output
-    ctx.input_dtype, ctx.residual_dtype = input.dtype, residual.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
+    _keep_dropout_add_layer_norm(ctx, input, residual, weight, bias, seed, threshold, total, mean, rstd)
+
+
+def _keep_dropout_add_layer_norm(
+    ctx: Any, input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None,
+    threshold: int, total: Tensor, mean: Tensor, rstd: Tensor,
+) -> None:  # fmt: skip
+    ctx.threshold, ctx.input_dtype, ctx.residual_dtype = threshold, input.dtype, residual.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(total, mean, rstd, weight, seed)
 
 
 def _dropout_add_layer_norm_backward(
     ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _mean: None, _rstd: None
 ) -> tuple[Any, ...]:
+    return _dropout_add_layer_norm_grads(ctx, ctx.backend, grad_out, grad_sum)
+
+
+def _dropout_add_layer_norm_grads(
+    ctx: Any, backend: str, grad_out: Tensor | None, grad_sum: Tensor | None
+) -> tuple[Any, ...]:
     total, mean, rstd, weight, seed = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(total)
     _, _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
     grad_input, grad_residual, grad_weight, grad_bias = dropout_add_layer_norm_backward_op(
-        ctx.backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype, weight_grad,
+        backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype, weight_grad,
         bias_grad,
     )  # fmt: skip
     return (
         grad_input,
         grad_residual.to(ctx.residual_dtype),
-        grad_weight if weight_grad else None,
-        grad_bias.to(ctx.bias_dtype) if bias_grad else None,
+        *_parameter_grads(ctx, grad_weight, grad_bias, weight_grad, bias_grad),
         *(None,) * 4,
     )
 
@@ -284,3 +333,24 @@ dropout_add_layer_norm_op = Op(
     _setup_dropout_add_layer_norm,
     _dropout_add_layer_norm_backward,
 )
+
+
+class _DirectResidual(torch.autograd.Function):
+    """As _Direct."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        threshold: int, seed: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        out, total, mean, rstd = _kept_residual(input, residual, weight, bias, eps, threshold, seed)
+        if out is not None:
+            _keep_dropout_add_layer_norm(ctx, input, residual, weight, bias, seed, threshold, total, mean, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        return _dropout_add_layer_norm_grads(ctx, "cpu", grad_out, None)
+
+
+_apply_direct_residual = plain_apply(_DirectResidual)

@@ -13,8 +13,10 @@ from torch.nn import Parameter
 
 from fastattn.backends import TABLE, thread
 
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # a name less to look up
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+_PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
 
 
@@ -54,7 +56,7 @@ class Op:
     def __call__(self, backend: str, *args: Any) -> Any:
         if _is_observed():
             return self._overload(*args, backend)
-        grad, wants_grad = torch.is_grad_enabled(), False
+        grad, wants_grad = _is_grad_enabled(), False
         for arg in args[: self._tensors]:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
@@ -88,19 +90,19 @@ class Op:
 def wants_gradient(*operands: Tensor | None) -> bool | None:
     """Whether a call that may take the direct way wants a gradient; None where it may not take it.
 
-    It may not where somebody watches it or asks for another backend.
+    It may not where somebody watches it or asks for another backend, or away from the CPU.
     """
     if not thread.direct or _is_observed():
         return None
-    grad, wanted = torch.is_grad_enabled(), False
+    grad, wanted = _is_grad_enabled(), False
     for operand in operands:
-        kind = type(operand)
-        if kind is Tensor or kind is Parameter:
-            if grad and operand.requires_grad:  # type: ignore[union-attr]
-                wanted = True
-        elif operand is not None:
+        if operand is None:
+            continue
+        if type(operand) not in _PLAIN:
             return None
-    return wanted
+        if grad and operand.requires_grad:
+            wanted = True
+    return wanted if getattr(operands[0], "is_cpu", False) else None
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -110,12 +112,7 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def _is_observed() -> bool:
     """Whether compilation, a dispatch mode, functorch or forward-mode differentiation has to see every call."""
-    return (
-        torch.compiler.is_compiling()
-        or _dispatch_modes() > 0
-        or _functorch_level() is not None
-        or forward_ad._current_level >= 0
-    )
+    return _is_compiling() or _dispatch_modes() > 0 or _functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:

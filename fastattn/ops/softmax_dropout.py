@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, wants_gradient
+from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
 
 _direct = compiled("softmax_dropout_direct")
+_kept, _kept_backward = compiled("softmax_dropout_kept"), compiled("softmax_dropout_kept_backward")
 
 
 def softmax_dropout(
@@ -45,12 +47,21 @@ def softmax_dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    plain = attn_mask is None and is_causal is False and type(scale) is float and scale == 1.0
-    if plain and wants_gradient(input, seed) is False:
-        out = _direct(input, check.threshold("softmax_dropout", dropout_p), seed)
+    name = "softmax_dropout"
+    if (
+        attn_mask is None
+        and is_causal is False
+        and type(scale) is float
+        and scale == 1.0
+        and (differentiate := wants_gradient(input, seed)) is not None
+    ):
+        threshold = check.threshold(name, dropout_p)
+        if differentiate and seed is None:
+            seed = check.draw_seed(None, threshold, input.device)
+        run = _apply_direct if differentiate else _direct
+        out = run(input) if threshold == 0 and seed is None else run(input, threshold, seed)
         if out is not None:
             return out
-    name = "softmax_dropout"
     check.float_tensor(name, "input", input)
     if input.dim() == 0:
         raise ValueError(f"{name}: input must have at least 1 dimension, got a scalar")
@@ -120,3 +131,30 @@ softmax_dropout_op = Op(
     _setup,
     _backward,
 )
+
+
+class _Direct(torch.autograd.Function):
+    """The direct way of a call that wants a gradient: nothing but the output is a result."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, threshold: int = 0, seed: Tensor | None = None) -> Tensor | None:
+        out, stats = _kept(input, threshold, seed)
+        if out is not None:
+            ctx.save_for_backward(input, stats, seed)
+            ctx.threshold = threshold
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        input, stats, seed = ctx.saved_tensors
+        if wants_gradient(grad_out) is False:
+            return _kept_backward(grad_out, input, stats, ctx.threshold, seed), None, None
+        shape = stats.shape[1:] + input.shape[-1:]
+        grad_input, _ = softmax_dropout_backward_op(
+            "cpu", grad_out.view(shape), input.view(shape), stats, None, None, seed, 1.0, -1, -1, False, ctx.threshold,
+            False,
+        )  # fmt: skip
+        return grad_input.view(input.shape), None, None
+
+
+_apply_direct = plain_apply(_Direct)
