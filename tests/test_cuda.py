@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(1024) spilling(uint4* out, const uint4* in, in
 }
 __global__ void __launch_bounds__(128) indexing(uint4* out, const uint4* in, int n) {
   unsigned array[64];
-  for (int i = 0; i < 64; ++i) array[i] = in[i].x;
+  for (int i = 0; i < 64; ++i) array[i * n % 64] = in[i].x;
   out[threadIdx.x] = make_uint4(array[n % 64], in[n].x, in[n].y, in[n].z);
 }
 """
