@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastattn
 from fastattn.bench import report
 from fastattn.bench.cases import OPERATIONS, Case
 from fastattn.bench.peers import PEERS
@@ -40,6 +41,9 @@ def cases():
     for shape in ((256, 8, 100, 64), (400, 8, 64, 64), (50, 8, 512, 64)):
         for backward in (False, True):
             yield Case("attention", shape, HALF, backward, dropout=0.1, padding="lengths")
+    for shape, keys in (((128, 8, 1, 64), 128), ((16, 32, 1, 128), 4096), ((1, 8, 16, 128), 65536)):
+        for dtype in (HALF, torch.float32):
+            yield Case("attention", shape, dtype, keys=keys)  # decoding
     for operation, p in (
         ("layer_norm", 0.0),
         ("dropout_add_layer_norm", 0.1),
@@ -67,7 +71,15 @@ def contestants(case):
         grad = torch.randn_like(forward())
         return lambda: torch.autograd.grad(forward(), tensors, grad)
 
-    yield "fastattn", bind(OPERATIONS[case.operation].call, **seed, **others)
+    ours = OPERATIONS[case.operation].call
+    yield "fastattn", bind(ours, **seed, **others)
+    if fastattn.explain(ours, case, *tensors, **seed, **others).backend == "cuda":
+
+        def ours_in_triton(*args, **arguments):
+            with fastattn.backend("triton"):
+                return ours(*args, **arguments)
+
+        yield "fastattn's triton", bind(ours_in_triton, **seed, **others)
     if case.operation != "attention":
         yield from ((name, bind(peer)) for name, peer in PEERS[case.operation].items())
         return

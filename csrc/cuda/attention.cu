@@ -139,8 +139,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
         seen |= (uint32_t)(x != -kInfinity) << tile.key(k);
       }
     }
-#pragma unroll
-    for (int other = 16; other > 0; other /= 2) seen |= __shfl_xor_sync(kAllLanes, seen, other);
+    seen = __reduce_or_sync(kAllLanes, seen);
     if (seen == 0) continue;
 
     const typename Tile::Keys operands = {
@@ -212,6 +211,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
     __syncthreads();
     if (w != warp) continue;
     tile.results([&](int n, int column, float4 x) {
+      if (n >= count) return;
       float4& whole = merged[n][column / 4];
       if (w == 0) whole = {};
       if (share[w][n] != 0) whole = multiply_add(share[w][n], x, whole);  // of hidden keys x may hold anything
