@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import EPSILON, SizesOfTerms, assert_accurate, dropout_mask, gradients, largest, visible
 from oracle import attention as exact
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
 from fastattn import attention_weights, scaled_dot_product_attention
@@ -281,6 +282,18 @@ def test_output_layout_is_querys(backend, dtype):
         assert out.stride() == query.stride()
         assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
         assert [g.stride() for g in grads] == [query.stride(), key.stride(), key.stride()]
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 8), (1, 3, 5, 8), (1, 1, 5, 8)], ids=["heads", "batch", "both"])
+def test_output_of_an_expanded_query_is_contiguous(backend, shape):
+    query, key = torch.randn(shape).expand(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
+    (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
+    assert out.is_contiguous()
+    assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
+    assert all(g.is_contiguous() for g in grads)
+    with FakeTensorMode() as mode:
+        fakes = mode.from_tensor(query), mode.from_tensor(key), mode.from_tensor(key)
+        assert scaled_dot_product_attention(*fakes).stride() == out.stride()
 
 
 def test_operands_are_left_alone(backend):
