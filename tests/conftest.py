@@ -71,6 +71,11 @@ def pytest_collection_modifyitems(items):
         items[:] = items[number - 1 :: count]
 
 
+def interpreted(backend):
+    """Whether its kernels are interpreted or emulated here: a problem is then no larger than its point needs."""
+    return DEVICE == "cpu" and backend in ("triton", "cuda")
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     """Runs the test once on every backend, forced by name. FASTATTN_REQUIRE=cpu makes a missing one a failure."""
