@@ -6,9 +6,10 @@ measured in the same run.
 """
 
 import argparse
-import contextlib
 import functools
+import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,11 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastattn
 from fastattn.bench import report
 from fastattn.bench.cases import OPERATIONS, Case
 from fastattn.bench.peers import PEERS
 from fastattn.bench.timer import interleave
 
+DEVICE = "cuda"
+LARGE = 2**29  # bytes of the limits' operands
+BUDGET = 0.3  # seconds of a case's timing
 HALF = torch.bfloat16
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -31,32 +36,54 @@ SDPA = {
 
 
 def cases():
-    """The GPU lines of docs/design.md, section 7, one of each kind first."""
-    rows = (16384, 1024), (16384, 4096), (4096, 512)
-    for dropout in (0.0, 0.1):
-        for length in (2048, 8192, 16384):
-            for backward in (False, True):
-                yield Case("attention", (16384 // length, 16, length, 128), HALF, backward, dropout=dropout)
-    for shape in ((256, 8, 100, 64), (400, 8, 64, 64), (50, 8, 512, 64)):
-        for backward in (False, True):
-            yield Case("attention", shape, HALF, backward, dropout=0.1, padding="lengths")
-    for operation, p in (
-        ("layer_norm", 0.0),
-        ("dropout_add_layer_norm", 0.1),
-        ("softmax_dropout", 0.1),
-        ("dropout", 0.1),
-    ):
-        for shape in rows:
-            for backward in (False, True):
-                yield Case(operation, shape, HALF, backward, dropout=p)
+    """The GPU lines of docs/design.md, section 7, and decoding: one of each kind first, then the next of each."""
+    both = (False, True)
+    dense = [
+        [Case("attention", (16384 // n, 16, n, 128), HALF, b, dropout=p) for n in (8192, 2048, 16384) for b in both]
+        for p in (0.0, 0.1)
+    ]
+    padded = [
+        Case("attention", shape, HALF, b, dropout=0.1, padding="lengths")
+        for shape in ((256, 8, 100, 64), (400, 8, 64, 64), (50, 8, 512, 64))
+        for b in both
+    ]
+    decoding = [
+        Case("attention", shape, HALF, keys=keys)
+        for shape, keys in (((8, 16, 1, 128), 8192), ((1, 16, 1, 128), 65536), ((160, 8, 1, 64), 64))
+    ]
+    rows = [
+        [
+            Case(operation, shape, HALF, b, dropout=p)
+            for shape in ((16384, 1024), (4096, 512), (16384, 4096))
+            for b in both
+        ]
+        for operation, p in (
+            ("layer_norm", 0.0),
+            ("dropout_add_layer_norm", 0.1),
+            ("softmax_dropout", 0.1),
+            ("dropout", 0.1),
+        )
+    ]
+    for kinds in itertools.zip_longest(*dense, padded, decoding, *rows):
+        yield from filter(None, kinds)
+
+
+def operands(case):
+    """A case's differentiable tensors and its other arguments, on the device."""
+    tensors, others = OPERATIONS[case.operation].operands(case)
+    if case.operation == "layer_norm":  # torch's kernel wants its parameters in the input's dtype
+        tensors = [t.to(case.dtype) for t in tensors]
+    if case.padding:  # uniform in [length / 4, length]
+        length = case.shape[2]
+        others = {"key_lengths": torch.linspace(length / 4, length, case.shape[0]).long()}
+    tensors = [t.to(DEVICE).requires_grad_(case.backward) for t in tensors]
+    return tensors, {name: t.to(DEVICE) for name, t in others.items()}
 
 
 def contestants(case):
-    """Ours and the peers, by name: functions without arguments on CUDA tensors."""
-    tensors, others = OPERATIONS[case.operation].operands(case)
-    tensors = [t.cuda().requires_grad_(case.backward) for t in tensors]
-    others = {name: t.cuda() for name, t in others.items()}
-    seed = {"seed": torch.tensor([1, 2], device="cuda")} if case.dropout else {}
+    """Ours and the peers: (name, what makes a function without arguments, and raises where it refuses the case)."""
+    tensors, others = operands(case)
+    seed = {"seed": torch.tensor([1, 2], device=DEVICE)} if case.dropout else {}
 
     def bind(function, **arguments):
         def forward():
@@ -67,12 +94,19 @@ def contestants(case):
         grad = torch.randn_like(forward())
         return lambda: torch.autograd.grad(forward(), tensors, grad)
 
-    yield "fastattn", bind(OPERATIONS[case.operation].call, **seed, **others)
+    def forced(*arguments, **options):
+        with fastattn.backend("triton"):
+            return OPERATIONS[case.operation].call(*arguments, **options)
+
+    ours = OPERATIONS[case.operation].call
+    yield "fastattn", functools.partial(bind, ours, **seed, **others)
+    if fastattn.explain(ours, case, *tensors, **seed, **others).backend != "triton":
+        yield "fastattn triton", functools.partial(bind, forced, **seed, **others)
     if case.operation != "attention":
-        yield from ((name, bind(peer)) for name, peer in PEERS[case.operation].items())
+        yield from ((name, functools.partial(bind, peer)) for name, peer in PEERS[case.operation].items())
         return
     if case.padding:
-        keys = torch.arange(case.shape[2], device="cuda")
+        keys = torch.arange(case.shape[2], device=DEVICE)
         others = {"attn_mask": (keys < others["key_lengths"][:, None])[:, None, None]}
 
     def attention(case, query, key, value, kind, attn_mask=None):
@@ -80,8 +114,9 @@ def contestants(case):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, case.causal)
 
     for name, kind in SDPA.items():
-        with contextlib.suppress(RuntimeError):  # this kind of SDPA refuses the case
-            yield name, bind(functools.partial(attention, kind=kind), **others)
+        yield name, functools.partial(bind, functools.partial(attention, kind=kind), **others)
+    if not (case.dropout or case.padding):
+        yield "flex", functools.partial(bind, PEERS["attention"]["flex"])
 
 
 @functools.cache
@@ -113,26 +148,29 @@ def replay(function, repeats):
 
 def limits():
     """Bytes a second of a large copy, and operations a second of a large product of bfloat16."""
-    source = torch.empty(2**29, dtype=torch.int8, device="cuda")
+    source = torch.empty(LARGE, dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
-    matrix = torch.randn(8192, 8192, device="cuda", dtype=HALF)
+    size = math.isqrt(LARGE // 8)
+    matrix = torch.randn(size, size, device=DEVICE, dtype=HALF)
     timing = interleave({"copy": lambda: target.copy_(source), "product": lambda: matrix @ matrix}, measure=replay)
     captured.cache_clear()
-    return 2 * source.numel() / timing.seconds("copy"), 2 * 8192**3 / timing.seconds("product")
+    return 2 * source.numel() / timing.seconds("copy"), 2 * size**3 / timing.seconds("product")
 
 
-def measure(case, bytes_a_second, operations_a_second, budget):
+def measure(case, bytes_a_second, operations_a_second):
     functions, refused = {}, {}
-    for name, function in contestants(case):
+    for name, make in contestants(case):
         try:
-            replay(function, 1)
-            functions[name] = function
-        except RuntimeError as error:
-            refused[name] = str(error).splitlines()[0]
-    timing = interleave(functions, budget=budget, measure=replay)
+            functions[name] = make()
+            replay(functions[name], 1)
+        except Exception as error:
+            functions.pop(name, None)
+            refused[name] = brief(error)
+    if "fastattn" not in functions:
+        return {"case": case.name, "error": refused["fastattn"]}
+    timing = interleave(functions, budget=BUDGET, measure=replay)
     seconds = {name: timing.seconds(name) for name in functions}
     ours = seconds["fastattn"]
-    captured.cache_clear()
     return {
         "case": case.name,
         "milliseconds": {name: 1000 * value for name, value in seconds.items()},
@@ -143,6 +181,29 @@ def measure(case, bytes_a_second, operations_a_second, budget):
     }
 
 
+def brief(error):
+    return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def run(path, results, seconds):
+    """Measures until the time is up; what there is so far is in the file at any moment."""
+    deadline = time.monotonic() + seconds
+    copy, product = limits()
+    results |= {"limits": {"copy GB/s": copy / 1e9, "bfloat16 TFLOP/s": product / 1e12}, "cases": []}
+    for case in cases():
+        if time.monotonic() > deadline:
+            print(f"time is up before {case.name}")
+            break
+        try:
+            result = measure(case, copy, product)
+        except Exception as error:
+            result = {"case": case.name, "error": brief(error)}
+        captured.cache_clear()
+        print(json.dumps(result), flush=True)
+        results["cases"].append(result)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
@@ -150,28 +211,9 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
-    deadline = time.monotonic() + options.seconds
-    copy, product = limits()
-    results = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": __import__("triton").__version__,
-        "commit": report.commit(),
-        "limits": {"copy GB/s": copy / 1e9, "bfloat16 TFLOP/s": product / 1e12},
-        "cases": [],
-    }
-    for case in cases():
-        if time.monotonic() > deadline:
-            print(f"time is up before {case.name}")
-            break
-        try:
-            result = measure(case, copy, product, budget=0.3)
-        except Exception as error:
-            result = {"case": case.name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        print(json.dumps(result), flush=True)
-        results["cases"].append(result)
-    options.results.write_text(json.dumps(results, indent=1) + "\n")
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    about |= {"triton": __import__("triton").__version__, "commit": report.commit()}
+    run(options.results, about, options.seconds)
 
 
 if __name__ == "__main__":

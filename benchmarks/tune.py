@@ -16,13 +16,18 @@ from fastattn.backends import triton as kernels
 from fastattn.backends.triton import configurations
 from fastattn.bench import report
 
+DEVICE = "cuda"
 THRESHOLD = 6554
+PROBLEM = (2, 16, 4096)  # batch, heads and length of the attention that is timed
+ELEMENTS = 2**25  # of the rows that are timed
+TILES = [configurations.Tiles(*tile) for tile in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))]
+HELD = (1024, 2048, 4096, 8192)
 
 
 def attention(dtype, size):
     """Calls of the attention kernels by name, for the head size."""
-    query, key, value, grad = (torch.randn(2, 16, 4096, size, device="cuda", dtype=dtype) for _ in range(4))
-    seed = torch.tensor([1, 2], device="cuda")
+    query, key, value, grad = (torch.randn(*PROBLEM, size, device=DEVICE, dtype=dtype) for _ in range(4))
+    seed = torch.tensor([1, 2], device=DEVICE)
     settings = None, None, seed, size**-0.5, -1, 0, False, THRESHOLD
     out, _, stats = kernels.attention(query, key, value, *settings)
 
@@ -37,9 +42,9 @@ def attention(dtype, size):
 
 def rows(columns):
     """Calls of the row kernels by name."""
-    input, grad = (torch.randn(2**25 // columns, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    input, grad = (torch.randn(ELEMENTS // columns, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     scores, grad_weights = input[None, None], grad[None, None]
-    weight, seed = torch.ones(columns, device="cuda"), torch.tensor([1, 2], device="cuda")
+    weight, seed = torch.ones(columns, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
     _, mean, rstd = kernels.layer_norm(input, weight, weight, 1e-5)
     settings = None, None, seed, 1.0, -1, -1, False, THRESHOLD
     _, stats = kernels.softmax_dropout(scores, *settings)
@@ -56,14 +61,13 @@ def rows(columns):
 
 def candidates():
     """(name, table, its key, the values to try, the call to time), the narrowest choice first."""
-    tiles = [configurations.Tiles(*tile) for tile in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))]
     for size in (64, 128):
         for kernel, call in attention(torch.bfloat16, size).items():
-            yield f"attention {kernel} bfloat16 {size}", configurations.ATTENTION_16_BITS[kernel], size, tiles, call
+            yield f"attention {kernel} bfloat16 {size}", configurations.ATTENTION_16_BITS[kernel], size, TILES, call
     for columns in (512, 4096):
         for kernel, call in rows(columns).items():
             now = configurations.ROWS[kernel]
-            values = [now._replace(held=held) for held in (1024, 2048, 4096, 8192)]
+            values = [now._replace(held=held) for held in HELD]
             yield f"{kernel} {columns} columns", configurations.ROWS, kernel, values, call
 
 
@@ -82,6 +86,25 @@ def best(table, key, values, call, deadline):
     return sorted(timed, key=lambda pair: pair[0])
 
 
+def run(path, results, seconds):
+    """Tries candidates until the time is up; what there is so far is in the file at any moment."""
+    deadline = time.monotonic() + seconds
+    results["tiles"] = {}
+    for name, table, key, values, call in candidates():
+        if time.monotonic() > deadline:
+            print(f"time is up before {name}")
+            break
+        present = table[key]
+        timed = best(table, key, values, call, deadline)
+        now = next((milliseconds for milliseconds, value in timed if value == present), None)
+        if now is None:
+            print(f"{name}: {present}, the present choice, does not run", flush=True)
+        if timed:
+            print(f"{name}: {timed[0][1]} {timed[0][0]:.4f} ms, now {present} {now} ms", flush=True)
+        results["tiles"][name] = [{"milliseconds": milliseconds, **value._asdict()} for milliseconds, value in timed]
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
@@ -89,19 +112,8 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
-    deadline = time.monotonic() + options.seconds
-    found = {}
-    for name, table, key, values, call in candidates():
-        present = table[key]
-        timed = best(table, key, values, call, deadline)
-        if not timed:
-            continue
-        now = next(milliseconds for milliseconds, value in timed if value == present)
-        milliseconds, value = timed[0]
-        print(f"{name}: {value} {milliseconds:.4f} ms, now {present} {now:.4f} ms", flush=True)
-        found[name] = [{"milliseconds": milliseconds, **value._asdict()} for milliseconds, value in timed]
-    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": report.commit()}
-    options.results.write_text(json.dumps({**device, "tiles": found}, indent=1) + "\n")
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": report.commit()}
+    run(options.results, about, options.seconds)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ inline Tensor with_dense_columns(const Tensor& tensor) {
 inline Tensor empty_heads(const Tensor& like, int64_t length, int64_t size, Device device = {}) {
   const int64_t batch = like.size(0), heads = like.size(1);
   const int64_t sizes[4] = {batch, heads, length, size};
-  const bool inside = like.stride(1) < like.stride(2);
+  const bool inside = like.stride(1) > 0 && like.stride(1) < like.stride(2);  // expanded heads lie nowhere
   const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
   return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"), device);
 }

@@ -33,6 +33,7 @@ settings.load_profile("fixed")
 ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
 BACKENDS = ("reference", "cpu", "triton", "cuda", *(pytest.param(f"cpu:{isa}", marks=pytest.mark.slow) for isa in ISAS))
 CUDA_TESTS = ("test_dropout", "test_layer_norm", "test_softmax_dropout")
+SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
 
@@ -64,6 +65,15 @@ def pytest_collection_modifyitems(items):
             items.remove(item)
         if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
             item.add_marker(pytest.mark.triton if name == "triton" else pytest.mark.slow)
+    if SHARD:  # the representative ones first, each process another part of them
+        items.sort(key=lambda item: item.get_closest_marker("representative") is None)
+        number, count = map(int, SHARD.split("/"))
+        items[:] = items[number - 1 :: count]
+
+
+def interpreted(backend):
+    """Whether its kernels are interpreted or emulated here: a problem is then no larger than its point needs."""
+    return DEVICE == "cpu" and backend in ("triton", "cuda")
 
 
 @pytest.fixture(params=BACKENDS)

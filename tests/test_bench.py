@@ -314,6 +314,23 @@ def test_the_readme_shows_a_column_per_dtype_and_the_weakest_of_the_sweep():
     assert "Of 2 further cases 1 are at least as fast as torch. The weakest: swept (0.90), also swept (1.50)." in text
 
 
+def test_instruction_sets_stand_side_by_side():
+    name = listed()[0].name
+    limit = {"float32": 240.0, "bfloat16": 240.0}
+    reports = [
+        replace(report.Report.new(results, limit), machine=report.machine() | {"isa": isa})
+        for isa, results in (
+            ("avx2", [replace(result(2.5, fraction=0.8, own=0.5), name=name)]),
+            ("generic", [replace(result(0.5), name=name)]),
+        )
+    ]
+    text = report.comparison(reports)
+    assert "avx2 240 GFLOP/s float32, 240 GFLOP/s bfloat16; generic 240" in text
+    assert "| | avx2 | generic |" in text
+    assert f"| {name} | 2.50x, 80%, 0.50 of plain | 0.50x |" in text
+    assert len(text.splitlines()) == 5
+
+
 def test_tables_go_between_the_markers(tmp_path):
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n")

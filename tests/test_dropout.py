@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import dropout as exact
@@ -253,7 +254,7 @@ def test_every_operation_drops_the_same_elements(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_for_every_thread_count(backend, dtype):
-    input = torch.randn(300, 517).to(dtype)
+    input = torch.randn(40 if interpreted(backend) else 300, 517).to(dtype)
     runs = []
     for n in (1, 2, 3):
         torch.set_num_threads(n)

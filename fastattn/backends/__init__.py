@@ -138,8 +138,9 @@ def refusal(
     attn_mask: Tensor | None = None,
     head_size: int = 0,
     threshold: int = 0,
+    siblings: tuple[Tensor, ...] = (),
 ) -> str | None:
-    """Why backend ``name`` cannot run ``op`` on these operands, or None if it can."""
+    """Why backend ``name`` cannot run ``op`` on these operands, or None if it can; the arguments are ``choose``'s."""
     if name == "reference":
         return None
     device = operands[0].device
@@ -166,17 +167,20 @@ def refusal(
             return f"it takes up to {MAX_DECODING_QUERIES} queries, not {queries}"
         if threshold > 0:
             return "its attention has no dropout"
+        if torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (*operands, *siblings, attn_mask)
+        ):
+            return "its attention has no gradient"
     return None
 
 
-def of_backward(op: str, name: str) -> str:
-    """The backend that runs the backward pass ``op`` of what ``name`` ran forward: itself, or the next that has it."""
-    order = (name, *_ORDER.get(_DEVICES.get(name, ""), ("reference",)))
-    return next(other for other in order if hasattr(TABLE.get(other), op))
-
-
 def choose(
-    op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None = None, head_size: int = 0, threshold: int = 0
+    op: str,
+    operands: tuple[Tensor, ...],
+    attn_mask: Tensor | None = None,
+    head_size: int = 0,
+    threshold: int = 0,
+    siblings: tuple[Tensor, ...] = (),
 ) -> str:
     """The backend's name for this call.
 
@@ -186,35 +190,35 @@ def choose(
         attn_mask: the mask, whose dtype decides too.
         head_size: the largest head size, for attention.
         threshold: of attention's dropout, 0 for none.
+        siblings: attention's key and value, of the query's dtype and device.
 
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
     """
+    call = op, operands, attn_mask, head_size, threshold, siblings
     if thread.explaining:
-        _explain(op, operands, attn_mask, head_size, threshold)
+        _explain(*call)
     forced = thread.forced
     if forced is None and attn_mask is None and head_size <= MAX_HEAD_SIZE:  # the short way for small problems
         first = operands[0]
         if first.is_cpu and first.dtype in _NATIVE_DTYPES and len(operands) == 1 and op in _CPU_OPS:
             return "cpu"
     if forced is not None:
-        reason = refusal(forced, op, operands, attn_mask, head_size, threshold)
+        reason = refusal(forced, *call)
         if reason is not None:
             raise RuntimeError(f'backend("{forced}") cannot run {op}: {reason}')
         return forced
     device = operands[0].device.type
     for name in _ORDER.get(device, ("reference",)):
-        if refusal(name, op, operands, attn_mask, head_size, threshold) is None:
+        if refusal(name, *call) is None:
             if name == "reference":
                 _warn_if_slow(device)
             return name
     raise AssertionError("the reference refuses nothing")
 
 
-def _explain(
-    op: str, operands: tuple[Tensor, ...], attn_mask: Tensor | None, head_size: int, threshold: int
-) -> NoReturn:
-    refusals = {name: refusal(name, op, operands, attn_mask, head_size, threshold) for name in _NAMES}
+def _explain(op: str, operands: tuple[Tensor, ...], *rest: Any) -> NoReturn:
+    refusals = {name: refusal(name, op, operands, *rest) for name in _NAMES}
     able = [name for name, reason in refusals.items() if reason is None]
     if thread.forced is None:
         order = _ORDER.get(operands[0].device.type, ("reference",))

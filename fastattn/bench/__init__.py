@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="show a result file instead of measuring"
+        "--from",
+        dest="sources",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="show a result file instead of measuring; several, of a machine's instruction sets, side by side",
     )
     parser.add_argument("--table", type=Path, metavar="PAGE", help="insert the tables into PAGE, between its markers")
 
@@ -49,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """`fastattn bench`: measures, or reads, and shows tables. Returns the exit status."""
     torch.set_num_threads(args.threads)
-    found = report.Report.read(args.source) if args.source else _measure(args)
+    found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
+    text = report.tables(found[0]) if len(found) == 1 else report.comparison(found)
     if args.output:
-        found.write(args.output)
+        found[0].write(args.output)
     if args.table:
-        report.insert(args.table, "bench", report.tables(found))
-    elif args.source:
-        print(report.tables(found))
+        report.insert(args.table, "bench", text)
+    elif args.sources:
+        print(text)
     return 0
 
 

@@ -18,7 +18,7 @@ import torch
 import fastattn
 from fastattn.backends import native
 from fastattn.bench import limits
-from fastattn.bench.cases import listed
+from fastattn.bench.cases import headline, listed
 from fastattn.bench.contest import Result
 
 
@@ -142,37 +142,66 @@ def weakest(results: Iterable[Result], count: int = 10) -> list[Result]:
     return sorted(results, key=lambda result: result.ratios["torch"].median)[:count]
 
 
+def _arithmetic(report: Report) -> list[str]:
+    return [f"{report.limits[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if report.limits.get(name)]
+
+
 def tables(report: Report) -> str:
     """README's text: the machine and its limits, the listed cases with a column for each dtype, how the sweep went."""
     figures = report.limits
     known = [
-        *(f"{figures[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if figures[name]),
+        *_arithmetic(report),
         f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache",
     ]
     machine = report.machine
     sections = [
         f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {report.versions['torch']}, "
         f"{report.date[:10]}. Limits measured in the same run: {', '.join(known)}. In the table: torch's time over "
-        "ours (medians of interleaved pairs), and the share of the limit that ours reaches where it can be seen.",
+        "ours (medians of interleaved pairs), the share of the limit that ours reaches where it can be seen, and for "
+        "causal masks, padding and dropout our time over our own without them.",
         _by_dtype([report.results[case.name] for case in listed() if case.name in report.results]),
     ]
     named = {case.name for case in listed()}
     swept = [result for name, result in report.results.items() if name not in named]
     if swept:
         fast = sum(result.ratios["torch"].median >= 1 for result in swept)
-        slowest = ", ".join(f"{r.name} ({r.ratios['torch'].median:.2f})" for r in weakest(swept, 3))
+        slowest = ", ".join(f"{r.name} ({r.ratios['torch'].median:.2f})" for r in weakest(swept))
         sections.append(f"Of {len(swept)} further cases {fast} are at least as fast as torch. The weakest: {slowest}.")
     return "\n\n".join(sections)
+
+
+def comparison(reports: Iterable[Report]) -> str:
+    """The cases with a floor, a column for each instruction set of a machine; torch uses its best one throughout."""
+    by_isa = {report.machine["isa"]: report for report in reports}
+    limits = "; ".join(f"{isa} {', '.join(_arithmetic(report))}" for isa, report in by_isa.items())
+    lines = [
+        f"Limits measured in the same runs: {limits}.\n",
+        "| | " + " | ".join(by_isa) + " |",
+        "| --- " * (1 + len(by_isa)) + "|",
+    ]
+    for name in (case.name for case in headline()):
+        found = [report.results.get(name) for report in by_isa.values()]
+        if any(found):
+            lines.append(f"| {name} | " + " | ".join(_cell(result) if result else "" for result in found) + " |")
+    return "\n".join(lines)
+
+
+def _cell(result: Result) -> str:
+    """Times torch, the share of the limit, our time over our plain time, as far as they are known."""
+    return ", ".join(
+        (
+            f"{result.ratios['torch'].median:.2f}x",
+            *([f"{result.fraction.median:.0%}"] if result.fraction else []),
+            *([f"{result.own.median:.2f} of plain"] if result.own else []),
+        )
+    )
 
 
 def _by_dtype(results: Iterable[Result]) -> str:
     rows: dict[str, dict[str, str]] = {}
     for result in results:
         dtype = "bfloat16" if "bfloat16" in result.name else "float32"
-        share = f", {result.fraction.median:.0%}" if result.fraction else ""
-        rows.setdefault(result.name.replace(f" {dtype}", ""), {})[dtype] = (
-            f"{result.ratios['torch'].median:.2f}x{share}"
-        )
+        rows.setdefault(result.name.replace(f" {dtype}", ""), {})[dtype] = _cell(result)
     lines = ["| | float32 | bfloat16 |", "| --- | --- | --- |"]
     lines += [f"| {name} | {cells.get('float32', '')} | {cells.get('bfloat16', '')} |" for name, cells in rows.items()]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, compiled, of_backward
+from fastattn.backends import choose, compiled
 from fastattn.backends.reference.attention import empty_heads, without_autocast
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.backends.reference.softmax_dropout import visibility
@@ -105,7 +105,7 @@ def scaled_dot_product_attention(
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
     scale = 1.0 / math.sqrt(head_size) if scale is None else check.scale(name, scale)
-    backend = choose("attention", (q,), attn_mask, max(head_size, v.shape[3]), threshold)
+    backend = choose("attention", (q,), attn_mask, max(head_size, v.shape[3]), threshold, (k, v))
     seed = check.draw_seed(seed, threshold, q.device)
     out, lse, _ = attention_op(
         backend, q, k, v, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
@@ -451,9 +451,8 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | No
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     mask_grad = ctx.needs_input_grad[3]
-    backend = of_backward("attention_backward", ctx.backend)
     grads = attention_backward_op(
-        backend, grad_out, grad_lse, query, key, value, out, stats, attn_mask, key_lengths, seed, *ctx.settings,
+        ctx.backend, grad_out, grad_lse, query, key, value, out, stats, attn_mask, key_lengths, seed, *ctx.settings,
         mask_grad,
     )  # fmt: skip
     return *grads[:3], grads[3] if mask_grad else None, *(None,) * 8

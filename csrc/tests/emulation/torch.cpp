@@ -7,7 +7,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <memory>
 #include <new>
+#include <unordered_map>
 
 extern "C" {
 
@@ -52,14 +54,19 @@ struct Guarded {
   }
 };
 
-void release_guarded(void* context) { delete (Guarded*)context; }
+std::unordered_map<void*, std::unique_ptr<Guarded>> guarded;  // by address, which is the context that torch asks for
+
+void release_guarded(void* begin) { guarded.erase(begin); }
 
 struct GuardedAllocator : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::DeviceType::CPU)};
-    Guarded* guarded = new Guarded(bytes);
-    return {guarded->begin, guarded, &release_guarded, c10::Device(c10::DeviceType::CPU)};
+    auto fresh = std::make_unique<Guarded>(bytes);
+    char* begin = fresh->begin;
+    guarded.emplace(begin, std::move(fresh));
+    return {begin, begin, &release_guarded, c10::Device(c10::DeviceType::CPU)};
   }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_guarded; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 } guarded_allocator;
 

@@ -37,17 +37,22 @@ def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _heads_inside(like: Tensor) -> bool:
+    """Whether positions are the outer dimension of (B, H, L, E) in memory; expanded heads lie nowhere."""
+    return 0 < like.stride(1) < like.stride(2)
+
+
 def empty_heads(like: Tensor, length: int, size: int) -> Tensor:
     """(B, H, length, size) in ``like``'s memory layout: heads inside positions if it has them so, else contiguous."""
     batch, heads = like.shape[:2]
-    if like.stride(1) < like.stride(2):
+    if _heads_inside(like):
         return like.new_empty(batch, length, heads, size).transpose(1, 2)
     return like.new_empty(batch, heads, length, size)
 
 
 def _in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
     tensor = tensor.to(like.dtype)
-    if like.stride(1) < like.stride(2):
+    if _heads_inside(like):
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor.contiguous()
 

@@ -1,0 +1,292 @@
+"""The cuda backend's attention: few queries, keys in parts. Without a GPU its device code is emulated for the CPU."""
+
+import contextlib
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import DEVICE, require
+from oracle import assert_accurate
+from oracle import attention as exact
+from test_attention import DIAGONALS, MASKS, WINDOWS, operands
+
+import emulation
+import fastattn
+from fastattn import scaled_dot_product_attention
+from fastattn.backends import TABLE
+
+IS_EMULATED = DEVICE == "cpu"
+LOW = [
+    torch.float32,
+    torch.bfloat16,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+]  # as bfloat16, but for a word
+
+
+@pytest.fixture(autouse=True)
+def cuda():
+    require("cuda")
+    with emulation.strict() if IS_EMULATED else contextlib.nullcontext(), fastattn.backend("cuda"):
+        yield
+
+
+@pytest.fixture
+def controls(cuda):
+    """The emulation's, of which ``set_multiprocessors`` says how many the keys are split for."""
+    if not IS_EMULATED:
+        pytest.skip("a GPU has as many multiprocessors and the order of threads that it has")
+    _, controls = emulation.library()
+    yield controls
+    controls.set_multiprocessors(132)
+
+
+def check(query, key, value, attn_mask=None, **options):
+    """Output and LSE against float64, beside PyTorch's own computation."""
+    options["enable_gqa"] = query.size(1) != key.size(1)
+    out, lse = scaled_dot_product_attention(query, key, value, attn_mask, return_lse=True, **options)
+    wanted, wanted_lse, _ = exact(query, key, value, attn_mask, **options)
+    peer = exact(query, key, value, attn_mask, dtype=query.dtype, **options)[0]
+    peer_lse = exact(query, key, value, attn_mask, dtype=torch.float32, **options)[1]
+    assert out.dtype == query.dtype
+    assert lse.dtype == torch.float32
+    assert_accurate(out, wanted, peer, f"out {options}")
+    assert_accurate(lse, wanted_lse, peer_lse, f"lse {options}", magnitude=1.0)  # m + log(sum), of at least 1 rounding
+    return out, lse
+
+
+SHAPES = [  # (B, Hq, Hk, Lq, Lk, E, Ev)
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 3, 3, 1, 37, 64, 64),
+    (1, 16, 1, 1, 70, 64, 64),
+    (2, 6, 2, 5, 49, 96, 32),
+    (1, 2, 1, 7, 40, 128, 128),
+    (1, 1, 1, 2, 50, 200, 1),
+    (1, 1, 1, 13, 20, 5, 256),
+    (1, 4, 2, 16, 33, 85, 59),
+    (1, 2, 1, 3, 129, 256, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, dtype):
+    check(*operands(shape, dtype))
+    check(*operands(shape, dtype), is_causal=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups(group, dtype):
+    for queries in (1, 2, 3, 9, 16):
+        check(*operands((1, group, 1, queries, 35, 8, 8), dtype), is_causal=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("e", [*range(1, 18), 31, 33, 56, 63, 65, 80, 120, 127, 129, 160, 191, 224, 255])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_every_head_size(e, dtype):
+    check(*operands((1, 2, 1, 3, 70, e, max(1, e - 3)), dtype), is_causal=True)
+    check(*operands((1, 2, 1, 3, 70, max(1, e - 7), e), dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_combine(mask, diagonal, dtype):
+    tensors = operands((3, 4, 2, 9, 43, 16, 24), dtype)
+    for window, lengths in itertools.product(WINDOWS[::2], (None, torch.tensor([43, 0, 18]))):
+        options = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
+        check(*tensors, MASKS[mask]((3, 4, 9, 43)), **options)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, *LOW], ids=str)
+def test_mask_broadcasts_and_strides(kind):
+    dtype = torch.float32 if kind == torch.bool else kind
+    tensors = operands((3, 4, 4, 5, 43, 8, 8), dtype)
+    for shape in [(1, 1, 1, 43), (3, 1, 1, 43), (1, 4, 5, 1), (3, 1, 5, 43), (4, 1, 1), (5, 43), (5, 1), (1,)]:
+        check(*tensors, torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind))
+    full = torch.randn(3, 4, 43, 5).to(dtype)
+    for mask in (
+        full.mT,
+        torch.randn(3, 4, 5, 86).to(dtype)[..., ::2],
+        torch.randn(3, 4, 6, 50).to(dtype)[:, :, 1:, 7:],
+        torch.randn(4, 3, 43).to(dtype).transpose(0, 1)[:, :, None],
+    ):
+        check(*tensors, mask > 0 if kind == torch.bool else mask)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_parts_of_the_keys(controls, dtype):
+    """Parts of every number and size, with lengths that are multiples of nothing, and of which some see nothing."""
+    query, key, value = operands((4, 4, 2, 3, 773, 8, 12), dtype)
+    lengths = torch.tensor([773, 0, 130, 5])
+    for b, length in enumerate(lengths):
+        key[b, :, length:] = math.nan
+        value[b, :, length:] = math.nan
+    hidden = torch.ones(4, 1, 3, 773, dtype=torch.bool)
+    hidden[0, :, 0, 100:500] = False
+    hidden[0, :, 2] = False
+    results = []
+    for count in (1, 3, 6):
+        controls.set_multiprocessors(2 * count)
+        results.append(check(query, key, value, key_lengths=lengths)[1])
+        check(query, key, value, hidden, key_lengths=lengths)
+        check(query, key, value, key_lengths=lengths, window_size=(300, 0), causal_variant="lower_right")
+    assert not all(torch.equal(lse, results[0]) for lse in results)  # they were added in other groups
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_excluded_keys_may_hold_anything(dtype, bad):
+    query, key, value = operands((2, 4, 2, 9, 70, 16, 24), dtype)
+    lengths = torch.tensor([37, 64])
+    padding = torch.arange(70) < lengths[:, None, None, None]
+    for b, length in enumerate(lengths):
+        key[b, :, length:] = bad
+        value[b, :, length:] = bad
+    for mask, options in (
+        (None, {"key_lengths": lengths}),
+        (None, {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"}),
+        (padding, {}),
+        (padding & (torch.rand(2, 4, 9, 70) < 0.8), {}),
+        (torch.randn(70), {"key_lengths": lengths}),
+    ):
+        check(query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_rows_with_nothing_to_see(dtype):
+    query, key, value = operands((2, 2, 2, 9, 40, 16, 16), dtype)
+    mask = torch.rand(2, 1, 9, 40) < 0.5
+    mask[0, :, 3] = mask[1, :, 5:] = False
+    empty = (~mask.any(-1)).expand(2, 2, 9)
+    for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, -math.inf)):
+        out, lse = check(query, key, value, given)
+        assert (out[empty] == 0).all()
+        assert (lse[empty] == -math.inf).all()
+    for shape in ((2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)):
+        out, lse = scaled_dot_product_attention(*operands(shape, dtype), return_lse=True)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
+def test_nan_reaches_what_attends_to_it():
+    query, key, value = operands((1, 1, 1, 9, 40, 8, 8))
+    value[0, 0, 20, 3] = math.nan
+    out = scaled_dot_product_attention(query, key, value)
+    assert out[..., 3].isnan().all()
+    assert not out[..., :3].isnan().any()
+    query[0, 0, 4] = math.nan
+    out = scaled_dot_product_attention(query, key, key)
+    assert out[0, 0, 4].isnan().all()
+    assert not out[0, 0, 5:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_any_scale_and_score(dtype):
+    tensors = operands((1, 2, 2, 6, 43, 16, 16), dtype)
+    for scale in (0, -0.7, 3.5):
+        check(*tensors, scale=scale)
+    largest = (tensors[0].double() @ tensors[1].double().mT).abs().amax().item()
+    for magnitude in (1e4, -1e4):
+        check(*tensors, scale=magnitude / largest)
+    minimum = torch.finfo(dtype).min
+    check(*tensors, torch.zeros(43, dtype=dtype).masked_fill(torch.arange(43) > 20, minimum))
+    if dtype != torch.float16:  # its minimum leaves room for the score below its last place in float32
+        out, _ = check(*tensors, torch.full((43,), minimum, dtype=dtype))
+        uniform = tensors[2].double().mean(-2, keepdim=True)
+        assert (out.double() - uniform).abs().amax() <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts(dtype):
+    """Any strides and addresses; what is not in rows of 16 bytes gives the same bits as what is."""
+    query, key, value = operands((2, 4, 2, 3, 41, 16, 24), dtype)
+    call = functools.partial(scaled_dot_product_attention, enable_gqa=True)
+    wanted = call(query, key, value)
+
+    def at_odd_address(t):
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    for lay in (
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: torch.nn.functional.pad(t, (0, 8, 2, 3))[:, :, 2:-3, :-8],
+        lambda t: torch.nn.functional.pad(t, (3, 2))[..., 3:-2],
+        lambda t: t.mT.contiguous().mT,
+        at_odd_address,
+    ):
+        out = call(lay(query), lay(key), lay(value))
+        assert torch.equal(out, wanted)
+        assert out.stride() == torch.empty_like(lay(query)[..., :1].expand(out.shape)).stride() or out.is_contiguous()
+    expanded = key[:1].expand(2, -1, -1, -1), value[:1].expand(2, -1, -1, -1)
+    assert torch.equal(call(query, *expanded)[0], wanted[0])
+
+
+def test_same_bits_in_every_order(controls):
+    tensors = operands((1, 4, 2, 3, 400, 40, 40), torch.bfloat16)
+    runs = []
+    for order in range(3):
+        controls.seed_order(order)
+        runs.append(scaled_dot_product_attention(*tensors, enable_gqa=True, return_lse=True))
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+def test_statistics():
+    """The largest score, and the sum of exponentials over it."""
+    query, key, value = operands((2, 2, 2, 5, 43, 16, 16))
+    mask = torch.zeros(2, 1, 1, 43)
+    mask[1] = torch.finfo(torch.float32).min
+    lengths = torch.tensor([30, 43])
+    _, lse, (point, total) = TABLE["cuda"].attention(query, key, value, mask, lengths, None, 0.25, -1, -1, False, 0)
+    scores = (query.double() @ key.double().mT * 0.25)[0, :, :, :30]
+    torch.testing.assert_close(point[0], scores.amax(-1).float())
+    torch.testing.assert_close(total[0], (scores - scores.amax(-1, keepdim=True)).exp().sum(-1).float())
+    assert (total[1] == 43).all()
+    torch.testing.assert_close(lse, point + total.log())
+
+
+def test_selection():
+    query, key, value = operands((1, 2, 2, 64, 40, 16, 16))
+    explained = fastattn.explain(scaled_dot_product_attention, query, key, value)
+    assert explained.backend is None
+    with pytest.raises(RuntimeError, match="it takes up to 16 queries, not 64"):
+        scaled_dot_product_attention(query, key, value)
+    few = query[:, :, :16].clone()
+    assert fastattn.explain(scaled_dot_product_attention, few, key, value).backend == "cuda"
+    with pytest.raises(RuntimeError, match="its attention has no dropout"):
+        scaled_dot_product_attention(few, key, value, dropout_p=0.1)
+    few.requires_grad_()
+    with pytest.raises(RuntimeError, match="its attention has no gradient"):
+        scaled_dot_product_attention(few, key, value)
+    with torch.no_grad():
+        assert scaled_dot_product_attention(few, key, value).shape == few.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cached_decoding_reads_the_cache_where_it_lies(dtype, monkeypatch):
+    """What a decoder layer asks for, token by token: rows of 16 bytes that need no copy, and the uncached result."""
+    torch.manual_seed(1)
+    layer = fastattn.MultiHeadAttention(48, 2, batch_first=True, dtype=dtype).eval()
+    x, memory = torch.randn(2, 70, 48).to(dtype), torch.randn(2, 11, 48).to(dtype)
+    lengths = torch.tensor([11, 4])
+    with fastattn.backend("reference"), torch.no_grad():
+        wanted = layer(x[:, :5], x[:, :5], x[:, :5], is_causal=True, need_weights=False)[0]
+        wanted_cross = layer(x[:, :5], memory, memory, key_lengths=lengths, need_weights=False)[0]
+    calls, original = [], TABLE["cuda"].attention
+    monkeypatch.setattr(TABLE["cuda"], "attention", lambda *args: calls.append(args[:3]) or original(*args))
+    cache, cross = fastattn.KeyValueCache(), fastattn.KeyValueCache(static=True)
+    with torch.inference_mode():
+        for n in range(5):
+            token = x[:, n : n + 1]
+            out = layer(token, token, token, is_causal=True, cache=cache, need_weights=False)[0]
+            torch.testing.assert_close(out[:, 0], wanted[:, n], rtol=0, atol=8 * torch.finfo(dtype).eps)
+            out = layer(token, memory, memory, key_lengths=lengths, cache=cross, need_weights=False)[0]
+            torch.testing.assert_close(out[:, 0], wanted_cross[:, n], rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert len(calls) == 10
+    for tensor in itertools.chain.from_iterable(calls):
+        assert tensor.stride(-1) == 1
+        assert all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
+        assert tensor.data_ptr() % 16 == 0

@@ -1,0 +1,134 @@
+"""What benchmarks/ has for a machine with a GPU, as far as it runs without: every case's operands and contestants, the
+tuner's candidates, stages that fail."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICE, require
+
+import fastattn
+from fastattn.bench import peers, timer
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def small(case):
+    shape = (2, 2, min(case.shape[2], 5), 16) if case.operation == "attention" else (6, 40)
+    return dataclasses.replace(case, shape=shape, keys=case.keys and 7)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu.py on the CPU, timed by the clock, its peers not compiled."""
+    module = load("gpu")
+    for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0, "replay": timer.wall_clock}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(peers, "_compiled", lambda function: function)
+    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: types.SimpleNamespace(backend="triton"))
+    return module
+
+
+def test_benchmarks_begin_with_each_kind(gpu):
+    cases = list(gpu.cases())
+    kinds = {(c.operation, c.dropout > 0, c.padding, c.keys is not None) for c in cases}
+    assert {(c.operation, c.dropout > 0, c.padding, c.keys is not None) for c in cases[: len(kinds)]} == kinds
+    assert len(set(cases)) == len(cases)
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
+    cases = list(dict.fromkeys(map(small, gpu.cases())))
+    monkeypatch.setattr(gpu, "cases", lambda: cases)
+    gpu.run(tmp_path / "results.json", {"device": None}, seconds=100)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [r["case"] for r in results["cases"]] == [c.name for c in cases]
+    for case, result in zip(cases, results["cases"], strict=True):
+        assert "error" not in result, result
+        timed = result["milliseconds"].keys()
+        assert timed >= ({"fastattn"} if case.operation == "attention" else {"fastattn", "torch", "compiled"}), result
+        if case.operation == "attention" and not (case.dropout or case.backward):  # on the CPU flex has neither
+            assert "flex" in timed, result
+
+
+def test_a_case_that_fails_does_not_stop_the_rest(gpu, monkeypatch, tmp_path):
+    def broken(case):
+        raise MemoryError
+
+    cases = [small(case) for case in gpu.cases()][:2]
+    monkeypatch.setattr(gpu, "cases", lambda: cases)
+    monkeypatch.setattr(gpu, "contestants", broken)
+    gpu.run(tmp_path / "results.json", {}, seconds=100)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [r["error"] for r in results["cases"]] == ["MemoryError"] * 2
+
+
+@pytest.mark.slow
+def test_tuner(monkeypatch, tmp_path):
+    """Every candidate is tried and the tables are as they were, whatever does not run."""
+    require("triton")
+    if DEVICE != "cpu":
+        pytest.skip("for Triton's interpreter")
+    tune = load("tune")
+    from fastattn.backends.triton import configurations
+
+    before = repr((configurations.ATTENTION_16_BITS, configurations.ROWS))
+    tried = []
+
+    def time_once(call, **options):
+        tried.append(call)
+        call()
+        if len(tried) % 5 == 4:
+            raise RuntimeError("out of resource")
+        return 1.0 / len(tried)
+
+    for name, value in {"DEVICE": "cpu", "PROBLEM": (1, 1, 20), "ELEMENTS": 2**13, "HELD": (1024,)}.items():
+        monkeypatch.setattr(tune, name, value)
+    monkeypatch.setattr(tune, "TILES", tune.TILES[:1])
+    monkeypatch.setattr(tune, "do_bench", time_once)
+    tune.run(tmp_path / "results.json", {}, seconds=100)
+    tiles = json.loads((tmp_path / "results.json").read_text())["tiles"]
+    assert len(tiles) == 3 * 2 + 5 * 2
+    assert all(entries == sorted(entries, key=lambda entry: entry["milliseconds"]) for entries in tiles.values())
+    assert repr((configurations.ATTENTION_16_BITS, configurations.ROWS)) == before
+
+
+def stages(out, *names):
+    environment = {**os.environ, "PYTHON": sys.executable}
+    command = ["bash", BENCHMARKS / "run_gpu.sh", out, *names]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return result.returncode, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_stages_fail_one_by_one(tmp_path):
+    status, output = stages(tmp_path, "benchmarks", "tuning")
+    assert status == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["device"] is None
+    assert {name: stage["result"] for name, stage in summary["stages"].items()} == dict.fromkeys(
+        ["benchmarks", "tuning"], "failed"
+    )
+    assert "no CUDA device" in output
+
+
+def test_stages_by_name(tmp_path):
+    status, output = stages(tmp_path, "benchmarking")
+    assert status == 2
+    assert "benchmarking" in output
+    assert "sanitizer" in output
