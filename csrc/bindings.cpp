@@ -47,9 +47,16 @@ Parallel torch_threads() {
           }};
 }
 
-// A call's scratch memory, 64-byte aligned: on the stack where it is small.
+// A call's scratch memory, 64-byte aligned: on the stack where it is small; where it is of medium size, memory that the
+// thread keeps, since fresh pages would cost such a call more than its arithmetic.
 struct Workspace {
-  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10;
+  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10, kKept = 1 << 20;
+  struct Kept {
+    alignas(kAlignment) char data[kKept];
+    bool taken;
+  };
+  static inline thread_local Kept kept;
+
   alignas(kAlignment) char local[kLocal];
   std::optional<Tensor> tensor;
   char* data = local;
@@ -57,9 +64,17 @@ struct Workspace {
   Workspace(const Workspace&) = delete;
   explicit Workspace(int64_t bytes) {
     if (bytes <= kLocal) return;
+    if (bytes <= kKept && !kept.taken) {
+      kept.taken = true;
+      data = kept.data;
+      return;
+    }
     const int64_t floats = (bytes + kAlignment + 3) / 4;
     tensor = empty(Sizes(&floats, 1), Dtype::float32);
     data = (char*)(((uintptr_t)tensor->mutable_data_ptr() + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  ~Workspace() {
+    if (data == kept.data) kept.taken = false;
   }
 };
 
