@@ -69,18 +69,26 @@ def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None,
 
 
 def _attention(
-    dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None, backward: bool = True,
-    queries: int = 256,
+    dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None, tf32: bool = False,
 ) -> None:  # fmt: skip
-    query, seed = _empty(2, 4, queries, size, dtype=dtype), _empty(2, dtype=torch.int64)
-    key = _empty(2, 2, 4096, size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(2, 1, queries, 4096, dtype=mask)
-    seed_ = seed if threshold else None
-    settings = attn_mask, _empty(2, dtype=torch.int64), seed_, 0.125, -1, 0, True, threshold
-    out, lse, stats = kernels.attention(query, key, key, *settings)
-    if backward:
-        is_float = mask is not None and mask != torch.bool
+    """Enough sequences and heads to occupy any device."""
+    query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, 512, size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(32, 1, 256, 512, dtype=mask)
+    seed = _empty(2, dtype=torch.int64) if threshold else None
+    settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
+    is_float = mask is not None and mask != torch.bool
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        out, lse, stats = kernels.attention(query, key, key, *settings)
         kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, is_float)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _split_attention(dtype: torch.dtype, size: int, queries: int) -> None:
+    """Few queries against a long cache, whose keys are split."""
+    query, key = _empty(1, 8, queries, size, dtype=dtype), _empty(1, 2, 8192, size, dtype=dtype)
+    kernels.attention(query, key, key, None, _empty(1, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
@@ -94,13 +102,22 @@ def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
 CASES: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
         *((_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
+        *((_attention, torch.float16, size, 6554) for size in (64, 128)),
         *((_attention, torch.float32, size, 6554) for size in (64, 128, 256)),
-        (_attention, torch.float16, 59, 6554),
-        (_attention, torch.bfloat16, 64, 6554, torch.bool),
+        (_attention, torch.float32, 64, 0),
+        *((_attention, torch.float32, size, 6554, None, True) for size in (64, 128, 256)),
+        # Head sizes that are not powers of 2, and then rows that do not begin at multiples of 16 bytes.
+        (_attention, torch.bfloat16, 80, 6554),
+        *((_attention, torch.float16, size, 6554) for size in (59, 100, 250)),
+        (_attention, torch.float32, 59, 6554),
+        *((_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128, 256)),
+        *((_attention, torch.bfloat16, size, 6554, torch.float32) for size in (64, 128)),
         (_attention, torch.bfloat16, 64, 0, torch.float32),
-        (_attention, torch.bfloat16, 64, 6554, torch.float32),
-        (_attention, torch.bfloat16, 128, 0, None, False, 1),
-        (_varlen_attention, torch.bfloat16, 64, 6554),
+        (_attention, torch.float32, 64, 6554, torch.float32),
+        *((_split_attention, torch.bfloat16, size, 1) for size in (64, 128, 256)),
+        (_split_attention, torch.float32, 64, 1),
+        (_split_attention, torch.bfloat16, 128, 64),
+        *((_varlen_attention, torch.bfloat16, size, 6554) for size in (64, 128)),
     ],
     "dropout": [
         (_dropout, torch.bfloat16, 64, 512),
@@ -183,7 +200,7 @@ class Report:
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
         halves = any("16" in value for name, value in self.variant if value.startswith("*"))
-        if self.products > 0 and (halves or self.tf32) and not self.matrix_instructions:
+        if self.products > 0 and (halves or self.is_tf32_allowed) and not self.matrix_instructions:
             found.append("no matrix instructions in the main loop")
         if self.tf32 and not self.is_tf32_allowed:
             found.append("tf32 that was not asked for")
@@ -192,13 +209,14 @@ class Report:
 
 
 def faults(reports: list[Report]) -> dict[Report, list[str]]:
-    """The faults of each report, those that show in comparison with another among them."""
+    """The faults of each report, those that show in comparison with another among them: dropout's tiles are those of
+    matrix instructions, and add layout conversions to other products."""
     plain = {report.without_dropout: report.conversions for report in reports if not report.is_dropping}
     found = {}
     for report in reports:
         found[report] = report.faults()
         without = plain.get(report.without_dropout, report.conversions)
-        if report.conversions > without:
+        if report.matrix_instructions and report.conversions > without:
             found[report].append(f"{report.conversions} layout conversions in the main loop, {without} without dropout")
     return found
 

@@ -62,18 +62,24 @@ def _sequence(b, sequences, LOWER_RIGHT: tl.constexpr):
 
 
 @triton.jit
+def _wide(n):
+    """n, which is not negative, in 64 bits: its upper half is known then, and takes no register."""
+    return n.to(tl.uint32).to(tl.int64) if n.dtype == tl.int32 else n
+
+
+@triton.jit
 def _head(tensor, b, h, first):
     """Where head h of sequence b has its row 0, and the stride of rows in 64 bits, as all offsets are."""
     pointer, batch, head, row = tensor
     row = tl.cast(row, tl.int64)
-    return pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head + first * row), row
+    return pointer + (_wide(b) * batch + _wide(h) * head + first * row), row
 
 
 @triton.jit
 def _statistic(rows, b, h, first, i):
     """Offsets of the statistics of queries i."""
     batch, head, row = rows
-    return b.to(tl.int64) * batch + h.to(tl.int64) * head + (first + i).to(tl.int64) * row
+    return _wide(b) * batch + _wide(h) * head + _wide(first + i) * row
 
 
 @triton.jit
@@ -81,7 +87,7 @@ def _pointers(head, first, N: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.const
     """(N, D) pointers to the rows from ``first``. Rows begin at multiples of ALIGNMENT elements: 16 bytes, or 1."""
     base, row = head
     row = row // ALIGNMENT * ALIGNMENT
-    base += first * row
+    base += _wide(first) * row
     if ALIGNMENT > 1:
         base = tl.multiple_of(base, 16)
     return base + (tl.arange(0, N)[:, None] * row + tl.arange(0, D)[None, :])
@@ -108,6 +114,16 @@ def _load(
 
 
 @triton.jit
+def _load_rows(pointers, rows, other):
+    """A number of each row; ``other`` of those that are not in ``rows`` (None: all are)."""
+    if rows is None:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=rows, other=other)
+    return values
+
+
+@triton.jit
 def _store(head, first, rows, size, tile, ALIGNMENT: tl.constexpr):
     pointers = _pointers(head, first, tile.shape[0], tile.shape[1], ALIGNMENT)
     inside = rows[:, None] & (tl.arange(0, tile.shape[1]) < size // ALIGNMENT * ALIGNMENT)[None, :]
@@ -131,7 +147,7 @@ def _plan(lists, b, h, tile, SIZE: tl.constexpr, STEP: tl.constexpr, end, diagon
         plan = plain_stop - plain, stop - begin - (plain_stop - plain), plain, plain - begin
     else:
         pointer, batch, head, row, count = lists
-        entry = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile.to(tl.int64) * row)
+        entry = pointer + (_wide(b) * batch + _wide(h) * head + _wide(tile) * row)
         plan = tl.load(entry), tl.load(entry + 1), entry + 2, entry + 1 + count
     return plan
 
@@ -160,7 +176,7 @@ def _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right):
     rows = (j < length) & (j >= diagonal - left) & (j < queries + diagonal + right)
     if seen is not None:
         pointer, batch, head, row = seen
-        base = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile.to(tl.int64) * row)
+        base = pointer + (_wide(b) * batch + _wide(h) * head + _wide(tile) * row)
         rows = rows & (tl.load(base + j, mask=j < keys, other=0) != 0)
     return rows
 
@@ -172,8 +188,8 @@ def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right):
     visible = (j < length) & (distance >= -left) & (distance <= right)
     if mask is not None:
         pointer, batch, head, row, column = mask
-        pointers = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head)
-        pointers += i.to(tl.int64) * row + j.to(tl.int64) * column
+        pointers = pointer + (_wide(b) * batch + _wide(h) * head)
+        pointers += _wide(i) * row + _wide(j) * column
         value = tl.load(pointers, mask=(i < queries) & (j < keys), other=0)
         if value.dtype == tl.uint8:
             visible = visible & (value != 0)
@@ -200,6 +216,12 @@ def _scaled(x, magnitude, FLOAT: tl.constexpr):
 @triton.jit
 def _exponential(x, FLOAT: tl.constexpr):
     return tl.exp2(x * LOG2E) if FLOAT else tl.exp2(x)
+
+
+@triton.constexpr_function
+def _is_scarce(e, ev, dtype):
+    """Whether such heads leave no registers for what could be hoisted out of the main loop."""
+    return e + ev > 256 or dtype.primitive_bitwidth == 32
 
 
 # Forward
@@ -230,7 +252,7 @@ def _forward(
     part, parts = tl.program_id(1), tl.num_programs(1)  # of the keys
     for EDGE in tl.static_range(2):
         begin, end = plan[EDGE] * part // parts, plan[EDGE] * (part + 1) // parts
-        for n in tl.range(begin, end, disable_licm=(EDGE == 1) | (E + EV > 256)):
+        for n in tl.range(begin, end, disable_licm=(EDGE == 1) | _is_scarce(E, EV, q.dtype)):
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
@@ -358,7 +380,7 @@ def _grad_query(
     dq = tl.zeros((ROWS, E), tl.float32)
     plan = _plan(lists, b, h, tile, ROWS, COLUMNS, length, diagonal, left, right)
     for EDGE in tl.static_range(2):
-        for n in tl.range(plan[EDGE], disable_licm=(EDGE == 1) | (E + EV > 256)):
+        for n in tl.range(plan[EDGE], disable_licm=(EDGE == 1) | _is_scarce(E, EV, q.dtype)):
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
@@ -392,15 +414,16 @@ def _grad_key_value(
     if first_j >= keys:
         return
     j = first_j + tl.arange(0, COLUMNS)
-    k = _load(_head(key, b, key_head, first_key), first_j, j < length, size, COLUMNS, E, EXACT, ALIGNMENT)
-    v = _load(_head(value, b, key_head, first_key), first_j, j < length, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+    exists = tl.arange(0, COLUMNS) < length - first_j  # not of j, which would be kept in registers to the end
+    k = _load(_head(key, b, key_head, first_key), first_j, exists, size, COLUMNS, E, EXACT, ALIGNMENT)
+    v = _load(_head(value, b, key_head, first_key), first_j, exists, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
 
     dk = tl.zeros((COLUMNS, E), tl.float32)
     dv = tl.zeros((COLUMNS, EV), tl.float32)
     end = tl.where(first_j < length, queries, 0)
     for EDGE in tl.static_range(2):
         for n_head in tl.range(group, disable_licm=True):
-            h = key_head * group + n_head
+            h = (_wide(key_head) * group + n_head).to(tl.int32)
             queries_of_head = _head(query, b, h, first_query)
             grads_of_head = _head(grad_out, b, h, first_query)
             plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
@@ -411,9 +434,9 @@ def _grad_key_value(
                 q = _load(queries_of_head, first_i, real_i, size, ROWS, E, EXACT, ALIGNMENT)
                 do = _load(grads_of_head, first_i, real_i, value_size, ROWS, EV, EXACT, ALIGNMENT)
                 at = _statistic(rows, b, h, first_query, i)
-                m = tl.load(shift + at, mask=i < queries, other=INFINITY)
-                r = tl.load(rate + at, mask=i < queries, other=0.0)
-                d = tl.load(delta + at, mask=i < queries, other=0.0)
+                m = _load_rows(shift + at, real_i, INFINITY)
+                r = _load_rows(rate + at, real_i, 0.0)
+                d = _load_rows(delta + at, real_i, 0.0)
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
                     x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
@@ -429,11 +452,11 @@ def _grad_key_value(
                 if EDGE:
                     ds = tl.where(x == -INFINITY, 0.0, ds)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    exists = (j < length)[:, None]
-    dk = tl.where(exists, dk * magnitude, 0.0)
-    dv = tl.where(exists, dv * factor, 0.0)
-    _store(_head(grad_key, b, key_head, first_key), first_j, j < keys, size, dk, ALIGNMENT)
-    _store(_head(grad_value, b, key_head, first_key), first_j, j < keys, value_size, dv, ALIGNMENT)
+    dk = tl.where(exists[:, None], dk * magnitude, 0.0)
+    dv = tl.where(exists[:, None], dv * factor, 0.0)
+    rows_of_grads = tl.arange(0, COLUMNS) < keys - first_j
+    _store(_head(grad_key, b, key_head, first_key), first_j, rows_of_grads, size, dk, ALIGNMENT)
+    _store(_head(grad_value, b, key_head, first_key), first_j, rows_of_grads, value_size, dv, ALIGNMENT)
 
 
 @kernel
@@ -486,11 +509,9 @@ def _grad_mask(
     i = own_i * ROWS + tl.arange(0, ds_sum.shape[0])
     j = own_j * COLUMNS + tl.arange(0, ds_sum.shape[1])
     pointer, batch_stride, head_stride, row_stride, mask_rows, mask_columns = grad
-    base = pointer + (own_b.to(tl.int64) * batch_stride + own_h.to(tl.int64) * head_stride)
+    base = pointer + (_wide(own_b) * batch_stride + _wide(own_h) * head_stride)
     inside = (i < mask_rows)[:, None] & (j < mask_columns)[None, :]
-    tl.store(
-        base + (i.to(tl.int64)[:, None] * row_stride + j[None, :]), ds_sum.to(pointer.dtype.element_ty), mask=inside
-    )
+    tl.store(base + (_wide(i)[:, None] * row_stride + j[None, :]), ds_sum.to(pointer.dtype.element_ty), mask=inside)
 
 
 # Which tiles a mask leaves
@@ -512,9 +533,9 @@ def _cover(
     h, b = plane % mask_heads, plane // mask_heads
     i, j = tile_i * ROWS + tl.arange(0, ROWS), tile_j * COLUMNS + tl.arange(0, COLUMNS)
     pointer, batch, head, row, column = mask
-    base = pointer + (b.to(tl.int64) * batch + h.to(tl.int64) * head)
+    base = pointer + (_wide(b) * batch + _wide(h) * head)
     inside = (i < mask_rows)[:, None] & (j < mask_columns)[None, :]
-    value = tl.load(base + (i.to(tl.int64)[:, None] * row + j.to(tl.int64)[None, :] * column), mask=inside, other=0)
+    value = tl.load(base + (_wide(i)[:, None] * row + _wide(j)[None, :] * column), mask=inside, other=0)
     if value.dtype == tl.uint8:
         visible = (value != 0) & inside
         plain = visible
@@ -525,7 +546,7 @@ def _cover(
     something = tl.max(seen_j, 0)
     everything = tl.min((plain | ~inside).to(tl.int32))
     tl.store(cover + program, tl.where(everything == 1, ALL, something * SOME).to(tl.int8))
-    seen_row = seen + (plane * row_tiles + tile_i).to(tl.int64) * mask_columns
+    seen_row = seen + _wide(plane * row_tiles + tile_i) * mask_columns
     tl.store(seen_row + j, seen_j.to(tl.uint8), mask=j < mask_columns)
 
 
@@ -540,16 +561,14 @@ def _list(
     own, h, b = program % own_tiles, program // own_tiles % list_heads, program // own_tiles // list_heads
     _, queries, _, _, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
     cover_pointer, cover_batch, cover_head, cover_own, cover_other = cover
-    classes = cover_pointer + (
-        b.to(tl.int64) * cover_batch + h.to(tl.int64) * cover_head + own.to(tl.int64) * cover_own
-    )
-    entry = lists + program.to(tl.int64) * (count + 2)
+    classes = cover_pointer + (_wide(b) * cover_batch + _wide(h) * cover_head + _wide(own) * cover_own)
+    entry = lists + _wide(program) * (count + 2)
     plain_tiles, edge_tiles = program * 0, program * 0
     ROWS: tl.constexpr = STEP if KEYS_OWN else OWN
     COLUMNS: tl.constexpr = OWN if KEYS_OWN else STEP
     for chunk in range(tl.cdiv(count, CHUNK)):
         other = chunk * CHUNK + tl.arange(0, CHUNK)
-        kind = tl.load(classes + other.to(tl.int64) * cover_other, mask=other < count, other=0)
+        kind = tl.load(classes + _wide(other) * cover_other, mask=other < count, other=0)
         first_i, first_j = (other * STEP, own * OWN) if KEYS_OWN else (own * OWN, other * STEP)
         nearest = first_j - (first_i + ROWS - 1) - diagonal
         farthest = first_j + COLUMNS - 1 - first_i - diagonal
@@ -640,8 +659,10 @@ class _Problem:
         return bits % 16 == 0
 
     def tiles(self, kernel: str) -> configurations.Tiles:
-        size, masked = max(self.size, self.value_size), self.mask is not None
-        return configurations.attention(kernel, self.dtype, size, masked, self.device)
+        size = max(self.size, self.value_size)
+        is_regular = self.sequences[2] is None and self.size == self.value_size and size & (size - 1) == 0
+        kind = "masked" if self.mask is not None else "regular" if is_regular else "irregular"
+        return configurations.attention(kernel, self.dtype, size, kind, self.is_aligned, self.device)
 
     def constants(self, tiles: configurations.Tiles, *others: tuple[Any, ...]) -> dict[str, Any]:
         """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
@@ -728,6 +749,8 @@ class _Problem:
         """The gradients of query, key, value and, where it is wanted, the mask."""
         grads = [_empty(tensor, tensor.size(-1)) for tensor in self.given]
         out_heads, grad_heads = _heads(_readable(out)), _heads(_readable(grad_out))
+        if self.is_aligned and not self._are_aligned(grad_heads):
+            grad_heads = _heads(grad_out.clone(memory_format=torch.contiguous_format))
         query_heads, key_heads, value_heads = map(_heads, grads)
         point, total = stats.unbind()
         shift, rate, delta = torch.empty((3, *point.shape), dtype=stats.dtype, device=self.device).unbind()

@@ -23,16 +23,19 @@ class Tiles(NamedTuple):
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
 # for compute capabilities 9.0 and 10.x, which multiply from shared memory, the second for the others, whose operands
-# take registers and some of which have 99 KiB of shared memory. A mask takes registers too: where a kernel has a line
-# for it, those tiles are smaller.
+# take registers and some of which have 99 KiB of shared memory. Masks take registers too, and so do irregular operands,
+# which are packed sequences and head sizes that are not a power of 2: where a kernel has a line for them, they have
+# smaller tiles.
 ATTENTION_16_BITS = {
     "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
+    "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(32, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 2), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_irregular": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(32, 64, 8, 1)},
     "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
@@ -45,24 +48,27 @@ ATTENTION_16_BITS_SMALL = {
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
-ATTENTION_32_BITS = {
-    "forward": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 4, 1)},
-    "grad_query": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_mask": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
+# For float32, which without tf32 is multiplied number by number, and for rows that do not begin at multiples of 16
+# bytes, where each number has a pointer of its own.
+ATTENTION_NUMBER_BY_NUMBER = {
+    "forward": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
 
 
-def attention(kernel: str, dtype: torch.dtype, size: int, masked: bool, device: torch.device) -> Tiles:
-    """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256."""
-    if dtype == torch.float32:
-        table = ATTENTION_32_BITS
+def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned: bool, device: torch.device) -> Tiles:
+    """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256,
+    which are of this kind: "regular", "masked" or "irregular"."""
+    if dtype == torch.float32 or not is_aligned:
+        table = ATTENTION_NUMBER_BY_NUMBER
     elif capability(device)[0] in (9, 10):
         table = ATTENTION_16_BITS
     else:
         table = ATTENTION_16_BITS_SMALL
-    line = table.get(f"{kernel}_masked", table[kernel]) if masked else table[kernel]
+    line = table.get(f"{kernel}_{kind}", table[kernel])
     return next(tiles for largest, tiles in line.items() if size <= largest)
 
 
