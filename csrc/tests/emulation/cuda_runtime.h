@@ -117,6 +117,10 @@ template <class T>
 T __ldg(const T* address) {
   return *address;
 }
+template <class T>
+void __stwb(T* address, T value) {
+  *address = value;
+}
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
