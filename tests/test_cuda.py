@@ -5,10 +5,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import DEVICE, REQUIRED, require
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastattn
+from fastattn import backends
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -153,6 +158,33 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
     else:
         assert done.returncode != 0, "not found"
         assert any(words in done.stdout for words in found.split("|")), done.stdout
+
+
+# Selection
+
+
+def test_cuda_is_taken_before_triton(monkeypatch):
+    """Where the library has the operation and serves the dtype; otherwise `explain` says why not."""
+    library = SimpleNamespace(layer_norm=None)
+    monkeypatch.setitem(backends.TABLE, "triton", SimpleNamespace(layer_norm=None, dropout=None))
+    monkeypatch.setitem(backends.TABLE, "cuda", library)
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        x = torch.empty(2, 8, device="cuda")
+        chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
+        assert chosen.backend == "cuda"
+        assert chosen.reasons["triton"] == "cuda is faster"
+        fallback = fastattn.explain(fastattn.dropout, x)
+        assert fallback.backend == "triton"
+        assert fallback.reasons["cuda"] == "it has no dropout"
+        double = fastattn.explain(fastattn.layer_norm, x.double(), (8,))
+        assert double.backend == "reference"
+        assert "float64" in double.reasons["cuda"]
+        monkeypatch.delitem(backends.TABLE, "cuda")
+        monkeypatch.setitem(backends.MISSING, "cuda", "its library is not loaded: no nvcc")
+        missing = fastattn.explain(fastattn.layer_norm, x, (8,))
+        assert missing.backend == "triton"
+        assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
 
 
 # What nvcc makes of it

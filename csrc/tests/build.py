@@ -46,7 +46,7 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     objects += [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
     objects += [
-        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O2 {include}")
+        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include}")
         for source in sorted(emulation.glob("*.cpp"))
     ]
     link = f"-shared -Wl,--no-undefined -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -lc10"
