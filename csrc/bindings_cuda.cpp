@@ -276,9 +276,9 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
   a.mask = mask_of(attn_mask);
   a.scale = (float)scale;
-  const int64_t far = a.queries + a.keys;  // beyond all keys there is no bound
-  a.window_left = window_left < far ? window_left : -1;
-  a.window_right = window_right < far ? window_right : -1;
+  const int64_t unbounded = a.queries + a.keys;
+  a.window_left = window_left < 0 || window_left > unbounded ? unbounded : window_left;
+  a.window_right = window_right < 0 || window_right > unbounded ? unbounded : window_right;
   a.lower_right = lower_right;
   const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
   const Tensor out = empty_heads(query, a.queries, a.value_depth, place.device);

@@ -35,8 +35,16 @@ OPTIMIZE = "-O3"
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 
 
+# What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
+ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+
+
 class BuildError(BaseError):
     """Why a library cannot be built, in one line."""
+
+
+class NotBuilt(BuildError):
+    """Why a library is not built here, which is no failure."""
 
 
 def instruction_sets() -> dict[str, str]:
@@ -102,8 +110,13 @@ def kernel_objects(sources: list[Path], flags: str) -> list[tuple[str, Path, str
     ]
 
 
-def run_ninja(directory: Path, objects: list[tuple[str, Path, str]], target: str, link_flags: str) -> Path:
-    """Compiles what is out of date of `objects` and links them to `target` inside `directory`. Returns the target."""
+def run_ninja(
+    directory: Path, objects: list[tuple[str, Path, str]], target: str, link_flags: str, nvcc: str | None = None
+) -> Path:
+    """Compiles what is out of date of `objects` and links them to `target` inside `directory`. Returns the target.
+
+    With `nvcc` that command compiles the sources ending in .cu, and links.
+    """
     ninja = shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
     if ninja is None:
         raise BuildError("ninja not found (pip install ninja)")
@@ -114,12 +127,18 @@ def run_ninja(directory: Path, objects: list[tuple[str, Path, str]], target: str
         "  deps = gcc",
         "  depfile = $out.d",
         "  description = $out",
+        "rule compile_cuda",
+        f"  command = {nvcc} -MD -MF $out.d $flags -c $in -o $out",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "  description = $out",
         "rule link",
-        f"  command = {command} $in -o $out $flags",
+        f"  command = {nvcc or command} $in -o $out $flags",
         "  description = $out",
     ]
     for name, source, flags in objects:
-        lines += [f"build {name}: compile {_escape(source)}", f"  flags = {flags}"]
+        rule = "compile_cuda" if nvcc and source.suffix == ".cu" else "compile"
+        lines += [f"build {name}: {rule} {_escape(source)}", f"  flags = {flags}"]
     lines += [f"build {target}: link {' '.join(name for name, _, _ in objects)}", f"  flags = {link_flags}"]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "build.ninja").write_text("\n".join(lines) + "\n")
@@ -158,11 +177,101 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     return library, {
         "compiler": version[0] if version else shlex.join(compiler()),
         "instruction_sets": list(instruction_sets()),
-        "torch_headers": re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())[1],
+        "torch_headers": torch_version(torch),
     }
 
 
-LIBRARIES = {"cpu": build_cpu}
+def torch_version(torch: Path) -> str:
+    return re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())[1]
+
+
+def nvcc() -> tuple[str, str]:
+    """(command, version) of the CUDA compiler: in $CUDA_HOME, on the PATH, or in the toolkit's usual place."""
+    home = os.environ.get("CUDA_HOME")
+    candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    command = next(filter(None, map(shutil.which, candidates)), None)
+    if command is None:
+        raise NotBuilt(f"no CUDA compiler: {candidates[0]} not found")
+    version = re.search(
+        r"release (\d+\.\d+)", subprocess.run([command, "--version"], capture_output=True, text=True).stdout
+    )
+    if version is None:
+        raise BuildError(f"{command} --version names no release")
+    return command, version[1]
+
+
+def check_cuda(torch: Path, version: str) -> None:
+    """Raise unless `torch` takes a library of this CUDA version; a torch without CUDA does where it is asked for."""
+    found = re.search(r"^cuda.*= '(\d+\.\d+)", (torch / "version.py").read_text(), re.MULTILINE)
+    if found is None and os.environ.get("FASTATTN_CUDA") != "1":
+        raise NotBuilt(f"torch {torch_version(torch)} is built without CUDA (FASTATTN_CUDA=1 compiles all the same)")
+    if found is not None and found[1].split(".")[0] != version.split(".")[0]:
+        raise NotBuilt(f"nvcc is of CUDA {version}, torch {torch_version(torch)} of CUDA {found[1]}")
+
+
+def architectures(command: str) -> list[str]:
+    """What to compile for, as TORCH_CUDA_ARCH_LIST names it: its list, this machine's GPUs, or all that nvcc knows."""
+    named = re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
+    if named != [""]:
+        return named
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    if shutil.which(query[0]):
+        answer = subprocess.run(query, capture_output=True, text=True)
+        found = sorted({line.strip() for line in answer.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d+\s*", line)})
+        if answer.returncode == 0 and found:
+            return found
+    known = subprocess.run([command, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    usual = [name for name in ARCHITECTURES if "sm_" + name.replace(".", "") in known]
+    if not usual:
+        raise NotBuilt(f"{command} compiles for none of {', '.join(ARCHITECTURES)}")
+    return [*usual[:-1], usual[-1] + "+PTX"]
+
+
+def cuda_flags(names: list[str]) -> str:
+    """nvcc's flags for kernels on these architectures."""
+    host = f"-ccbin {shlex.quote(compiler()[0])} -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
+    codes = []
+    for name in names:
+        number = name.removesuffix("+PTX").replace(".", "")
+        if not re.fullmatch(r"\d+[a-z]?", number):
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name} is not an architecture such as 9.0 or 9.0+PTX")
+        code = f"[sm_{number},compute_{number}]" if name.endswith("+PTX") else f"sm_{number}"
+        codes.append(f"-gencode arch=compute_{number},code={code}")
+    threads = os.environ.get("NVCC_THREADS")
+    return " ".join(["-std=c++17 -O3", host, *codes, *([f"--threads {threads}"] if threads else [])])
+
+
+def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
+    """Compiles and links the library of the `cuda` backend for these architectures.
+
+    What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
+    """
+    bindings = f"{CXX_FLAGS} {OPTIMIZE} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
+    objects = [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
+    flags = cuda_flags(names)
+    objects += [(f"{source.stem}.o", source, flags) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "exports.map").write_text("{ local: *; };\n")
+    torch_cuda = "-ltorch_cuda" if (torch / "lib/libtorch_cuda.so").exists() else ""
+    link = (
+        f"-shared -cudart static -ccbin {shlex.quote(compiler()[0])} -Xlinker --version-script=exports.map,--as-needed"
+        f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu {torch_cuda}"
+    )
+    return run_ninja(directory, objects, "_cuda.so", link, nvcc()[0])
+
+
+def build_cuda(directory: Path) -> tuple[Path, dict[str, object]]:
+    """Compiles the library of the `cuda` backend, where it is wanted. Returns the file and what is worth knowing."""
+    instruction_sets()  # the machines that it is for
+    command, version = nvcc()
+    torch = torch_for_building()
+    check_cuda(torch, version)
+    names = architectures(command)
+    library = compile_cuda(directory, torch, names)
+    return library, {"compiler": f"nvcc {version}", "architectures": names, "torch_headers": torch_version(torch)}
+
+
+LIBRARIES = {"cpu": build_cpu, "cuda": build_cuda}
 
 
 def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
@@ -170,11 +279,16 @@ def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
 
     Objects stay in `directory`, so that the next build compiles only what has changed.
 
-    FASTATTN_BUILD=0 builds none; FASTATTN_BUILD=1 raises `BuildError` where one cannot be built. Returns the files.
+    FASTATTN_BUILD=0 builds none; FASTATTN_BUILD=1 raises `BuildError` where one cannot be built, but for the CUDA
+    library where nvcc or a CUDA torch is missing. FASTATTN_CUDA=0 leaves that library out, FASTATTN_CUDA=1 raises where
+    it cannot be built. Returns the files.
     """
     wanted = os.environ.get("FASTATTN_BUILD", "")
     if wanted not in ("", "0", "1"):
         raise BuildError(f"FASTATTN_BUILD={wanted}: expected 0 (pure Python), 1 (compile or fail) or nothing")
+    cuda = os.environ.get("FASTATTN_CUDA", "")
+    if cuda not in ("", "0", "1"):
+        raise BuildError(f"FASTATTN_CUDA={cuda}: expected 0 (no CUDA library), 1 (compile it or fail) or nothing")
     package.mkdir(parents=True, exist_ok=True)
     record, written = {}, [package / "_build.json"]
     for name, builder in LIBRARIES.items():
@@ -182,10 +296,13 @@ def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
         target.unlink(missing_ok=True)
         try:
             if wanted == "0":
-                raise BuildError("installed with FASTATTN_BUILD=0")
+                raise NotBuilt("installed with FASTATTN_BUILD=0")
+            if name == "cuda" and cuda == "0":
+                raise NotBuilt("installed with FASTATTN_CUDA=0")
             library, record[name] = builder(directory / name)
         except BuildError as error:
-            if wanted == "1":
+            failed = wanted == "1" and not isinstance(error, NotBuilt)
+            if failed or (name == "cuda" and cuda == "1" and wanted != "0"):
                 raise
             record[name] = {"reason": str(error)}
             print(f"fastattn: no {name} library: {error}", flush=True)

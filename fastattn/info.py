@@ -51,4 +51,6 @@ def _library(name: str) -> str:
         return f"not used: {native.reason(name)}"
     record = native.build_record().get(name, {})
     built = f"built by {record['compiler']} with the headers of torch {record['torch_headers']}" if record else "loaded"
+    if name == "cuda":
+        return f"{built} for compute capability {', '.join(record.get('architectures', ['unknown']))}"
     return f"{built}; {native.library(name).isa()} in use of {native.library(name).isas()}"

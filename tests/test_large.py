@@ -108,6 +108,38 @@ def test_attention_sums_a_million_keys(isa, queries, equal):
     assert (error <= 32 * eps * (p * (grad_probability + delta) @ k.abs() / 2)).all()
 
 
+@pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
+@pytest.mark.parametrize("equal", [True, False], ids=["equal terms", "random terms"])
+def test_rows_of_a_million_columns(isa, equal):
+    """Errors do not grow with the number of terms, not even where they all round alike."""
+    columns, eps = 2**20 + 5, torch.finfo(torch.float32).eps
+    x, grad = torch.randn(1, columns), torch.rand(1, columns) + 0.1
+    if equal:  # for LayerNorm as far from their mean, for softmax but one as far from the maximum
+        x, grad = (torch.arange(columns) % 2 * 0.7)[None], torch.full_like(x, 0.3)
+        x[0, 0] = 0.9
+    results = {}
+    for name, function in (("softmax", softmax_dropout), ("layer_norm", lambda t: layer_norm(t, (columns,)))):
+        leaf = x.clone().requires_grad_()
+        with instruction_set(isa):
+            out = function(leaf)
+            results[name] = out.detach(), *torch.autograd.grad(out, leaf, grad)
+
+    # The sums are of one sign, so their errors show whole: 16 eps of the terms' sizes beside the exponentials' own.
+    x, grad = x.double(), grad.double()
+    p = x.softmax(-1)
+    delta = (p * grad).sum()
+    out, grad_x = results["softmax"]
+    torch.testing.assert_close(out.double(), p, rtol=16 * eps, atol=0)
+    assert ((grad_x - p * (grad - delta)).abs() <= 16 * eps * p * (grad + delta)).all()
+
+    rstd = (x.var(correction=0) + 1e-5).rsqrt()
+    y = (x - x.mean()) * rstd
+    out, grad_x = results["layer_norm"]
+    torch.testing.assert_close(out.double(), y, rtol=4 * eps, atol=4 * eps)
+    terms = grad + grad.mean() + y.abs() * (grad * y.abs()).mean()
+    assert ((grad_x - (grad - grad.mean() - y * (grad * y).mean()) * rstd).abs() <= 16 * eps * terms * rstd).all()
+
+
 def test_a_mask_of_more_than_2_31_elements():
     rows, columns = 2**16 + 3, 2**15
     kept = dropout_mask((rows, columns), 0.3, SEED)

@@ -154,6 +154,73 @@ def test_ninja_compiles_only_what_changed(tmp_path):
     assert {name for name in first if first[name] != second[name]} == {"a.o", "lib.so"}
 
 
+# The CUDA library
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A CUDA toolkit of version 13.0 for three architectures, and no GPU."""
+    (tmp_path / "bin").mkdir()
+    answers = "case $1 in --version) echo 'tools, release 13.0, V13.0.88';; *) echo sm_80 sm_90 sm_200;; esac"
+    script(tmp_path / "bin/nvcc", answers)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for name in ("TORCH_CUDA_ARCH_LIST", "FASTATTN_CUDA", "FASTATTN_BUILD", "NVCC_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(native_build, "LIBRARIES", {"cuda": native_build.build_cuda})
+    return str(tmp_path / "bin/nvcc")
+
+
+def cuda_reason(tmp_path) -> str:
+    native_build.build(tmp_path / "package", tmp_path / "objects")
+    return record(tmp_path / "package")["cuda"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "expected"),
+    [
+        ("None", "torch 2.13.0 is built without CUDA (FASTATTN_CUDA=1 compiles all the same)"),
+        ("'12.8'", "nvcc is of CUDA 13.0, torch 2.13.0 of CUDA 12.8"),
+    ],
+)
+def test_cuda_library_is_left_out_with_a_reason(toolkit, tmp_path, monkeypatch, cuda, expected):
+    """Even where a build is required: nothing has failed."""
+    torch_ = fake_torch(tmp_path, "2.13.0")
+    with (torch_ / "version.py").open("a") as file:
+        file.write(f"cuda: Optional[str] = {cuda}\n")
+    monkeypatch.setattr(native_build, "torch_for_building", lambda: torch_)
+    monkeypatch.setenv("FASTATTN_BUILD", "1")
+    assert cuda_reason(tmp_path) == expected
+    monkeypatch.setenv("FASTATTN_CUDA", "0")
+    assert cuda_reason(tmp_path) == "installed with FASTATTN_CUDA=0"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("FASTATTN_CUDA")
+    assert cuda_reason(tmp_path) == f"no CUDA compiler: {tmp_path}/nowhere/bin/nvcc not found"
+    monkeypatch.setenv("FASTATTN_CUDA", "1")
+    with pytest.raises(native_build.BuildError, match="no CUDA compiler"):
+        cuda_reason(tmp_path)
+    monkeypatch.setenv("FASTATTN_CUDA", "yes")
+    with pytest.raises(native_build.BuildError, match="FASTATTN_CUDA=yes: expected 0"):
+        cuda_reason(tmp_path)
+
+
+def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
+    """Those named, else those of this machine's GPUs, else all that the compiler knows and code for later ones."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    script(tmp_path / "bin/nvidia-smi", "exit 9")
+    assert native_build.architectures(toolkit) == ["8.0", "9.0+PTX"]
+    script(tmp_path / "bin/nvidia-smi", "echo 9.0; echo 8.6; echo 9.0")
+    assert native_build.architectures(toolkit) == ["8.6", "9.0"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 10.0+PTX")
+    assert native_build.architectures(toolkit) == ["8.0", "9.0a", "10.0+PTX"]
+    monkeypatch.setenv("NVCC_THREADS", "4")
+    flags = native_build.cuda_flags(native_build.architectures(toolkit))
+    assert "arch=compute_90a,code=sm_90a" in flags
+    assert "arch=compute_100,code=[sm_100,compute_100]" in flags
+    assert "--threads 4" in flags
+    with pytest.raises(native_build.BuildError, match="Hopper is not an architecture such as"):
+        native_build.cuda_flags(["Hopper"])
+
+
 # Where the headers come from
 
 

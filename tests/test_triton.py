@@ -237,3 +237,11 @@ def test_dry_launch():
     status, output = program(str(TESTS / "dry_launch.py"), "40", "33", "48", "49", "50", "51", "57", "63", "64")
     assert status == 0, output
     assert last_json(output)["specialisations"] <= 2 * one["specialisations"]
+
+
+@pytest.mark.slow
+def test_cost_of_a_call_on_the_host():
+    """The benchmark runs; its figures are for a quiet machine."""
+    status, output = program(str(TESTS.parent / "benchmarks" / "launch.py"), "--repeats", "2")
+    assert status == 0, output
+    assert min(json.loads(output[output.index("{") :])["microseconds"].values()) > 0

@@ -31,28 +31,37 @@ struct KeepChunk {
 template <class T>
 void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   const int64_t columns = p.columns;
-  vf total[4] = {}, left[4] = {}, squares[4] = {};
-  int64_t j = 0;
-  for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
-    for (int k = 0; k < 4; ++k) total[k] += load_ahead(x + j + k * kLanes, kLanes);
-  for (; j < columns; j += kLanes) total[0] += load_ahead(x + j, (int)smaller(kLanes, columns - j));
-  const float about = sum((total[0] + total[1]) + (total[2] + total[3])) / (float)columns;
+  double total = 0, left = 0, squares = 0;
+  for_each_part(columns, [&](int64_t begin, int64_t end) {
+    vf parts[4] = {};
+    int64_t j = begin;
+    for (; j + 4 * kLanes <= end; j += 4 * kLanes)
+      for (int k = 0; k < 4; ++k) parts[k] += load_ahead(x + j + k * kLanes, kLanes);
+    for (; j < end; j += kLanes) parts[0] += load_ahead(x + j, (int)smaller(kLanes, end - j));
+    total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+  });
+  const float about = (float)(total / (double)columns);
 
-  j = 0;
-  for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
-    for (int k = 0; k < 4; ++k) {
-      const vf d = load(x + j + k * kLanes) - about;
-      left[k] += d;
-      squares[k] = fma(d, d, squares[k]);
+  for_each_part(columns, [&](int64_t begin, int64_t end) {
+    vf left_parts[4] = {}, square_parts[4] = {};
+    int64_t j = begin;
+    for (; j + 4 * kLanes <= end; j += 4 * kLanes)
+      for (int k = 0; k < 4; ++k) {
+        const vf d = load(x + j + k * kLanes) - about;
+        left_parts[k] += d;
+        square_parts[k] = fma(d, d, square_parts[k]);
+      }
+    for (; j < end; j += kLanes) {
+      const int n = (int)smaller(kLanes, end - j);
+      const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - about);
+      left_parts[0] += d;
+      square_parts[0] = fma(d, d, square_parts[0]);
     }
-  for (; j < columns; j += kLanes) {
-    const int n = (int)smaller(kLanes, columns - j);
-    const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - about);
-    left[0] += d;
-    squares[0] = fma(d, d, squares[0]);
-  }
-  const float rest = sum((left[0] + left[1]) + (left[2] + left[3])) / (float)columns, center = about + rest;
-  const float square = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)columns;
+    left += sum((left_parts[0] + left_parts[1]) + (left_parts[2] + left_parts[3]));
+    squares += sum((square_parts[0] + square_parts[1]) + (square_parts[2] + square_parts[3]));
+  });
+  const float rest = (float)(left / (double)columns), center = about + rest;
+  const float square = (float)(squares / (double)columns);
   const float corrected = square - rest * rest, variance = corrected < 0 ? 0 : corrected;  // NaN stays
   const float scale = 1.0f / sqrtf(variance + p.eps);
   if (p.mean) p.mean[row] = center, p.rstd[row] = scale;
@@ -178,16 +187,21 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const float *weight = p.weight, mean = p.mean[row], rstd = p.rstd[row];
   const T* dy = (const T*)p.grad_out + row * p.grad_out_row;
   const T* x = (const T*)p.x + row * p.x_row;
-  vf g_total = {}, gx_total = {};
-  for_each_vector(p.columns, [&](int64_t j, int n) {
-    const vf grad = load_ahead(dy + j, n), xhat = (load_ahead(x + j, n) - mean) * rstd;
-    const vf g = weight ? grad * load_lanes(weight + j, n) : grad;
-    g_total += g;
-    gx_total = fma(g, xhat, gx_total);
-    if (weight_sum) store_lanes(weight_sum + j, fma(grad, xhat, load_lanes(weight_sum + j, n)), n);
-    if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + grad, n);
+  double g_total = 0, gx_total = 0;
+  for_each_part(p.columns, [&](int64_t begin, int64_t end) {
+    vf g_part = {}, gx_part = {};
+    for_each_vector(begin, end, [&](int64_t j, int n) {
+      const vf grad = load_ahead(dy + j, n), xhat = (load_ahead(x + j, n) - mean) * rstd;
+      const vf g = weight ? grad * load_lanes(weight + j, n) : grad;
+      g_part += g;
+      gx_part = fma(g, xhat, gx_part);
+      if (weight_sum) store_lanes(weight_sum + j, fma(grad, xhat, load_lanes(weight_sum + j, n)), n);
+      if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + grad, n);
+    });
+    g_total += sum(g_part);
+    gx_total += sum(gx_part);
   });
-  const float g_mean = sum(g_total) / (float)p.columns, gx_mean = sum(gx_total) / (float)p.columns;
+  const float g_mean = (float)(g_total / (double)p.columns), gx_mean = (float)(gx_total / (double)p.columns);
 
   const float kept_scale = dropout_scale(p.threshold);
   const bool drop = p.threshold > 0, through_dropout = p.grad_input;

@@ -19,12 +19,18 @@ inline int useful_workers(const Parallel& parallel, int64_t elements) {
   return (int)larger(1, smaller(parallel.threads, elements / kElementsPerWorker));
 }
 
-// Calls body(j, n) for the vectors of a row: n lanes from column j. n is a constant except for the last.
+// Calls body(j, n) for the vectors of the columns [begin, end): n lanes from column j. n is a constant except for the
+// last.
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
+  int64_t j = begin;
+  for (; j + kLanes <= end; j += kLanes) body(j, kLanes);
+  if (j < end) body(j, (int)(end - j));
+}
+
 template <class Body>
 FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
-  int64_t j = 0;
-  for (; j + kLanes <= columns; j += kLanes) body(j, kLanes);
-  if (j < columns) body(j, (int)(columns - j));
+  for_each_vector(0, columns, body);
 }
 
 template <class T>
@@ -51,6 +57,14 @@ FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
     store(p, x);
   else
     store(p, x, n);
+}
+
+// Calls body(begin, end) for parts of [0, columns). A float32 sum over a long row loses what is small beside it, so
+// each part is summed by itself, and the parts' sums are added in float64.
+template <class Body>
+FASTATTN_INLINE void for_each_part(int64_t columns, const Body& body) {
+  constexpr int64_t kPart = 32 * kLanes;
+  for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, smaller(columns, begin + kPart));
 }
 
 // Where a row of an output goes. Outputs that would push everything else out of the caches are streamed.

@@ -36,6 +36,19 @@ FASTATTN_INLINE void for_each_vector(Range range, int64_t columns, const Body& b
   if (j < range.end) body(j, (int)(columns - j));
 }
 
+// The sum over a row of what body(j, n), called as by for_each_vector, returns.
+template <class Body>
+FASTATTN_INLINE float sum_vectors(Range range, int64_t columns, const Body& body) {
+  const int64_t first = align_down(range.begin);
+  double total = 0;
+  for_each_part(range.end - first, [&](int64_t begin, int64_t end) {
+    vf part = {};
+    for_each_vector(Range{first + begin, first + end}, columns, [&](int64_t j, int n) { part += body(j, n); });
+    total += sum(part);
+  });
+  return (float)total;
+}
+
 FASTATTN_INLINE vf apply_mask(vf s, const uint8_t* mask, int n) {
   return select(load_nonzero(mask, n), s, splat(-INFINITY));
 }
@@ -145,16 +158,15 @@ void forward_row(const SoftmaxDropout& p, int64_t b, int64_t h, int64_t i, const
   const Range range = visible(scores, b, i);
   float reference, total;
   with_scores<T>(scores, b, h, i, range, buffer, [&](const auto& score) {
-    vf maxima = splat(-INFINITY), totals = {};
+    vf maxima = splat(-INFINITY);
     for_each_vector(range, scores.columns, [&](int64_t j, int n) { maxima = max(score(j, n), maxima); });
     reference = max(maxima);
     if (reference == -INFINITY) reference = 0.0f;
-    for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+    total = sum_vectors(range, scores.columns, [&](int64_t j, int n) {
       const vf e = exp2((score(j, n) - reference) * kLog2e);
-      totals += e;
       store(buffer + j, e);
+      return e;
     });
-    total = sum(totals);
   });
   const int64_t row = (b * scores.heads + h) * scores.rows + i;
   if (p.stats) p.stats[row] = reference, p.stats[scores.batch * scores.heads * scores.rows + row] = total;
@@ -201,15 +213,14 @@ void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t
     return select(probability == vf{}, vf{}, grad);  // of what is masked the gradient may be NaN
   };
 
-  vf products = {};
+  float dot;
   with_scores<T>(scores, b, h, i, range, buffer, [&](const auto& score) {
-    for_each_vector(range, scores.columns, [&](int64_t j, int n) {
+    dot = sum_vectors(range, scores.columns, [&](int64_t j, int n) {
       const vf probability = exp2((score(j, n) - reference) * kLog2e) * inverse;
-      products = fma(probability, grad_probability(j, n, probability), products);
       store(buffer + j, probability);
+      return probability * grad_probability(j, n, probability);
     });
   });
-  const float dot = sum(products);
 
   const OutputRow<T> grad_input(p.grad_input, row * scores.columns,
                                 scores.batch * scores.heads * scores.rows * scores.columns);
@@ -269,9 +280,7 @@ void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
   if (full) {
     for_each_vector(columns, [&](int64_t j, int n) { store_lanes(out + j, load_lanes(values + j, n), n); });
   } else {
-    vf totals = {};
-    for_each_vector(columns, [&](int64_t j, int n) { totals += load_lanes(values + j, n); });
-    store_scalar(out, sum(totals));
+    store_scalar(out, sum_vectors({0, columns}, columns, [&](int64_t j, int n) { return load_lanes(values + j, n); }));
   }
 }
 

@@ -24,9 +24,9 @@ struct Parts {
 struct Row {
   int64_t batch, head, query;
 
-  __device__ Row(const Attention& a, int64_t index) {
-    const Quotient heads = divide(index, a.queries), batches = divide(heads.quotient, a.heads);
-    batch = batches.quotient, head = batches.remainder, query = heads.remainder;
+  __device__ Row(const Attention& a, int index) {
+    const unsigned queries = (unsigned)a.queries, heads = (unsigned)a.heads, all = (unsigned)index / queries;
+    batch = all / heads, head = all % heads, query = (unsigned)index % queries;
   }
   __device__ int64_t offset(const Heads& heads) const {
     return batch * heads.batch + head * heads.head + query * heads.row;
@@ -62,7 +62,7 @@ __device__ float mask_value(const AttentionMask& mask, int64_t at) {
 
 // Four columns of the result; the first thread of a row writes its statistics too.
 template <class T>
-__device__ void store_row(const Attention& a, int64_t row, int column, float4 x, float point, float total) {
+__device__ void store_row(const Attention& a, int row, int column, float4 x, float point, float total) {
   T* out = (T*)a.out.data + Row(a, row).offset(a.out);
   const float columns[4] = {x.x, x.y, x.z, x.w};
   for (int n = 0; n < 4; ++n)
@@ -91,17 +91,12 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
   block /= (unsigned)parts.splits;
   const unsigned batch = block / (unsigned)a.key_heads, key_head = block % (unsigned)a.key_heads;
   const int group = (int)(a.heads / a.key_heads * a.queries);  // rows that share a key head
-  const int64_t first_row = (int64_t)block * group + in_group;
+  const int first_row = (int)block * group + in_group;
   const int count = smaller(group - in_group, kRows);
 
   const int length = (int)(a.key_lengths ? a.key_lengths[batch] : a.keys);
-  const int64_t diagonal = a.lower_right ? length - a.queries : 0;
-  const auto begin_of = [&](int64_t query) {
-    return a.window_left < 0 ? 0 : (int)greater<int64_t>(query + diagonal - a.window_left, 0);
-  };
-  const auto end_of = [&](int64_t query) {
-    return a.window_right < 0 ? length : (int)smaller<int64_t>(query + diagonal + a.window_right + 1, length);
-  };
+  const int diagonal = a.lower_right ? length - (int)a.queries : 0;
+  const int left = (int)a.window_left, right = (int)a.window_right;
 
   Tile tile;
   tile.start(
@@ -109,19 +104,19 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
         return in_tile < count ? (const T*)a.query.data + Row(a, first_row + in_tile).offset(a.query) : nullptr;
       },
       a.depth, shared);
-  int row_begin[kOwnRows], row_end[kOwnRows];
+  int middle[kOwnRows];  // of the window
   int64_t mask_row[kOwnRows];
   float point[kOwnRows], sum[kOwnRows];
   for (int r = 0; r < kOwnRows; ++r) {
     const Row row(a, first_row + tile.row(r));
-    row_begin[r] = begin_of(row.query);
-    row_end[r] = tile.row(r) < count ? end_of(row.query) : 0;
+    middle[r] = tile.row(r) < count ? (int)row.query + diagonal : -2 * (int)kMostKeys;
     mask_row[r] = row.batch * a.mask.batch + row.head * a.mask.head + row.query * a.mask.row;
     point[r] = -kInfinity, sum[r] = 0;
   }
 
   // This block's part of the keys that any query sees.
-  const int begin = begin_of(0), visible = greater(end_of(a.queries - 1) - begin, 0);
+  const int begin = greater(diagonal - left, 0);
+  const int visible = greater(smaller((int)a.queries + diagonal + right, length) - begin, 0);
   const int part = (int)ceil_div(visible, parts.splits * kStep) * kStep;
   const int from = begin + split * part, until = smaller(from + part, begin + visible);
 
@@ -134,13 +129,12 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
       for (int k = 0; k < kOwnKeys; ++k) {
         const int j = first + tile.key(k);
         float& x = bias[r][k];
-        x = row_begin[r] <= j && j < row_end[r] ? 0.0f : -kInfinity;
+        x = middle[r] - left <= j && j <= middle[r] + right && j < length ? 0.0f : -kInfinity;
         if (a.mask.data && x == 0) x = mask_value(a.mask, mask_row[r] + j * a.mask.column);
         seen |= (uint32_t)(x != -kInfinity) << tile.key(k);
       }
     }
-#pragma unroll
-    for (int other = 16; other > 0; other /= 2) seen |= __shfl_xor_sync(kAllLanes, seen, other);
+    seen = __reduce_or_sync(kAllLanes, seen);
     if (seen == 0) continue;
 
     const typename Tile::Keys operands = {
@@ -212,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
     __syncthreads();
     if (w != warp) continue;
     tile.results([&](int n, int column, float4 x) {
+      if (n >= count) return;
       float4& whole = merged[n][column / 4];
       if (w == 0) whole = {};
       if (share[w][n] != 0) whole = multiply_add(share[w][n], x, whole);  // of hidden keys x may hold anything
@@ -221,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks) attend(const Attentio
   for (int n = (int)threadIdx.x; n < kRows * kColumns; n += kThreads) {
     const int in_tile = n / kColumns, column = n % kColumns;
     if (in_tile >= count || 4 * column >= a.value_depth) continue;
-    const int64_t row = first_row + in_tile;
+    const int row = first_row + in_tile;
     if (parts.splits == 1) {
       store_row<T>(a, row, 4 * column, merged[in_tile][column], row_point[in_tile], row_sum[in_tile]);
       continue;
@@ -239,7 +234,7 @@ __global__ void __launch_bounds__(kThreads) merge(const Attention a, const Parts
   __shared__ float4 of_group[kThreads];
   const int thread = (int)threadIdx.x;
   const int64_t rows = a.batch * a.heads * a.queries;
-  const int64_t row = blockIdx.x;
+  const int row = (int)blockIdx.x;
 
   const auto reduce = [&](float x, const auto& combine) {
     for (int other = 16; other > 0; other /= 2) x = combine(x, __shfl_xor_sync(kAllLanes, x, other));
@@ -323,7 +318,7 @@ int attention_splits(const Attention& a, int device) {
   // A multiprocessor needs some 64 KiB on their way to it; a block has 256 bytes a column.
   const int64_t blocks = a.batch * a.key_heads * row_tiles(a);
   const int64_t resident = multiprocessors * (256 / greater(greater(a.depth, a.value_depth), 64));
-  const int64_t window = a.window_left < 0 || a.window_right < 0 ? a.keys : a.window_left + a.window_right + a.queries;
+  const int64_t window = a.window_left + a.window_right + a.queries;
   const int64_t useful = smaller(resident / greater<int64_t>(blocks, 1), smaller(a.keys, window) / kLeastKeys);
   return (int)smaller<int64_t>(greater<int64_t>(useful, 1), kMostSplits);
 }

@@ -2,8 +2,8 @@
 //
 //   s_ij = scale q_i . k_j + mask_ij,  P_ij = exp(s_ij - m_i) / sum_i,  out_i = sum_j P_ij v_j
 //
-// over the keys j that query i sees, by mask, j < length and -window_left <= j - i - diagonal <= window_right (-1: no
-// bound). The time that it takes to read the keys and values once is its bound.
+// over the keys j that query i sees, by mask, j < length and -window_left <= j - i - diagonal <= window_right. The time
+// that it takes to read the keys and values once is its bound.
 #pragma once
 #include "../common/attention.h"
 #include "stream.h"
@@ -18,12 +18,12 @@ struct Attention {
   const int64_t* key_lengths;  // valid keys of each sequence, within [0, keys]; null: all
   AttentionMask mask;
   float scale;
-  int64_t window_left, window_right;
-  bool lower_right;              // the diagonal is length - queries; otherwise 0
-  float *lse, *reference, *sum;  // contiguous (batch, head, query); m_i and sum_i
+  int64_t window_left, window_right;  // at most queries + keys, which is no bound
+  bool lower_right;                   // the diagonal is length - queries; otherwise 0
+  float *lse, *reference, *sum;       // contiguous (batch, head, query); m_i and sum_i
 };
 
-constexpr int64_t kMostKeys = 1 << 30;  // counted in 32 bits; more would not fit into a device's memory
+constexpr int64_t kMostKeys = 1 << 29;  // counted in 32 bits; more would not fit into a device's memory
 
 // Into how many parts the keys are split so that all of the device works.
 int attention_splits(const Attention&, int device);

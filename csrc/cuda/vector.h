@@ -78,7 +78,7 @@ __device__ inline void store_as(T* row, bool wide, int64_t column, int64_t colum
     uint4 words[kWords];
     memcpy(words, values, sizeof words);
     if (column < columns)
-      for (int w = 0; w < kWords; ++w) ((uint4*)(row + column))[w] = words[w];
+      for (int w = 0; w < kWords; ++w) __stwb((uint4*)(row + column) + w, words[w]);  // never split into four stores
   } else {
     for (int e = 0; e < kVector; ++e)
       if (column + e < columns) row[column + e] = values[e];

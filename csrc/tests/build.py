@@ -6,6 +6,7 @@ code compiled for the host (csrc/tests/emulation).
 """
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def build(variant: str = "plain") -> Path:
     return native_build.run_ninja(directory, objects, "test_kernels", f"-pthread {VARIANTS[variant]}")
 
 
-def build_emulated(sources: Path = ROOT / "csrc/cuda", directory: Path = ROOT / "build/emulated") -> Path:
-    """Compiles csrc/cuda, or a copy of it beside a copy of csrc/common, for the host. Returns the library."""
+def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/emulated") -> Path:
+    """Compiles csrc/cuda for the host, the source `faulty` in the place of the one of its name. Returns the library."""
     torch = native_build.torch_for_building()
     emulation = ROOT / "csrc/tests/emulation"
     include = f"-isystem {shlex.quote(str(torch / 'include'))}"
@@ -42,14 +43,21 @@ def build_emulated(sources: Path = ROOT / "csrc/cuda", directory: Path = ROOT / 
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
     bindings = f"{native_build.CXX_FLAGS} -O1 {native_build.TORCH_TARGET} {include}"
-    objects = [(f"{source.stem}.o", source, kernel) for source in sorted(sources.glob("*.cu"))]
+    objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     objects += [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
     objects += [
-        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O2 {include}")
+        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include}")
         for source in sorted(emulation.glob("*.cpp"))
     ]
     link = f"-shared -Wl,--no-undefined -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -lc10"
-    return native_build.run_ninja(directory, objects, "_cuda_emulated.so", link)
+    library = native_build.run_ninja(directory, objects, "_cuda_emulated.so", link)
+    if faulty is None:
+        return library
+    others = [str(directory / name) for name, source, _ in objects if source.name != faulty.name]
+    target = faulty.with_suffix(".so")
+    command = f"{shlex.join(native_build.compiler())} {kernel} {faulty} -x none {shlex.join(others)} -o {target} {link}"
+    subprocess.run(shlex.split(command), check=True)
+    return target
 
 
 if __name__ == "__main__":

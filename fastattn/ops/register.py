@@ -90,7 +90,7 @@ class Op:
 def wants_gradient(*operands: Tensor | None) -> bool | None:
     """Whether a call that may take the direct way wants a gradient; None where it may not take it.
 
-    It may not where somebody watches it or asks for another backend.
+    It may not where somebody watches it or asks for another backend, or away from the CPU.
     """
     if not thread.direct or _is_observed():
         return None
@@ -102,7 +102,7 @@ def wants_gradient(*operands: Tensor | None) -> bool | None:
             return None
         if grad and operand.requires_grad:
             wanted = True
-    return wanted
+    return wanted if getattr(operands[0], "is_cpu", False) else None
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -78,6 +78,13 @@ T shuffle(unsigned mask, T value, unsigned source, const char* file, int line) {
   return value;
 }
 
+inline unsigned reduce_or(unsigned mask, unsigned value, const char* file, int line) {
+  unsigned all = 0;
+  for (unsigned source = 0; source < 32; ++source)
+    if (mask >> source & 1) all |= shuffle(mask, value, source, file, line);
+  return all;
+}
+
 // Lanes move within groups of `width`; beyond its group a lane keeps its own value.
 inline unsigned within(unsigned source, unsigned width) {
   return source / width == lane() / width && source < 32 ? source : lane();
@@ -96,6 +103,7 @@ inline unsigned within(unsigned source, unsigned width) {
   emulation::shuffle(mask, value, emulation::within(emulation::lane() + (unsigned)(step), 32), __FILE__, __LINE__)
 #define __shfl_up_sync(mask, value, step) \
   emulation::shuffle(mask, value, emulation::within(emulation::lane() - (unsigned)(step), 32), __FILE__, __LINE__)
+#define __reduce_or_sync(mask, value) emulation::reduce_or(mask, value, __FILE__, __LINE__)
 #define __ballot_sync(mask, predicate) \
   ((unsigned)emulation::meet(emulation::Collective::vote, mask, (predicate) ? 1 : 0, 0, __FILE__, __LINE__))
 #define __any_sync(mask, predicate) (__ballot_sync(mask, predicate) != 0)
@@ -108,6 +116,10 @@ inline unsigned mask_of(unsigned mask = 0xffffffff) { return mask; }
 template <class T>
 T __ldg(const T* address) {
   return *address;
+}
+template <class T>
+void __stwb(T* address, T value) {
+  *address = value;
 }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }

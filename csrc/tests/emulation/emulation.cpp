@@ -186,27 +186,35 @@ void release(int index) {
   }
 }
 
+// Runs each thread that is ready, of all warps or one, until it waits or ends, in random order. False if there is none.
+bool run_ready(std::vector<int>& ready, int warp) {
+  ready.clear();
+  const int first = warp < 0 ? 0 : warp * kWarp, last = warp < 0 || first + kWarp > threads ? threads : first + kWarp;
+  for (int i = first; i < last; ++i)
+    if (!fibers[(size_t)i]->finished && !fibers[(size_t)i]->waiting) ready.push_back(i);
+  for (size_t n = ready.size(); n > 0; --n) {
+    std::swap(ready[random_below(n)], ready[n - 1]);
+    if (!go_on(ready[n - 1])) return false;
+  }
+  return !ready.empty();
+}
+
 void run_block() {
   std::vector<int> ready;
   for (int i = 0; i < threads; ++i) fibers[(size_t)i]->finished = fibers[(size_t)i]->waiting = false;
-  for (;;) {
-    ready.clear();
-    const Fiber* blocked = nullptr;
-    for (int i = 0; i < threads; ++i) {
-      const Fiber& fiber = *fibers[(size_t)i];
-      if (!fiber.finished && !fiber.waiting) ready.push_back(i);
-      if (fiber.waiting) blocked = &fiber;
+  // In turns, every warp goes on by a step, or one warp as far as it gets while the others stand.
+  const int warps = (threads + kWarp - 1) / kWarp;
+  while (run_ready(ready, -1)) {
+    const int alone = (int)random_below(2 * (uint64_t)warps);
+    while (alone < warps && run_ready(ready, alone)) {
     }
-    if (ready.empty() && blocked)
+  }
+  if (error[0]) return;
+  for (int i = 0; i < threads; ++i) {
+    const Fiber& fiber = *fibers[(size_t)i];
+    if (fiber.waiting)
       snprintf(error, sizeof error, "emulated kernel: %s at %s:%d waits for threads that wait elsewhere or have ended",
-               name_of(blocked->kind), blocked->file, blocked->line);
-    if (ready.empty()) return;
-    // Each of those that are ready once, in random order, before any of them a second time: cheaper than a draw of one,
-    // and a thread that is let go on in the meantime may still overtake those that come after it.
-    for (size_t n = ready.size(); n > 0; --n) {
-      std::swap(ready[random_below(n)], ready[n - 1]);
-      if (!go_on(ready[n - 1])) return;
-    }
+               name_of(fiber.kind), fiber.file, fiber.line);
   }
 }
 

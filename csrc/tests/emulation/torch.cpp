@@ -9,7 +9,9 @@
 
 #include <memory>
 #include <new>
+#include <mutex>
 #include <unordered_map>
+#include <vector>
 
 extern "C" {
 
@@ -31,36 +33,69 @@ namespace {
 constexpr size_t kAlignment = 16;
 char damage[200];
 
+// So many bytes between inaccessible pages. Mappings are kept: new ones are what takes time.
+struct Mappings {
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  std::unordered_map<size_t, std::vector<char*>> unused;  // by size
+
+  char* take(size_t bytes) {
+    std::vector<char*>& some = unused[bytes];
+    if (!some.empty()) {
+      char* begin = some.back();
+      some.pop_back();
+      return begin;
+    }
+    char* mapping = (char*)mmap(nullptr, bytes + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED || mprotect(mapping + page, bytes, PROT_READ | PROT_WRITE)) throw std::bad_alloc();
+    return mapping + page;
+  }
+  void give_back(char* begin, size_t bytes) {
+    constexpr size_t kKept = 64 << 10;
+    if (bytes <= kKept)
+      unused[bytes].push_back(begin);
+    else
+      munmap(begin - page, bytes + 2 * page);
+  }
+} mappings;
+
+bool is_fresh(const char* begin, const char* end) {
+  char all = (char)0xff;
+  for (; begin < end; ++begin) all = (char)(all & *begin);
+  return all == (char)0xff;
+}
+
 // Each tensor lies as far up against an inaccessible page as 16-byte alignment allows, behind another one; fresh
 // memory, and what is left over beside it, is NaN (all bits set).
 struct Guarded {
-  char *mapping, *begin;
-  size_t mapped, page, size;
+  char *first, *begin;
+  size_t mapped, size;
 
-  explicit Guarded(size_t bytes) : page((size_t)sysconf(_SC_PAGESIZE)), size(bytes) {
-    const size_t used = (size + kAlignment - 1) / kAlignment * kAlignment, pages = (used + page - 1) / page * page;
-    mapped = pages + 2 * page;
-    mapping = (char*)mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapping == MAP_FAILED || mprotect(mapping + page, pages, PROT_READ | PROT_WRITE)) throw std::bad_alloc();
-    begin = mapping + page + pages - used;
-    memset(mapping + page, 0xff, pages);
+  explicit Guarded(size_t bytes) : size(bytes) {
+    const size_t used = (size + kAlignment - 1) / kAlignment * kAlignment;
+    mapped = (used + mappings.page - 1) / mappings.page * mappings.page;
+    first = mappings.take(mapped);
+    begin = first + mapped - used;
+    memset(first, 0xff, mapped);
   }
   ~Guarded() {
-    for (const char* at = mapping + page; at < mapping + mapped - page; ++at)
-      if ((at < begin || at >= begin + size) && *at != (char)0xff)
-        snprintf(damage, sizeof damage, "emulated kernel: written %td bytes from the beginning of %zu", at - begin,
-                 size);
-    munmap(mapping, mapped);
+    if (!is_fresh(first, begin) || !is_fresh(begin + size, first + mapped))
+      snprintf(damage, sizeof damage, "emulated kernel: written beside a tensor of %zu bytes", size);
+    mappings.give_back(first, mapped);
   }
 };
 
+std::mutex lock;
 std::unordered_map<void*, std::unique_ptr<Guarded>> guarded;  // by address, which is the context that torch asks for
 
-void release_guarded(void* begin) { guarded.erase(begin); }
+void release_guarded(void* begin) {
+  const std::lock_guard<std::mutex> hold(lock);
+  guarded.erase(begin);
+}
 
 struct GuardedAllocator : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::DeviceType::CPU)};
+    const std::lock_guard<std::mutex> hold(lock);
     auto fresh = std::make_unique<Guarded>(bytes);
     char* begin = fresh->begin;
     guarded.emplace(begin, std::move(fresh));

@@ -34,9 +34,9 @@ ATTENTION_16_BITS = {
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(32, 64, 8, 1)},
+    "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 2), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
-    "grad_key_value_irregular": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(32, 64, 8, 1)},
+    "grad_key_value_irregular": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
     "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {

@@ -1,0 +1,66 @@
+"""What a call on CUDA tensors costs the host, on a machine without a GPU: ``python benchmarks/launch.py``.
+
+The operands lie on the CPU and kernels pass through Triton's launcher to a driver that starts nothing, so what is timed
+is the way there: checks, allocations, autograd, the choice of the compiled kernel. Not timed are CUDA's allocator in
+place of the CPU's and the driver's launch.
+"""
+
+import argparse
+import json
+
+import torch
+import triton
+
+import fastattn
+from fastattn import backends
+from fastattn.backends.triton import dry
+from fastattn.bench.cases import OPERATIONS, Case
+from fastattn.bench.timer import wall_clock
+
+CASES = [
+    Case(operation, shape, torch.bfloat16, backward, **options)
+    for backward in (False, True)
+    for operation, shape, options in (
+        ("dropout", (4, 512), {"dropout": 0.1}),
+        ("layer_norm", (4, 512), {}),
+        ("dropout_add_layer_norm", (4, 512), {"dropout": 0.1}),
+        ("softmax_dropout", (4, 512), {"dropout": 0.1}),
+        ("attention", (2, 8, 32, 64), {"dropout": 0.1, "causal": True}),
+        ("attention", (2, 8, 32, 64), {"padding": "mask"}),
+    )
+]
+
+
+def function(case):
+    operation = OPERATIONS[case.operation]
+    tensors, others = operation.operands(case)
+    tensors = [t.requires_grad_(case.backward) for t in tensors]
+
+    def forward():
+        return operation.call(case, *tensors, **others)
+
+    if not case.backward:
+        return forward
+    grad = torch.randn_like(forward())
+    return lambda: torch.autograd.grad(forward(), tensors, grad)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=300, help="calls of each of the 7 samples, of which the least")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dry.pretend(90)
+    torch.cuda.current_device = lambda: None  # the CPU's index
+    backends.is_interpreted = lambda: True  # lets Triton take CPU tensors
+    microseconds = {}
+    with fastattn.backend("triton"):
+        for case in CASES:
+            call = function(case)
+            wall_clock(call, 20)
+            microseconds[case.name] = round(1e6 * min(wall_clock(call, options.repeats) for _ in range(7)), 1)
+    print(json.dumps({"triton": triton.__version__, "microseconds": microseconds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Runs one operation of an emulated CUDA library against the reference, several times, in other orders of its threads.
+
+A program of its own, since a process holds one such library: LIBRARY OPERATION. Ends with an error where they differ,
+or where the emulation finds something wrong.
+"""
+
+import sys
+
+import torch
+
+from emulation import load
+from fastattn.backends import reference
+
+SEED, THRESHOLD = torch.tensor([4, 5]), 20000
+
+
+def dropout(functions):
+    input = torch.randn(3, 36, 41)  # in all a multiple of 16 bytes
+    return [(f.dropout(input, SEED, THRESHOLD),) for f in (functions, reference)]
+
+
+def layer_norm(functions):
+    """Columns for a warp and for a block, not in eights and in eights, with dropout, residual and gradients."""
+    results = [], []
+    for columns in (41, 600):
+        input, residual, grad = torch.randn(3, 10, columns)
+        weight, bias = torch.randn(2, columns)
+        for f, result in zip((functions, reference), results, strict=True):
+            out, total, mean, rstd = f.dropout_add_layer_norm(input, residual, weight, bias, SEED, THRESHOLD, 1e-5)
+            grads = f.dropout_add_layer_norm_backward(
+                grad, None, total, mean, rstd, weight, SEED, THRESHOLD, torch.float32, True, True
+            )
+            result.extend([out, total, mean, rstd, *grads])
+    return results
+
+
+def softmax_dropout(functions):
+    results = [], []
+    for columns in (44, 600):
+        input, grad = torch.randn(2, 1, 2, 10, columns)
+        rest = torch.rand(1, 1, 10, columns) > 0.3, None, SEED, 0.5, -1, 0, True, THRESHOLD
+        for f, result in zip((functions, reference), results, strict=True):
+            out, stats = f.softmax_dropout(input, *rest)
+            result.extend([out, *f.softmax_dropout_backward(grad, input, stats, *rest, False)])
+    return results
+
+
+def attention(functions):
+    """Keys in parts, of which some hold NaN, in float32 and float16, with rows of 16 bytes and not."""
+    results = [], []
+    lengths = torch.tensor([300, 37])
+    for dtype, size in ((torch.float32, 20), (torch.float16, 40), (torch.float16, 13)):
+        query, key, value = (torch.randn(2, h, n, size).to(dtype) for h, n in ((4, 3), (2, 300), (2, 300)))
+        for tensor in (key, value):
+            tensor[1, :, 37:] = torch.nan
+        mask = torch.rand(1, 1, 1, 300) < 0.7
+        for rest in ((None, lengths, None, 0.3, -1, -1, False, 0), (mask, lengths, None, 0.3, 250, 0, True, 0)):
+            for f, result in zip((functions, reference), results, strict=True):
+                result.extend(f.attention(query, key, value, *rest)[:2])
+    return results
+
+
+def main():
+    path, operation = sys.argv[1:]
+    functions, controls = load(path)
+    torch.set_num_threads(1)
+    for order in range(3):
+        torch.manual_seed(order)
+        controls.seed_order(order)
+        controls.guard_operands(1)
+        ours, wanted = globals()[operation](functions)
+        for a, e in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3)
+        damage = controls.guard_operands(0).decode()
+        assert not damage, damage
+
+
+if __name__ == "__main__":
+    main()

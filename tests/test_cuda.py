@@ -1,0 +1,262 @@
+"""What only the cuda backend has: faults that its emulation must find, what nvcc makes of it, how it is built."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import DEVICE, REQUIRED, require
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastattn
+from fastattn import backends
+
+ROOT = Path(__file__).resolve().parent.parent
+if not (ROOT / "csrc/tests/build.py").is_file():
+    pytest.skip("the kernels' source is not here", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "csrc/tests"))
+import build  # noqa: E402
+import compile_gate  # noqa: E402
+import native_build  # noqa: E402
+
+# (file in csrc/cuda, text, what takes its place, operation, what is found)
+FAULTS = {
+    "none": ("rows.h", "", "", "layer_norm", None),
+    "none in attention": ("attention.cu", "", "", "attention", None),
+    "no barrier before a sum's parts are written": (
+        "rows.h",
+        "    __syncthreads();  // what the parts were before has been read\n",
+        "",
+        "layer_norm",
+        "not close",
+    ),
+    "no barrier before a sum's parts are read": (
+        "rows.h",
+        "= x[n];\n    __syncthreads();\n",
+        "= x[n];\n",
+        "softmax_dropout",
+        "not close",
+    ),
+    "no barrier between the warps that add to a block's sums": (
+        "layer_norm.cu",
+        "            }\n      __syncthreads();\n",
+        "            }\n",
+        "layer_norm",
+        "not close",
+    ),
+    "a barrier for some": (
+        "rows.h",
+        "= x[n];\n    __syncthreads();\n",
+        "= x[n];\n    if (lane < 16) __syncthreads();\n",
+        "softmax_dropout",
+        "waits for",
+    ),
+    "a load beyond the row": (
+        "vector.h",
+        "column + e < columns ? to_float",
+        "column + e <= columns ? to_float",
+        "dropout",
+        "outside the operands",
+    ),
+    "a store beyond the row": (
+        "vector.h",
+        "if (column + e < columns) row[column + e] = values[e]",
+        "if (column + e <= columns) row[column + e] = values[e]",
+        "layer_norm",
+        "not close|outside the operands|written",
+    ),
+    "a vector across the row's end": (
+        "vector.h",
+        "columns % kVector == 0 &&",
+        "columns % 4 == 0 &&",
+        "softmax_dropout",
+        "misaligned|outside the operands|not close",
+    ),
+    "a mask without half of the lanes": (
+        "dropout_mask.h",
+        "kAllLanes = 0xffffffff",
+        "kAllLanes = 0x0000ffff",
+        "dropout",
+        "mask 0xffff lacks the lane itself",
+    ),
+    "a shuffle that leaves out lanes": ("rows.h", "step = kWarp / 2;", "step = kWarp / 4;", "layer_norm", "not close"),
+    "no barrier between the warps whose parts become one": (
+        "attention.cu",
+        "  for (int w = 0; w < kWarps; ++w) {\n    __syncthreads();\n",
+        "  for (int w = 0; w < kWarps; ++w) {\n",
+        "attention",
+        "not close",
+    ),
+    "no barrier before a merged row is read": (
+        "attention.cu",
+        "  __syncthreads();\n  if (group > 0) return;",
+        "  if (group > 0) return;",
+        "attention",
+        "not close",
+    ),
+    "no barrier of a warp before its weights are read": (
+        "attention_tile.h",
+        "    __syncwarp();  // the weights are there\n",
+        "",
+        "attention",
+        "not close",
+    ),
+    "a key beyond the length": ("attention.cu", "&& j < length ?", "&& j <= length ?", "attention", "not close"),
+    "values that nobody sees": (
+        "attention_tile.h",
+        "value_depth, seen >> j & 1)",
+        "value_depth, true)",
+        "attention",
+        "not close|outside the operands",
+    ),
+    "a row's lanes without the last": (
+        "attention_tile.h",
+        "kLastLane = 2;",
+        "kLastLane = 1;",
+        "attention",
+        "not close",
+    ),
+    "a reduction without a lane": (
+        "attention.cu",
+        "__reduce_or_sync(kAllLanes",
+        "__reduce_or_sync(0x7fffffff",
+        "attention",
+        "lacks the lane itself",
+    ),
+    "rows of 8 bytes read by 16": ("attention.cu", "% 16 == 0;", "% 2 == 0;", "attention", "misaligned|outside"),
+    "a shared array too short": (
+        "rows.h",
+        "parts[N][kMaxThreads / kWarp]",
+        "parts[N][1]",
+        "softmax_dropout",
+        "index beyond an array",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_emulation_finds_planted_faults(name, tmp_path):
+    require("cuda")
+    file, text, fault, operation, found = FAULTS[name]
+    for folder in ("cuda", "common"):
+        shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
+    path = tmp_path / "cuda" / file
+    source = path.read_text()
+    assert source.count(text) == 1 or found is None, f"{file} has changed: choose another place for this fault"
+    path.write_text(source.replace(text, fault) if found else source)
+    library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
+    program = [sys.executable, Path(__file__).with_name("planted_faults_cuda.py"), library, operation]
+    done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    if found is None:
+        assert done.returncode == 0, done.stdout
+    else:
+        assert done.returncode != 0, "not found"
+        assert any(words in done.stdout for words in found.split("|")), done.stdout
+
+
+# Selection
+
+
+def test_cuda_is_taken_before_triton(monkeypatch):
+    """Where the library has the operation and serves the dtype; otherwise `explain` says why not."""
+    library = SimpleNamespace(layer_norm=None)
+    monkeypatch.setitem(backends.TABLE, "triton", SimpleNamespace(layer_norm=None, dropout=None))
+    monkeypatch.setitem(backends.TABLE, "cuda", library)
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        x = torch.empty(2, 8, device="cuda")
+        chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
+        assert chosen.backend == "cuda"
+        assert chosen.reasons["triton"] == "cuda is faster"
+        fallback = fastattn.explain(fastattn.dropout, x)
+        assert fallback.backend == "triton"
+        assert fallback.reasons["cuda"] == "it has no dropout"
+        double = fastattn.explain(fastattn.layer_norm, x.double(), (8,))
+        assert double.backend == "reference"
+        assert "float64" in double.reasons["cuda"]
+        monkeypatch.delitem(backends.TABLE, "cuda")
+        monkeypatch.setitem(backends.MISSING, "cuda", "its library is not loaded: no nvcc")
+        missing = fastattn.explain(fastattn.layer_norm, x, (8,))
+        assert missing.backend == "triton"
+        assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
+
+
+# What nvcc makes of it
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The library for several architectures. Skips without nvcc, fails where FASTATTN_REQUIRE names it."""
+    try:
+        native_build.nvcc()
+        compile_gate.cuobjdump("--version")
+    except native_build.NotBuilt as reason:
+        (pytest.fail if "nvcc" in REQUIRED else pytest.skip)(str(reason))
+    return compile_gate.library()
+
+
+@pytest.mark.slow
+def test_every_kernel_is_sound_machine_code(compiled):
+    kernels = compile_gate.kernels_of(compiled)
+    assert [str(kernel) for kernel in kernels if kernel.faults()] == []
+    for architecture in ("80", "90", "100"):
+        names = [kernel.name for kernel in kernels if kernel.architecture == architecture]
+        assert names.count("drop_rows(Dropout)") == 1
+        assert len([name for name in names if name.startswith("attend<")]) == 18
+        for problem in ("LayerNorm", "LayerNormBackward", "SoftmaxDropout", "SoftmaxDropoutBackward"):
+            assert len([name for name in names if name.endswith(f">({problem})")]) == 3, names
+    print(*kernels, sep="\n")
+
+
+@pytest.mark.slow
+def test_the_library_uses_stable_symbols_alone(compiled):
+    include = Path(torch.__file__).parent / "include/torch/csrc"
+    shims = "".join((include / name).read_text() for name in ("stable/c/shim.h", "inductor/aoti_torch/c/shim.h"))
+
+    def symbols(option):
+        lines = subprocess.run(["nm", "-D", option, compiled], capture_output=True, text=True, check=True).stdout
+        return [line.split()[-1] for line in lines.splitlines() if " w " not in line]
+
+    assert symbols("--defined-only") == []
+    undefined = symbols("--undefined-only")
+    assert "aoti_torch_get_current_cuda_stream" in undefined
+    assert [s for s in undefined if "@" not in s and not re.search(rf"\b{s}\(", shims)] == []
+    assert {s.split("@")[1].split("_")[0] for s in undefined if "@" in s} <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
+
+
+PLANTED = """
+__global__ void __launch_bounds__(128) sound(uint4* out, const uint4* in) { out[threadIdx.x] = in[threadIdx.x]; }
+__global__ void __launch_bounds__(128) narrow(unsigned* out, const unsigned* in) { out[threadIdx.x] = in[threadIdx.x]; }
+__global__ void __launch_bounds__(1024) spilling(uint4* out, const uint4* in, int n) {
+  uint4 held[32];
+  for (int i = 0; i < 32; ++i) held[i] = in[threadIdx.x + i * 1024];
+  for (int k = 0; k < n; ++k)
+    for (int i = 0; i < 32; ++i) held[i].x = held[i].x * held[(i + 1) % 32].y + held[(i + 5) % 32].z ^ held[i].w;
+  for (int i = 0; i < 32; ++i) out[threadIdx.x + i * 1024] = held[i];
+}
+__global__ void __launch_bounds__(128) indexing(uint4* out, const uint4* in, int n) {
+  unsigned array[64];
+  for (int i = 0; i < 64; ++i) array[i * n % 64] = in[i].x;
+  out[threadIdx.x] = make_uint4(array[n % 64], in[n].x, in[n].y, in[n].z);
+}
+"""
+
+
+@pytest.mark.slow
+def test_the_gate_finds_planted_faults(compiled, tmp_path):
+    (tmp_path / "planted.cu").write_text(PLANTED)
+    flags = native_build.cuda_flags(["9.0"]).split()
+    command = [native_build.nvcc()[0], *flags, "-c", tmp_path / "planted.cu", "-o", tmp_path / "planted.o"]
+    subprocess.run(command, check=True)
+    faults = {k.name.split("(")[0]: "; ".join(k.faults()) for k in compile_gate.kernels_of(tmp_path / "planted.o")}
+    assert faults.pop("sound") == ""
+    assert faults.pop("narrow") == "lacks 128-bit loads or stores"
+    assert re.fullmatch(r"spills or has arrays in \d+ bytes of local memory", faults.pop("spilling"))
+    assert "of local memory" in faults.pop("indexing")
+    assert not faults
