@@ -27,6 +27,7 @@ import native_build  # noqa: E402
 # (file in csrc/cuda, text, what takes its place, operation, what is found)
 FAULTS = {
     "none": ("rows.h", "", "", "layer_norm", None),
+    "none in attention": ("attention.cu", "", "", "attention", None),
     "no barrier before a sum's parts are written": (
         "rows.h",
         "    __syncthreads();  // what the parts were before has been read\n",
@@ -84,6 +85,50 @@ FAULTS = {
         "mask 0xffff lacks the lane itself",
     ),
     "a shuffle that leaves out lanes": ("rows.h", "step = kWarp / 2;", "step = kWarp / 4;", "layer_norm", "not close"),
+    "no barrier between the warps whose parts become one": (
+        "attention.cu",
+        "  for (int w = 0; w < kWarps; ++w) {\n    __syncthreads();\n",
+        "  for (int w = 0; w < kWarps; ++w) {\n",
+        "attention",
+        "not close",
+    ),
+    "no barrier before a merged row is read": (
+        "attention.cu",
+        "  __syncthreads();\n  if (group > 0) return;",
+        "  if (group > 0) return;",
+        "attention",
+        "not close",
+    ),
+    "no barrier of a warp before its weights are read": (
+        "attention_tile.h",
+        "    __syncwarp();  // the weights are there\n",
+        "",
+        "attention",
+        "not close",
+    ),
+    "a key beyond the length": ("attention.cu", "&& j < length ?", "&& j <= length ?", "attention", "not close"),
+    "values that nobody sees": (
+        "attention_tile.h",
+        "value_depth, seen >> j & 1)",
+        "value_depth, true)",
+        "attention",
+        "not close|outside the operands",
+    ),
+    "a row's lanes without the last": (
+        "attention_tile.h",
+        "kLastLane = 2;",
+        "kLastLane = 1;",
+        "attention",
+        "not close",
+    ),
+    "a reduction without a lane": (
+        "attention.cu",
+        "__reduce_or_sync(kAllLanes",
+        "__reduce_or_sync(0x7fffffff",
+        "attention",
+        "lacks the lane itself",
+    ),
+    "rows of 8 bytes read by 16": ("attention.cu", "% 16 == 0;", "% 2 == 0;", "attention", "misaligned|outside"),
     "a shared array too short": (
         "rows.h",
         "parts[N][kMaxThreads / kWarp]",
@@ -190,6 +235,7 @@ def test_every_kernel_is_sound_machine_code(compiled):
     for architecture in ("80", "90", "100"):
         names = [kernel.name for kernel in kernels if kernel.architecture == architecture]
         assert names.count("drop_rows(Dropout)") == 1
+        assert len([name for name in names if name.startswith("attend<")]) == 18
         for problem in ("LayerNorm", "LayerNormBackward", "SoftmaxDropout", "SoftmaxDropoutBackward"):
             assert len([name for name in names if name.endswith(f">({problem})")]) == 3, names
     print(*kernels, sep="\n")

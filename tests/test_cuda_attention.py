@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 from conftest import DEVICE, require
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import assert_accurate
 from oracle import attention as exact
 from test_attention import DIAGONALS, MASKS, WINDOWS, operands
@@ -118,6 +120,32 @@ def test_mask_broadcasts_and_strides(kind):
         check(*tensors, mask > 0 if kind == torch.bool else mask)
 
 
+@st.composite
+def problems(draw):
+    """Any small problem: shapes, dtypes, layouts and masks together."""
+    b, hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    lq, lk, e, ev = (draw(st.integers(1, most)) for most in (16, 300, 256, 256))
+    options = dict(DIAGONALS[draw(st.sampled_from(list(DIAGONALS)))])
+    options["window_size"] = (draw(st.integers(-1, lk)), draw(st.integers(-1, lk)))
+    options["scale"] = draw(st.sampled_from([None, 0.2, -0.1]))
+    if draw(st.booleans()):
+        options["key_lengths"] = torch.tensor(draw(st.lists(st.integers(0, lk), min_size=b, max_size=b)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    layouts = [draw(st.permutations(range(4))) for _ in range(3)]
+    return (b, hk * group, hk, lq, lk, e, ev), dtype, draw(st.sampled_from(list(MASKS))), options, layouts
+
+
+@pytest.mark.slow
+@given(problem=problems())
+def test_any_problem(problem):
+    shape, dtype, mask, options, layouts = problem
+    tensors = []
+    for tensor, order in zip(operands(shape, dtype), layouts, strict=True):
+        tensors.append(tensor.permute(order).contiguous().permute([order.index(d) for d in range(4)]))
+    b, hq, _, lq, lk, *_ = shape
+    check(*tensors, MASKS[mask]((b, hq, lq, lk)), **options)
+
+
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_parts_of_the_keys(controls, dtype):
     """Parts of every number and size, with lengths that are multiples of nothing, and of which some see nothing."""
@@ -163,8 +191,8 @@ def test_rows_with_nothing_to_see(dtype):
     mask = torch.rand(2, 1, 9, 40) < 0.5
     mask[0, :, 3] = mask[1, :, 5:] = False
     empty = (~mask.any(-1)).expand(2, 2, 9)
-    for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, -math.inf)):
-        out, lse = check(query, key, value, given)
+    for hiding in (mask, torch.zeros(mask.shape).masked_fill(~mask, -math.inf)):
+        out, lse = check(query, key, value, hiding)
         assert (out[empty] == 0).all()
         assert (lse[empty] == -math.inf).all()
     for shape in ((2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)):
