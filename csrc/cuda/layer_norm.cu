@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
 }
 
 // Teams take every count-th pair of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows
-// go to workspace[0][block] and workspace[1][block], (2, blocks, columns). Those sums take the registers of a block more.
+// go to workspace[0][block] and workspace[1][block], (2, blocks, columns). Those sums take the registers of a block
+// more.
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 1)
     differentiate(const LayerNormBackward p, bool wide) {
