@@ -12,6 +12,7 @@ import torch
 from conftest import DEVICE, REQUIRED, require
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import emulation
 import fastattn
 from fastattn import backends
 
@@ -158,6 +159,32 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
     else:
         assert done.returncode != 0, "not found"
         assert any(words in done.stdout for words in found.split("|")), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+@pytest.mark.parametrize("columns", [512, 1024])
+def test_launches(columns):
+    """At the paper's sizes starting a kernel is what takes time: one forward, two backward with all gradients."""
+    require("cuda")
+    functions, controls = emulation.library()
+    x, seed, weight = torch.randn(17, columns), torch.tensor([4, 5]), torch.ones(columns)
+    scores = x.view(1, 1, 17, columns)
+
+    def launches(function, *args):
+        before = controls.launches()
+        return function(*args), controls.launches() - before
+
+    (_, total, mean, rstd), forward = launches(functions.dropout_add_layer_norm, x, x, weight, weight, seed, 6554, 1e-5)
+    _, backward = launches(
+        functions.dropout_add_layer_norm_backward, x, x, total, mean, rstd, weight, seed, 6554, x.dtype, True, True
+    )
+    assert (forward, backward) == (1, 2)
+    rest = None, None, seed, 1.0, -1, 0, False, 6554
+    (_, stats), forward = launches(functions.softmax_dropout, scores, *rest)
+    _, backward = launches(functions.softmax_dropout_backward, scores, scores, stats, *rest, False)
+    assert (forward, backward) == (1, 1)
+    assert launches(functions.dropout, x, seed, 6554)[1] == 1
 
 
 # Selection

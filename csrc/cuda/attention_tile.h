@@ -51,7 +51,7 @@ struct Operands {
   static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // of a lane, for the keys
   static constexpr bool kHeld = kLoads <= 8;  // all are on their way at once, those of the values too
   static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // as registers allow
-  const T *key, *value;  // the first of the tile
+  const T *key, *value;                                                    // the first of the tile
   int64_t key_row, value_row;
   int depth, value_depth;
   uint32_t seen;
