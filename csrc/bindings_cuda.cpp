@@ -268,8 +268,9 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   Attention a = {};
   a.dtype = dtype_of(query, "query");
   a.batch = q.size(0), a.heads = q.size(1), a.key_heads = k.size(1), a.queries = q.size(2), a.keys = k.size(2);
-  STD_TORCH_CHECK(threshold == 0 && !seed && a.keys <= kMostKeys, "attention: no dropout, and at most ", kMostKeys,
-                  " keys");
+  STD_TORCH_CHECK(threshold == 0 && !seed, "attention: this backend has no dropout");
+  STD_TORCH_CHECK(a.keys <= kMostKeys && a.batch * a.heads * a.queries <= INT32_MAX, "attention: at most ", kMostKeys,
+                  " keys and 2**31 - 1 rows of queries");
   a.depth = (int)q.size(3), a.value_depth = (int)v.size(3);
   a.query = heads_of(q), a.key = heads_of(k), a.value = heads_of(v);
   const Tensor lengths = key_lengths ? torch::stable::contiguous(*key_lengths) : Tensor();

@@ -45,6 +45,21 @@ def softmax_dropout(functions):
     return results
 
 
+def attention(functions):
+    """Keys in parts, of which some hold NaN, in float32 and float16, with rows of 16 bytes and not."""
+    results = [], []
+    lengths = torch.tensor([300, 37])
+    for dtype, size in ((torch.float32, 20), (torch.float16, 40), (torch.float16, 13)):
+        query, key, value = (torch.randn(2, h, n, size).to(dtype) for h, n in ((4, 3), (2, 300), (2, 300)))
+        for tensor in (key, value):
+            tensor[1, :, 37:] = torch.nan
+        mask = torch.rand(1, 1, 1, 300) < 0.7
+        for rest in ((None, lengths, None, 0.3, -1, -1, False, 0), (mask, lengths, None, 0.3, 250, 0, True, 0)):
+            for f, result in zip((functions, reference), results, strict=True):
+                result.extend(f.attention(query, key, value, *rest)[:2])
+    return results
+
+
 def main():
     path, operation = sys.argv[1:]
     functions, controls = load(path)

@@ -12,6 +12,7 @@ import torch
 from conftest import DEVICE, REQUIRED, require
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import emulation
 import fastattn
 from fastattn import backends
 
@@ -26,6 +27,7 @@ import native_build  # noqa: E402
 # (file in csrc/cuda, text, what takes its place, operation, what is found)
 FAULTS = {
     "none": ("rows.h", "", "", "layer_norm", None),
+    "none in attention": ("attention.cu", "", "", "attention", None),
     "no barrier before a sum's parts are written": (
         "rows.h",
         "    __syncthreads();  // what the parts were before has been read\n",
@@ -83,6 +85,50 @@ FAULTS = {
         "mask 0xffff lacks the lane itself",
     ),
     "a shuffle that leaves out lanes": ("rows.h", "step = kWarp / 2;", "step = kWarp / 4;", "layer_norm", "not close"),
+    "no barrier between the warps whose parts become one": (
+        "attention.cu",
+        "  for (int w = 0; w < kWarps; ++w) {\n    __syncthreads();\n",
+        "  for (int w = 0; w < kWarps; ++w) {\n",
+        "attention",
+        "not close",
+    ),
+    "no barrier before a merged row is read": (
+        "attention.cu",
+        "  __syncthreads();\n  if (group > 0) return;",
+        "  if (group > 0) return;",
+        "attention",
+        "not close",
+    ),
+    "no barrier of a warp before its weights are read": (
+        "attention_tile.h",
+        "    __syncwarp();  // the weights are there\n",
+        "",
+        "attention",
+        "not close",
+    ),
+    "a key beyond the length": ("attention.cu", "&& j < length ?", "&& j <= length ?", "attention", "not close"),
+    "values that nobody sees": (
+        "attention_tile.h",
+        "value_depth, seen >> j & 1)",
+        "value_depth, true)",
+        "attention",
+        "not close|outside the operands",
+    ),
+    "a row's lanes without the last": (
+        "attention_tile.h",
+        "kLastLane = 2;",
+        "kLastLane = 1;",
+        "attention",
+        "not close",
+    ),
+    "a reduction without a lane": (
+        "attention.cu",
+        "__reduce_or_sync(kAllLanes",
+        "__reduce_or_sync(0x7fffffff",
+        "attention",
+        "lacks the lane itself",
+    ),
+    "rows of 8 bytes read by 16": ("attention.cu", "% 16 == 0;", "% 2 == 0;", "attention", "misaligned|outside"),
     "a shared array too short": (
         "rows.h",
         "parts[N][kMaxThreads / kWarp]",
@@ -113,6 +159,32 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
     else:
         assert done.returncode != 0, "not found"
         assert any(words in done.stdout for words in found.split("|")), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+@pytest.mark.parametrize("columns", [512, 1024])
+def test_launches(columns):
+    """At the paper's sizes starting a kernel is what takes time: one forward, two backward with all gradients."""
+    require("cuda")
+    functions, controls = emulation.library()
+    x, seed, weight = torch.randn(17, columns), torch.tensor([4, 5]), torch.ones(columns)
+    scores = x.view(1, 1, 17, columns)
+
+    def launches(function, *args):
+        before = controls.launches()
+        return function(*args), controls.launches() - before
+
+    (_, total, mean, rstd), forward = launches(functions.dropout_add_layer_norm, x, x, weight, weight, seed, 6554, 1e-5)
+    _, backward = launches(
+        functions.dropout_add_layer_norm_backward, x, x, total, mean, rstd, weight, seed, 6554, x.dtype, True, True
+    )
+    assert (forward, backward) == (1, 2)
+    rest = None, None, seed, 1.0, -1, 0, False, 6554
+    (_, stats), forward = launches(functions.softmax_dropout, scores, *rest)
+    _, backward = launches(functions.softmax_dropout_backward, scores, scores, stats, *rest, False)
+    assert (forward, backward) == (1, 1)
+    assert launches(functions.dropout, x, seed, 6554)[1] == 1
 
 
 # Selection
@@ -163,6 +235,7 @@ def test_every_kernel_is_sound_machine_code(compiled):
     for architecture in ("80", "90", "100"):
         names = [kernel.name for kernel in kernels if kernel.architecture == architecture]
         assert names.count("drop_rows(Dropout)") == 1
+        assert len([name for name in names if name.startswith("attend<")]) == 18
         for problem in ("LayerNorm", "LayerNormBackward", "SoftmaxDropout", "SoftmaxDropoutBackward"):
             assert len([name for name in names if name.endswith(f">({problem})")]) == 3, names
     print(*kernels, sep="\n")

@@ -2,6 +2,7 @@
 tuner's candidates, stages that fail."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +77,36 @@ def test_a_case_that_fails_does_not_stop_the_rest(gpu, monkeypatch, tmp_path):
     gpu.run(tmp_path / "results.json", {}, seconds=100)
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["error"] for r in results["cases"]] == ["MemoryError"] * 2
+
+
+def test_calls_are_timed_as_replayed_graphs(monkeypatch):
+    module, called = load("gpu"), []
+    for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph", "Event"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.Event.return_value.elapsed_time.return_value = 6.0
+    call = functools.partial(called.append, None)
+    assert module.replay(call, 2) == 6.0 / 1000 / 2
+    assert len(called) == 3 + 2  # before the capture, and in it
+    assert module.replay(call, 2) == 6.0 / 1000 / 2
+    assert len(called) == 3 + 2
+    assert torch.cuda.CUDAGraph.return_value.replay.call_count == 2
+
+
+@pytest.mark.parametrize("name", ["gpu", "tune"])
+def test_results_say_where_they_come_from(name, monkeypatch, tmp_path):
+    require("triton")
+    module = load(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    given = []
+    monkeypatch.setattr(module, "run", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(sys, "argv", [name, str(tmp_path / "results.json"), "--seconds", "5"])
+    module.main()
+    [(path, about, seconds)] = given
+    assert (path, seconds) == (tmp_path / "results.json", 5)
+    assert about["device"] == "a GPU"
+    assert about["torch"] == torch.__version__
+    assert about["commit"]
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ template <class T, int kSize, bool kAligned>
 struct Operands {
   static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // of a lane, for the keys
   static constexpr bool kHeld = kLoads <= 8;  // all are on their way at once, those of the values too
-  static constexpr int kAtOnce = kHeld ? kLoads : 4;
-  const T *key, *value;  // the first of the tile
+  static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // as registers allow
+  const T *key, *value;                                                    // the first of the tile
   int64_t key_row, value_row;
   int depth, value_depth;
   uint32_t seen;
@@ -251,7 +251,7 @@ struct FmaTile {
       for (int k = 0; k < kOwnKeys; ++k) shared.weight[warp][key(k)][row(r)] = weight[r][k];
       if (g == 0) shared.factor[warp][row(r)] = factor[r];
     }
-    __syncwarp();
+    __syncwarp();  // the weights are there
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       for (auto& chunk : out[r])
@@ -267,7 +267,7 @@ struct FmaTile {
         x[0] = fmaf(w, v.x, x[0]), x[1] = fmaf(w, v.y, x[1]), x[2] = fmaf(w, v.z, x[2]), x[3] = fmaf(w, v.w, x[3]);
       }
     }
-    __syncwarp();
+    __syncwarp();  // and have been read
   }
 
   template <class Put>

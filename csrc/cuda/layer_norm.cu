@@ -10,7 +10,7 @@ namespace {
 constexpr int kMaxGroups = 512;  // of rows, whose sums of the parameters' gradients are then added up
 
 template <Span kSpan>
-__global__ void __launch_bounds__(max_threads(kSpan), 1) normalise(const LayerNorm p, bool wide) {
+__global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normalise(const LayerNorm p, bool wide) {
   const Team<kSpan> team;
   if (team.index >= p.matrices * pairs_of(p.rows)) return;
   const RowPair pair(team.index, p.rows);
@@ -94,9 +94,11 @@ __global__ void __launch_bounds__(max_threads(kSpan), 1) normalise(const LayerNo
 }
 
 // Teams take every count-th pair of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows
-// go to workspace[0][block] and workspace[1][block], (2, blocks, columns).
+// go to workspace[0][block] and workspace[1][block], (2, blocks, columns). Those sums take the registers of a block
+// more.
 template <Span kSpan>
-__global__ void __launch_bounds__(max_threads(kSpan), 1) differentiate(const LayerNormBackward p, bool wide) {
+__global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 1)
+    differentiate(const LayerNormBackward p, bool wide) {
   const Team<kSpan> team;
   const int64_t pieces = team.pieces(p.columns), pairs = p.matrices * pairs_of(p.rows);
   const bool parameters = p.grad_weight || p.grad_bias;

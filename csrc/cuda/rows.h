@@ -71,6 +71,9 @@ struct Spread {
 
 constexpr int max_threads(Span span) { return span == Span::warp ? kWarps * kWarp : kMaxThreads; }
 
+// Blocks that a multiprocessor's registers are to suffice for: 128 a thread, so that enough reads are on their way.
+constexpr int min_blocks(Span span) { return 512 / max_threads(span); }
+
 struct Sum {
   static constexpr float kNone = 0;
   __device__ float operator()(float a, float b) const { return a + b; }

@@ -54,7 +54,7 @@ __device__ void read_scores(const Scores& s, const Row& row, bool wide, int64_t 
 }
 
 template <Span kSpan>
-__global__ void __launch_bounds__(max_threads(kSpan), 1) normalise(const SoftmaxDropout p, bool wide) {
+__global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normalise(const SoftmaxDropout p, bool wide) {
   const Team<kSpan> team;
   const Scores& s = p.scores;
   const int64_t matrices = s.batch * s.heads, pieces = team.pieces(s.columns);
@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(max_threads(kSpan), 1) normalise(const Softmax
 }
 
 template <Span kSpan>
-__global__ void __launch_bounds__(max_threads(kSpan), 1) differentiate(const SoftmaxDropoutBackward p, bool wide) {
+__global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
+    differentiate(const SoftmaxDropoutBackward p, bool wide) {
   const Team<kSpan> team;
   const Scores& s = p.scores;
   const int64_t matrices = s.batch * s.heads, pieces = team.pieces(s.columns);

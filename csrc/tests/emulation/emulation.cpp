@@ -42,7 +42,7 @@ const std::function<void()>* body;
 int threads, current;
 jmp_buf scheduler;
 char error[400];
-uint64_t random_state = 0;
+uint64_t random_state = 0, launched = 0;
 
 // splitmix64: the same orders on every run.
 uint64_t random_below(uint64_t n) {
@@ -244,6 +244,7 @@ void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   if (threads < 1 || threads > (int)kMaxThreads || grid.x > 0x7fffffffu || grid.y > kMaxYZ || grid.z > kMaxYZ ||
       grid.x * grid.y * grid.z == 0)
     throw std::runtime_error("emulated kernel: a grid or block that CUDA does not launch");
+  ++launched;
   const Handlers handlers;
   while ((int)fibers.size() < threads) fibers.emplace_back(new Fiber);
   blockDim = block, gridDim = grid, body = &kernel;
@@ -265,6 +266,9 @@ void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 int multiprocessors = 132;
 
 extern "C" __attribute__((visibility("default"))) void set_multiprocessors(int count) { multiprocessors = count; }
+
+// How many kernels have been started.
+extern "C" __attribute__((visibility("default"))) uint64_t launches() { return launched; }
 
 // The order of threads and blocks from here on.
 extern "C" __attribute__((visibility("default"))) void seed_order(uint64_t seed) { random_state = seed; }

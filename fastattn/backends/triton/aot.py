@@ -179,6 +179,25 @@ class Report:
         return [f"{name}={value}" for name, value in self.variant if name.isupper() or value == "None"]
 
     @property
+    def operands(self) -> str:
+        """The dtype, padded head size and tile that it was compiled for, and what else takes registers."""
+        known = dict(self.variant)
+        pointers = (known[name] for name in ("query", "input", "part_out", "mask") if "*" in known.get(name, ""))
+        dtype = re.findall(r"\*(\w+)", next(pointers, ""))[:1]
+        head = [f"head {known['E']}"] if "E" in known else []
+        tile = [f"{known['ROWS']}x{known['COLUMNS']}"] if {"ROWS", "COLUMNS"} <= known.keys() else []
+        dropout = ["dropout"] if "seed" in known and self.is_dropping else []
+        mask = ["mask"] if known.get("mask", "None") != "None" and head else []
+        return " ".join(dtype + head + tile + dropout + mask)
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether dropout's tiles are what a thread has of a product: those of tensor cores that leave it in registers.
+        Of a wider head, mma divides columns among warps; a fifth-generation tensor core leaves it in memory."""
+        fitting = ("HGMMA", "HMMA") if int(dict(self.variant).get("E", 0)) <= 128 else "HGMMA"
+        return any(name.startswith(fitting) for name in self.matrix_instructions)
+
+    @property
     def is_tf32_allowed(self) -> bool:
         return any("tf32" in value.lower() for _, value in self.variant)
 
@@ -209,14 +228,13 @@ class Report:
 
 
 def faults(reports: list[Report]) -> dict[Report, list[str]]:
-    """The faults of each report, those that show in comparison with another among them: dropout's tiles are those of
-    matrix instructions, and add layout conversions to other products."""
+    """The faults of each report, those that show in comparison with another among them."""
     plain = {report.without_dropout: report.conversions for report in reports if not report.is_dropping}
     found = {}
     for report in reports:
         found[report] = report.faults()
         without = plain.get(report.without_dropout, report.conversions)
-        if report.matrix_instructions and report.conversions > without:
+        if report.keeps_layout and report.conversions > without:
             found[report].append(f"{report.conversions} layout conversions in the main loop, {without} without dropout")
     return found
 
@@ -333,12 +351,12 @@ def main(arguments: list[str] | None = None) -> int:
         for device, capability in enumerate(options.arch)
         for function, kernel in specialisations(device)
     ]
-    print(f"triton {triton.__version__}\n{'':44} registers  stack  shared  conversions  matrix instructions")
+    print(f"triton {triton.__version__}\n{'':80} registers  stack  shared  conversions  matrix instructions")
     total = 0
     for report, found in faults(reports).items():
         print(
-            f"sm_{report.capability:<4} {report.name:36} {report.registers:8} {report.stack:6} {report.shared:7} "
-            f"{report.conversions:12}  {', '.join(report.matrix_instructions) or '-'}"
+            f"sm_{report.capability:<4} {report.name:36} {report.operands:35} {report.registers:8} {report.stack:6} "
+            f"{report.shared:7} {report.conversions:12}  {', '.join(report.matrix_instructions) or '-'}"
         )
         for fault in found:
             total += 1

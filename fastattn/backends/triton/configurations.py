@@ -22,10 +22,11 @@ class Tiles(NamedTuple):
 
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
-# for compute capabilities 9.0 and 10.x, which multiply from shared memory, the second for the others, whose operands
-# take registers and some of which have 99 KiB of shared memory. Masks take registers too, and so do irregular operands,
-# which are packed sequences and head sizes that are not a power of 2: where a kernel has a line for them, they have
-# smaller tiles.
+# for compute capabilities 9.0 and 10.x, which multiply from shared memory. The second is for the others, whose operands
+# take registers and some of which have 99 KiB of shared memory; there warps divide the rows of a tile, as dropout's
+# tiles want, only if a tile has at least as many as a head has columns. Masks take registers too, and so do irregular
+# operands, which are packed sequences and head sizes that are not a power of 2: where a kernel has a line for them,
+# they have smaller tiles.
 ATTENTION_16_BITS = {
     "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
@@ -33,18 +34,18 @@ ATTENTION_16_BITS = {
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(32, 64, 8, 1)},
+    "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 2), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
-    "grad_key_value_irregular": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(32, 64, 8, 1)},
+    "grad_key_value_irregular": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
     "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
-    "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_masked": {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 128, 4, 2), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 2)},
-    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward_few": {64: Tiles(16, 128, 4, 2), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1)},
+    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
