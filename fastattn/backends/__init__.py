@@ -33,6 +33,7 @@ _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
 # The most specialised first; the reference serves everything. What is not named here is taken only when forced.
 _ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _NAMES = ("cpu", "cuda", "triton", "reference")
+_functorch_level = torch._C._functorch.peek_interpreter_stack
 _DEVICES = {"cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
 
 
@@ -52,6 +53,7 @@ class _Triton:
         return function
 
 
+_CUDA_CAPABILITIES = native.capabilities()
 TABLE: dict[str, Any] = {"reference": reference}
 MISSING: dict[str, str] = {}  # why a backend is not in the table
 if native.library("cpu") is not None:
@@ -152,6 +154,10 @@ def refusal(
     if device.type == "cuda" and _capability(device) < OLDEST_GPU:
         oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, _capability(device)))
         return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
+    if name == "cuda" and device.type == "cuda":
+        capability = _capability(device)
+        if not any(first <= capability <= last for first, last in _CUDA_CAPABILITIES):
+            return "its library has no code for this GPU's compute capability, {}.{}".format(*capability)
     for operand in operands:
         if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
             return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
@@ -171,6 +177,8 @@ def refusal(
             t is not None and t.requires_grad for t in (*operands, *siblings, attn_mask)
         ):
             return "its attention has no gradient"
+        if _functorch_level() is not None:  # inside vmap a tensor does not say whether a gradient is wanted
+            return "its attention is not for functorch's transforms"
     return None
 
 
