@@ -140,6 +140,25 @@ def test_rows_of_a_million_columns(isa, equal):
     assert ((grad_x - (grad - grad.mean() - y * (grad * y).mean()) * rstd).abs() <= 16 * eps * terms * rstd).all()
 
 
+@pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
+def test_gradients_of_keys_sum_a_million_queries(isa):
+    """All terms are equal and round alike."""
+    queries, eps = 2**20, torch.finfo(torch.float32).eps
+    query, grad_out = torch.full((1, 1, queries, 4), 0.3), torch.full((1, 1, queries, 2), 0.7)
+    key, value = torch.randn(1, 1, 3, 4, requires_grad=True), torch.randn(1, 1, 3, 2, requires_grad=True)
+    with instruction_set(isa):
+        out = scaled_dot_product_attention(query, key, value)
+        grad_key, grad_value = torch.autograd.grad(out, (key, value), grad_out)
+
+    q, k, v, g = (t.detach()[0, 0].double() for t in (query[:, :, :1], key, value, grad_out[:, :, :1]))
+    p = (q @ k.T / 2).softmax(-1)
+    dp = g @ v.T
+    ds = p * (dp - (p * dp).sum())
+    torch.testing.assert_close(grad_value[0, 0].double(), queries * p.T @ g, rtol=64 * eps, atol=0)
+    terms = queries * (p * (dp.abs() + (p * dp).sum().abs())).T @ q.abs() / 2
+    assert ((grad_key[0, 0] - queries * ds.T @ q / 2).abs() <= 64 * eps * terms).all()
+
+
 def test_a_mask_of_more_than_2_31_elements():
     rows, columns = 2**16 + 3, 2**15
     kept = dropout_mask((rows, columns), 0.3, SEED)

@@ -16,6 +16,7 @@ namespace fastattn {
 namespace {
 
 constexpr int kFewStride = kBlock + kLanes;  // a block of keys that need not begin with a vector
+constexpr int kPanels = 128;                 // of queries: sums over more are made of sums over so many
 
 template <class T>
 struct Backward {
@@ -45,11 +46,11 @@ struct Backward {
     Unit *query_rows, *query, *grad_rows, *grad;  // a panel of queries and of dO: (kPanel, units) and (units, kPanel)
     Unit *query_right, *grad_right;               // as second factors of a sum over queries
     float *query_grad, *query_total, *reference, *inverse, *delta;
-    float *score, *grad_score;                              // a tile, (kBlock, kPanel)
-    Unit *probability_left, *grad_left, *grad_score_right;  // P and dS as first factors, dS as second factor
-    uint8_t* packed;                                        // which blocks of keys are not read where they lie
-    Unit *key_rows, *value_rows, *key_left;                 // keys as first factors of a sum over keys
-    float *key_grad, *value_grad;
+    float *score, *grad_score;                               // a tile, (kBlock, kPanel)
+    Unit *probability_left, *grad_left, *grad_score_right;   // P and dS as first factors, dS as second factor
+    uint8_t* packed;                                         // which blocks of keys are not read where they lie
+    Unit *key_rows, *value_rows, *key_left;                  // keys as first factors of a sum over keys
+    float *key_grad, *value_grad, *key_total, *value_total;  // totals: of the stretches of queries that are done
     MaskBuffers mask;
     FewRows few;
   };
@@ -71,6 +72,9 @@ struct Backward {
     partial = arena->take<float>(splits > 1 ? splits * a.batch * a.heads * a.queries * width : 0);
   }
 
+  // Whether a key's gradients may be sums over more than one stretch of queries.
+  bool has_long_sums() const { return a.heads / a.key_heads * divide_up(a.queries, kPanel) > kPanels; }
+
   Scratch take_scratch(Arena* arena) const {
     if (few) {
       const int64_t rows = a.heads / a.key_heads * a.queries;
@@ -86,6 +90,7 @@ struct Backward {
                arena->take<float>(rows * kFewStride)};
       return s;
     }
+    const bool long_sums = has_long_sums();
     // Keys that nothing sees are replaced by 0, wherever they lie.
     const bool hidden = a.mask.data || a.window_left >= 0;
     Scratch s = {arena->take<Unit>(kPanel * units),
@@ -110,6 +115,8 @@ struct Backward {
                  arena->take<Unit>(kPairs ? range / 2 * width : 0),
                  arena->take<float>(range * width),
                  arena->take<float>(range * value_width),
+                 arena->take<float>(long_sums ? range * width : 0),
+                 arena->take<float>(long_sums ? range * value_width : 0),
                  MaskBuffers(a, arena),
                  {}};
     if constexpr (!kPairs) {
@@ -354,6 +361,12 @@ struct Backward {
     const int64_t rows = greater(stored - begin, (int64_t)0);
     clear_row(scratch.key_grad, rows * width);
     clear_row(scratch.value_grad, rows * value_width);
+    int64_t panels = 0, stretches = 0;
+    const auto end_panels = [&] {
+      end_stretch(stretches == 0, rows * width, scratch.key_grad, scratch.key_total);
+      end_stretch(stretches == 0, rows * value_width, scratch.value_grad, scratch.value_total);
+      ++stretches;
+    };
     for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head)
       for (int64_t query = 0; query < s.queries; query += kPanel) {
         const int count = (int)smaller((int64_t)kPanel, s.queries - query);
@@ -374,11 +387,15 @@ struct Backward {
         }
         if (several) end_stretch(false, width * kPanel, scratch.query_grad, scratch.query_total);
         finish(s, head, query, split, several ? scratch.query_total : scratch.query_grad, scratch);
+        if (++panels % kPanels == 0 && has_long_sums()) end_panels();
       }
+    if (stretches > 0) end_panels();
+    const float* key_grad = stretches > 0 ? scratch.key_total : scratch.key_grad;
+    const float* value_grad = stretches > 0 ? scratch.value_total : scratch.value_grad;
     for (int64_t j = 0; j < rows; ++j) {
-      write_row(scratch.key_grad + j * width, a.scale, a.depth,
+      write_row(key_grad + j * width, a.scale, a.depth,
                 row_pointer<T>(g.key_grad, s.index, key_head, s.first_key + begin + j));
-      write_row(scratch.value_grad + j * value_width, a.threshold ? dropout_scale(a.threshold) : 1.0f, a.value_depth,
+      write_row(value_grad + j * value_width, a.threshold ? dropout_scale(a.threshold) : 1.0f, a.value_depth,
                 row_pointer<T>(g.value_grad, s.index, key_head, s.first_key + begin + j));
     }
   }
