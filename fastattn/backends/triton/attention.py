@@ -386,6 +386,8 @@ def _grad_query(
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
             k = _load(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
             v = _load(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+            if q.dtype == tl.float32:
+                tl.debug_barrier()  # or Triton 3.6 puts it after reading all of q, which registers cannot hold
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
