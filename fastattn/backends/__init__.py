@@ -165,7 +165,8 @@ def refusal(
         return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
     if head_size > MAX_HEAD_SIZE:
         return f"it takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
-    if not hasattr(backend_, op):
+    # Triton's has every operation; to look would import it, which torch.compile cannot trace.
+    if name != "triton" and not hasattr(backend_, op):
         return f"it has no {op}"
     if name == "cuda" and op == "attention":
         queries = operands[0].size(2)
