@@ -37,6 +37,7 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDES
 
 # What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+OLDEST_ARCHITECTURE = 80  # its matrix instructions; a list may name older ones, for other packages
 
 
 class BuildError(BaseError):
@@ -213,18 +214,31 @@ def architectures(command: str) -> list[str]:
     """What to compile for, as TORCH_CUDA_ARCH_LIST names it: its list, this machine's GPUs, or all that nvcc knows."""
     named = re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
     if named != [""]:
-        return named
+        return _new_enough(named)
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if shutil.which(query[0]):
         answer = subprocess.run(query, capture_output=True, text=True)
         found = sorted({line.strip() for line in answer.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d+\s*", line)})
         if answer.returncode == 0 and found:
-            return found
+            return _new_enough(found)
     known = subprocess.run([command, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     usual = [name for name in ARCHITECTURES if "sm_" + name.replace(".", "") in known]
     if not usual:
         raise NotBuilt(f"{command} compiles for none of {', '.join(ARCHITECTURES)}")
     return [*usual[:-1], usual[-1] + "+PTX"]
+
+
+def _new_enough(names: list[str]) -> list[str]:
+    wanted = [name for name in names if (_number(name) or OLDEST_ARCHITECTURE) >= OLDEST_ARCHITECTURE]
+    if not wanted:
+        raise NotBuilt(f"the kernels are for compute capability 8.0 and newer, not {', '.join(names)}")
+    return wanted
+
+
+def _number(name: str) -> int | None:
+    """80 of "8.0", or None of what is no such name."""
+    match = re.match(r"(\d+)\.(\d)", name)
+    return int(match[1] + match[2]) if match else None
 
 
 def cuda_flags(names: list[str]) -> str:

@@ -210,7 +210,10 @@ def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
     assert native_build.architectures(toolkit) == ["8.0", "9.0+PTX"]
     script(tmp_path / "bin/nvidia-smi", "echo 9.0; echo 8.6; echo 9.0")
     assert native_build.architectures(toolkit) == ["8.6", "9.0"]
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 10.0+PTX")
+    script(tmp_path / "bin/nvidia-smi", "echo 7.5")
+    with pytest.raises(native_build.NotBuilt, match=r"for compute capability 8\.0 and newer, not 7\.5"):
+        native_build.architectures(toolkit)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 8.0;9.0a 10.0+PTX")  # containers name older ones too
     assert native_build.architectures(toolkit) == ["8.0", "9.0a", "10.0+PTX"]
     monkeypatch.setenv("NVCC_THREADS", "4")
     flags = native_build.cuda_flags(native_build.architectures(toolkit))

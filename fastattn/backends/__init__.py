@@ -33,6 +33,7 @@ _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
 # The most specialised first; the reference serves everything. What is not named here is taken only when forced.
 _ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _NAMES = ("cpu", "cuda", "triton", "reference")
+_functorch_level = torch._C._functorch.peek_interpreter_stack
 _DEVICES = {"cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
 
 
@@ -52,6 +53,7 @@ class _Triton:
         return function
 
 
+_CUDA_CAPABILITIES = native.capabilities()
 TABLE: dict[str, Any] = {"reference": reference}
 MISSING: dict[str, str] = {}  # why a backend is not in the table
 if native.library("cpu") is not None:
@@ -152,6 +154,10 @@ def refusal(
     if device.type == "cuda" and _capability(device) < OLDEST_GPU:
         oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, _capability(device)))
         return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
+    if name == "cuda" and device.type == "cuda":
+        capability = _capability(device)
+        if not any(first <= capability <= last for first, last in _CUDA_CAPABILITIES):
+            return "its library has no code for this GPU's compute capability, {}.{}".format(*capability)
     for operand in operands:
         if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
             return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
@@ -159,7 +165,8 @@ def refusal(
         return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
     if head_size > MAX_HEAD_SIZE:
         return f"it takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
-    if not hasattr(backend_, op):
+    # Triton's has every operation; to look would import it, which torch.compile cannot trace.
+    if name != "triton" and not hasattr(backend_, op):
         return f"it has no {op}"
     if name == "cuda" and op == "attention":
         queries = operands[0].size(2)
@@ -171,6 +178,8 @@ def refusal(
             t is not None and t.requires_grad for t in (*operands, *siblings, attn_mask)
         ):
             return "its attention has no gradient"
+        if _functorch_level() is not None:  # inside vmap a tensor does not say whether a gradient is wanted
+            return "its attention is not for functorch's transforms"
     return None
 
 
