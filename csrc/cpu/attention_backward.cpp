@@ -535,8 +535,7 @@ struct Backward {
   void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
     const AttentionMask& m = a.mask;
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
-    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads,
-                  group = group_of(a);
+    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = group_of(a);
     clear_row(sums, round_up(m.columns, kBlock) * kPanel);
     for (int64_t batch = m.batches == 1 ? 0 : mask_batch; batch < (m.batches == 1 ? a.batch : mask_batch + 1); ++batch)
       for (int64_t head = m.heads == 1 ? 0 : mask_head; head < (m.heads == 1 ? a.heads : mask_head + 1); ++head) {
