@@ -667,7 +667,8 @@ std::optional<Scores> plain_scores(const Tensor& input, const std::optional<Tens
   if (!is_plain(input, &scores.dtype) || !is_plain_seed(seed)) return std::nullopt;
   const Sizes sizes = input.sizes(), strides = input.strides();
   const size_t dims = sizes.size();
-  if (dims == 0 || dims > 4 || (strides[dims - 1] != 1 && sizes[dims - 1] > 1)) return std::nullopt;
+  if (dims == 0 || dims > 4) return std::nullopt;
+  if (strides[dims - 1] != 1 && sizes[dims - 1] > 1 && input.numel() > 0) return std::nullopt;
   const auto size = [&](size_t d) { return d < dims ? sizes[dims - 1 - d] : 1; };
   const auto stride = [&](size_t d) { return d < dims ? strides[dims - 1 - d] : 0; };
   scores.input = input.const_data_ptr();
