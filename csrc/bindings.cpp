@@ -289,8 +289,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
 
 // weight or bias as float32, which almost always they are. It points into `source`.
 struct Parameter {
-  std::optional<Tensor> dense;
-  std::optional<Workspace> converted;
+  std::optional<Tensor> dense, converted;
   const float* values = nullptr;
 
   Parameter(const std::optional<Tensor>& source, const char* name) {
@@ -306,9 +305,10 @@ struct Parameter {
     if (!source.is_contiguous()) dense = torch::stable::contiguous(source);
     values = (const float*)(dense ? *dense : source).const_data_ptr();
     if (dtype == Dtype::float32) return;
-    converted.emplace(source.numel() * 4);
-    table().layer_norm->to_float32(values, dtype, source.numel(), (float*)converted->data);
-    values = (const float*)converted->data;
+    const int64_t columns = source.numel();
+    converted = empty(Sizes(&columns, 1), Dtype::float32);
+    table().layer_norm->to_float32(values, dtype, columns, (float*)converted->mutable_data_ptr());
+    values = (const float*)converted->const_data_ptr();
   }
 };
 

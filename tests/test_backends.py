@@ -1,7 +1,9 @@
 """Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
 
 import functools
+import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -248,3 +250,27 @@ def test_checkpointed(function):
         out = run(lambda t: function(*(t if a is X else a for a in CALLS[function])), leaf)
         results.append((out, *torch.autograd.grad((out * X).sum(), leaf)))
     assert all(map(torch.equal, *results))
+
+
+@needs_cpu
+@pytest.mark.slow
+def test_a_thread_with_a_small_stack():
+    """Servers give their threads less than the usual 8 MB; a kernel's scratch memory must not need them."""
+    program = """
+        import threading, torch, fastattn
+        def run():
+            for dtype in (torch.float32, torch.bfloat16):
+                x, q = torch.ones(64, 512, dtype=dtype).requires_grad_(), torch.ones(2, 4, 64, 64, dtype=dtype)
+                weight = torch.ones(512, dtype=dtype, requires_grad=True)
+                fastattn.layer_norm(x, (512,), weight, weight).sum().backward()
+                fastattn.dropout_add_layer_norm(x, x, weight, weight, 0.1).sum().backward()
+                fastattn.softmax_dropout(q.requires_grad_(), 0.1).sum().backward()
+                fastattn.scaled_dot_product_attention(q, q, q).sum().backward()
+            print("finished")
+        threading.stack_size(256 * 1024)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
