@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,11 +208,86 @@ def test_cuda_is_taken_before_triton(monkeypatch):
         double = fastattn.explain(fastattn.layer_norm, x.double(), (8,))
         assert double.backend == "reference"
         assert "float64" in double.reasons["cuda"]
+        monkeypatch.setattr(backends, "_CUDA_CAPABILITIES", (((8, 0), (8, 9)), ((10, 0), (10, 9))))
+        other = fastattn.explain(fastattn.layer_norm, x, (8,))
+        assert other.backend == "triton"
+        assert other.reasons["cuda"] == "its library has no code for this GPU's compute capability, 9.0"
         monkeypatch.delitem(backends.TABLE, "cuda")
         monkeypatch.setitem(backends.MISSING, "cuda", "its library is not loaded: no nvcc")
         missing = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert missing.backend == "triton"
         assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
+
+
+def test_what_a_missing_triton_costs_is_said(monkeypatch):
+    """One warning where the reference runs for want of Triton; none where Triton would not serve the call either."""
+    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(layer_norm=None, attention=None))
+    monkeypatch.delitem(backends.TABLE, "triton", raising=False)
+    monkeypatch.setitem(backends.MISSING, "triton", "triton is not installed")
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "_warned", set())
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        token, prompt = (torch.empty(1, 2, length, 16, device="cuda") for length in (1, 17))
+        assert backends.choose("layer_norm", (token,)) == "cuda"
+        assert backends.choose("layer_norm", (token.double(),)) == "reference"
+        assert backends.choose("attention", (token,), None, 16, 0, (prompt, prompt)) == "cuda"
+        assert not caught
+        for _ in range(2):
+            assert backends.choose("attention", (prompt,), None, 16, 0, (prompt, prompt)) == "reference"
+    assert [str(warning.message) for warning in caught] == [
+        "fastattn runs its plain PyTorch reference on cuda tensors, slowly: triton is not installed"
+    ]
+
+
+def test_capabilities(monkeypatch, tmp_path):
+    """Those that code for the recorded architectures runs on."""
+    monkeypatch.setattr(backends.native, "PACKAGE", tmp_path)
+    assert backends.native.capabilities() == (((0, 0), (999, 9)),)
+    (tmp_path / "_build.json").write_text('{"cuda": {"architectures": ["8.6", "9.0a", "12.0+PTX"]}}')
+    assert backends.native.capabilities() == (((8, 6), (8, 9)), ((9, 0), (9, 0)), ((12, 0), (999, 9)))
+
+
+def test_library_of_another_cuda(monkeypatch, tmp_path):
+    """It is not loaded: its runtime may be newer than this machine's driver."""
+    monkeypatch.setattr(backends.native, "PACKAGE", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    (tmp_path / "_cuda.so").write_text("")
+    (tmp_path / "_build.json").write_text('{"cuda": {"compiler": "nvcc 13.0"}}')
+    library, reason = backends.native._load.__wrapped__("cuda")
+    assert library is None
+    assert reason == "_cuda.so is built by nvcc 13.0, torch is of CUDA 12.8; build it anew"
+    (tmp_path / "_build.json").write_text('{"cuda": {"compiler": "nvcc 12.4"}}')
+    assert "does not load" in backends.native._load.__wrapped__("cuda")[1]
+
+
+def test_no_decoding_inside_functorch(monkeypatch):
+    """Inside vmap the operands of a gradient do not say that one is wanted, and this attention has none."""
+    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(attention=None))
+    monkeypatch.setitem(backends._DEVICES, "cuda", "cpu")
+    reasons = []
+
+    def f(q):
+        reasons.append(backends.refusal("cuda", "attention", (q[None],)))
+        return q.sum()
+
+    q = torch.ones(2, 1, 4, 16)
+    assert backends.refusal("cuda", "attention", (q,)) is None
+    torch.func.grad(lambda q: torch.func.vmap(f)(q).sum())(q)
+    assert reasons == ["its attention is not for functorch's transforms"]
+
+
+def test_what_is_counted_in_32_bits_is_refused(monkeypatch):
+    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(attention=None))
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        q, fits, many = (torch.empty(rows, 1, 16, 16, device="cuda") for rows in (1, 2**27 - 1, 2**27))
+        for keys, reason in ((2**29, None), (2**29 + 1, "it takes up to 2**29 keys, not 536870913")):
+            key = torch.empty(1, 1, keys, 16, device="cuda")
+            assert backends.refusal("cuda", "attention", (q,), siblings=(key, key)) == reason
+        assert backends.refusal("cuda", "attention", (fits,)) is None
+        refused = backends.refusal("cuda", "attention", (many,))
+    assert refused == "it takes up to 2**31 - 1 rows of queries, not 2147483648"
 
 
 # What nvcc makes of it

@@ -122,6 +122,19 @@ def test_rows_with_nothing_left(backend):
 
 
 @pytest.mark.representative
+def test_what_a_mask_hides_may_hold_anything(backend):
+    mask = torch.ones(5, 40, dtype=torch.bool)
+    mask[:, 3] = mask[:, 9] = False
+    clean = torch.randn(2, 5, 40)
+    unused = clean.clone()
+    unused[..., 3], unused[..., 9] = math.nan, math.inf
+    for attn_mask in (mask, torch.zeros(5, 40).masked_fill(~mask, -math.inf)):
+        ours, wanted = (gradients(lambda t, m=attn_mask: softmax_dropout(t, attn_mask=m), [t]) for t in (unused, clean))
+        assert torch.equal(ours[0][0], wanted[0][0])
+        assert torch.equal(ours[1][0], wanted[1][0])
+
+
+@pytest.mark.representative
 def test_large_and_extreme_values(backend):
     for dtype in (torch.float32, torch.bfloat16):
         check((torch.randn(5, 90) * 1e4).to(dtype))

@@ -28,6 +28,7 @@ struct Row {
   __device__ bool sees(int64_t column) const { return column < end && column + kVector > begin; }
 };
 
+// Whether the mask lets an element take part, and what it adds to its score; -inf hides it, whatever the score is.
 __device__ bool takes_part(const Scores& s, int64_t offset, float* added) {
   switch (s.mask_dtype) {
     case Dtype::boolean: return ((const uint8_t*)s.mask)[offset] != 0;
@@ -35,7 +36,7 @@ __device__ bool takes_part(const Scores& s, int64_t offset, float* added) {
     case Dtype::bfloat16: *added = to_float(((const bfloat16*)s.mask)[offset]); break;
     case Dtype::float16: *added = to_float(((const float16*)s.mask)[offset]); break;
   }
-  return true;
+  return *added != -INFINITY;
 }
 
 // The scores of eight columns, -inf where not visible and beyond the row's end.

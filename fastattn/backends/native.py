@@ -40,6 +40,30 @@ def build_record() -> dict[str, dict[str, Any]]:
         return {}
 
 
+def _compiler() -> str:
+    """The CUDA library's, such as "nvcc 13.0"; "" where the build left no record."""
+    return build_record().get("cuda", {}).get("compiler", "")
+
+
+def _major(version: str) -> str | None:
+    found = re.search(r"\d+", version)
+    return found[0] if found else None
+
+
+def capabilities() -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """(first, last) of the compute capabilities that the CUDA library has code for; all where nothing is recorded.
+
+    Code for 8.6 serves the later ones of 8 too, code for 9.0a that one alone, "+PTX" everything later.
+    """
+    ranges = []
+    for name in build_record().get("cuda", {}).get("architectures", ["0.0+PTX"]):
+        match = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", name)
+        if match:
+            first = int(match[1]), int(match[2])
+            ranges.append((first, first if match[3] else (999 if match[4] else first[0], 9)))
+    return tuple(ranges)
+
+
 @functools.cache
 def _load(name: str) -> tuple[Any, str]:
     """(namespace of the library's operations or None, why None)."""
@@ -52,6 +76,8 @@ def _load(name: str) -> tuple[Any, str]:
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
         return None, "torch {} is installed, the library needs {}.{} or newer".format(torch.__version__, *OLDEST_TORCH)
+    if name == "cuda" and _major(_compiler()) not in (None, _major(str(torch.version.cuda))):
+        return None, f"{path.name} is built by {_compiler()}, torch is of CUDA {torch.version.cuda}; build it anew"
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:

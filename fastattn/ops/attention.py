@@ -482,7 +482,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         query, key, value, out, stats = ctx.saved_tensors
-        if wants_gradient(grad_out) is False:
+        if wants_gradient(grad_out, query, key, value) is False:
             return *_kept_backward(grad_out, query, key, value, out, stats, *ctx.settings), None, None
         is_causal, scale = ctx.settings or (False, None)
         scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale

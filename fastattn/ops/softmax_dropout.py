@@ -147,7 +147,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         input, stats, seed = ctx.saved_tensors
-        if wants_gradient(grad_out) is False:
+        if wants_gradient(grad_out, input) is False:
             return _kept_backward(grad_out, input, stats, ctx.threshold, seed), None, None
         shape = stats.shape[1:] + input.shape[-1:]
         grad_input, _ = softmax_dropout_backward_op(

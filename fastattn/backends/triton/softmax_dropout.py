@@ -67,8 +67,9 @@ def _scores(input_rows, mask_rows, column, seen_from, seen_to, scale, mask_colum
             taken = tl.load(mask_rows + column.to(tl.int64) * mask_column, mask=visible, other=0)
             visible = visible & (taken != 0)
         else:
-            added = tl.load(mask_rows + column.to(tl.int64) * mask_column, mask=visible, other=0.0)
-            scores += added.to(tl.float32)
+            added = tl.load(mask_rows + column.to(tl.int64) * mask_column, mask=visible, other=0.0).to(tl.float32)
+            visible = visible & (added != float("-inf"))  # hidden, whatever the score is
+            scores += added
     return tl.where(visible, scores, float("-inf"))
 
 
