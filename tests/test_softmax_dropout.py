@@ -145,6 +145,16 @@ def test_large_and_extreme_values(backend):
         check(torch.randn(4, 90).to(dtype), scale=0.0)
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("columns", [41, 9003])
+def test_the_maximum_comes_late(backend, columns):
+    """After much that is smaller, or that a mask hides, or in another place than the row before has it."""
+    rising = torch.linspace(-40, 40, columns) + torch.randn(2, columns)
+    check(torch.stack([rising, rising.flip(-1)]))
+    check(rising, torch.arange(columns) >= columns - 5)
+    check(rising, torch.arange(columns) < 0)
+
+
 def test_agrees_with_torch(backend):
     input = torch.randn(5, 90)
     torch.testing.assert_close(softmax_dropout(input), F.softmax(input, -1), rtol=2e-6, atol=1e-8)

@@ -54,6 +54,9 @@ __device__ void read_scores(const Scores& s, const Row& row, bool wide, int64_t 
   }
 }
 
+// A point that exponentials can be relative to, where nothing is visible too.
+__device__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normalise(const SoftmaxDropout p, bool wide) {
   const Team<kSpan> team;
@@ -78,36 +81,40 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       for (int f = 0; f < kFragments; ++f) read_scores(s, row, wide, team.column(piece, f), x[f]);
     };
 
-    float maximum = -INFINITY;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      read(piece);
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f)
-        for (int e = 0; e < kVector; ++e) maximum = fmaxf(maximum, x[f][e]);
-    }
-    maximum = team.max(maximum);
-    const float point = maximum == -INFINITY ? 0.0f : maximum;
-    float sum = 0;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece);
+    // Puts exp(x - point) in the place of x, and returns their sum.
+    const auto exponentiate = [&](float point) {
+      float sum = 0;
 #pragma unroll
       for (int f = 0; f < kFragments; ++f)
         for (int e = 0; e < kVector; ++e) {
           x[f][e] = expf(x[f][e] - point);
           sum += x[f][e];
         }
+      return sum;
+    };
+
+    float maximum = -INFINITY, sum = 0;  // this thread's; a sum of pieces is relative to the maximum so far
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const float before = maximum;
+      read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        for (int e = 0; e < kVector; ++e) maximum = fmaxf(maximum, x[f][e]);
+      const float point = finite(maximum);
+      if (kSpan == Span::pieces) sum = sum * expf(before - point) + exponentiate(point);
     }
-    sum = team.sum(sum);
+    const float point = finite(team.max(maximum));
+    sum = team.sum(kSpan == Span::pieces ? sum * expf(maximum - point) : exponentiate(point));
     if (team.thread == 0) {
       p.stats[row.index] = point;
       p.stats[matrices * s.rows + row.index] = sum;
     }
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece), draw(piece);
+      if (kSpan == Span::pieces) read(piece), draw(piece), exponentiate(point);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
-        for (int e = 0; e < kVector; ++e) x[f][e] = (kSpan == Span::pieces ? expf(x[f][e] - point) : x[f][e]) * inverse;
+        for (int e = 0; e < kVector; ++e) x[f][e] *= inverse;
         if (p.seed) drop(x[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
         store(p.out, s.dtype, row.index * s.columns, wide, team.column(piece, f), s.columns, x[f]);
       }
