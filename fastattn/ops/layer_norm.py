@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
+from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
 _direct, _kept = compiled("layer_norm_direct"), compiled("layer_norm_kept")
@@ -247,8 +247,7 @@ class _Direct(torch.autograd.Function):
         _, _, weight_grad, bias_grad, _ = ctx.needs_input_grad
         saved = ctx.saved_tensors
         arguments = (grad_out, *saved, weight_grad, bias_grad)
-        direct = wants_gradient(grad_out, *saved) is False
-        grads = _kept_backward(*arguments) if direct else layer_norm_backward_op("cpu", *arguments)
+        grads = _kept_backward(*arguments) if is_plain_backward(grad_out) else layer_norm_backward_op("cpu", *arguments)
         return grads[0], None, *_parameter_grads(ctx, grads[1], grads[2], weight_grad, bias_grad), None
 
 
