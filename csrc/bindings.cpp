@@ -289,8 +289,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
 
 // weight or bias as float32, which almost always they are. It points into `source`.
 struct Parameter {
-  std::optional<Tensor> dense;
-  std::optional<Workspace> converted;
+  std::optional<Tensor> dense, converted;
   const float* values = nullptr;
 
   Parameter(const std::optional<Tensor>& source, const char* name) {
@@ -306,9 +305,10 @@ struct Parameter {
     if (!source.is_contiguous()) dense = torch::stable::contiguous(source);
     values = (const float*)(dense ? *dense : source).const_data_ptr();
     if (dtype == Dtype::float32) return;
-    converted.emplace(source.numel() * 4);
-    table().layer_norm->to_float32(values, dtype, source.numel(), (float*)converted->data);
-    values = (const float*)converted->data;
+    const int64_t columns = source.numel();
+    converted = empty(Sizes(&columns, 1), Dtype::float32);
+    table().layer_norm->to_float32(values, dtype, columns, (float*)converted->mutable_data_ptr());
+    values = (const float*)converted->const_data_ptr();
   }
 };
 
@@ -667,7 +667,8 @@ std::optional<Scores> plain_scores(const Tensor& input, const std::optional<Tens
   if (!is_plain(input, &scores.dtype) || !is_plain_seed(seed)) return std::nullopt;
   const Sizes sizes = input.sizes(), strides = input.strides();
   const size_t dims = sizes.size();
-  if (dims == 0 || dims > 4 || (strides[dims - 1] != 1 && sizes[dims - 1] > 1)) return std::nullopt;
+  if (dims == 0 || dims > 4) return std::nullopt;
+  if (strides[dims - 1] != 1 && sizes[dims - 1] > 1 && input.numel() > 0) return std::nullopt;
   const auto size = [&](size_t d) { return d < dims ? sizes[dims - 1 - d] : 1; };
   const auto stride = [&](size_t d) { return d < dims ? strides[dims - 1 - d] : 0; };
   scores.input = input.const_data_ptr();

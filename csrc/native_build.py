@@ -37,6 +37,7 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDES
 
 # What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # of compilers, in $CXX before the compiler itself
 OLDEST_ARCHITECTURE = 80  # its matrix instructions; a list may name older ones, for other packages
 
 
@@ -241,9 +242,25 @@ def _number(name: str) -> int | None:
     return int(match[1] + match[2]) if match else None
 
 
-def cuda_flags(names: list[str]) -> str:
-    """nvcc's flags for kernels on these architectures."""
-    host = f"-ccbin {shlex.quote(compiler()[0])} -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
+def host_flags() -> str:
+    """nvcc's flags that name the C++ compiler: the program itself, not what starts it, and the flags that $CXX adds."""
+    words = compiler()
+    while len(words) > 1 and Path(words[0]).name in LAUNCHERS:
+        words = words[1:]
+    return shlex.join(["-ccbin", words[0], *(f"-Xcompiler={flag}" for flag in words[1:])])
+
+
+def nvcc_threads(architectures: int, files: int) -> int:
+    """How many architectures of a file nvcc compiles at a time, so that all files together keep the cores busy."""
+    if os.environ.get("NVCC_THREADS"):
+        return int(os.environ["NVCC_THREADS"])
+    cores = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    return min(architectures, max(1, cores // files))
+
+
+def cuda_flags(names: list[str], files: int = 1) -> str:
+    """nvcc's flags for so many files of kernels on these architectures."""
+    host = f"{host_flags()} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"
     codes = []
     for name in names:
         number = name.removesuffix("+PTX").replace(".", "")
@@ -251,8 +268,7 @@ def cuda_flags(names: list[str]) -> str:
             raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name} is not an architecture such as 9.0 or 9.0+PTX")
         code = f"[sm_{number},compute_{number}]" if name.endswith("+PTX") else f"sm_{number}"
         codes.append(f"-gencode arch=compute_{number},code={code}")
-    threads = os.environ.get("NVCC_THREADS")
-    return " ".join(["-std=c++17 -O3", host, *codes, *([f"--threads {threads}"] if threads else [])])
+    return " ".join(["-std=c++17 -O3", host, *codes, f"--threads {nvcc_threads(len(names), files)}"])
 
 
 def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
@@ -262,13 +278,14 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
     """
     bindings = f"{CXX_FLAGS} {OPTIMIZE} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
     objects = [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
-    flags = cuda_flags(names)
-    objects += [(f"{source.stem}.o", source, flags) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    flags = cuda_flags(names, len(kernels))
+    objects += [(f"{source.stem}.o", source, flags) for source in kernels]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "exports.map").write_text("{ local: *; };\n")
     torch_cuda = "-ltorch_cuda" if (torch / "lib/libtorch_cuda.so").exists() else ""
     link = (
-        f"-shared -cudart static -ccbin {shlex.quote(compiler()[0])} -Xlinker --version-script=exports.map,--as-needed"
+        f"-shared -cudart static {host_flags()} -Xlinker --version-script=exports.map,--as-needed"
         f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu {torch_cuda}"
     )
     return run_ninja(directory, objects, "_cuda.so", link, nvcc()[0])

@@ -120,6 +120,10 @@ struct Matrices {
   bool describe(const Tensor& tensor) {
     const Sizes sizes = tensor.sizes(), strides = tensor.strides();
     const int64_t dims = (int64_t)sizes.size();
+    if (tensor.numel() == 0) {  // whatever its strides are, which no copy would change
+      outer = 0;
+      return true;
+    }
     if (dims >= 1) {
       columns = sizes[dims - 1];
       if (columns > 1 && strides[dims - 1] != 1) return false;

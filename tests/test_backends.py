@@ -1,12 +1,16 @@
 """Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
 
+import functools
+import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
 import torch
 from oracle import gradients
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import (
@@ -35,6 +39,7 @@ CALLS = {
     dropout: (X, 0.5),
     dropout_mask: ((4, 5), 0.5, torch.tensor([0, 0])),
 }
+DIFFERENTIABLE = [scaled_dot_product_attention, softmax_dropout, layer_norm, dropout_add_layer_norm, dropout]
 needs_cpu = pytest.mark.skipif(native.library("cpu") is None, reason=f"no cpu backend: {native.reason('cpu')}")
 
 
@@ -211,3 +216,61 @@ def test_the_direct_way_is_left_where_somebody_watches(function):
     assert any(name.startswith("fastattn.") for name in seen)
     assert not any("direct" in name for name in seen)
     assert explain(function, *arguments).backend == "cpu"
+
+
+@needs_cpu
+@pytest.mark.parametrize("function", [f for f in DIFFERENTIABLE if f is not dropout], ids=lambda f: f.__name__)
+def test_double_backward_is_refused_where_the_gradient_is_constant(function):
+    """The gradient of a linear loss wants no gradient itself, that of the operands still depends on them."""
+    leaf = X.clone().requires_grad_()
+    out = function(*(leaf if a is X else a for a in CALLS[function]))
+    (grad,) = torch.autograd.grad((out * X).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+        torch.autograd.grad((grad * leaf).sum(), leaf)  # leaf is in the graph by other ways too
+
+
+@needs_cpu
+@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)], ids=str)
+def test_nothing_to_compute(function, shape):
+    """The gradient of a sum is expanded: strides 0, which no copy of an empty tensor changes."""
+    leaf = torch.randn(shape).requires_grad_()
+    out = function(*(leaf if a is X else a for a in CALLS[function]))
+    (grad,) = torch.autograd.grad(out.sum(), leaf)
+    assert out.shape == grad.shape == shape
+
+
+@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
+def test_checkpointed(function):
+    """Non-reentrant checkpointing lets a backward pass take what was saved once."""
+    leaf = X.clone().requires_grad_()
+    results = []
+    for run in (lambda call, t: call(t), functools.partial(checkpoint, use_reentrant=False)):
+        torch.manual_seed(0)
+        out = run(lambda t: function(*(t if a is X else a for a in CALLS[function])), leaf)
+        results.append((out, *torch.autograd.grad((out * X).sum(), leaf)))
+    assert all(map(torch.equal, *results))
+
+
+@needs_cpu
+@pytest.mark.slow
+def test_a_thread_with_a_small_stack():
+    """Servers give their threads less than the usual 8 MB; a kernel's scratch memory must not need them."""
+    program = """
+        import threading, torch, fastattn
+        def run():
+            for dtype in (torch.float32, torch.bfloat16):
+                x, q = torch.ones(64, 512, dtype=dtype).requires_grad_(), torch.ones(2, 4, 64, 64, dtype=dtype)
+                weight = torch.ones(512, dtype=dtype, requires_grad=True)
+                fastattn.layer_norm(x, (512,), weight, weight).sum().backward()
+                fastattn.dropout_add_layer_norm(x, x, weight, weight, 0.1).sum().backward()
+                fastattn.softmax_dropout(q.requires_grad_(), 0.1).sum().backward()
+                fastattn.scaled_dot_product_attention(q, q, q).sum().backward()
+            print("finished")
+        threading.stack_size(256 * 1024)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr

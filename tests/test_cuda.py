@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,6 +130,13 @@ FAULTS = {
         "lacks the lane itself",
     ),
     "rows of 8 bytes read by 16": ("attention.cu", "% 16 == 0;", "% 2 == 0;", "attention", "misaligned|outside"),
+    "shared memory taken to be 0 at first": (
+        "layer_norm.cu",
+        "(warp ? sum : 0.0f) + total",
+        "sum + total",
+        "layer_norm",
+        "not close",
+    ),
     "a shared array too short": (
         "rows.h",
         "parts[N][kMaxThreads / kWarp]",
@@ -218,6 +226,27 @@ def test_cuda_is_taken_before_triton(monkeypatch):
         assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
 
 
+def test_what_a_missing_triton_costs_is_said(monkeypatch):
+    """One warning where the reference runs for want of Triton; none where Triton would not serve the call either."""
+    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(layer_norm=None, attention=None))
+    monkeypatch.delitem(backends.TABLE, "triton", raising=False)
+    monkeypatch.setitem(backends.MISSING, "triton", "triton is not installed")
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "_warned", set())
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        token, prompt = (torch.empty(1, 2, length, 16, device="cuda") for length in (1, 17))
+        assert backends.choose("layer_norm", (token,)) == "cuda"
+        assert backends.choose("layer_norm", (token.double(),)) == "reference"
+        assert backends.choose("attention", (token,), None, 16, 0, (prompt, prompt)) == "cuda"
+        assert not caught
+        for _ in range(2):
+            assert backends.choose("attention", (prompt,), None, 16, 0, (prompt, prompt)) == "reference"
+    assert [str(warning.message) for warning in caught] == [
+        "fastattn runs its plain PyTorch reference on cuda tensors, slowly: triton is not installed"
+    ]
+
+
 def test_capabilities(monkeypatch, tmp_path):
     """Those that code for the recorded architectures runs on."""
     monkeypatch.setattr(backends.native, "PACKAGE", tmp_path)
@@ -253,6 +282,19 @@ def test_no_decoding_inside_functorch(monkeypatch):
     assert backends.refusal("cuda", "attention", (q,)) is None
     torch.func.grad(lambda q: torch.func.vmap(f)(q).sum())(q)
     assert reasons == ["its attention is not for functorch's transforms"]
+
+
+def test_what_is_counted_in_32_bits_is_refused(monkeypatch):
+    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(attention=None))
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        q, fits, many = (torch.empty(rows, 1, 16, 16, device="cuda") for rows in (1, 2**27 - 1, 2**27))
+        for keys, reason in ((2**29, None), (2**29 + 1, "it takes up to 2**29 keys, not 536870913")):
+            key = torch.empty(1, 1, keys, 16, device="cuda")
+            assert backends.refusal("cuda", "attention", (q,), siblings=(key, key)) == reason
+        assert backends.refusal("cuda", "attention", (fits,)) is None
+        refused = backends.refusal("cuda", "attention", (many,))
+    assert refused == "it takes up to 2**31 - 1 rows of queries, not 2147483648"
 
 
 # What nvcc makes of it

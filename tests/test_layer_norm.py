@@ -143,6 +143,17 @@ def test_rows_far_from_zero(backend, columns):
     check(torch.randn(9, columns) * 1e15, (columns,))
 
 
+def test_wide_rows_far_from_zero(backend):
+    """Wider than what a kernel holds: whose parts are far apart, and whose first element is far from the others."""
+    if backend == "reference":
+        pytest.skip("its sums are plain ones of torch's")
+    check(torch.randn(2, 9003) + 1000, (9003,))
+    if backend != "triton":  # whose merged mean is rounded once a part
+        check(torch.randn(2, 9003) * 1e-4 + 1, (9003,))
+    check(torch.randn(2, 9003) + torch.linspace(0, 1000, 9003), (9003,))
+    check(torch.randn(2, 9003).index_fill(1, torch.tensor([0]), 1e4), (9003,))
+
+
 @pytest.mark.representative
 def test_layouts(backend):
     base = torch.randn(6, 10, 66)

@@ -164,7 +164,7 @@ def toolkit(tmp_path, monkeypatch):
     answers = "case $1 in --version) echo 'tools, release 13.0, V13.0.88';; *) echo sm_80 sm_90 sm_200;; esac"
     script(tmp_path / "bin/nvcc", answers)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    for name in ("TORCH_CUDA_ARCH_LIST", "FASTATTN_CUDA", "FASTATTN_BUILD", "NVCC_THREADS"):
+    for name in ("TORCH_CUDA_ARCH_LIST", "FASTATTN_CUDA", "FASTATTN_BUILD", "NVCC_THREADS", "MAX_JOBS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(native_build, "LIBRARIES", {"cuda": native_build.build_cuda})
     return str(tmp_path / "bin/nvcc")
@@ -222,6 +222,37 @@ def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
     assert "--threads 4" in flags
     with pytest.raises(native_build.BuildError, match="Hopper is not an architecture such as"):
         native_build.cuda_flags(["Hopper"])
+
+
+def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
+    """Of a file it compiles as many architectures at a time as leave no core idle, and no more than asked for."""
+
+    def threads(cores):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+        return [native_build.nvcc_threads(architectures, files=4) for architectures in (1, 6)]
+
+    assert [threads(cores) for cores in (2, 8, 16, 64)] == [[1, 1], [1, 2], [1, 4], [1, 6]]
+    monkeypatch.setenv("MAX_JOBS", "8")
+    assert threads(64) == [1, 2]
+    monkeypatch.setenv("NVCC_THREADS", "3")
+    assert threads(64) == [3, 3]
+
+
+def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch):
+    """It takes a program, which is not what starts the compiler, and each flag behind an option."""
+    monkeypatch.setattr(native_build.shutil, "which", lambda name: name)
+    monkeypatch.setattr(native_build, "nvcc", lambda: (toolkit, "13.0"))
+    lines = []
+    monkeypatch.setattr(native_build, "run_ninja", lambda directory, objects, target, *flags: lines.append(flags))
+    for command, expected in {
+        "g++-12": "-ccbin g++-12",
+        "ccache /opt/bin/g++": "-ccbin /opt/bin/g++",
+        "/usr/bin/distcc clang++ -stdlib=libstdc++ -m64": "-ccbin clang++ -Xcompiler=-stdlib=libstdc++ -Xcompiler=-m64",
+    }.items():
+        monkeypatch.setenv("CXX", command)
+        assert f" {expected} -Xcompiler=-fPIC" in native_build.cuda_flags(["9.0"])
+        native_build.compile_cuda(Path(toolkit).parent, Path("torch"), ["9.0"])
+        assert f" {expected} -Xlinker" in lines.pop()[0]
 
 
 # Where the headers come from

@@ -96,6 +96,18 @@ def test_masks(backend, mask, dtype):
 
 
 @pytest.mark.representative
+@pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
+def test_masks_read_in_words(backend, kind):
+    """Dense rows of a multiple of eight columns, also where they are broadcast or begin in the middle of a word."""
+    base = torch.randn(2, 3, 10, 56)
+    base = base < 0.5 if kind == torch.bool else base.to(kind)
+    input = torch.randn(2, 3, 10, 48).to(torch.float32 if kind == torch.bool else kind)
+    for mask in (base[..., :48].contiguous(), base[..., 8:], base[:1, :, :1, :48], base[..., 3:51], base[..., :1]):
+        (out,), _ = check(input, mask, dropout_p=0.4, seed=SEED)
+        assert torch.equal(out == 0, exact(input, attn_mask=mask, dropout_p=0.4, seed=SEED) == 0)
+
+
+@pytest.mark.representative
 def test_causal_is_upper_left(backend):
     for rows, columns in ((21, 43), (43, 21), (1, 9), (30, 30)):
         (out,), _ = check(torch.randn(2, rows, columns), is_causal=True)
@@ -143,6 +155,16 @@ def test_large_and_extreme_values(backend):
         extreme[1, 9:] = torch.finfo(dtype).min
         check(torch.randn(2, 4, 90).to(dtype), extreme)
         check(torch.randn(4, 90).to(dtype), scale=0.0)
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("columns", [41, 9003])
+def test_the_maximum_comes_late(backend, columns):
+    """After much that is smaller, or that a mask hides, or in another place than the row before has it."""
+    rising = torch.linspace(-40, 40, columns) + torch.randn(2, columns)
+    check(torch.stack([rising, rising.flip(-1)]))
+    check(rising, torch.arange(columns) >= columns - 5)
+    check(rising, torch.arange(columns) < 0)
 
 
 def test_agrees_with_torch(backend):

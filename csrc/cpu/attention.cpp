@@ -100,7 +100,7 @@ struct Forward {
     Scratch s = {};
     s.score = arena->take<float>(few ? kBlock : kBlock * kPanel);
     if (few) {
-      const int64_t rows = a.heads / a.key_heads * a.queries, columns = round_up(a.depth, kLanes);
+      const int64_t rows = group_of(a) * a.queries, columns = round_up(a.depth, kLanes);
       s.few = {(int)columns, arena->take<float>(rows * columns), arena->take<float>(rows * value_width),
                arena->take<float>(rows), arena->take<float>(rows)};
       s.total = take_part(a.keys > kStretch ? rows : 0, arena);
@@ -217,7 +217,7 @@ struct Forward {
     constexpr int64_t kMost = 128 << 10;
     const int64_t key_row = a.depth * (int64_t)sizeof(T), value_row = a.value_depth * (int64_t)sizeof(T);
     if (index >= tasks || blocks > 1 || splits > 1 || a.keys * (key_row + value_row) > kMost) return next;
-    const int64_t head = index % a.heads, key_head = head / (a.heads / a.key_heads);
+    const int64_t head = index % a.heads, key_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / a.heads);
     if (s.queries <= 0 || s.keys <= 0) return next;
     const auto of = [&](const Heads& heads, int64_t h, int64_t first, int64_t rows, int64_t bytes) {
@@ -363,7 +363,7 @@ struct Forward {
   void task(int64_t index, const Scratch& scratch) const {
     Ahead next = ahead(index + 1);
     const int64_t split = index % splits, block = blocks - 1 - index / splits % blocks;  // causal: the longest first
-    const int64_t head = index / splits / blocks % a.heads, key_head = head / (a.heads / a.key_heads);
+    const int64_t head = index / splits / blocks % a.heads, key_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / splits / blocks / a.heads);
     const int64_t first = block * kTaskPanels * kPanel;
     const int panels = (int)smaller((int64_t)kTaskPanels, divide_up(s.queries - first, kPanel));
@@ -405,7 +405,7 @@ struct Forward {
   // One query and the keys [key, key + keys), all of which the window lets it see.
   void few_step(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, const float* row, float* score,
                 float* reference, float* sum, float* out) const {
-    const int64_t key_head = head / (a.heads / a.key_heads);
+    const int64_t key_head = head / group_of(a);
     row_products(row, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row, keys, a.depth, a.scale,
                  score);
     if (a.mask.data) mask_row(a, s, head, query, key, keys, score);
@@ -429,7 +429,7 @@ struct Forward {
 
   // All queries of the heads that share a key head; a block of keys serves them all while it is in cache.
   void few_task(int64_t index, const Scratch& scratch) const {
-    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = a.heads / a.key_heads;
+    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / splits / a.key_heads);
     const FewRows& few = scratch.few;
     const int rows = (int)(group * s.queries);

@@ -73,11 +73,11 @@ struct Backward {
   }
 
   // Whether a key's gradients may be sums over more than one stretch of queries.
-  bool has_long_sums() const { return a.heads / a.key_heads * divide_up(a.queries, kPanel) > kPanels; }
+  bool has_long_sums() const { return group_of(a) * divide_up(a.queries, kPanel) > kPanels; }
 
   Scratch take_scratch(Arena* arena) const {
     if (few) {
-      const int64_t rows = a.heads / a.key_heads * a.queries;
+      const int64_t rows = group_of(a) * a.queries;
       Scratch s = {};
       s.few = {arena->take<float>(rows * width),
                arena->take<float>(rows * value_width),
@@ -352,7 +352,7 @@ struct Backward {
   }
 
   void task(int64_t index, const Scratch& scratch) const {
-    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = a.heads / a.key_heads;
+    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / splits / a.key_heads);
     const int64_t begin = split * range, end = smaller(begin + range, s.keys), stored = smaller(begin + range, s.rows);
     for (int64_t key = begin; key < end; key += kBlock)
@@ -422,7 +422,7 @@ struct Backward {
     float *probability = few.probability + r * kFewStride, *grad_score = few.grad_score + r * kFewStride;
     clear_row(probability, kFewStride);
     clear_row(grad_score, kFewStride);
-    const int64_t first = greater(key, begin_of_keys(a, s, query)), key_head = head / (a.heads / a.key_heads);
+    const int64_t first = greater(key, begin_of_keys(a, s, query)), key_head = head / group_of(a);
     const int keys = (int)(smaller(end, end_of_keys(a, s, query)) - first);
     if (keys <= 0 || few.inverse[r] == 0) return;
     probability += first - key, grad_score += first - key;
@@ -478,7 +478,7 @@ struct Backward {
   }
 
   void few_task(int64_t index, const Scratch& scratch) const {
-    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = a.heads / a.key_heads;
+    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / splits / a.key_heads);
     const int64_t begin = split * range, end = smaller(begin + range, s.keys), stored = smaller(begin + range, s.rows);
     const FewRows& few = scratch.few;
@@ -535,8 +535,7 @@ struct Backward {
   void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
     const AttentionMask& m = a.mask;
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
-    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads,
-                  group = a.heads / a.key_heads;
+    const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = group_of(a);
     clear_row(sums, round_up(m.columns, kBlock) * kPanel);
     for (int64_t batch = m.batches == 1 ? 0 : mask_batch; batch < (m.batches == 1 ? a.batch : mask_batch + 1); ++batch)
       for (int64_t head = m.heads == 1 ? 0 : mask_head; head < (m.heads == 1 ? a.heads : mask_head + 1); ++head) {

@@ -723,6 +723,9 @@ inline void draw_dropout(const Attention& a, const Sequence& s, int64_t head, co
   }
 }
 
+// How many query heads share a key head; there may be no heads at all.
+FASTATTN_INLINE int64_t group_of(const Attention& a) { return a.heads / greater(a.key_heads, (int64_t)1); }
+
 // A second thread is worth waking for some 20 us of work; a (batch, head) is some, however short its rows are.
 FASTATTN_INLINE int useful_workers(const Attention& a, const Parallel& parallel, int products) {
   const double pairs = (double)a.queries * a.keys;

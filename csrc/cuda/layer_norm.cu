@@ -9,6 +9,34 @@ namespace {
 
 constexpr int kMaxGroups = 512;  // of rows, whose sums of the parameters' gradients are then added up
 
+// The mean, less the first element, and the squared deviations from it of what a thread reads of a row in pieces. One
+// piece is merged after another (Chan, Golub and LeVeque): neither a large mean nor pieces far apart cost digits.
+struct Deviations {
+  float origin, mean = 0, squares = 0, count = 0;
+
+  __device__ void add(const float (&x)[kFragments][kVector], const int (&elements)[kFragments]) {
+    if (count == 0) origin = x[0][0];
+    float sum = 0, more = 0, number = 0;
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+      number += (float)elements[f];
+      for (int e = 0; e < kVector; ++e) sum += e < elements[f] ? x[f][e] - origin : 0.0f;
+    }
+    if (number == 0) return;
+    const float own = sum / number, apart = own - mean;
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f)
+      for (int e = 0; e < kVector; ++e) {
+        const float deviation = e < elements[f] ? x[f][e] - origin - own : 0.0f;
+        more += deviation * deviation;
+      }
+    const float share = number / (count + number);
+    squares += more + apart * apart * count * share;
+    mean += apart * share;
+    count += number;
+  }
+};
+
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normalise(const LayerNorm p, bool wide) {
   const Team<kSpan> team;
@@ -44,26 +72,32 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
     };
 
     float sum = 0;
+    int elements[kFragments];
+    Deviations thread;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       read(piece);
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f)
+      for (int f = 0; f < kFragments; ++f) {
+        elements[f] = elements_at(team.column(piece, f), p.columns);
         for (int e = 0; e < kVector; ++e) sum += x[f][e];
+      }
+      if (kSpan == Span::pieces) thread.add(x, elements);
     }
     // The mean, but for rounding, which what the centred values leave corrects.
     const float center = team.sum(sum) / (float)p.columns;
     float moments[2] = {};
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece);
+    if (kSpan == Span::pieces) {
+      const float centred = thread.origin - center + thread.mean;
+      moments[0] = thread.count * centred;
+      moments[1] = thread.squares + thread.count * centred * centred;
+    } else {
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        const int count = elements_at(team.column(piece, f), p.columns);
+      for (int f = 0; f < kFragments; ++f)
         for (int e = 0; e < kVector; ++e) {
-          const float centred = e < count ? x[f][e] - center : 0.0f;
+          const float centred = e < elements[f] ? x[f][e] - center : 0.0f;
           moments[0] += centred;
           moments[1] += centred * centred;
         }
-      }
     }
     team.reduce(moments, Sum());
     const float rest = moments[0] / (float)p.columns;

@@ -9,11 +9,11 @@
 #include <emulated_mma.h>
 #define FASTATTN_MMA(c, a, b0, b1, type) emulation::mma_16x8x16(c, a, b0, b1, sizeof(type) == sizeof("bf16"))
 #else
-#define FASTATTN_MMA(c, a, b0, b1, type)                                     \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1))
+#define FASTATTN_MMA(c, a, b0, b1, type)                                              \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1))
 #endif
 
 namespace fastattn::cuda {

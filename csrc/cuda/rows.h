@@ -46,7 +46,7 @@ struct RowPair {
   }
 };
 
-// Who works on a row: a warp; a block; a block that cannot hold all of it, and reads it in pieces, as often as needed.
+// Who works on a row: a warp; a block; a block that cannot hold all of it, and reads it in pieces, twice.
 enum class Span { warp, block, pieces };
 
 // How rows of so many columns are spread.

@@ -28,34 +28,55 @@ struct Row {
   __device__ bool sees(int64_t column) const { return column < end && column + kVector > begin; }
 };
 
-// Whether the mask lets an element take part, and what it adds to its score; -inf hides it, whatever the score is.
-__device__ bool takes_part(const Scores& s, int64_t offset, float* added) {
+// What may be read in words: the operands but for the mask, and the mask.
+struct Wide {
+  bool rows, mask;
+};
+
+Wide with_mask(bool rows, const Scores& s) {
+  return {rows, s.mask_column == 1 && is_wide(s.mask, s.mask_dtype, s.columns, s.mask_batch, s.mask_head, s.mask_row)};
+}
+
+// Eight columns' elements of a mask of type T, in words or one by one.
+template <class T>
+__device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
+  const T* mask = (const T*)s.mask + row.mask;
+  if (wide) return load_as(mask, true, column, s.columns, x);
+  for (int e = 0; e < kVector; ++e) x[e] = column + e < s.columns ? to_float(mask[(column + e) * s.mask_column]) : 0.0f;
+}
+
+// What the mask adds to the scores of eight columns; -inf hides one, whatever it is.
+__device__ void read_mask(const Scores& s, const Row& row, bool wide, int64_t column, float (&added)[kVector]) {
   switch (s.mask_dtype) {
-    case Dtype::boolean: return ((const uint8_t*)s.mask)[offset] != 0;
-    case Dtype::float32: *added = ((const float*)s.mask)[offset]; break;
-    case Dtype::bfloat16: *added = to_float(((const bfloat16*)s.mask)[offset]); break;
-    case Dtype::float16: *added = to_float(((const float16*)s.mask)[offset]); break;
+    case Dtype::float32: return read_elements<float>(s, row, wide, column, added);
+    case Dtype::bfloat16: return read_elements<bfloat16>(s, row, wide, column, added);
+    case Dtype::float16: return read_elements<float16>(s, row, wide, column, added);
+    case Dtype::boolean:
+      read_elements<uint8_t>(s, row, wide, column, added);
+      for (int e = 0; e < kVector; ++e) added[e] = added[e] != 0 ? 0.0f : -INFINITY;
   }
-  return *added != -INFINITY;
 }
 
 // The scores of eight columns, -inf where not visible and beyond the row's end.
-__device__ void read_scores(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
+__device__ void read_scores(const Scores& s, const Row& row, Wide wide, int64_t column, float (&x)[kVector]) {
   if (!row.sees(column)) {
     for (int e = 0; e < kVector; ++e) x[e] = -INFINITY;
     return;
   }
-  load(s.input, s.dtype, row.input, wide, column, s.columns, x);
+  load(s.input, s.dtype, row.input, wide.rows, column, s.columns, x);
+  float added[kVector] = {};
+  if (s.mask) read_mask(s, row, wide.mask, column, added);
   for (int e = 0; e < kVector; ++e) {
-    float added = 0;
-    bool visible = column + e >= row.begin && column + e < row.end;
-    if (s.mask && visible) visible = takes_part(s, row.mask + (column + e) * s.mask_column, &added);
-    x[e] = visible ? x[e] * s.scale + added : -INFINITY;
+    const bool visible = column + e >= row.begin && column + e < row.end && added[e] != -INFINITY;
+    x[e] = visible ? x[e] * s.scale + added[e] : -INFINITY;
   }
 }
 
+// A point that exponentials can be relative to, where nothing is visible too.
+__device__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
 template <Span kSpan>
-__global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normalise(const SoftmaxDropout p, bool wide) {
+__global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normalise(const SoftmaxDropout p, Wide wide) {
   const Team<kSpan> team;
   const Scores& s = p.scores;
   const int64_t matrices = s.batch * s.heads, pieces = team.pieces(s.columns);
@@ -78,38 +99,42 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       for (int f = 0; f < kFragments; ++f) read_scores(s, row, wide, team.column(piece, f), x[f]);
     };
 
-    float maximum = -INFINITY;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      read(piece);
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f)
-        for (int e = 0; e < kVector; ++e) maximum = fmaxf(maximum, x[f][e]);
-    }
-    maximum = team.max(maximum);
-    const float point = maximum == -INFINITY ? 0.0f : maximum;
-    float sum = 0;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece);
+    // Puts exp(x - point) in the place of x, and returns their sum.
+    const auto exponentiate = [&](float point) {
+      float sum = 0;
 #pragma unroll
       for (int f = 0; f < kFragments; ++f)
         for (int e = 0; e < kVector; ++e) {
           x[f][e] = expf(x[f][e] - point);
           sum += x[f][e];
         }
+      return sum;
+    };
+
+    float maximum = -INFINITY, sum = 0;  // this thread's; a sum of pieces is relative to the maximum so far
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const float before = maximum;
+      read(piece);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        for (int e = 0; e < kVector; ++e) maximum = fmaxf(maximum, x[f][e]);
+      const float point = finite(maximum);
+      if (kSpan == Span::pieces) sum = sum * expf(before - point) + exponentiate(point);
     }
-    sum = team.sum(sum);
+    const float point = finite(team.max(maximum));
+    sum = team.sum(kSpan == Span::pieces ? sum * expf(maximum - point) : exponentiate(point));
     if (team.thread == 0) {
       p.stats[row.index] = point;
       p.stats[matrices * s.rows + row.index] = sum;
     }
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece), draw(piece);
+      if (kSpan == Span::pieces) read(piece), draw(piece), exponentiate(point);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
-        for (int e = 0; e < kVector; ++e) x[f][e] = (kSpan == Span::pieces ? expf(x[f][e] - point) : x[f][e]) * inverse;
+        for (int e = 0; e < kVector; ++e) x[f][e] *= inverse;
         if (p.seed) drop(x[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
-        store(p.out, s.dtype, row.index * s.columns, wide, team.column(piece, f), s.columns, x[f]);
+        store(p.out, s.dtype, row.index * s.columns, wide.rows, team.column(piece, f), s.columns, x[f]);
       }
     }
   }
@@ -117,7 +142,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
 
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
-    differentiate(const SoftmaxDropoutBackward p, bool wide) {
+    differentiate(const SoftmaxDropoutBackward p, Wide wide) {
   const Team<kSpan> team;
   const Scores& s = p.scores;
   const int64_t matrices = s.batch * s.heads, pieces = team.pieces(s.columns);
@@ -148,7 +173,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
         const int64_t column = team.column(piece, f);
         read_scores(s, row, wide, column, weight[f]);
         for (int e = 0; e < kVector; ++e) grad[f][e] = 0;
-        if (row.sees(column)) load(p.grad_out, s.dtype, grad_row, wide, column, s.columns, grad[f]);
+        if (row.sees(column)) load(p.grad_out, s.dtype, grad_row, wide.rows, column, s.columns, grad[f]);
         if (p.seed) drop(grad[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
         for (int e = 0; e < kVector; ++e) {
           weight[f][e] = expf(weight[f][e] - point) * inverse;
@@ -171,9 +196,9 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
       for (int f = 0; f < kFragments; ++f) {
         const int64_t column = team.column(piece, f), to = row.index * s.columns;
         for (int e = 0; e < kVector; ++e) grad[f][e] = weight[f][e] * (grad[f][e] - product);
-        if (p.grad_scores) store(p.grad_scores, p.grad_scores_dtype, to, wide, column, s.columns, grad[f]);
+        if (p.grad_scores) store(p.grad_scores, p.grad_scores_dtype, to, wide.rows, column, s.columns, grad[f]);
         for (int e = 0; e < kVector; ++e) grad[f][e] *= s.scale;
-        store(p.grad_input, s.dtype, to, wide, column, s.columns, grad[f]);
+        store(p.grad_input, s.dtype, to, wide.rows, column, s.columns, grad[f]);
       }
     }
   }
@@ -191,7 +216,7 @@ void softmax_dropout(const SoftmaxDropout& p, cudaStream_t stream) {
                     is_wide(p.out, s.dtype, s.columns);
   const Spread spread(s.columns);
   const auto kernel = spread.pick(&normalise<Span::warp>, &normalise<Span::block>, &normalise<Span::pieces>);
-  launch(kernel, blocks_of(s, spread), spread.threads, stream, p, wide);
+  launch(kernel, blocks_of(s, spread), spread.threads, stream, p, with_mask(wide, s));
 }
 
 void softmax_dropout_backward(const SoftmaxDropoutBackward& p, cudaStream_t stream) {
@@ -202,7 +227,7 @@ void softmax_dropout_backward(const SoftmaxDropoutBackward& p, cudaStream_t stre
   const Spread spread(s.columns);
   const auto kernel =
       spread.pick(&differentiate<Span::warp>, &differentiate<Span::block>, &differentiate<Span::pieces>);
-  launch(kernel, blocks_of(s, spread), spread.threads, stream, p, wide);
+  launch(kernel, blocks_of(s, spread), spread.threads, stream, p, with_mask(wide, s));
 }
 
 }  // namespace fastattn::cuda

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "../common/types.h"
 
 namespace fastattn::cuda {
@@ -17,6 +19,7 @@ __host__ __device__ inline int64_t size_of(Dtype dtype) {
   return dtype == Dtype::float32 ? 4 : dtype == Dtype::boolean ? 1 : 2;
 }
 
+__device__ inline float to_float(uint8_t x) { return x != 0 ? 1.0f : 0.0f; }
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bfloat16 x) { return __bfloat162float(__nv_bfloat16_raw{x.bits}); }
 __device__ inline float to_float(float16 x) { return __half2float(__half_raw{x.bits}); }
@@ -57,11 +60,12 @@ inline bool is_wide(const void* data, Dtype dtype, int64_t columns, int64_t oute
 template <class T>
 __device__ inline void load_as(const T* row, bool wide, int64_t column, int64_t columns, float (&x)[kVector]) {
   if (wide) {
-    constexpr int kWords = sizeof(T) * kVector / sizeof(uint4);
-    uint4 words[kWords] = {};
+    using Word = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
+    constexpr int kWords = sizeof(T) * kVector / sizeof(Word);
+    Word words[kWords] = {};
     T values[kVector];
     if (column < columns)
-      for (int w = 0; w < kWords; ++w) words[w] = ((const uint4*)(row + column))[w];
+      for (int w = 0; w < kWords; ++w) words[w] = ((const Word*)(row + column))[w];
     memcpy(values, words, sizeof values);
     for (int e = 0; e < kVector; ++e) x[e] = to_float(values[e]);
   } else {

@@ -26,6 +26,8 @@ from fastattn.backends import native, reference
 
 MAX_HEAD_SIZE = 256
 MAX_DECODING_QUERIES = 16  # the cuda backend's attention is for decoding
+MAX_DECODING_KEYS = 2**29  # it counts keys and rows of queries in 32 bits
+MAX_DECODING_ROWS = 2**31 - 1
 OLDEST_GPU = (8, 0)
 _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
@@ -148,8 +150,15 @@ def refusal(
     device = operands[0].device
     if device.type != _DEVICES[name] and not (name == "triton" and device.type == "cpu" and is_interpreted()):
         return f"it takes {_DEVICES[name]} tensors, the operands are on {device.type}"
+    for operand in operands:
+        if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
+            return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
+    if attn_mask is not None and attn_mask.dtype not in _MASK_DTYPES:
+        return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
+    if head_size > MAX_HEAD_SIZE:
+        return f"it takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
     backend_ = TABLE.get(name)
-    if backend_ is None:
+    if backend_ is None:  # after the operands' own reasons: it would serve these if it were there
         return MISSING[name]
     if device.type == "cuda" and _capability(device) < OLDEST_GPU:
         oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, _capability(device)))
@@ -158,19 +167,17 @@ def refusal(
         capability = _capability(device)
         if not any(first <= capability <= last for first, last in _CUDA_CAPABILITIES):
             return "its library has no code for this GPU's compute capability, {}.{}".format(*capability)
-    for operand in operands:
-        if operand.is_floating_point() and operand.dtype not in _NATIVE_DTYPES:
-            return f"it takes float32, bfloat16 and float16, not {_short(operand.dtype)}"
-    if attn_mask is not None and attn_mask.dtype not in _MASK_DTYPES:
-        return f"it takes bool, float32, bfloat16 and float16 masks, not {_short(attn_mask.dtype)}"
-    if head_size > MAX_HEAD_SIZE:
-        return f"it takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
-    if not hasattr(backend_, op):
+    # Triton's has every operation; to look would import it, which torch.compile cannot trace.
+    if name != "triton" and not hasattr(backend_, op):
         return f"it has no {op}"
     if name == "cuda" and op == "attention":
-        queries = operands[0].size(2)
+        batch, heads, queries = operands[0].shape[:3]
         if queries > MAX_DECODING_QUERIES:
             return f"it takes up to {MAX_DECODING_QUERIES} queries, not {queries}"
+        if batch * heads * queries > MAX_DECODING_ROWS:
+            return f"it takes up to 2**31 - 1 rows of queries, not {batch * heads * queries}"
+        if siblings and siblings[0].size(2) > MAX_DECODING_KEYS:
+            return f"it takes up to 2**29 keys, not {siblings[0].size(2)}"
         if threshold > 0:
             return "its attention has no dropout"
         if torch.is_grad_enabled() and any(
@@ -220,7 +227,7 @@ def choose(
     for name in _ORDER.get(device, ("reference",)):
         if refusal(name, *call) is None:
             if name == "reference":
-                _warn_if_slow(device)
+                _warn_if_slow(device, call)
             return name
     raise AssertionError("the reference refuses nothing")
 
@@ -242,14 +249,17 @@ def _explain(op: str, operands: tuple[Tensor, ...], *rest: Any) -> NoReturn:
     raise _Explained(Explanation(op, chosen, reasons))
 
 
-def _warn_if_slow(device: str) -> None:
-    """Once a device: there are faster kernels somewhere, and this installation or machine lacks them."""
-    faster = _ORDER.get(device, ("reference",))[:-1]
-    served = any(name in TABLE for name in faster)
-    if served or device in _warned or device == "meta" or torch.compiler.is_compiling():
+def _warn_if_slow(device: str, call: tuple[Any, ...]) -> None:
+    """Once a device: there are faster kernels for this call, and this installation or machine lacks them."""
+    if device in _warned or device == "meta" or torch.compiler.is_compiling():
         return
+    reason: str | None = "fastattn has no kernels for this device"
+    if device in _ORDER:
+        fallback = _ORDER[device][-2]  # serves whatever those before it do
+        reason = refusal(fallback, *call)
+        if fallback in TABLE or reason != MISSING[fallback]:
+            return
     _warned.add(device)
-    reason = MISSING[faster[-1]] if faster else "fastattn has no kernels for this device"
     warnings.warn(f"fastattn runs its plain PyTorch reference on {device} tensors, slowly: {reason}", stacklevel=4)
 
 

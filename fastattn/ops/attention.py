@@ -17,7 +17,7 @@ from fastattn.backends.reference.attention import empty_heads, without_autocast
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.backends.reference.softmax_dropout import visibility
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
+from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
 _VARIANTS = ("upper_left", "lower_right")
@@ -482,7 +482,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         query, key, value, out, stats = ctx.saved_tensors
-        if wants_gradient(grad_out) is False:
+        if is_plain_backward(grad_out):
             return *_kept_backward(grad_out, query, key, value, out, stats, *ctx.settings), None, None
         is_causal, scale = ctx.settings or (False, None)
         scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale

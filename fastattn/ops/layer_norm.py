@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
+from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
 _direct, _kept = compiled("layer_norm_direct"), compiled("layer_norm_kept")
@@ -119,8 +119,8 @@ def dropout_add_layer_norm(
         threshold = check.threshold(name, dropout_p)
         if differentiate and seed is None and input is not None:
             seed = check.draw_seed(None, threshold, input.device)
-        run = _apply_direct_residual if differentiate else _direct_residual
-        out = run(input, residual, weight, bias, eps, threshold, seed)
+        arguments = input, residual, weight, bias, eps, threshold, seed
+        out = _apply_direct_residual(*arguments)[0] if differentiate else _direct_residual(*arguments)
         if out is not None:
             return out
     check.flag(name, "prenorm", prenorm)
@@ -245,9 +245,9 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         _, _, weight_grad, bias_grad, _ = ctx.needs_input_grad
-        arguments = (grad_out, *ctx.saved_tensors, weight_grad, bias_grad)
-        direct = wants_gradient(grad_out) is False
-        grads = _kept_backward(*arguments) if direct else layer_norm_backward_op("cpu", *arguments)
+        saved = ctx.saved_tensors
+        arguments = (grad_out, *saved, weight_grad, bias_grad)
+        grads = _kept_backward(*arguments) if is_plain_backward(grad_out) else layer_norm_backward_op("cpu", *arguments)
         return grads[0], None, *_parameter_grads(ctx, grads[1], grads[2], weight_grad, bias_grad), None
 
 
@@ -336,20 +336,21 @@ dropout_add_layer_norm_op = Op(
 
 
 class _DirectResidual(torch.autograd.Function):
-    """As _Direct."""
+    """As _Direct, but rstd is a result too: by it, as no operand is kept, a double backward finds its way to them."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
         threshold: int, seed: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         out, total, mean, rstd = _kept_residual(input, residual, weight, bias, eps, threshold, seed)
         if out is not None:
+            ctx.set_materialize_grads(False)
             _keep_dropout_add_layer_norm(ctx, input, residual, weight, bias, seed, threshold, total, mean, rstd)
-        return out
+        return out, rstd
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor, _rstd: None) -> tuple[Any, ...]:
         return _dropout_add_layer_norm_grads(ctx, "cpu", grad_out, None)
 
 

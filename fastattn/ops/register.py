@@ -105,6 +105,11 @@ def wants_gradient(*operands: Tensor | None) -> bool | None:
     return wanted if getattr(operands[0], "is_cpu", False) else None
 
 
+def is_plain_backward(grad_out: Tensor) -> bool:
+    """Whether a backward pass may take the direct way: nobody differentiates it (create_graph) or watches it."""
+    return not _is_grad_enabled() and not _is_observed() and type(grad_out) in _PLAIN
+
+
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for calls that nobody transforms: without what functorch needs, a signature's inspection."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.backends import choose, compiled
 from fastattn.backends.reference.dropout import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, plain_apply, wants_gradient
+from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
 
 _direct = compiled("softmax_dropout_direct")
 _kept, _kept_backward = compiled("softmax_dropout_kept"), compiled("softmax_dropout_kept_backward")
@@ -147,7 +147,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         input, stats, seed = ctx.saved_tensors
-        if wants_gradient(grad_out) is False:
+        if is_plain_backward(grad_out):
             return _kept_backward(grad_out, input, stats, ctx.threshold, seed), None, None
         shape = stats.shape[1:] + input.shape[-1:]
         grad_input, _ = softmax_dropout_backward_op(

@@ -5,7 +5,7 @@
 // fails. Whatever CUDA leaves undefined ends the launch with an error that says what, where and in which thread: a
 // barrier that not all threads reach, or not the same one; a shuffle or vote that names a lane which is not there, or
 // whose lanes disagree; an access outside an operand (emulation.cpp puts each between inaccessible pages), a misaligned
-// one, an index beyond a shared array (these two by the compiler's checks).
+// one, an index beyond a shared array (these two by the compiler's checks). Shared memory begins as NaN in every block.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -21,7 +21,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static  // one block runs at a time
+#define __shared__ static thread_local  // one block runs at a time; emulation.cpp finds all of these together
 #define __launch_bounds__(...)
 
 struct uint2 {

@@ -1,6 +1,7 @@
 // See cuda_runtime.h beside this. Compiled into the library that csrc/tests/build.py makes of csrc/cuda for tests.
 #include "cuda_runtime.h"
 
+#include <link.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -114,6 +115,32 @@ void fiber_main() {
   setcontext(&fiber.entry);
   abort();
 }
+
+// The shared memory of all kernels: this library's thread-local variables, which lie together.
+struct Shared {
+  char* begin = nullptr;
+  size_t bytes = 0;
+
+  Shared() {
+    static thread_local char one_of_them;
+    begin = &one_of_them;
+    dl_iterate_phdr(find, this);
+  }
+
+  static int find(dl_phdr_info* library, size_t, void* argument) {
+    Shared& shared = *(Shared*)argument;
+    char* data = (char*)library->dlpi_tls_data;
+    for (int i = 0; data && i < library->dlpi_phnum; ++i) {
+      const size_t bytes = library->dlpi_phdr[i].p_memsz;
+      if (library->dlpi_phdr[i].p_type != PT_TLS || shared.begin < data || shared.begin >= data + bytes) continue;
+      shared.begin = data, shared.bytes = bytes;
+      return 1;
+    }
+    return 0;
+  }
+
+  void forget() const { memset(begin, 0xff, bytes); }
+};
 
 // Runs a thread until it waits or ends. False if that ended the launch.
 bool go_on(int index) {
@@ -246,6 +273,7 @@ void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
     throw std::runtime_error("emulated kernel: a grid or block that CUDA does not launch");
   ++launched;
   const Handlers handlers;
+  const Shared shared;
   while ((int)fibers.size() < threads) fibers.emplace_back(new Fiber);
   blockDim = block, gridDim = grid, body = &kernel;
   const uint64_t blocks = (uint64_t)grid.x * grid.y * grid.z;
@@ -256,6 +284,7 @@ void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
     std::swap(order[random_below(n)], order[n - 1]);
     const uint64_t index = order[n - 1], rest = index / grid.x;
     blockIdx = {(unsigned)(index % grid.x), (unsigned)(rest % grid.y), (unsigned)(rest / grid.y)};
+    shared.forget();
     run_block();
   }
   if (!error[0]) return;
