@@ -386,6 +386,8 @@ def _grad_query(
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
             k = _load(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
             v = _load(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+            if q.dtype == tl.float32:
+                tl.debug_barrier()  # or Triton 3.6 puts it after reading all of q, which registers cannot hold
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
@@ -669,6 +671,8 @@ class _Problem:
         e, ev = (max(16, 1 << (size - 1).bit_length()) for size in (self.size, self.value_size))
         is_aligned = self.is_aligned and self._are_aligned(*others)
         is_tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        if max(e, ev) > 128 and configurations.capability(self.device)[0] not in (9, 10):
+            is_tf32 = False  # its tiles need more than the 99 KiB of shared memory that some of these devices have
         return {
             "ROWS": tiles.rows, "COLUMNS": tiles.columns, "E": e, "EV": ev,
             "EXACT": e == self.size and ev == self.value_size,

@@ -53,10 +53,10 @@ ATTENTION_16_BITS_SMALL = {
 # For float32, which without tf32 is multiplied number by number, and for rows that do not begin at multiples of 16
 # bytes, where each number has a pointer of its own.
 ATTENTION_NUMBER_BY_NUMBER = {
-    "forward": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(16, 64, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
 
