@@ -143,6 +143,14 @@ def test_rows_far_from_zero(backend, columns):
     check(torch.randn(9, columns) * 1e15, (columns,))
 
 
+@pytest.mark.parametrize(("columns", "dtype"), [(4104, torch.bfloat16), (4105, torch.float32)], ids=str)
+def test_weight_gradients_of_wide_rows(backend, columns, dtype):
+    """More rows than groups of them, of more columns than a kernel holds."""
+    weight, bias = affine((columns,), "wb", dtype)
+    check(torch.randn(20, columns).to(dtype), (columns,), weight, bias)
+    check_fused(torch.randn(20, columns).to(dtype), torch.randn(20, columns), weight, bias, p=0.1)
+
+
 def test_wide_rows_far_from_zero(backend):
     """Wider than what a kernel holds: whose parts are far apart, and whose first element is far from the others."""
     if backend == "reference":

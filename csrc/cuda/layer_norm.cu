@@ -129,17 +129,17 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
 
 // Teams take every count-th pair of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows
 // go to workspace[0][block] and workspace[1][block], (2, blocks, columns). Those sums take the registers of a block
-// more.
+// more, and of rows in pieces are left to add_rows.
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 1)
     differentiate(const LayerNormBackward p, bool wide) {
   const Team<kSpan> team;
   const int64_t pieces = team.pieces(p.columns), pairs = p.matrices * pairs_of(p.rows);
-  const bool parameters = p.grad_weight || p.grad_bias;
+  const bool parameters = kSpan != Span::pieces && (p.grad_weight || p.grad_bias);
   const float scale = dropout_scale(p.threshold);
   const int64_t sums[2] = {blockIdx.x * p.columns, ((int64_t)gridDim.x + blockIdx.x) * p.columns};
   float xhat[kFragments][kVector], grad[kFragments][kVector];
-  float total[2][kFragments][kVector] = {};  // of rows that fit
+  float total[2][kFragments][kVector] = {};
 
 #pragma unroll 1
   for (int64_t index = team.index; index < pairs; index += team.count) {
@@ -167,31 +167,19 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
           for (int e = 0; e < kVector; ++e) grad[f][e] *= weight[e];
         }
       };
-      // Adds this row to the sums: to a thread's own, or to those in memory, of which each has its thread.
-      const auto accumulate = [&](int64_t piece) {
-        if (!parameters) return;
+      const auto accumulate = [&] {
 #pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
-          const int64_t column = team.column(piece, f);
-          const bool later = index != team.index || half > 0;
-          if (kSpan == Span::pieces)
-            for (int n = 0; n < 2; ++n)
-              if (later) load(p.workspace, Dtype::float32, sums[n], wide, column, p.columns, total[n][f]);
+        for (int f = 0; f < kFragments; ++f)
           for (int e = 0; e < kVector; ++e) {
-            const bool fresh = kSpan == Span::pieces && !later;
-            total[0][f][e] = (fresh ? 0 : total[0][f][e]) + grad[f][e] * xhat[f][e];
-            total[1][f][e] = (fresh ? 0 : total[1][f][e]) + grad[f][e];
+            total[0][f][e] += grad[f][e] * xhat[f][e];
+            total[1][f][e] += grad[f][e];
           }
-          if (kSpan == Span::pieces)
-            for (int n = 0; n < 2; ++n)
-              store(p.workspace, Dtype::float32, sums[n], wide, column, p.columns, total[n][f]);
-        }
       };
 
       float means[2] = {};
       for (int64_t piece = 0; piece < pieces; ++piece) {
         read(piece);
-        accumulate(piece);
+        if (parameters) accumulate();
         weigh(piece);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f)
@@ -226,7 +214,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
     }
   }
 
-  if (!parameters || kSpan == Span::pieces) return;
+  if (!parameters) return;
   if (kSpan == Span::warp) {  // the block's warps one after another, so that the order of the sums is fixed
     __shared__ float shared[2][kWarp * kHeld];
     for (int warp = 0; warp < kWarps; ++warp) {
@@ -249,6 +237,24 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
       for (int f = 0; f < kFragments; ++f)
         store(p.workspace, Dtype::float32, sums[n], wide, team.column(0, f), p.columns, total[n][f]);
   }
+}
+
+// The same sums of rows in pieces: a thread has eight columns of a group, which is every count-th row.
+__global__ void __launch_bounds__(kMaxThreads) add_rows(const LayerNormBackward p, int64_t groups, bool wide) {
+  const int64_t group = blockIdx.x % groups, column = (blockIdx.x / groups * blockDim.x + threadIdx.x) * kVector;
+  float total[2][kVector] = {};
+  for (int64_t row = group; row < p.matrices * p.rows; row += groups) {
+    const float mean = p.mean[row], rstd = p.rstd[row];
+    float x[kVector], grad[kVector];
+    load(p.x, p.dtype, row * p.x_row, wide, column, p.columns, x);
+    load(p.grad_out, p.dtype, row * p.grad_out_row, wide, column, p.columns, grad);
+    for (int e = 0; e < kVector; ++e) {
+      total[0][e] += grad[e] * ((x[e] - mean) * rstd);
+      total[1][e] += grad[e];
+    }
+  }
+  for (int n = 0; n < 2; ++n)
+    store(p.workspace, Dtype::float32, (n * groups + group) * p.columns, wide, column, p.columns, total[n]);
 }
 
 // The groups' sums added up: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
@@ -307,6 +313,8 @@ void layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {
       spread.pick(&differentiate<Span::warp>, &differentiate<Span::block>, &differentiate<Span::pieces>);
   launch(kernel, groups, spread.threads, stream, p, wide);
   if (!p.grad_weight && !p.grad_bias) return;
+  if (spread.span == Span::pieces)
+    launch(add_rows, groups * ceil_div(p.columns, kMaxThreads * kVector), kMaxThreads, stream, p, groups, wide);
   const int warps = groups < 1 ? 1 : groups < kWarp ? (int)groups : kWarp;
   launch(add_groups, 2 * ceil_div(p.columns, kWarp), warps * kWarp, stream, p, groups);
 }
