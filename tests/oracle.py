@@ -4,9 +4,11 @@ Masks and dropout bits are NumPy; the arithmetic is torch in float64, whose auto
 `dtype` the same compositions are PyTorch's own computation in that dtype, against which the tolerance rule measures.
 """
 
+import functools
 import math
 
 import numpy as np
+import pytest
 import torch
 
 MASK32 = 0xFFFFFFFF
@@ -226,6 +228,17 @@ def dropout_add_layer_norm(input, residual, weight=None, bias=None, p=0.0, eps=1
     """(LN(residual + dropout(input)), the sum)."""
     total = residual.to(dtype) + (dropout(input, p, seed, dtype) if p > 0 else input.to(dtype))
     return layer_norm(total, total.shape[-1:], weight, bias, eps, dtype), total
+
+
+def assert_reference_alone_differentiates_twice(backend, out, input, other=None):
+    """The gradient of `out` by `input` has one by `other`, or `input`, on the reference; elsewhere an error says so."""
+    (grad,) = torch.autograd.grad(out.pow(3).sum(), input, create_graph=True)
+    second = functools.partial(torch.autograd.grad, grad.square().sum(), input if other is None else other)
+    if backend == "reference":
+        assert second()[0].abs().sum() > 0
+    else:
+        with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+            second()
 
 
 # The epsilon of the tolerance rule, in units of the largest expected magnitude: a few roundings of the result's own
