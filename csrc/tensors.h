@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "common/attention.h"
+#include "common/softmax_dropout.h"
 #include "common/types.h"
 
 namespace fastattn {
@@ -280,10 +281,9 @@ inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
 }
 
 // `input` has dense columns; `lengths` is contiguous.
-template <class Scores>
-void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
-                const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
-                bool lower_right) {
+inline void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
+                       const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
+                       bool lower_right) {
   scores.input = input.const_data_ptr();
   scores.dtype = dtype_of(input, "input");
   const Sizes strides = input.strides(), sizes = input.sizes();
