@@ -51,7 +51,9 @@ def rows(columns):
     return {
         "dropout": lambda: kernels.dropout(input, seed, THRESHOLD),
         "layer_norm": lambda: kernels.layer_norm(input, weight, weight, 1e-5),
-        "layer_norm_backward": lambda: kernels.layer_norm_backward(grad, input, mean, rstd, weight, True, True),
+        "layer_norm_backward": lambda: kernels.layer_norm_backward(
+            grad, input, mean, rstd, weight, *[weight.dtype] * 2
+        ),
         "softmax_dropout": lambda: kernels.softmax_dropout(scores, *settings),
         "softmax_dropout_backward": lambda: kernels.softmax_dropout_backward(
             grad_weights, scores, stats, *settings, False

@@ -195,6 +195,12 @@ inline Tensor nothing(Dtype dtype, Device device = {}) {
   return empty(Sizes(&size, 1), dtype, device);
 }
 
+// A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
+inline Tensor parameter_grad(const std::optional<ScalarType>& dtype, int64_t columns, Device device = {}) {
+  const int64_t size = dtype ? columns : 0;
+  return empty(Sizes(&size, 1), dtype ? dtype_from(*dtype) : Dtype::float32, device);
+}
+
 inline Sizes without_last(Sizes sizes) { return Sizes(sizes.data(), sizes.size() - 1); }
 
 // (matrices, rows, columns) as the dropout formula counts them: a 1-D tensor is one row.

@@ -118,6 +118,24 @@ def test_weights_of_another_dtype(backend, dtype):
         check(torch.randn(33, 85), (85,), *affine((85,), kind, dtype))
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_gradients_of_weight_and_bias_have_their_own_dtypes(backend, dtypes):
+    """Neither comes through the other's, which would round it to 8 bits."""
+    input, weight, bias = torch.randn(33, 40).bfloat16(), *(torch.randn(40).to(dtype) for dtype in dtypes)
+    for function in (
+        lambda x, w, b: layer_norm(x, (40,), w, b),
+        lambda x, w, b: dropout_add_layer_norm(x, torch.ones(33, 40), w, b, 0.3, seed=SEED),
+    ):
+        _, (_, *grads) = gradients(function, (input, weight, bias))
+        with fastattn.backend("reference"):
+            _, (_, *wanted) = gradients(function, (input, weight.double(), bias.double()))
+        for dtype, grad, exactly in zip(dtypes, grads, wanted, strict=True):
+            assert grad.dtype == dtype
+            eps = torch.finfo(dtype).eps  # a sum of 33 terms, and its rounding
+            torch.testing.assert_close(grad.double(), exactly, rtol=eps, atol=33 * torch.finfo(torch.float32).eps)
+
+
 def test_float64_is_the_references():
     tensors = torch.randn(9, 33, dtype=torch.float64), (33,), *affine((33,), "wb", torch.float64)
     check(*tensors)

@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kWarp* kWarp) add_groups(const LayerNormBackwa
   __syncthreads();
   if (warp > 0 || column >= p.columns) return;
   for (int other = 1; other < warps; ++other) sum += sums[other][lane];
-  switch (p.parameter_dtype) {
+  switch (n == 0 ? p.grad_weight_dtype : p.grad_bias_dtype) {
     case Dtype::bfloat16: ((bfloat16*)out)[column] = from_float<bfloat16>(sum); break;
     case Dtype::float16: ((float16*)out)[column] = from_float<float16>(sum); break;
     default: ((float*)out)[column] = sum;
