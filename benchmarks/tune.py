@@ -2,12 +2,9 @@
 ``python benchmarks/tune.py results.json``. Nothing is changed; a person takes over what is better.
 """
 
-import argparse
 import itertools
 import json
-import sys
 import time
-from pathlib import Path
 
 import torch
 from triton.testing import do_bench
@@ -107,16 +104,5 @@ def run(path, results, seconds):
         path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--seconds", type=float, default=120, help="try nothing further after so long")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device")
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": report.commit()}
-    run(options.results, about, options.seconds)
-
-
 if __name__ == "__main__":
-    main()
+    report.on_gpu(__doc__, run)
