@@ -188,7 +188,7 @@ def tables(report: Report) -> str:
 
 
 def comparison(reports: Iterable[Report]) -> str:
-    """The cases with a floor, a column for each instruction set of a machine; torch uses its best one throughout."""
+    """The cases with a floor, a column for each instruction set of a machine, to which torch is held too."""
     by_isa = {report.machine["isa"]: report for report in reports}
     limits = "; ".join(f"{isa} {', '.join(_arithmetic(report))}" for isa, report in by_isa.items())
     lines = [
