@@ -130,13 +130,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
 
 // Fills in everything but the shape, the dropout and its grad_input, and runs. Returns (grad_x, grad_weight,
 // grad_bias).
-std::tuple<Tensor, Tensor, Tensor> run_layer_norm_backward(const Place& place, LayerNormBackward& problem,
-                                                           const Tensor& grad_out,
-                                                           const std::optional<Tensor>& grad_sum, const Tensor& x,
-                                                           const Tensor& mean, const Tensor& rstd,
-                                                           const std::optional<Tensor>& weight,
-                                                           const std::optional<ScalarType>& weight_grad,
-                                                           const std::optional<ScalarType>& bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> run_layer_norm_backward(
+    const Place& place, LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum,
+    const Tensor& x, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+    const std::optional<ScalarType>& weight_grad, const std::optional<ScalarType>& bias_grad) {
   check_dtype(grad_out, "grad_out", x);
   const Rows dy(grad_out, "grad_out"), normalized(x, "input");
   std::optional<Rows> more;
