@@ -38,7 +38,7 @@ def threshold(p):
 
 def dropout_values(z, i, j, seed):
     """The 16-bit value of element (i, j) of matrix z; the arguments broadcast."""
-    key, offset = (int(word) for word in seed)
+    key, offset = map(int, seed)
     z, i, j = np.broadcast_arrays(z, i, j)
     counter = ((j // 32) * 8 + j % 8, (i // 16) * 8 + i % 8, z & MASK32, np.full(z.shape, offset % 2**32))
     words = philox4x32(counter, (key & MASK32, (key >> 32) & MASK32))
@@ -49,6 +49,11 @@ def dropout_values(z, i, j, seed):
 
 def dropout_mask(shape, p, seed):
     """bool, True = kept: rows and columns are the last two dimensions, z counts the rest; one dimension is one row."""
+    return _dropout_mask(tuple(shape), p, tuple(map(int, seed)))
+
+
+@functools.lru_cache(maxsize=16)  # a comparison needs the same one for results, gradients and each precision
+def _dropout_mask(shape, p, seed):
     rows, columns = ([1, 1, *list(shape)])[-2:]
     matrices = math.prod(shape[:-2])
     z, i, j = np.arange(matrices)[:, None, None], np.arange(rows)[:, None], np.arange(columns)

@@ -110,7 +110,7 @@ def test_shapes(backend, shape, dtype):
 def test_long(backend, dtype):
     torch.set_num_threads(2)
     check(*operands((1, 1, 1, 511, 512, 64, 64), dtype), is_causal=True, lse=False)
-    for queries, keys in ((70, 3200), (3200, 70)):  # sums over more than 3072 are sums of sums
+    for queries, keys in ((40, 3200), (3200, 40)):  # sums over more than 3072 are sums of sums
         check(*operands((1, 1, 1, queries, keys, 64, 64), dtype), dropout_p=0.1, seed=SEED)
 
 
