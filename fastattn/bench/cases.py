@@ -129,9 +129,18 @@ def _attention_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return tensors, {}
 
 
-def _attention(case: Case, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+def _attention(
+    case: Case,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> Tensor:
+    # By position, as torch's is called: a dictionary of arguments would be a hundredth of the smallest calls.
     return fastattn.scaled_dot_product_attention(
-        query, key, value, dropout_p=case.dropout, is_causal=case.causal, **arguments
+        query, key, value, attn_mask, case.dropout, case.causal, key_lengths=key_lengths, seed=seed
     )
 
 
