@@ -6,7 +6,7 @@
     pytest benchmarks/ --report      only wrong results fail; floors and lost ratios are reported
     pytest benchmarks/ --record      keep the results as benchmarks/results/MACHINE.json
 
-    FASTATTN_CPU_ISA=avx2 pytest benchmarks/         the kernels of another instruction set
+    FASTATTN_CPU_ISA=avx2 pytest benchmarks/         on a machine of another instruction set, ours and torch's kernels
 
 A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios.
 """

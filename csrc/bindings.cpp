@@ -124,11 +124,12 @@ Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor
                             const std::optional<Tensor>& seed, double scale, int64_t window_left, int64_t window_right,
                             int64_t threshold) {
   Attention a = {};
-  const int head = (int)query.dim() - 3, row = query.dim() == 3 ? 0 : 2, column = (int)query.dim() - 1;
+  const Sizes q = query.sizes(), k = key.sizes(), v = value.sizes();
+  const int row = q.size() == 3 ? 0 : 2;
   a.dtype = dtype_of(query, "query");
-  a.batch = query.size(0), a.queries = query.size(row), a.keys = key.size(row);
-  a.heads = query.size(query.dim() == 3 ? 1 : head), a.key_heads = key.size(query.dim() == 3 ? 1 : head);
-  a.depth = (int)query.size(column), a.value_depth = (int)value.size(column);
+  a.batch = q[0], a.heads = q[1], a.key_heads = k[1];
+  a.queries = q[row], a.keys = k[row];
+  a.depth = (int)q[q.size() - 1], a.value_depth = (int)v[v.size() - 1];
   a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);
   a.scale = (float)scale;
   // Beyond all keys there is no bound; this keeps sums of positions from overflowing.
@@ -140,11 +141,14 @@ Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor
   return a;
 }
 
+void set_rows(Attention* a, float* reference, float* sum) {
+  a->reference = reference, a->sum = sum;
+  a->row_batch = a->heads * a->queries, a->row_head = a->queries, a->row_query = 1;
+}
+
 void set_rows(Attention* a, const Tensor& stats) {
   float* data = (float*)const_cast<void*>(stats.const_data_ptr());
-  a->reference = data;
-  a->sum = data + stats.stride(0);
-  a->row_batch = a->heads * a->queries, a->row_head = a->queries, a->row_query = 1;
+  set_rows(a, data, data + stats.stride(0));
 }
 
 void run_attention_backward(const Attention& a, const AttentionGradients& gradients) {
@@ -369,17 +373,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x,
     const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-    const std::optional<Dtype>& input_dtype, bool weight_grad, bool bias_grad) {
+    const std::optional<ScalarType>& input_dtype, const std::optional<ScalarType>& weight_grad,
+    const std::optional<ScalarType>& bias_grad) {
   const Dtype dtype = dtype_of(x, "input");
   check_dtype(grad_out, "grad_out", x);
   const Rows dy(grad_out, "grad_out"), normalized(x, "input");
   const Parameter w(weight, "weight");
-  const Dtype parameter_dtype = weight ? dtype_of(*weight, "weight") : Dtype::float32;
-  const int64_t columns = problem.columns;
   Tensor grad_x = empty(x.sizes(), dtype);
-  Tensor grad_input = input_dtype ? empty(x.sizes(), *input_dtype) : grad_x;
-  Tensor grad_weight = weight_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
-  Tensor grad_bias = bias_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
+  Tensor grad_input = input_dtype ? empty(x.sizes(), dtype_from(*input_dtype)) : grad_x;
+  Tensor grad_weight = parameter_grad(weight_grad, problem.columns);
+  Tensor grad_bias = parameter_grad(bias_grad, problem.columns);
 
   problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
   problem.x = normalized.data, problem.x_row = normalized.stride, problem.dtype = normalized.dtype;
@@ -393,10 +396,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   problem.weight = w.values;
   problem.grad_x = grad_x.mutable_data_ptr();
   problem.grad_input = input_dtype ? grad_input.mutable_data_ptr() : nullptr;
-  problem.input_dtype = input_dtype.value_or(dtype);
+  problem.input_dtype = dtype_of(grad_input, "input");
   problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
   problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
-  problem.weight_dtype = problem.bias_dtype = parameter_dtype;
+  problem.weight_dtype = dtype_of(grad_weight, "weight"), problem.bias_dtype = dtype_of(grad_bias, "bias");
   const Workspace workspace(table().layer_norm->workspace(problem) * 4);
   problem.workspace = (float*)workspace.data;
   table().layer_norm->backward(problem, torch_threads());
@@ -405,7 +408,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
                                                        const Tensor& rstd, const std::optional<Tensor>& weight,
-                                                       bool weight_grad, bool bias_grad) {
+                                                       std::optional<ScalarType> weight_grad,
+                                                       std::optional<ScalarType> bias_grad) {
   LayerNormBackward problem = {};
   set_shape(problem, input.sizes());
   problem.rows *= problem.matrices, problem.matrices = 1;
@@ -417,12 +421,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, c
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
-    ScalarType input_dtype, bool weight_grad, bool bias_grad) {
+    ScalarType input_dtype, std::optional<ScalarType> weight_grad, std::optional<ScalarType> bias_grad) {
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
-      problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype_from(input_dtype), weight_grad, bias_grad);
+      problem, grad_out, grad_sum, sum, mean, rstd, weight, input_dtype, weight_grad, bias_grad);
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
@@ -557,8 +561,7 @@ std::optional<Attention> plain_attention(const Tensor& query, const Tensor& key,
   for (int d = 0; d < 2; ++d)
     if (k[d] != q[d] || v[d] != q[d]) return std::nullopt;
   if (v[2] != k[2] || k[3] != q[3] || q[3] < 1 || q[3] > kMaxHeadSize || v[3] > kMaxHeadSize) return std::nullopt;
-  for (const Tensor* tensor : {&query, &key, &value})
-    if (tensor->strides()[3] != 1 && tensor->sizes()[3] > 1) return std::nullopt;
+  if (!has_dense_columns(query) || !has_dense_columns(key) || !has_dense_columns(value)) return std::nullopt;
   const double factor = scale.value_or(1 / sqrt((double)q[3]));
   if (!(fabs(factor) < HUGE_VAL)) return std::nullopt;
   return attention_problem(query, key, value, std::nullopt, factor, -1, is_causal ? 0 : -1, 0);
@@ -574,17 +577,39 @@ Tensor attention_direct(const Tensor& query, const Tensor& key, const Tensor& va
   return out;
 }
 
-// The direct way of calls that want a gradient: (out, stats), and the three gradients.
+// The direct way of calls that want a gradient: (out, stats), and the three gradients. To keep a result costs more than
+// to compute it again where the problem is small: that keeps its operands alone, without stats.
+constexpr int64_t kSmallAttention = 4096;  // products
+
+bool is_small(const Attention& a) {
+  const int64_t rows = a.batch * a.heads * a.queries;
+  return rows * (a.keys > 1 ? a.keys : 1) * (a.depth + a.value_depth) <= kSmallAttention;
+}
+
 std::tuple<Tensor, Tensor> attention_kept(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
                                           std::optional<double> scale) {
   std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
   if (!a) return {Tensor(), Tensor()};
   const int64_t rows[4] = {2, a->batch, a->heads, a->queries};
-  const Tensor out = empty_heads(query, a->queries, a->value_depth), stats = empty(Sizes(rows, 4), Dtype::float32);
+  const Tensor out = empty_heads(query, a->queries, a->value_depth);
+  const Tensor stats = is_small(*a) ? Tensor() : empty(Sizes(rows, 4), Dtype::float32);
   a->out = heads_of(out);
-  set_rows(&*a, stats);
+  if (stats.defined()) set_rows(&*a, stats);
   run_attention(*a);
   return {out, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> plain_attention_backward(const Attention& a, const Tensor& grad_out,
+                                                            const Tensor& query, const Tensor& key,
+                                                            const Tensor& value) {
+  const Tensor grad = with_dense_columns(grad_out);
+  const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
+  const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
+  AttentionGradients g = {};
+  g.out_grad = heads_of(grad);
+  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
+  run_attention_backward(a, g);
+  return {query_grad, key_grad, value_grad};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_kept_backward(const Tensor& grad_out, const Tensor& query,
@@ -593,16 +618,22 @@ std::tuple<Tensor, Tensor, Tensor> attention_kept_backward(const Tensor& grad_ou
                                                            std::optional<double> scale) {
   std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
   STD_TORCH_CHECK(a, "attention_kept_backward: not the operands of attention_kept");
-  const Tensor grad = with_dense_columns(grad_out);
   a->out = heads_of(out);
   set_rows(&*a, stats);
-  const Tensor query_grad = empty_heads(query, a->queries, a->depth), key_grad = empty_heads(key, a->keys, a->depth);
-  const Tensor value_grad = empty_heads(value, a->keys, a->value_depth);
-  AttentionGradients g = {};
-  g.out_grad = heads_of(grad);
-  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
-  run_attention_backward(*a, g);
-  return {query_grad, key_grad, value_grad};
+  return plain_attention_backward(*a, grad_out, query, key, value);
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_direct_backward(const Tensor& grad_out, const Tensor& query,
+                                                             const Tensor& key, const Tensor& value, bool is_causal,
+                                                             std::optional<double> scale) {
+  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
+  STD_TORCH_CHECK(a && is_small(*a), "attention_direct_backward: not the operands of a small attention_kept");
+  const int64_t rows = a->batch * a->heads * a->queries, width = a->value_depth;
+  float forward[2 * kSmallAttention];  // rows * (2 + width)
+  set_rows(&*a, forward, forward + rows);
+  a->out = {forward + 2 * rows, a->row_batch * width, a->row_head * width, width};
+  run_attention(*a);
+  return plain_attention_backward(*a, grad_out, query, key, value);
 }
 
 bool is_plain_layer_norm(const Tensor& input, int64_t columns, const Tensor& weight, const Tensor& bias, double eps) {
@@ -754,6 +785,9 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def(
       "attention_kept_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
       "bool is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_direct_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, bool is_causal=False, "
+      "float? scale=None) -> (Tensor, Tensor, Tensor)");
   m.def("layer_norm_direct(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> Tensor");
   m.def(
       "layer_norm_kept(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> (Tensor, Tensor, "
@@ -805,6 +839,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("attention_kept_backward", TORCH_BOX(&attention_kept_backward));
+  m.impl("attention_direct_backward", TORCH_BOX(&attention_direct_backward));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
   m.impl("dropout", TORCH_BOX(&dropout_op));

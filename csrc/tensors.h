@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "common/attention.h"
+#include "common/softmax_dropout.h"
 #include "common/types.h"
 
 namespace fastattn {
@@ -194,6 +195,12 @@ inline Tensor nothing(Dtype dtype, Device device = {}) {
   return empty(Sizes(&size, 1), dtype, device);
 }
 
+// A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
+inline Tensor parameter_grad(const std::optional<ScalarType>& dtype, int64_t columns, Device device = {}) {
+  const int64_t size = dtype ? columns : 0;
+  return empty(Sizes(&size, 1), dtype ? dtype_from(*dtype) : Dtype::float32, device);
+}
+
 inline Sizes without_last(Sizes sizes) { return Sizes(sizes.data(), sizes.size() - 1); }
 
 // (matrices, rows, columns) as the dropout formula counts them: a 1-D tensor is one row.
@@ -258,16 +265,22 @@ Tensor map_matrices(const Tensor& input, Device device, const Run& run) {
   return out;
 }
 
+inline bool has_dense_columns(const Tensor& tensor) {
+  const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+  const size_t last = sizes.size() - 1;
+  return strides[last] == 1 || sizes[last] == 1;
+}
+
 inline Tensor with_dense_columns(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return has_dense_columns(tensor) ? tensor : torch::stable::contiguous(tensor);
 }
 
 // (batch, heads, length, size): heads lie inside positions where they do so in `like`, otherwise contiguous.
 inline Tensor empty_heads(const Tensor& like, int64_t length, int64_t size, Device device = {}) {
-  const int64_t batch = like.size(0), heads = like.size(1);
+  const Sizes like_sizes = like.sizes(), like_strides = like.strides();
+  const int64_t batch = like_sizes[0], heads = like_sizes[1];
   const int64_t sizes[4] = {batch, heads, length, size};
-  const bool inside = like.stride(1) > 0 && like.stride(1) < like.stride(2);  // expanded heads lie nowhere
+  const bool inside = like_strides[1] > 0 && like_strides[1] < like_strides[2];  // expanded heads lie nowhere
   const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
   return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"), device);
 }
@@ -280,10 +293,9 @@ inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
 }
 
 // `input` has dense columns; `lengths` is contiguous.
-template <class Scores>
-void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
-                const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
-                bool lower_right) {
+inline void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
+                       const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
+                       bool lower_right) {
   scores.input = input.const_data_ptr();
   scores.dtype = dtype_of(input, "input");
   const Sizes strides = input.strides(), sizes = input.sizes();
@@ -304,8 +316,9 @@ void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>
 // (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
 inline Heads heads_of(const Tensor& tensor) {
   void* data = const_cast<void*>(tensor.const_data_ptr());
-  if (tensor.dim() == 3) return {data, 0, tensor.stride(1), tensor.stride(0)};
-  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  const Sizes strides = tensor.strides();
+  if (strides.size() == 3) return {data, 0, strides[1], strides[0]};
+  return {data, strides[0], strides[1], strides[2]};
 }
 
 inline AttentionMask mask_of(const std::optional<Tensor>& tensor) {

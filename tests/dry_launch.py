@@ -102,6 +102,12 @@ def attention(length):
     )
 
 
+def long_attention(length, device="cuda:0"):
+    """So many keys that they are read through tensor descriptors, by a GPU that has them."""
+    query, key = (empty(3, 2048 + n, 4, 64, device=device).transpose(1, 2) for n in (length, 2 * length))
+    return fastattn.scaled_dot_product_attention(query, key, key, dropout_p=0.1)
+
+
 def masked_attention(length):
     query, mask = empty(3, 2, length, 64), empty(2, length, 1, dtype=FLOAT)
     return fastattn.scaled_dot_product_attention(query, query, query, mask)
@@ -133,6 +139,7 @@ CALLS = [
     dropout,
     dropout_mask,
     attention,
+    long_attention,
     masked_attention,
     decoding,
     attention_weights,
@@ -206,6 +213,11 @@ def main(lengths):
         found["specialisations"] = len(list(aot.specialisations(0)))
         run(multihead, 40)
         extremes()
+        found["descriptors"] = {}
+        for device, capability in enumerate(fake.capabilities):
+            fake.started.clear()
+            long_attention(40, f"cuda:{device}")
+            found["descriptors"][capability] = sorted({start.descriptors for start in fake.started})
         fake.started.clear()
         found["lookups"] = lookups()
         found["places"] = sorted({(start.device, start.stream) for start in fake.started})

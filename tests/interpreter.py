@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @contextlib.contextmanager
@@ -59,9 +60,9 @@ def strict(twice=False):
         if addresses.size and not (len(starts) and (place >= 0).all() and (addresses + size <= ends[place]).all()):
             raise IndexError("an access outside the kernel's operands")
 
-    def create_masked_load(self, ptrs, mask, *rest):
+    def create_masked_load(self, ptrs, mask, *rest, **options):
         check(ptrs, mask)
-        return originals[builder]["create_masked_load"](self, ptrs, mask, *rest)
+        return originals[builder]["create_masked_load"](self, ptrs, mask, *rest, **options)
 
     def create_masked_store(self, ptrs, value, mask, *rest):
         check(ptrs, mask)
@@ -116,6 +117,8 @@ def _tensors(arguments):
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
+        elif isinstance(argument, TensorDescriptor):
+            yield argument.base
         elif isinstance(argument, (tuple, list)):
             yield from _tensors(argument)
 

@@ -52,6 +52,16 @@ def tf32(a, out, size: tl.int64):
     tl.store(out + tile, sums)
 
 
+@triton.jit
+def described(a, out, size: tl.int64):
+    """Read through its descriptor once, before the loop."""
+    i = tl.arange(0, 64)
+    x, sums = a.load([0, 0]), tl.zeros([64, 64], tl.float32)
+    for _ in range(size):
+        sums = tl.dot(x, x, sums)
+    tl.store(out + (i[:, None] * 64 + i[None, :]), sums)
+
+
 def faults(function, types, constants, capability=90, warps=4):
     source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
@@ -65,6 +75,7 @@ def main():
         "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),
         "tf32": faults(tf32, singles | {"size": "i64"}, {}),
         "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"PRECISION": "tf32"}),
+        "described": faults(described, {"a": "tensordesc<fp16[64, 64]>", "out": "*fp32", "size": "i64"}, {}),
         "narrow": faults(narrow, singles | {"row": "i32", "stride": "i32"}, {}),
     }
     print(json.dumps(found))

@@ -201,6 +201,26 @@ def test_the_direct_way_is_the_same_operation(function, dtype, grad, monkeypatch
 
 
 @needs_cpu
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize(("length", "kept"), [(5, 3), (40, 5)], ids=["small", "large"])
+def test_what_attention_keeps_on_the_direct_way(length, kept, settings, monkeypatch):
+    """A small problem keeps its operands alone. However much is computed again, the gradients have the same bits."""
+    operands = [torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
+
+    def results(**options):
+        out = scaled_dot_product_attention(*operands, **settings)
+        return len(out.grad_fn.saved_tensors), torch.autograd.grad(out.square().sum(), operands, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fastattn.backends.thread, "direct", False)
+        _, wanted = results()
+    for options in {}, {"create_graph": True}:
+        saved, grads = results(**options)
+        assert saved == kept
+        assert all(map(torch.equal, grads, wanted))
+
+
+@needs_cpu
 @pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
 def test_the_direct_way_is_left_where_somebody_watches(function):
     arguments = DIRECT[function](torch.float32)

@@ -1,6 +1,9 @@
 """The benchmark framework: what it times, what it counts, what it lets through, what it writes."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -43,6 +46,13 @@ def result(ratio, *, fraction=None, own=None, floor=Floor(), torch_seconds=1.0, 
         own=exactly(own),
         floor=floor,
     )
+
+
+def test_torch_is_held_to_the_instruction_set_of_our_kernels():
+    program = "import fastattn.bench, torch; print(torch.backends.cpu.get_cpu_capability())"
+    environment = os.environ | {"FASTATTN_CPU_ISA": "generic"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "DEFAULT"
 
 
 # --- timer ---

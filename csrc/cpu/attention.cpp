@@ -482,7 +482,8 @@ template <class T>
 int64_t measure(const Attention& a, const Parallel& parallel) {
   Arena arena = {0};
   const Forward<T> forward(a, &arena);
-  for (int worker = useful_workers(a, parallel, 2); worker > 0; --worker) forward.take_scratch(&arena);
+  const int64_t workers = smaller((int64_t)useful_workers(a, parallel, 2), forward.tasks * forward.splits);
+  for (int64_t worker = 0; worker < workers; ++worker) forward.take_scratch(&arena);
   return (int64_t)arena.at;
 }
 

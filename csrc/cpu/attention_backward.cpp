@@ -72,6 +72,11 @@ struct Backward {
     partial = arena->take<float>(splits > 1 ? splits * a.batch * a.heads * a.queries * width : 0);
   }
 
+  int64_t tasks() const { return a.batch * a.key_heads * splits; }
+  int64_t mask_tasks() const {
+    return g.mask_grad ? a.mask.batches * a.mask.heads * (a.mask.rows == 1 ? 1 : mask.panels) : 0;
+  }
+
   // Whether a key's gradients may be sums over more than one stretch of queries.
   bool has_long_sums() const { return group_of(a) * divide_up(a.queries, kPanel) > kPanels; }
 
@@ -592,7 +597,9 @@ template <class T>
 int64_t measure(const Attention& a, const AttentionGradients& g, const Parallel& parallel) {
   Arena arena = {0};
   const Backward<T> backward(a, g, &arena);
-  for (int worker = useful_workers(a, parallel, 5); worker > 0; --worker) {
+  const int64_t tasks = greater(backward.tasks(), backward.mask_tasks());
+  const int64_t workers = smaller((int64_t)useful_workers(a, parallel, 5), tasks);
+  for (int64_t worker = 0; worker < workers; ++worker) {
     backward.take_scratch(&arena);
     if (g.mask_grad) backward.take_mask_grad(&arena);
   }
@@ -609,7 +616,7 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
   backward.take_scratch(&here);
   if (g.mask_grad) backward.take_mask_grad(&here);
   const uintptr_t size = here.at - arena.at;
-  parallel_for_ranges(parallel, workers, a.batch * a.key_heads * backward.splits, [&](int64_t index, int worker) {
+  parallel_for_ranges(parallel, workers, backward.tasks(), [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = backward.take_scratch(&own);
     backward.few ? backward.few_task(index, scratch) : backward.task(index, scratch);
@@ -618,12 +625,11 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
     parallel_for_ranges(parallel, workers, a.batch * a.heads * a.queries,
                         [&](int64_t index, int) { backward.add_partial(index); });
   if (g.mask_grad)
-    parallel_for(parallel, workers, a.mask.batches * a.mask.heads * (a.mask.rows == 1 ? 1 : backward.mask.panels),
-                 [&](int64_t index, int worker) {
-                   Arena own = {arena.at + (uintptr_t)worker * size};
-                   const auto scratch = backward.take_scratch(&own);
-                   backward.mask_task(index, scratch, backward.take_mask_grad(&own));
-                 });
+    parallel_for(parallel, workers, backward.mask_tasks(), [&](int64_t index, int worker) {
+      Arena own = {arena.at + (uintptr_t)worker * size};
+      const auto scratch = backward.take_scratch(&own);
+      backward.mask_task(index, scratch, backward.take_mask_grad(&own));
+    });
 }
 
 int64_t measure_any(const Attention& a, const AttentionGradients& g, const Parallel& parallel) {

@@ -26,22 +26,12 @@ struct KeepChunk {
 
 // ---- forward ----
 
-// Two passes for the statistics: the squares are of centred values, so that a large mean costs no accuracy. What is
-// left of their sum corrects the mean, whose own sum may have been large.
-template <class T>
-void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
+// The second and third pass over x, the row as it came or in float32. The squares are of centred values, so that a
+// large mean costs no accuracy. What is left of their sum corrects the mean, whose own sum may have been large.
+template <class X, class T>
+void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, const OutputRow<T>& out) {
   const int64_t columns = p.columns;
-  double total = 0, left = 0, squares = 0;
-  for_each_part(columns, [&](int64_t begin, int64_t end) {
-    vf parts[4] = {};
-    int64_t j = begin;
-    for (; j + 4 * kLanes <= end; j += 4 * kLanes)
-      for (int k = 0; k < 4; ++k) parts[k] += load_ahead(x + j + k * kLanes, kLanes);
-    for (; j < end; j += kLanes) parts[0] += load_ahead(x + j, (int)smaller(kLanes, end - j));
-    total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
-  });
-  const float about = (float)(total / (double)columns);
-
+  double left = 0, squares = 0;
   for_each_part(columns, [&](int64_t begin, int64_t end) {
     vf left_parts[4] = {}, square_parts[4] = {};
     int64_t j = begin;
@@ -66,8 +56,6 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   const float scale = 1.0f / sqrtf(variance + p.eps);
   if (p.mean) p.mean[row] = center, p.rstd[row] = scale;
 
-  const bool in_place = (const void*)x == (const T*)p.out + row * columns;  // in cache, then
-  const OutputRow<T> out(p.out, row * columns, in_place ? 0 : p.matrices * p.rows * columns);
   const float *weight = p.weight, *bias = p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
@@ -83,6 +71,35 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     });
 }
 
+constexpr int64_t kConverted = 4096;
+
+// The first pass, for the mean. It leaves rows of 16-bit numbers that fit the nearest cache in float32 for the others.
+template <class T>
+void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
+  float converted[kConverted];
+  const bool convert = sizeof(T) < sizeof(float) && p.columns <= kConverted;
+  double total = 0;
+  for_each_part(p.columns, [&](int64_t begin, int64_t end) {
+    vf parts[4] = {};
+    const auto add = [&](vf& part, int64_t j, int n) {
+      const vf v = load_ahead(x + j, n);
+      if (convert) store_lanes(converted + j, v, n);
+      part += v;
+    };
+    int64_t j = begin;
+    for (; j + 4 * kLanes <= end; j += 4 * kLanes)
+      for (int k = 0; k < 4; ++k) add(parts[k], j + k * kLanes, kLanes);
+    for (; j < end; j += kLanes) add(parts[0], j, (int)smaller(kLanes, end - j));
+    total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+  });
+  const float about = (float)(total / (double)p.columns);
+  const bool in_place = (const void*)x == (const T*)p.out + row * p.columns;  // in cache, then
+  const OutputRow<T> out(p.out, row * p.columns, in_place ? 0 : p.matrices * p.rows * p.columns);
+  if (convert)
+    normalize_around(p, converted, about, row, out);
+  else
+    normalize_around(p, x, about, row, out);
+}
 // sum = residual + dropout(input); keep is null without dropout.
 template <class Input, class Residual, class Sum>
 void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,

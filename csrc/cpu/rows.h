@@ -63,7 +63,7 @@ FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
 // each part is summed by itself, and the parts' sums are added in float64.
 template <class Body>
 FASTATTN_INLINE void for_each_part(int64_t columns, const Body& body) {
-  constexpr int64_t kPart = 32 * kLanes;
+  constexpr int64_t kPart = 512;
   for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, smaller(columns, begin + kPart));
 }
 

@@ -17,6 +17,7 @@ OLDEST_TORCH = (2, 10)
 NEEDED = {  # operations by which a library is known to be of this version
     "cpu": (  # what the direct way needs beyond the backend's functions
         "attention_direct",
+        "attention_direct_backward",
         "attention_kept",
         "attention_kept_backward",
         "dropout_direct",

@@ -6,6 +6,7 @@ compile first or are slower still; `available` leaves out those that cannot do a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -19,6 +20,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from fastattn.bench.cases import Case
 
 Peer = Callable[..., Tensor]
+
+# Where FASTATTN_CPU_ISA holds our kernels to a smaller instruction set, so are torch's, those of MKL and oneDNN among
+# them: the ratios are then those of a machine that has no more. torch asks for its limit when its first kernel runs.
+_HELD_TO = {
+    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "generic": ("default", "SSE4_2", "SSE41"),
+}
+_LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+os.environ.update(zip(_LIMITS, _HELD_TO.get(os.environ.get("FASTATTN_CPU_ISA", ""), ()), strict=False))
 
 
 def _attention(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,20 @@ def commit() -> str:
     return head + (" with changes" if changed else "")
 
 
+def on_gpu(description: str, run: Callable[[Path, dict[str, Any], float], None]) -> None:
+    """A script's command line: calls ``run(path, about, seconds)`` with where its results go, what says where they come
+    from, and how long it may take."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--seconds", type=float, default=120, help="begin nothing further after so long")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    about |= {"triton": importlib.import_module("triton").__version__, "commit": commit()}
+    run(options.results, about, options.seconds)
+
+
 def table(results: Iterable[Result]) -> str:
     """A Markdown table: times torch's speed with quartiles, the share of the limit, and the other comparisons."""
     rows = [("case", "ours", "times torch", "of the limit", "of own plain time", "other peers")]
@@ -171,7 +188,7 @@ def tables(report: Report) -> str:
 
 
 def comparison(reports: Iterable[Report]) -> str:
-    """The cases with a floor, a column for each instruction set of a machine; torch uses its best one throughout."""
+    """The cases with a floor, a column for each instruction set of a machine, to which torch is held too."""
     by_isa = {report.machine["isa"]: report for report in reports}
     limits = "; ".join(f"{isa} {', '.join(_arithmetic(report))}" for isa, report in by_isa.items())
     lines = [

@@ -20,8 +20,9 @@ from fastattn.ops import check
 from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
+_is_autocast_enabled = torch._C._is_any_autocast_enabled  # a name less to look up
 _VARIANTS = ("upper_left", "lower_right")
-_direct = compiled("attention_direct")
+_direct, _direct_backward = compiled("attention_direct"), compiled("attention_direct_backward")
 _kept, _kept_backward = compiled("attention_kept"), compiled("attention_kept_backward")
 
 
@@ -81,11 +82,13 @@ def scaled_dot_product_attention(
         and type(is_causal) is bool
         and (scale is None or (type(scale) is float and -check.LARGEST <= scale <= check.LARGEST))
         and (differentiate := wants_gradient(query, key, value)) is not None
-        and not torch._C._is_any_autocast_enabled()
+        and not _is_autocast_enabled()
     ):
         run = _apply_direct if differentiate else _direct
-        plain = scale is None and not is_causal
-        out = run(query, key, value) if plain else run(query, key, value, is_causal, scale)
+        if scale is not None:
+            out = run(query, key, value, is_causal, scale)
+        else:
+            out = run(query, key, value, True) if is_causal else run(query, key, value)
         if out is not None:
             return out
     name = "scaled_dot_product_attention"
@@ -278,7 +281,7 @@ def _heads(
             and query.dtype is key.dtype is value.dtype
             and query.dtype in check.FLOATS
             and query.device == key.device == value.device
-            and not torch._C._is_any_autocast_enabled()
+            and not _is_autocast_enabled()
         ):
             return query, key, value, (batch,)  # nothing to convert or broadcast: the short way for small problems
     for label, tensor in (("query", query), ("key", key), ("value", value)):
@@ -474,23 +477,26 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor | None:
         out, stats = _kept(query, key, value, *settings)
-        if out is not None:
+        if stats is None:  # what is small is computed again
+            ctx.save_for_backward(query, key, value)
+        else:
             ctx.save_for_backward(query, key, value, out, stats)
-            ctx.settings = settings
+        ctx.settings = settings
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        query, key, value, out, stats = ctx.saved_tensors
+        saved, settings = ctx.saved_tensors, ctx.settings
         if is_plain_backward(grad_out):
-            return *_kept_backward(grad_out, query, key, value, out, stats, *ctx.settings), None, None
-        is_causal, scale = ctx.settings or (False, None)
+            run = _direct_backward if len(saved) == 3 else _kept_backward
+            return run(grad_out, *saved, *settings) + (None,) * len(settings)
+        query, key, value, *kept = saved
+        is_causal, scale = (*settings, None)[:2] if settings else (False, None)
         scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
-        grads = attention_backward_op(
-            "cpu", grad_out, None, query, key, value, out, stats, None, None, None, scale, -1, 0 if is_causal else -1,
-            False, 0, False,
-        )  # fmt: skip
-        return *grads[:3], None, None
+        call = None, None, None, scale, -1, 0 if is_causal else -1, False, 0
+        out, stats = kept or attention_op("cpu", query, key, value, *call)[::2]
+        grads = attention_backward_op("cpu", grad_out, None, query, key, value, out, stats, *call, False)
+        return grads[:3] + (None,) * len(settings)
 
 
 _apply_direct = plain_apply(_Direct)

@@ -15,7 +15,7 @@ from fastattn.backends import TABLE, thread
 
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # a name less to look up
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_transformed = torch._C._are_functorch_transforms_active
 _PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
 
@@ -49,7 +49,7 @@ class Op:
         torch.library.register_fake(f"fastattn::{name}", lambda *args: fake(*args[:-1]), lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
         self._tensors = arguments.count("Tensor")  # they come first
-        self._function = _autograd_function(name, self._below_autograd, setup_context, backward)
+        self._apply = plain_apply(_autograd_function(name, self._below_autograd, setup_context, backward))
         self._apply_plain = plain_apply(_autograd_function(name, self._run, setup_context, backward))
         _library.impl(name, self._differentiate, "Autograd")
 
@@ -75,7 +75,7 @@ class Op:
         # functorch's transforms are above this key and have had their turn; of a transform that differentiates, this
         # is the autograd of one level, which ``apply`` would hand back to functorch.
         with enable_single_level_autograd_function():
-            return plain_apply(self._function)(*args)
+            return self._apply(*args)
 
     def _differentiate_plain(self, *args: Any) -> Any:
         return self._apply_plain(*args)
@@ -94,15 +94,13 @@ def wants_gradient(*operands: Tensor | None) -> bool | None:
     """
     if not thread.direct or _is_observed():
         return None
-    grad, wanted = _is_grad_enabled(), False
+    wanted = False
     for operand in operands:
-        if operand is None:
-            continue
-        if type(operand) not in _PLAIN:
+        if type(operand) in _PLAIN:
+            wanted = wanted or operand.requires_grad  # type: ignore[union-attr]
+        elif operand is not None:
             return None
-        if grad and operand.requires_grad:
-            wanted = True
-    return wanted if getattr(operands[0], "is_cpu", False) else None
+    return wanted and _is_grad_enabled() if getattr(operands[0], "is_cpu", False) else None
 
 
 def is_plain_backward(grad_out: Tensor) -> bool:
@@ -111,13 +109,17 @@ def is_plain_backward(grad_out: Tensor) -> bool:
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for calls that nobody transforms: without what functorch needs, a signature's inspection."""
+    """``function.apply`` for calls that nobody transforms: without what functorch needs, a signature's inspection.
+
+    Its backward pass is what autograd calls, without torch's look at which other one (``vjp``) it may have.
+    """
+    function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def _is_observed() -> bool:
     """Whether compilation, a dispatch mode, functorch or forward-mode differentiation has to see every call."""
-    return _is_compiling() or _dispatch_modes() > 0 or _functorch_level() is not None or forward_ad._current_level >= 0
+    return _is_compiling() or _dispatch_modes() > 0 or _is_transformed() or forward_ad._current_level >= 0
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:

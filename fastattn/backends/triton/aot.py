@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn.backends import triton as kernels
+from fastattn.backends.triton import configurations
 from fastattn.backends.triton.dry import SHARED_MEMORY, pretend
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -46,7 +47,7 @@ def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
     _, mean, rstd = kernels.layer_norm(input, parameter, parameter, 1e-5)
-    kernels.layer_norm_backward(input, input, mean, rstd, parameter, True, True)
+    kernels.layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
@@ -56,7 +57,7 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
         input, residual, parameter, parameter, seed, threshold, 1e-5
     )
     kernels.dropout_add_layer_norm_backward(
-        out, total, total, mean, rstd, parameter, seed, threshold, dtype, True, True
+        out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
     )
 
 
@@ -91,6 +92,15 @@ def _split_attention(dtype: torch.dtype, size: int, queries: int) -> None:
     kernels.attention(query, key, key, None, _empty(1, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
 
 
+def _long_attention(dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None) -> None:
+    """Enough keys for tensor descriptors, where the device has them."""
+    keys = configurations.DESCRIPTOR_KEYS
+    query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, keys, size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(32, 1, 256, keys, dtype=mask)
+    seed = _empty(2, dtype=torch.int64) if threshold else None
+    kernels.attention(query, key, key, attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold)
+
+
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
     query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
     starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
@@ -118,6 +128,10 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (_split_attention, torch.float32, 64, 1),
         (_split_attention, torch.bfloat16, 128, 64),
         *((_varlen_attention, torch.bfloat16, size, 6554) for size in (64, 128)),
+        *((_long_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
+        (_long_attention, torch.bfloat16, 80, 6554),
+        *((_long_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128, 256)),
+        *((_long_attention, torch.bfloat16, size, 6554, torch.float32) for size in (64, 128)),
     ],
     "dropout": [
         (_dropout, torch.bfloat16, 64, 512),
@@ -171,6 +185,7 @@ class Report:
     conversions: int  # layout conversions in loops with matrix products
     products: int  # matrix products in loops, in Triton's IR
     matrix_instructions: tuple[str, ...]  # in loops, in the machine code
+    bulk_loads: tuple[str, ...]  # in loops, of tiles by tensor descriptors
     tf32: bool
     narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
 
@@ -188,7 +203,8 @@ class Report:
         tile = [f"{known['ROWS']}x{known['COLUMNS']}"] if {"ROWS", "COLUMNS"} <= known.keys() else []
         dropout = ["dropout"] if "seed" in known and self.is_dropping else []
         mask = ["mask"] if known.get("mask", "None") != "None" and head else []
-        return " ".join(dtype + head + tile + dropout + mask)
+        described = ["descriptors"] if self.has_descriptors else []
+        return " ".join(dtype + head + tile + dropout + mask + described)
 
     @property
     def keeps_layout(self) -> bool:
@@ -200,6 +216,10 @@ class Report:
     @property
     def is_tf32_allowed(self) -> bool:
         return any("tf32" in value.lower() for _, value in self.variant)
+
+    @property
+    def has_descriptors(self) -> bool:
+        return any(value.startswith("tensordesc") for _, value in self.variant)
 
     @property
     def is_dropping(self) -> bool:
@@ -218,9 +238,11 @@ class Report:
             found.append(f"spills: {self.stack} bytes of stack")
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
-        halves = any("16" in value for name, value in self.variant if value.startswith("*"))
+        halves = any(re.search(r"\*b?fp?16", value) for _, value in self.variant)
         if self.products > 0 and (halves or self.is_tf32_allowed) and not self.matrix_instructions:
             found.append("no matrix instructions in the main loop")
+        if self.has_descriptors and not self.bulk_loads:
+            found.append("no bulk loads by tensor descriptors in the main loop")
         if self.tf32 and not self.is_tf32_allowed:
             found.append("tf32 that was not asked for")
         found += [f"offset in 32 bits: {line}" for line in self.narrow_offsets]
@@ -263,7 +285,8 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
         shared=kernel.metadata.shared,
         conversions=conversions,
         products=products,
-        matrix_instructions=_matrix_instructions(code),
+        matrix_instructions=_in_loops(code, r"(HGMMA|HMMA|UTC\w*MMA|QGMMA|IGMMA)\S*"),
+        bulk_loads=_in_loops(code, r"UTMALDG\S*"),
         tf32=bool(re.search(r"\bmma\S*\.tf32|kind::tf32", kernel.asm["ptx"])),
         narrow_offsets=narrow_offsets(kernel.asm["ttir"]),
     )
@@ -290,8 +313,8 @@ def _loops(ir: str) -> tuple[int, int]:
     return products, conversions
 
 
-def _matrix_instructions(code: str) -> tuple[str, ...]:
-    """The kinds of matrix instructions between a backward branch and its target."""
+def _in_loops(code: str, kind: str) -> tuple[str, ...]:
+    """The instructions of a kind between a backward branch and its target."""
     lines = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
     loops = [
         (int(target[1], 16), address)
@@ -300,7 +323,7 @@ def _matrix_instructions(code: str) -> tuple[str, ...]:
     ]
     found = set()
     for address, text in lines:
-        instruction = re.search(r"\b(HGMMA|HMMA|UTC\w*MMA|QGMMA|IGMMA)\S*", text)
+        instruction = re.search(rf"\b{kind}", text)
         if instruction and any(first <= address <= last for first, last in loops):
             found.add(instruction[0])
     return tuple(sorted(found))
@@ -351,12 +374,13 @@ def main(arguments: list[str] | None = None) -> int:
         for device, capability in enumerate(options.arch)
         for function, kernel in specialisations(device)
     ]
-    print(f"triton {triton.__version__}\n{'':80} registers  stack  shared  conversions  matrix instructions")
+    print(f"triton {triton.__version__}\n{'':90} registers  stack  shared  conversions  instructions")
     total = 0
     for report, found in faults(reports).items():
+        instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
         print(
-            f"sm_{report.capability:<4} {report.name:36} {report.operands:35} {report.registers:8} {report.stack:6} "
-            f"{report.shared:7} {report.conversions:12}  {', '.join(report.matrix_instructions) or '-'}"
+            f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} {report.stack:6} "
+            f"{report.shared:7} {report.conversions:12}  {instructions}"
         )
         for fault in found:
             total += 1

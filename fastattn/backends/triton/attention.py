@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.backends.reference.attention import empty_heads
 from fastattn.backends.triton import configurations
@@ -227,6 +228,30 @@ def _is_scarce(e, ev, dtype):
 # Forward
 
 
+@triton.jit
+def _place(tensor, b, h, first):
+    """Where ``_tile`` finds head h of sequence b: pointers, or the operand's tensor descriptor and the head in it."""
+    if isinstance(tensor, tl.tensor_descriptor):
+        place = tensor, b, h
+    else:
+        place = _head(tensor, b, h, first)
+    return place
+
+
+@triton.jit
+def _tile(
+    place, first, rows, size,
+    N: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """(N, D) as ``_load`` reads it; but through a descriptor all rows are read that the operand has."""
+    if isinstance(place[0], tl.tensor_descriptor):
+        descriptor, b, h = place
+        tile = descriptor.load([b, h, first, 0]).reshape(N, D)
+    else:
+        tile = _load(place, first, rows, size, N, D, EXACT, ALIGNMENT)
+    return tile
+
+
 @kernel
 def _forward(
     query, key, value, mask, seed, sequences, lists, seen, out, lse, point, sum, rows,
@@ -241,8 +266,8 @@ def _forward(
     if first_i >= queries:
         return
     i = first_i + tl.arange(0, ROWS)
-    keys_of_head = _head(key, b, h // group, first_key)
-    values_of_head = _head(value, b, h // group, first_key)
+    keys_of_head = _place(key, b, h // group, first_key)
+    values_of_head = _place(value, b, h // group, first_key)
     q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
 
     highest = tl.full((ROWS,), -INFINITY, tl.float32)
@@ -256,7 +281,7 @@ def _forward(
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
-            k = _load(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+            k = _tile(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
@@ -268,7 +293,9 @@ def _forward(
             total = total * shrink + tl.sum(p, 1)
             if seed is not None:
                 p = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), p, 0.0)
-            v = _load(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+            v = _tile(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+            if seen_j is not None and isinstance(value, tl.tensor_descriptor):
+                v = tl.where(seen_j[:, None], v, 0.0)  # or NaN that nothing sees would come through a product with 0
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
     acc *= tl.where(total == 0, 0.0, factor / total)[:, None]
@@ -714,6 +741,20 @@ class _Problem:
             (seen, *(_stride(seen, dim) for dim in range(3))),
         )
 
+    def key_and_value(self, constants: dict[str, Any]) -> tuple[Any, ...]:
+        """Key and value as ``_forward`` takes them: tensor descriptors where they pay and can be, else pointers."""
+        operands = self.operands[1:3]
+        if not (
+            configurations.has_descriptors(self.keys, self.device)
+            and self.is_aligned and self.dtype.itemsize == 2 and self.sequences[2] is None
+            and self.given[1].numel() > 0 and all(stride > 0 for _, *strides in operands for stride in strides)
+        ):  # fmt: skip
+            return operands
+        return tuple(
+            TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, 1, constants["COLUMNS"], constants[size]])
+            for (tensor, *_), size in zip(operands, ("E", "EV"), strict=True)
+        )
+
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """The output in query's layout, LSE and statistics."""
         query, _, value = self.given
@@ -729,9 +770,11 @@ class _Problem:
         constants = self.constants(tiles, out_heads)
         common = *self.operands, *self.lists(tiles, keys_own=False)
         if parts == 1:
+            query_heads, _, _, *others = common
             launch(
-                _forward, (programs, 1), self.device, *common, out_heads, lse, point, total, rows, 0, 0, row_tiles,
-                self.heads, *self.numbers, FLOAT=self.is_float, **constants,
+                _forward, (programs, 1), self.device, query_heads, *self.key_and_value(constants), *others,
+                out_heads, lse, point, total, rows, 0, 0, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float,
+                **constants,
             )  # fmt: skip
             return out, lse, stats
         part_out = out.new_empty((parts, *out.shape), dtype=torch.float32)

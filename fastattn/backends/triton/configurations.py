@@ -80,6 +80,16 @@ def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned:
     return next(tiles for largest, tiles in line.items() if size <= largest)
 
 
+# Keys from which on the forward pass reads keys and values through tensor descriptors (TMA). The host makes two a call:
+# fewer keys are hardly worth that. An estimate, not measured on a GPU.
+DESCRIPTOR_KEYS = 1024
+
+
+def has_descriptors(keys: int, device: torch.device) -> bool:
+    """Not on 12.x, which has them too: Triton 3.6 spills there."""
+    return keys >= DESCRIPTOR_KEYS and capability(device)[0] in (9, 10)
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; an H100's where kernels are interpreted."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities).
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -28,6 +29,7 @@ class Start(NamedTuple):
     device: int
     stream: int
     grid: tuple[int, int, int]
+    descriptors: int  # tensor descriptors among its arguments
 
 
 class Driver:
@@ -64,11 +66,14 @@ class Driver:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-            start = Start(metadata.name, self.device, stream, (x, y, z))
+            descriptors = [argument for argument in args if isinstance(argument, TensorDescriptor)]
+            start = Start(metadata.name, self.device, stream, (x, y, z), len(descriptors))
             if not all(0 < size <= most for size, most in zip(start.grid, LARGEST_GRID, strict=True)):
                 raise ValueError(f"{start.kernel}: a grid must be within {LARGEST_GRID}, got {start.grid}")
             if metadata.target.arch != self.capabilities[self.device]:
                 raise ValueError(f"{start.kernel}: compiled for {metadata.target.arch}, started on {self.device}")
+            if any(descriptor.base.data_ptr() % 16 for descriptor in descriptors):
+                raise ValueError(f"{start.kernel}: what a tensor descriptor describes must begin at 16 bytes")
             self.started.append(start)
 
         return launch

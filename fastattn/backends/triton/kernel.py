@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.backends.reference.dropout import ALL
 
@@ -67,6 +68,8 @@ def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             types.append(_types(argument))
         elif argument is None or kind is float:
             types.append(kind)
+        elif kind is TensorDescriptor:
+            types.append(argument.base.dtype)
         else:
             types.append(argument.dtype)
     return tuple(types)

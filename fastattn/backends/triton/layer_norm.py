@@ -111,8 +111,10 @@ def _forward(
         centred = tl.where(inside, x - center[:, None], 0.0)
         squares = tl.sum(centred * centred, 1)
     else:
-        # Each block's sums, merged: Chan, Golub and LeVeque 1983, equations 2.1.
-        center = tl.zeros([R], tl.float32)
+        # Each block's sums, merged: Chan, Golub and LeVeque 1983, equations 2.1. What is summed are the deviations from
+        # the first block's mean: a large mean costs no digits, however many blocks there are.
+        origin = tl.zeros([R], tl.float32)
+        shift = tl.zeros([R], tl.float32)
         squares = tl.zeros([R], tl.float32)
         for first in range(0, columns, BLOCK):
             here = first + column
@@ -122,11 +124,15 @@ def _forward(
                 out.dtype.element_ty, FEW,
             )  # fmt: skip
             count = tl.minimum(columns - first, BLOCK).to(tl.float32)
-            block_center = tl.sum(x, 1) / count
-            centred = tl.where(inside, x - block_center[:, None], 0.0)
-            step = (block_center - center) * (count / (first + count))
-            squares += tl.sum(centred * centred, 1) + step * (block_center - center) * first
-            center += step
+            if first == 0:
+                origin = tl.sum(x, 1) / count
+            deviations = tl.where(inside, x - origin[:, None], 0.0)
+            block_shift = tl.sum(deviations, 1) / count
+            centred = tl.where(inside, deviations - block_shift[:, None], 0.0)
+            step = (block_shift - shift) * (count / (first + count))
+            squares += tl.sum(centred * centred, 1) + step * (block_shift - shift) * first
+            shift += step
+        center = origin + shift
     scaling = 1.0 / tl.sqrt_rn(squares / columns + eps)
     tl.store(mean + row, center, mask=row < rows)
     tl.store(rstd + row, scaling, mask=row < rows)
@@ -143,7 +149,7 @@ def _forward(
                 input_rows, residual_rows, seed, row, first, here, inside, matrix_rows, threshold, scale,
                 out.dtype.element_ty, FEW,
             )  # fmt: skip
-            normal = (x - center[:, None]) * scaling[:, None]
+            normal = (x - origin[:, None] - shift[:, None]) * scaling[:, None]
             tl.store(out_rows + here, _affine(normal, weight, bias, here, columns, ALIGNED), mask=inside)
             if total is not None:
                 tl.store(rows_of(total, row * columns, ALIGNED) + here, x, mask=inside)
@@ -330,8 +336,8 @@ def _run_backward(
     grad_input: Tensor | None,
     grad_total: Tensor,
     threshold: int,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
     rows, columns = mean.numel(), total.size(-1)
@@ -351,8 +357,10 @@ def _run_backward(
         ALIGNED=are_aligned(columns, g, s, x, w), FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns,
         num_warps=tile.warps,
     )  # fmt: skip
-    dtype = torch.float32 if weight is None else weight.dtype
-    grads = [torch.empty(columns if wanted else 0, dtype=dtype, device=device) for wanted in (weight_grad, bias_grad)]
+    grads = [
+        torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device)
+        for dtype in (weight_grad, bias_grad)
+    ]
     if partial is not None:
         launch(
             _reduce, (cdiv(columns, 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
@@ -382,8 +390,8 @@ def layer_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = empty_like(input)
     parameters = _run_backward(grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad, bias_grad)
@@ -415,8 +423,8 @@ def dropout_add_layer_norm_backward(
     seed: Tensor | None,
     threshold: int,
     input_dtype: torch.dtype,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_input = empty_like(sum, input_dtype)
     grad_total = empty_like(sum)
