@@ -373,17 +373,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x,
     const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-    const std::optional<Dtype>& input_dtype, bool weight_grad, bool bias_grad) {
+    const std::optional<ScalarType>& input_dtype, const std::optional<ScalarType>& weight_grad,
+    const std::optional<ScalarType>& bias_grad) {
   const Dtype dtype = dtype_of(x, "input");
   check_dtype(grad_out, "grad_out", x);
   const Rows dy(grad_out, "grad_out"), normalized(x, "input");
   const Parameter w(weight, "weight");
-  const Dtype parameter_dtype = weight ? dtype_of(*weight, "weight") : Dtype::float32;
-  const int64_t columns = problem.columns;
   Tensor grad_x = empty(x.sizes(), dtype);
-  Tensor grad_input = input_dtype ? empty(x.sizes(), *input_dtype) : grad_x;
-  Tensor grad_weight = weight_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
-  Tensor grad_bias = bias_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
+  Tensor grad_input = input_dtype ? empty(x.sizes(), dtype_from(*input_dtype)) : grad_x;
+  Tensor grad_weight = parameter_grad(weight_grad, problem.columns);
+  Tensor grad_bias = parameter_grad(bias_grad, problem.columns);
 
   problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
   problem.x = normalized.data, problem.x_row = normalized.stride, problem.dtype = normalized.dtype;
@@ -397,10 +396,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   problem.weight = w.values;
   problem.grad_x = grad_x.mutable_data_ptr();
   problem.grad_input = input_dtype ? grad_input.mutable_data_ptr() : nullptr;
-  problem.input_dtype = input_dtype.value_or(dtype);
+  problem.input_dtype = dtype_of(grad_input, "input");
   problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
   problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
-  problem.weight_dtype = problem.bias_dtype = parameter_dtype;
+  problem.weight_dtype = dtype_of(grad_weight, "weight"), problem.bias_dtype = dtype_of(grad_bias, "bias");
   const Workspace workspace(table().layer_norm->workspace(problem) * 4);
   problem.workspace = (float*)workspace.data;
   table().layer_norm->backward(problem, torch_threads());
@@ -409,7 +408,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
                                                        const Tensor& rstd, const std::optional<Tensor>& weight,
-                                                       bool weight_grad, bool bias_grad) {
+                                                       std::optional<ScalarType> weight_grad,
+                                                       std::optional<ScalarType> bias_grad) {
   LayerNormBackward problem = {};
   set_shape(problem, input.sizes());
   problem.rows *= problem.matrices, problem.matrices = 1;
@@ -421,12 +421,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, c
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
-    ScalarType input_dtype, bool weight_grad, bool bias_grad) {
+    ScalarType input_dtype, std::optional<ScalarType> weight_grad, std::optional<ScalarType> bias_grad) {
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
-      problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype_from(input_dtype), weight_grad, bias_grad);
+      problem, grad_out, grad_sum, sum, mean, rstd, weight, input_dtype, weight_grad, bias_grad);
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 

@@ -225,7 +225,7 @@ def test_small_attention_keeps_its_operands_alone(length, count, settings, monke
 
 
 @needs_cpu
-@pytest.mark.parametrize("parameters", [(), (torch.float32,), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("parameters", [(), (torch.float32,), (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "count"), [(5, 3), (200, 5)], ids=["small", "large"])
 def test_small_layer_norm_keeps_its_operands_alone(rows, count, dtype, parameters, monkeypatch):

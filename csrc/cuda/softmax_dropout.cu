@@ -85,12 +85,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
   float x[kFragments][kVector];
   uint32_t keep[kFragments];
 
-  const auto draw = [&](int64_t piece) {
-    if (!p.seed) return;
-    for (int f = 0; f < kFragments; ++f)
-      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
-  };
-  if (kSpan != Span::pieces) draw(0);
+  if (kSpan != Span::pieces) draw(p, team, pair, 0, keep);
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const Row row(s, pair, half);
@@ -129,7 +124,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
     }
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece), draw(piece), exponentiate(point);
+      if (kSpan == Span::pieces) read(piece), draw(p, team, pair, piece, keep), exponentiate(point);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         for (int e = 0; e < kVector; ++e) x[f][e] *= inverse;
@@ -152,12 +147,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
   float weight[kFragments][kVector], grad[kFragments][kVector];
   uint32_t keep[kFragments];
 
-  const auto draw = [&](int64_t piece) {
-    if (!p.seed) return;
-    for (int f = 0; f < kFragments; ++f)
-      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
-  };
-  if (kSpan != Span::pieces) draw(0);
+  if (kSpan != Span::pieces) draw(p, team, pair, 0, keep);
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const Row row(s, pair, half);
@@ -167,7 +157,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
         matrix.quotient * p.grad_batch + matrix.remainder * p.grad_head + (pair.first + 8 * half) * p.grad_row;
     // P, and the gradient that reaches it; 0 where P is: a product with what is excluded may be NaN.
     const auto read = [&](int64_t piece) {
-      if (kSpan == Span::pieces) draw(piece);
+      if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         const int64_t column = team.column(piece, f);

@@ -171,27 +171,20 @@ def _fake_layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return input.new_empty(input.shape), input.new_empty(rows, dtype=dtype), input.new_empty(rows, dtype=dtype)
 
 
-def _fake_parameter_grads(
-    input: Tensor, weight: Tensor | None, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor]:
-    dtype = stat_dtype(input.dtype) if weight is None else weight.dtype
-    columns, nothing = input.size(-1), input.new_empty(0)
-    return (
-        input.new_empty(columns, dtype=dtype) if weight_grad else nothing,
-        input.new_empty(columns, dtype=dtype) if bias_grad else nothing,
-    )
+def _fake_parameter_grads(input: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
+    return [input.new_empty(0 if dtype is None else input.size(-1), dtype=dtype or torch.float32) for dtype in dtypes]
 
 
 def _fake_layer_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, weight_grad: bool,
-    bias_grad: bool,
+    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    weight_grad: torch.dtype | None, bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return input.new_empty(input.shape), *_fake_parameter_grads(input, weight, weight_grad, bias_grad)
+    return input.new_empty(input.shape), *_fake_parameter_grads(input, weight_grad, bias_grad)
 
 
 layer_norm_backward_op = BackwardOp(
-    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool weight_grad, "
-    "bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+    "ScalarType? weight_grad, ScalarType? bias_grad) -> (Tensor, Tensor, Tensor)",
     _fake_layer_norm_backward,
 )
 
@@ -199,7 +192,7 @@ layer_norm_backward_op = BackwardOp(
 def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     input, weight, bias, _, ctx.backend = inputs
     _, mean, rstd = output
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, mean, rstd, weight)
@@ -208,20 +201,19 @@ def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: None) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 5
-    _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
-    grad_input, grad_weight, grad_bias = layer_norm_backward_op(
-        ctx.backend, grad_out, *ctx.saved_tensors, weight_grad, bias_grad
-    )
-    return grad_input, *_parameter_grads(ctx, grad_weight, grad_bias, weight_grad, bias_grad), None, None
+    needed = ctx.needs_input_grad[1:3]
+    dtypes = _where(needed, ctx.parameter_dtypes)
+    grad_input, *grads = layer_norm_backward_op(ctx.backend, grad_out, *ctx.saved_tensors, *dtypes)
+    return grad_input, *_where(needed, grads), None, None
 
 
-def _parameter_grads(
-    ctx: Any, grad_weight: Tensor, grad_bias: Tensor, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Those that are wanted; the bias's has come in weight's dtype."""
-    if bias_grad and grad_bias.dtype is not ctx.bias_dtype:
-        grad_bias = grad_bias.to(ctx.bias_dtype)
-    return grad_weight if weight_grad else None, grad_bias if bias_grad else None
+def _dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    return None if weight is None else weight.dtype, None if bias is None else bias.dtype
+
+
+def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """The values whose gradients are needed, None in the place of the others."""
+    return [value if need else None for need, value in zip(needed, values, strict=True)]
 
 
 layer_norm_op = Op(
@@ -254,11 +246,10 @@ class _Direct(torch.autograd.Function):
             return (*_direct_backward(grad_out, *saved, ctx.eps), None, None)
         input, weight, bias, *kept = saved
         mean, rstd = kept or layer_norm_op("cpu", input, weight, bias, ctx.eps)[1:]
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
-        arguments = (grad_out, input, mean, rstd, weight, weight_grad, bias_grad)
-        grads = _kept_backward(*arguments) if plain else layer_norm_backward_op("cpu", *arguments)
-        return grads[0], *_parameter_grads(ctx, grads[1], grads[2], weight_grad, bias_grad), None, None
+        needed = ctx.needs_input_grad[1:3]
+        arguments = (grad_out, input, mean, rstd, weight, *_where(needed, _dtypes(weight, bias)))
+        grad_input, *grads = _kept_backward(*arguments) if plain else layer_norm_backward_op("cpu", *arguments)
+        return grad_input, *_where(needed, grads), None, None
 
 
 _apply_direct = plain_apply(_Direct)
@@ -277,19 +268,20 @@ def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) ->
 
 def _fake_dropout_add_layer_norm_backward(
     grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad: bool, bias_grad: bool,
+    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         sum.new_empty(sum.shape, dtype=input_dtype),
         sum.new_empty(sum.shape),
-        *_fake_parameter_grads(sum, weight, weight_grad, bias_grad),
+        *_fake_parameter_grads(sum, weight_grad, bias_grad),
     )
 
 
 dropout_add_layer_norm_backward_op = BackwardOp(
     "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
-    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, ScalarType? weight_grad, "
+    "ScalarType? bias_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_dropout_add_layer_norm_backward,
 )
 
@@ -307,7 +299,7 @@ def _keep_dropout_add_layer_norm(
     threshold: int, total: Tensor, mean: Tensor, rstd: Tensor,
 ) -> None:  # fmt: skip
     ctx.threshold, ctx.input_dtype, ctx.residual_dtype = threshold, input.dtype, residual.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.save_for_backward(total, mean, rstd, weight, seed)
 
 
@@ -323,17 +315,12 @@ def _dropout_add_layer_norm_grads(
     total, mean, rstd, weight, seed = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(total)
-    _, _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
-    grad_input, grad_residual, grad_weight, grad_bias = dropout_add_layer_norm_backward_op(
-        backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype, weight_grad,
-        bias_grad,
+    needed = ctx.needs_input_grad[2:4]
+    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op(
+        backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype,
+        *_where(needed, ctx.parameter_dtypes),
     )  # fmt: skip
-    return (
-        grad_input,
-        grad_residual.to(ctx.residual_dtype),
-        *_parameter_grads(ctx, grad_weight, grad_bias, weight_grad, bias_grad),
-        *(None,) * 4,
-    )
+    return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads), *(None,) * 4
 
 
 dropout_add_layer_norm_op = Op(

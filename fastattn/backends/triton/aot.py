@@ -47,7 +47,7 @@ def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
     _, mean, rstd = kernels.layer_norm(input, parameter, parameter, 1e-5)
-    kernels.layer_norm_backward(input, input, mean, rstd, parameter, True, True)
+    kernels.layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
@@ -57,7 +57,7 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
         input, residual, parameter, parameter, seed, threshold, 1e-5
     )
     kernels.dropout_add_layer_norm_backward(
-        out, total, total, mean, rstd, parameter, seed, threshold, dtype, True, True
+        out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
     )
 
 
