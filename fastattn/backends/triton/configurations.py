@@ -58,15 +58,15 @@ ATTENTION_16_BITS_SMALL = {
 }
 # For float32, which without tf32 is multiplied number by number, and for rows that do not begin at multiples of 16
 # bytes, where each number has a pointer of its own. Tiles are below 64 x 64: from 64 rows of a product on, Triton 3.6
-# may make tf32 of it on 10.x unasked. Threads get all registers that there are: otherwise ptxas spills a few numbers of
-# some of these kernels so that more programs fit.
+# may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit, threads
+# get all the registers that there are.
 ATTENTION_NUMBER_BY_NUMBER = {
-    "forward": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(32, 32, 16, 1, 128), 256: Tiles(16, 32, 8, 2, 255)},
-    "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 16, 1, 128), 256: Tiles(16, 32, 8, 2, 255)},
+    "forward": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
+    "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1, 255)},
-    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1, 255)},
-    "grad_mask": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1, 255)},
+    "grad_query": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
 
 
