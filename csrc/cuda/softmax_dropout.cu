@@ -42,7 +42,8 @@ template <class T>
 __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
   const T* mask = (const T*)s.mask + row.mask;
   if (wide) return load_as(mask, true, column, s.columns, x);
-  for (int e = 0; e < kVector; ++e) x[e] = column + e < s.columns ? to_float(mask[(column + e) * s.mask_column]) : 0.0f;
+  mask += column * s.mask_column;  // stepped: eight addresses of 64 bits would be kept in registers at a time
+  for (int e = 0; e < kVector; ++e, mask += s.mask_column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
 }
 
 // What the mask adds to the scores of eight columns; -inf hides one, whatever it is.

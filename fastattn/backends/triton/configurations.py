@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
     columns: int
     warps: int
     stages: int
-    registers: int | None = None  # that a thread may have, where the assembler would spill a few for more programs
+    registers: int | None = None  # that a thread may have; None: as ptxas chooses
 
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
@@ -58,9 +58,10 @@ ATTENTION_16_BITS_SMALL = {
 }
 # For float32, which without tf32 is multiplied number by number, and for rows that do not begin at multiples of 16
 # bytes, where each number has a pointer of its own. Tiles are below 64 x 64: from 64 rows of a product on, Triton 3.6
-# may make tf32 of it on 10.x unasked.
+# may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit, threads
+# get all the registers that there are.
 ATTENTION_NUMBER_BY_NUMBER = {
-    "forward": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
+    "forward": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
