@@ -19,7 +19,7 @@ from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
 _direct, _kept = compiled("layer_norm_direct"), compiled("layer_norm_kept")
-_kept_backward = compiled("layer_norm_backward")
+_direct_backward, _kept_backward = compiled("layer_norm_direct_backward"), compiled("layer_norm_backward")
 _direct_residual, _kept_residual = compiled("dropout_add_layer_norm_direct"), compiled("dropout_add_layer_norm_kept")
 
 
@@ -51,8 +51,11 @@ def layer_norm(
         and type(eps) is float
         and (differentiate := wants_gradient(input, weight, bias)) is not None
     ):
-        run = _apply_direct if differentiate else _direct
-        out = run(input, normalized_shape[0], weight, bias, eps)
+        columns = normalized_shape[0]
+        if differentiate:
+            out = _apply_direct(input, weight, bias, columns, eps)
+        else:
+            out = _direct(input, columns, weight, bias, eps)
         if out is not None:
             return out
     name = "layer_norm"
@@ -74,7 +77,7 @@ def layer_norm(
     if dims > 1:
         x = x.flatten(-dims)
         weight, bias = (p if p is None else p.flatten() for p in (weight, bias))
-    backend = choose("layer_norm", (x,))
+    backend = choose("layer_norm", _given(x, weight, bias))
     out, _, _ = layer_norm_op(backend, x, weight, bias, eps)
     return out if dims == 1 else out.view(input.shape)
 
@@ -137,7 +140,7 @@ def dropout_add_layer_norm(
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
-    backend = choose("dropout_add_layer_norm", (input, residual))
+    backend = choose("dropout_add_layer_norm", _given(input, residual, weight, bias))
     out, total, _, _ = dropout_add_layer_norm_op(
         backend, input, residual, weight, bias, check.draw_seed(seed, threshold, input.device), threshold, eps
     )
@@ -152,6 +155,10 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
         if parameter.shape != shape:
             raise ValueError(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
         check.same_device(name, label, parameter, input.device)
+
+
+def _given(*operands: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(operand for operand in operands if operand is not None)
 
 
 def _eps(name: str, eps: float) -> float:
@@ -226,20 +233,27 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, columns: int, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
     ) -> Tensor | None:
         out, mean, rstd = _kept(input, columns, weight, bias, eps)
-        if out is not None:
-            ctx.save_for_backward(input, mean, rstd, weight)
-            ctx.parameter_dtypes = _dtypes(weight, bias)
+        if rstd is not None:
+            ctx.save_for_backward(input, weight, bias, mean, rstd)
+        elif out is not None:  # what is small is computed again
+            ctx.save_for_backward(input, weight, bias)
+        ctx.eps = eps
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[2:4]
-        arguments = (grad_out, *ctx.saved_tensors, *_where(needed, ctx.parameter_dtypes))
-        grads = _kept_backward(*arguments) if is_plain_backward(grad_out) else layer_norm_backward_op("cpu", *arguments)
-        return grads[0], None, *_where(needed, grads[1:]), None
+        saved, plain = ctx.saved_tensors, is_plain_backward(grad_out)
+        if plain and len(saved) == 3:
+            return (*_direct_backward(grad_out, *saved, ctx.eps), None, None)
+        input, weight, bias, *kept = saved
+        mean, rstd = kept or layer_norm_op("cpu", input, weight, bias, ctx.eps)[1:]
+        needed = ctx.needs_input_grad[1:3]
+        arguments = (grad_out, input, mean, rstd, weight, *_where(needed, _dtypes(weight, bias)))
+        grad_input, *grads = _kept_backward(*arguments) if plain else layer_norm_backward_op("cpu", *arguments)
+        return grad_input, *_where(needed, grads), None, None
 
 
 _apply_direct = plain_apply(_Direct)

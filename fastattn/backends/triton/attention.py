@@ -469,6 +469,8 @@ def _grad_key_value(
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
                     x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
+                if E + EV > 256:
+                    tl.debug_barrier()  # or what the next product reads is in registers beside what this one did
                 p = _probabilities(x, m[None, :], r[None, :], magnitude, FLOAT, FOLD)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                 dropped = p
@@ -705,6 +707,7 @@ class _Problem:
             "EXACT": e == self.size and ev == self.value_size,
             "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
             "PRECISION": "tf32" if is_tf32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
+            "maxnreg": tiles.registers,
         }  # fmt: skip
 
     def lists(self, tiles: configurations.Tiles, keys_own: bool) -> tuple[Any, Any]:
