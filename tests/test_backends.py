@@ -238,6 +238,23 @@ def test_small_layer_norm_keeps_its_operands_alone(rows, count, dtype, parameter
 
 @needs_cpu
 @pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
+def test_the_direct_way_keeps_nothing_of_a_call_that_it_leaves(function, monkeypatch):
+    """What is kept may be moved elsewhere or computed again by a hook: each tensor once, of float64 operands too."""
+    arguments = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in DIRECT[function](torch.float64)]
+
+    def kept():
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape), lambda packed: packed):
+            function(*arguments)
+        return shapes
+
+    direct = kept()
+    monkeypatch.setattr(fastattn.backends.thread, "direct", False)
+    assert direct == kept()
+
+
+@needs_cpu
+@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
 def test_the_direct_way_is_left_where_somebody_watches(function):
     arguments = DIRECT[function](torch.float32)
     seen = []

@@ -243,7 +243,9 @@ def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
     """SIGKILL in the middle of an epoch, wherever the run then is; resumed twice over; the same bits at the end."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     limits = ["--max-steps", "14", "--save-every", "4"]
-    uninterrupted = start(train_arguments(small, whole, *limits))  # beside the others
+    uninterrupted = start(train_arguments(small, whole, *limits))  # a process of its own, as the others are
+    _, err = uninterrupted.communicate(timeout=120)
+    assert uninterrupted.returncode == 0, err
     for resume, step in (([], 4), (["--resume"], 8)):
         process = start(train_arguments(small, broken, *limits, *resume))
         awaited = broken / f"step-{step:08d}"
@@ -254,9 +256,9 @@ def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
         assert process.wait() == -signal.SIGKILL, process.stderr.read()
         assert awaited.exists()
         assert not (broken / "step-00000014").exists()
-    for process in (uninterrupted, start(train_arguments(small, broken, *limits, "--resume"))):
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
+    finished = start(train_arguments(small, broken, *limits, "--resume"))
+    _, err = finished.communicate(timeout=120)
+    assert finished.returncode == 0, err
     names = [path.name for path in checkpoint.steps(whole)]
     assert (
         names == [path.name for path in checkpoint.steps(broken)] == ["step-00000008", "step-00000012", "step-00000014"]

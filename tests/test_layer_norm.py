@@ -140,6 +140,10 @@ def test_float64_is_the_references():
     tensors = torch.randn(9, 33, dtype=torch.float64), (33,), *affine((33,), "wb", torch.float64)
     check(*tensors)
     check_fused(tensors[0], torch.randn(9, 33, dtype=torch.float64), *tensors[2:], p=0.3)
+    for kind in "wb":
+        parameters = affine((33,), kind, torch.float64)
+        check(torch.randn(9, 33), (33,), *parameters)
+        check_fused(torch.randn(9, 33), torch.randn(9, 33), *parameters, p=0.3)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-5, 1.0])

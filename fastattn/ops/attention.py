@@ -476,10 +476,10 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]) -> Tensor | None:
         out, stats = _kept(query, key, value, *settings)
-        if stats is None:  # what is small is computed again
-            ctx.save_for_backward(query, key, value)
-        else:
+        if stats is not None:
             ctx.save_for_backward(query, key, value, out, stats)
+        elif out is not None:  # what is small is computed again
+            ctx.save_for_backward(query, key, value)
         ctx.settings = settings
         return out
 

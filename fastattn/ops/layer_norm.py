@@ -77,7 +77,7 @@ def layer_norm(
     if dims > 1:
         x = x.flatten(-dims)
         weight, bias = (p if p is None else p.flatten() for p in (weight, bias))
-    backend = choose("layer_norm", (x,))
+    backend = choose("layer_norm", _given(x, weight, bias))
     out, _, _ = layer_norm_op(backend, x, weight, bias, eps)
     return out if dims == 1 else out.view(input.shape)
 
@@ -140,7 +140,7 @@ def dropout_add_layer_norm(
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
-    backend = choose("dropout_add_layer_norm", (input, residual))
+    backend = choose("dropout_add_layer_norm", _given(input, residual, weight, bias))
     out, total, _, _ = dropout_add_layer_norm_op(
         backend, input, residual, weight, bias, check.draw_seed(seed, threshold, input.device), threshold, eps
     )
@@ -155,6 +155,10 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
         if parameter.shape != shape:
             raise ValueError(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
         check.same_device(name, label, parameter, input.device)
+
+
+def _given(*operands: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(operand for operand in operands if operand is not None)
 
 
 def _eps(name: str, eps: float) -> float:
@@ -232,10 +236,10 @@ class _Direct(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
     ) -> Tensor | None:
         out, mean, rstd = _kept(input, columns, weight, bias, eps)
-        if rstd is None:  # what is small is computed again
-            ctx.save_for_backward(input, weight, bias)
-        else:
+        if rstd is not None:
             ctx.save_for_backward(input, weight, bias, mean, rstd)
+        elif out is not None:  # what is small is computed again
+            ctx.save_for_backward(input, weight, bias)
         ctx.eps = eps
         return out
 
