@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -367,26 +369,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
     pretend(*options.arch)
-    for device, _ in enumerate(options.arch):
-        run(options.operation, device)
-    reports = [
-        examine(function, kernel, capability)
-        for device, capability in enumerate(options.arch)
-        for function, kernel in specialisations(device)
-    ]
     print(f"triton {triton.__version__}\n{'':90} registers  stack  shared  conversions  instructions")
-    total = 0
-    for report, found in faults(reports).items():
-        instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
-        print(
-            f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} {report.stack:6} "
-            f"{report.shared:7} {report.conversions:12}  {instructions}"
-        )
-        for fault in found:
-            total += 1
-            print(f"  FAULT {fault}, with {', '.join(report.constants)}")
-    print(f"{len(reports)} kernels, {total} faults")
-    return 1 if total or not reports else 0
+    count = total = 0
+    for device, capability in enumerate(options.arch):
+        run(options.operation, device)
+        with ThreadPoolExecutor() as pool:
+            examined = functools.partial(examine, capability=capability)
+            reports = list(pool.map(examined, *zip(*specialisations(device), strict=True)))
+        count += len(reports)
+        for report, found in faults(reports).items():
+            instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
+            print(
+                f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} "
+                f"{report.stack:6} {report.shared:7} {report.conversions:12}  {instructions}"
+            )
+            for fault in found:
+                total += 1
+                print(f"  FAULT {fault}, with {', '.join(report.constants)}", flush=True)
+    print(f"{count} kernels, {total} faults")
+    return 1 if total or not count else 0
 
 
 if __name__ == "__main__":
