@@ -469,7 +469,7 @@ def _grad_key_value(
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
                     x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
-                if E + EV > 256:
+                if (E + EV > 256) & (q.dtype != tl.float32):
                     tl.debug_barrier()  # or what the next product reads is in registers beside what this one did
                 p = _probabilities(x, m[None, :], r[None, :], magnitude, FLOAT, FOLD)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)

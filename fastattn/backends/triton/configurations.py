@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 ATTENTION_16_BITS = {
     "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
+    "forward_few": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
@@ -61,10 +61,10 @@ ATTENTION_16_BITS_SMALL = {
 # may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit, threads
 # get all the registers that there are.
 ATTENTION_NUMBER_BY_NUMBER = {
-    "forward": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
+    "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
