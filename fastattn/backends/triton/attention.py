@@ -747,7 +747,7 @@ class _Problem:
         if not (
             configurations.has_descriptors(self.keys, self.device)
             and self.is_aligned and self.dtype.itemsize == 2 and self.sequences[2] is None
-            and self.given[1].numel() > 0 and all(stride > 0 for _, *strides in operands for stride in strides)
+            and self.given[2].numel() > 0 and all(stride > 0 for _, *strides in operands for stride in strides)
         ):  # fmt: skip
             return operands
         return tuple(
