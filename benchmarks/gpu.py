@@ -5,14 +5,11 @@ milliseconds per call, the ratio of each peer's time to ours, and shares of a la
 measured in the same run.
 """
 
-import argparse
 import functools
 import itertools
 import json
 import math
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -204,17 +201,5 @@ def run(path, results, seconds):
         path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--seconds", type=float, default=120, help="begin no further case after so long")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device")
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    about |= {"triton": __import__("triton").__version__, "commit": report.commit()}
-    run(options.results, about, options.seconds)
-
-
 if __name__ == "__main__":
-    main()
+    report.on_gpu(__doc__, run)

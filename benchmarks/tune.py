@@ -2,12 +2,9 @@
 ``python benchmarks/tune.py results.json``. Nothing is changed; a person takes over what is better.
 """
 
-import argparse
 import itertools
 import json
-import sys
 import time
-from pathlib import Path
 
 import torch
 from triton.testing import do_bench
@@ -51,7 +48,9 @@ def rows(columns):
     return {
         "dropout": lambda: kernels.dropout(input, seed, THRESHOLD),
         "layer_norm": lambda: kernels.layer_norm(input, weight, weight, 1e-5),
-        "layer_norm_backward": lambda: kernels.layer_norm_backward(grad, input, mean, rstd, weight, True, True),
+        "layer_norm_backward": lambda: kernels.layer_norm_backward(
+            grad, input, mean, rstd, weight, *[weight.dtype] * 2
+        ),
         "softmax_dropout": lambda: kernels.softmax_dropout(scores, *settings),
         "softmax_dropout_backward": lambda: kernels.softmax_dropout_backward(
             grad_weights, scores, stats, *settings, False
@@ -105,16 +104,5 @@ def run(path, results, seconds):
         path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--seconds", type=float, default=120, help="try nothing further after so long")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device")
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": report.commit()}
-    run(options.results, about, options.seconds)
-
-
 if __name__ == "__main__":
-    main()
+    report.on_gpu(__doc__, run)

@@ -373,17 +373,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x,
     const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-    const std::optional<Dtype>& input_dtype, bool weight_grad, bool bias_grad) {
+    const std::optional<ScalarType>& input_dtype, const std::optional<ScalarType>& weight_grad,
+    const std::optional<ScalarType>& bias_grad) {
   const Dtype dtype = dtype_of(x, "input");
   check_dtype(grad_out, "grad_out", x);
   const Rows dy(grad_out, "grad_out"), normalized(x, "input");
   const Parameter w(weight, "weight");
-  const Dtype parameter_dtype = weight ? dtype_of(*weight, "weight") : Dtype::float32;
-  const int64_t columns = problem.columns;
   Tensor grad_x = empty(x.sizes(), dtype);
-  Tensor grad_input = input_dtype ? empty(x.sizes(), *input_dtype) : grad_x;
-  Tensor grad_weight = weight_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
-  Tensor grad_bias = bias_grad ? empty(Sizes(&columns, 1), parameter_dtype) : nothing(parameter_dtype);
+  Tensor grad_input = input_dtype ? empty(x.sizes(), dtype_from(*input_dtype)) : grad_x;
+  Tensor grad_weight = parameter_grad(weight_grad, problem.columns);
+  Tensor grad_bias = parameter_grad(bias_grad, problem.columns);
 
   problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
   problem.x = normalized.data, problem.x_row = normalized.stride, problem.dtype = normalized.dtype;
@@ -397,10 +396,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   problem.weight = w.values;
   problem.grad_x = grad_x.mutable_data_ptr();
   problem.grad_input = input_dtype ? grad_input.mutable_data_ptr() : nullptr;
-  problem.input_dtype = input_dtype.value_or(dtype);
+  problem.input_dtype = dtype_of(grad_input, "input");
   problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
   problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
-  problem.weight_dtype = problem.bias_dtype = parameter_dtype;
+  problem.weight_dtype = dtype_of(grad_weight, "weight"), problem.bias_dtype = dtype_of(grad_bias, "bias");
   const Workspace workspace(table().layer_norm->workspace(problem) * 4);
   problem.workspace = (float*)workspace.data;
   table().layer_norm->backward(problem, torch_threads());
@@ -409,7 +408,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
                                                        const Tensor& rstd, const std::optional<Tensor>& weight,
-                                                       bool weight_grad, bool bias_grad) {
+                                                       std::optional<ScalarType> weight_grad,
+                                                       std::optional<ScalarType> bias_grad) {
   LayerNormBackward problem = {};
   set_shape(problem, input.sizes());
   problem.rows *= problem.matrices, problem.matrices = 1;
@@ -421,12 +421,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, c
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
-    ScalarType input_dtype, bool weight_grad, bool bias_grad) {
+    ScalarType input_dtype, std::optional<ScalarType> weight_grad, std::optional<ScalarType> bias_grad) {
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());
   if (threshold > 0) problem.seed = seed_of(seed.value()), problem.threshold = (int)threshold;
   auto [grad_sum_total, grad_input, grad_weight, grad_bias] = run_layer_norm_backward(
-      problem, grad_out, grad_sum, sum, mean, rstd, weight, dtype_from(input_dtype), weight_grad, bias_grad);
+      problem, grad_out, grad_sum, sum, mean, rstd, weight, input_dtype, weight_grad, bias_grad);
   return {grad_input, grad_sum_total, grad_weight, grad_bias};
 }
 
@@ -653,10 +653,54 @@ Tensor layer_norm_direct(const Tensor& input, int64_t columns, const Tensor& wei
   return out;
 }
 
+// What is small keeps its operands alone, without statistics.
+bool is_small(const Tensor& input) {
+  constexpr int64_t kSmall = 8192;  // elements
+  return input.numel() <= kSmall;
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_kept(const Tensor& input, int64_t columns, const Tensor& weight,
                                                    const Tensor& bias, double eps) {
   if (!is_plain_layer_norm(input, columns, weight, bias, eps)) return {Tensor(), Tensor(), Tensor()};
+  if (is_small(input)) return {layer_norm_direct(input, columns, weight, bias, eps), Tensor(), Tensor()};
   return layer_norm(input, weight, bias, eps);
+}
+
+// All gradients that there may be.
+std::tuple<Tensor, Tensor, Tensor> layer_norm_direct_backward(const Tensor& grad_out, const Tensor& input,
+                                                              const Tensor& weight, const Tensor& bias, double eps) {
+  STD_TORCH_CHECK(is_plain_layer_norm(input, input.size(-1), weight, bias, eps),
+                  "layer_norm_direct_backward: not the operands of layer_norm_kept");
+  check_dtype(grad_out, "grad_out", input);
+  const Rows x(input, "input"), dy(grad_out, "grad_out");
+  const Parameter w(weight, "weight"), none(Tensor(), "bias");
+  const Tensor grad_input = empty(input.sizes(), x.dtype);
+  LayerNorm forward = layer_norm_problem(input.sizes(), x, nullptr, w, none, eps, grad_input);  // output overwritten
+  LayerNormBackward problem = {};
+  problem.matrices = 1, problem.rows = forward.rows, problem.columns = forward.columns;
+  problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
+  problem.x = x.data, problem.x_row = x.stride, problem.dtype = problem.input_dtype = x.dtype;
+  problem.weight = w.values;
+  problem.grad_x = grad_input.mutable_data_ptr();
+  Tensor grad_weight, grad_bias;
+  if (weight.defined()) {
+    problem.weight_dtype = dtype_of(weight, "weight");
+    grad_weight = empty(weight.sizes(), problem.weight_dtype);
+    problem.grad_weight = grad_weight.mutable_data_ptr();
+  }
+  if (bias.defined()) {
+    problem.bias_dtype = dtype_of(bias, "bias");
+    grad_bias = empty(bias.sizes(), problem.bias_dtype);
+    problem.grad_bias = grad_bias.mutable_data_ptr();
+  }
+  const int64_t own = table().layer_norm->workspace(problem);
+  const Workspace workspace((own + 2 * problem.rows) * 4);
+  problem.workspace = (float*)workspace.data;
+  problem.mean = forward.mean = problem.workspace + own;
+  problem.rstd = forward.rstd = forward.mean + problem.rows;
+  table().layer_norm->forward(forward, torch_threads());
+  table().layer_norm->backward(problem, torch_threads());
+  return {grad_input, grad_weight, grad_bias};
 }
 
 bool is_plain_dropout_add_layer_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
@@ -793,6 +837,9 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
       "layer_norm_kept(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> (Tensor, Tensor, "
       "Tensor)");
   m.def(
+      "layer_norm_direct_backward(Tensor grad_out, Tensor input, Tensor weight, Tensor bias, float eps=1e-5) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
       "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor weight, Tensor bias, float eps=1e-5, "
       "int threshold=0, Tensor? seed=None) -> Tensor");
   m.def(
@@ -845,6 +892,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("dropout", TORCH_BOX(&dropout_op));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
   m.impl("layer_norm", TORCH_BOX(&layer_norm<std::optional<Tensor>>));
+  m.impl("layer_norm_direct_backward", TORCH_BOX(&layer_norm_direct_backward));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
   m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm<std::optional<Tensor>>));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));

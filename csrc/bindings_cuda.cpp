@@ -130,12 +130,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
 
 // Fills in everything but the shape, the dropout and its grad_input, and runs. Returns (grad_x, grad_weight,
 // grad_bias).
-std::tuple<Tensor, Tensor, Tensor> run_layer_norm_backward(const Place& place, LayerNormBackward& problem,
-                                                           const Tensor& grad_out,
-                                                           const std::optional<Tensor>& grad_sum, const Tensor& x,
-                                                           const Tensor& mean, const Tensor& rstd,
-                                                           const std::optional<Tensor>& weight, bool weight_grad,
-                                                           bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> run_layer_norm_backward(
+    const Place& place, LayerNormBackward& problem, const Tensor& grad_out, const std::optional<Tensor>& grad_sum,
+    const Tensor& x, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+    const std::optional<ScalarType>& weight_grad, const std::optional<ScalarType>& bias_grad) {
   check_dtype(grad_out, "grad_out", x);
   const Rows dy(grad_out, "grad_out"), normalized(x, "input");
   std::optional<Rows> more;
@@ -145,20 +143,17 @@ std::tuple<Tensor, Tensor, Tensor> run_layer_norm_backward(const Place& place, L
     problem.grad_sum = more->data, problem.grad_sum_row = more->stride;
   }
   const std::optional<Tensor> w = contiguous(weight);
-  const Dtype parameter_dtype = dtype_or(w, "weight", Dtype::float32);
-  const auto parameter_grad = [&](bool wanted) {
-    return wanted ? empty(Sizes(&problem.columns, 1), parameter_dtype, place.device)
-                  : nothing(parameter_dtype, place.device);
-  };
   const Tensor grad_x = empty(x.sizes(), normalized.dtype, place.device);
-  const Tensor grad_weight = parameter_grad(weight_grad), grad_bias = parameter_grad(bias_grad);
+  const Tensor grad_weight = parameter_grad(weight_grad, problem.columns, place.device);
+  const Tensor grad_bias = parameter_grad(bias_grad, problem.columns, place.device);
   problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
   problem.x = normalized.data, problem.x_row = normalized.stride, problem.dtype = normalized.dtype;
   problem.mean = mean.const_data_ptr<float>(), problem.rstd = rstd.const_data_ptr<float>();
-  problem.weight = data_of(w), problem.weight_dtype = problem.parameter_dtype = parameter_dtype;
+  problem.weight = data_of(w), problem.weight_dtype = dtype_or(w, "weight", Dtype::float32);
   problem.grad_x = grad_x.mutable_data_ptr();
   problem.grad_weight = weight_grad ? grad_weight.mutable_data_ptr() : nullptr;
   problem.grad_bias = bias_grad ? grad_bias.mutable_data_ptr() : nullptr;
+  problem.grad_weight_dtype = dtype_of(grad_weight, "weight"), problem.grad_bias_dtype = dtype_of(grad_bias, "bias");
   const int64_t floats = layer_norm_workspace(problem);
   const Tensor workspace = empty(Sizes(&floats, 1), Dtype::float32, place.device);
   problem.workspace = workspace.mutable_data_ptr<float>();
@@ -168,7 +163,8 @@ std::tuple<Tensor, Tensor, Tensor> run_layer_norm_backward(const Place& place, L
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
                                                        const Tensor& rstd, const std::optional<Tensor>& weight,
-                                                       bool weight_grad, bool bias_grad) {
+                                                       std::optional<ScalarType> weight_grad,
+                                                       std::optional<ScalarType> bias_grad) {
   const Place place(input);
   LayerNormBackward problem = {};
   set_shape(problem, input.sizes());
@@ -180,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, c
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
-    ScalarType input_dtype, bool weight_grad, bool bias_grad) {
+    ScalarType input_dtype, std::optional<ScalarType> weight_grad, std::optional<ScalarType> bias_grad) {
   const Place place(sum);
   LayerNormBackward problem = {};
   set_shape(problem, sum.sizes());

@@ -30,15 +30,15 @@ constexpr char kLayerNorm[] =
     "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor "
     "rstd)";
 constexpr char kLayerNormBackward[] =
-    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool "
-    "weight_grad, bool bias_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)";
+    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+    "ScalarType? weight_grad, ScalarType? bias_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)";
 constexpr char kDropoutAddLayerNorm[] =
     "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int "
     "threshold, float eps) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)";
 constexpr char kDropoutAddLayerNormBackward[] =
     "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
-    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) -> "
-    "(Tensor grad_input, Tensor grad_sum_total, Tensor grad_weight, Tensor grad_bias)";
+    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, ScalarType? weight_grad, ScalarType? "
+    "bias_grad) -> (Tensor grad_input, Tensor grad_sum_total, Tensor grad_weight, Tensor grad_bias)";
 constexpr char kDropout[] = "dropout(Tensor input, Tensor seed, int threshold) -> Tensor";
 constexpr char kDropoutMask[] = "dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor";
 

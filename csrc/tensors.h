@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "common/attention.h"
+#include "common/softmax_dropout.h"
 #include "common/types.h"
 
 namespace fastattn {
@@ -194,6 +195,12 @@ inline Tensor nothing(Dtype dtype, Device device = {}) {
   return empty(Sizes(&size, 1), dtype, device);
 }
 
+// A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
+inline Tensor parameter_grad(const std::optional<ScalarType>& dtype, int64_t columns, Device device = {}) {
+  const int64_t size = dtype ? columns : 0;
+  return empty(Sizes(&size, 1), dtype ? dtype_from(*dtype) : Dtype::float32, device);
+}
+
 inline Sizes without_last(Sizes sizes) { return Sizes(sizes.data(), sizes.size() - 1); }
 
 // (matrices, rows, columns) as the dropout formula counts them: a 1-D tensor is one row.
@@ -286,10 +293,9 @@ inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
 }
 
 // `input` has dense columns; `lengths` is contiguous.
-template <class Scores>
-void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
-                const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
-                bool lower_right) {
+inline void set_scores(Scores& scores, const Tensor& input, const std::optional<Tensor>& attn_mask,
+                       const std::optional<Tensor>& lengths, double scale, int64_t window_left, int64_t window_right,
+                       bool lower_right) {
   scores.input = input.const_data_ptr();
   scores.dtype = dtype_of(input, "input");
   const Sizes strides = input.strides(), sizes = input.sizes();

@@ -4,9 +4,11 @@ Masks and dropout bits are NumPy; the arithmetic is torch in float64, whose auto
 `dtype` the same compositions are PyTorch's own computation in that dtype, against which the tolerance rule measures.
 """
 
+import functools
 import math
 
 import numpy as np
+import pytest
 import torch
 
 MASK32 = 0xFFFFFFFF
@@ -36,7 +38,7 @@ def threshold(p):
 
 def dropout_values(z, i, j, seed):
     """The 16-bit value of element (i, j) of matrix z; the arguments broadcast."""
-    key, offset = (int(word) for word in seed)
+    key, offset = map(int, seed)
     z, i, j = np.broadcast_arrays(z, i, j)
     counter = ((j // 32) * 8 + j % 8, (i // 16) * 8 + i % 8, z & MASK32, np.full(z.shape, offset % 2**32))
     words = philox4x32(counter, (key & MASK32, (key >> 32) & MASK32))
@@ -47,6 +49,11 @@ def dropout_values(z, i, j, seed):
 
 def dropout_mask(shape, p, seed):
     """bool, True = kept: rows and columns are the last two dimensions, z counts the rest; one dimension is one row."""
+    return _dropout_mask(tuple(shape), p, tuple(map(int, seed)))
+
+
+@functools.lru_cache(maxsize=16)  # a comparison needs the same one for results, gradients and each precision
+def _dropout_mask(shape, p, seed):
     rows, columns = ([1, 1, *list(shape)])[-2:]
     matrices = math.prod(shape[:-2])
     z, i, j = np.arange(matrices)[:, None, None], np.arange(rows)[:, None], np.arange(columns)
@@ -226,6 +233,17 @@ def dropout_add_layer_norm(input, residual, weight=None, bias=None, p=0.0, eps=1
     """(LN(residual + dropout(input)), the sum)."""
     total = residual.to(dtype) + (dropout(input, p, seed, dtype) if p > 0 else input.to(dtype))
     return layer_norm(total, total.shape[-1:], weight, bias, eps, dtype), total
+
+
+def assert_reference_alone_differentiates_twice(backend, out, input, other=None):
+    """The gradient of `out` by `input` has one by `other`, or `input`, on the reference; elsewhere an error says so."""
+    (grad,) = torch.autograd.grad(out.pow(3).sum(), input, create_graph=True)
+    second = functools.partial(torch.autograd.grad, grad.square().sum(), input if other is None else other)
+    if backend == "reference":
+        assert second()[0].abs().sum() > 0
+    else:
+        with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
+            second()
 
 
 # The epsilon of the tolerance rule, in units of the largest expected magnitude: a few roundings of the result's own

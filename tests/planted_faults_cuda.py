@@ -28,7 +28,7 @@ def layer_norm(functions):
         for f, result in zip((functions, reference), results, strict=True):
             out, total, mean, rstd = f.dropout_add_layer_norm(input, residual, weight, bias, SEED, THRESHOLD, 1e-5)
             grads = f.dropout_add_layer_norm_backward(
-                grad, None, total, mean, rstd, weight, SEED, THRESHOLD, torch.float32, True, True
+                grad, None, total, mean, rstd, weight, SEED, THRESHOLD, *[torch.float32] * 3
             )
             result.extend([out, total, mean, rstd, *grads])
     return results

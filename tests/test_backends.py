@@ -200,24 +200,57 @@ def test_the_direct_way_is_the_same_operation(function, dtype, grad, monkeypatch
         assert one.stride() == other.stride()
 
 
-@needs_cpu
-@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
-@pytest.mark.parametrize(("length", "kept"), [(5, 3), (40, 5)], ids=["small", "large"])
-def test_what_attention_keeps_on_the_direct_way(length, kept, settings, monkeypatch):
-    """A small problem keeps its operands alone. However much is computed again, the gradients have the same bits."""
-    operands = [torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
+def assert_kept(monkeypatch, function, leaves, count):
+    """On the direct way ``function`` keeps so many tensors, and whatever is computed again, the bits are the same."""
 
     def results(**options):
-        out = scaled_dot_product_attention(*operands, **settings)
-        return len(out.grad_fn.saved_tensors), torch.autograd.grad(out.square().sum(), operands, **options)
+        out = function(*leaves)
+        return len(out.grad_fn.saved_tensors), torch.autograd.grad(out.square().sum(), leaves, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(fastattn.backends.thread, "direct", False)
         _, wanted = results()
     for options in {}, {"create_graph": True}:
-        saved, grads = results(**options)
-        assert saved == kept
+        kept, grads = results(**options)
+        assert kept == count
         assert all(map(torch.equal, grads, wanted))
+
+
+@needs_cpu
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize(("length", "count"), [(5, 3), (40, 5)], ids=["small", "large"])
+def test_small_attention_keeps_its_operands_alone(length, count, settings, monkeypatch):
+    leaves = [torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
+    assert_kept(monkeypatch, functools.partial(scaled_dot_product_attention, **settings), leaves, count)
+
+
+@needs_cpu
+@pytest.mark.parametrize("parameters", [(), (torch.float32,), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "count"), [(5, 3), (200, 5)], ids=["small", "large"])
+def test_small_layer_norm_keeps_its_operands_alone(rows, count, dtype, parameters, monkeypatch):
+    leaves = [
+        torch.randn(*shape).to(t).requires_grad_()
+        for shape, t in zip([(rows, 60), (60,), (60,)], (dtype, *parameters), strict=False)
+    ]
+    assert_kept(monkeypatch, lambda x, *affine: layer_norm(x, (60,), *affine, eps=1e-3), leaves, count)
+
+
+@needs_cpu
+@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
+def test_the_direct_way_keeps_nothing_of_a_call_that_it_leaves(function, monkeypatch):
+    """What is kept may be moved elsewhere or computed again by a hook: each tensor once, of float64 operands too."""
+    arguments = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in DIRECT[function](torch.float64)]
+
+    def kept():
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape), lambda packed: packed):
+            function(*arguments)
+        return shapes
+
+    direct = kept()
+    monkeypatch.setattr(fastattn.backends.thread, "direct", False)
+    assert direct == kept()
 
 
 @needs_cpu

@@ -65,12 +65,12 @@ def snapshot(folder):
 
 
 def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
-    sources = read_lines(small[0])[:5]
+    sources = read_lines(small[0])[:3]
     (tmp_path / "in.gz").write_bytes(gzip.compress("\n".join(sources).encode()))
-    search = ["--beam", "2", "--length-penalty", "1", "--batch-size", "3"]
+    search = ["--beam", "2", "--length-penalty", "1", "--batch-size", "2"]
     assert cli.main(["translate", str(run), "--input", str(tmp_path / "in.gz"), *search]) == 0
     printed = capsysbinary.readouterr().out
-    assert printed.count(b"\n") == 5
+    assert printed.count(b"\n") == 3
     assert (
         cli.main(["translate", str(run), "--input", str(tmp_path / "in.gz"), "--output", str(tmp_path / "o"), *search])
         == 0
@@ -195,12 +195,13 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
 def test_output_goes_where_it_is_sent(run, small, tmp_path, capsys):
     """A link is followed, a pipe is written to, and a place that cannot be written is refused before translating."""
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    translate = ["translate", str(run), "--input", small[0], "--beam", "1", "--output"]
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in read_lines(small[0])[:3]), encoding="utf-8")
+    translate = ["translate", str(run), "--input", str(tmp_path / "in"), "--beam", "1", "--output"]
     assert cli.main([*translate, str(tmp_path / "link")]) == 0
     assert (tmp_path / "link").is_symlink()
     assert cli.main([*translate, "/dev/null"]) == 0
     assert Path("/dev/null").is_char_device()
-    assert len((tmp_path / "target").read_text(encoding="utf-8").splitlines()) == 60
+    assert len((tmp_path / "target").read_text(encoding="utf-8").splitlines()) == 3
     assert "its folder does not exist" in failure([*translate, tmp_path / "none/file"], capsys)
     assert "it is a folder" in failure([*translate, tmp_path], capsys)
 

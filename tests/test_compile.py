@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from conftest import BACKENDS
 from oracle import gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,7 +115,17 @@ def test_opcheck_covers_every_op():
     assert {name.split(".")[0] for name in registered} == seen
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+# What the compiler sees is the same for every backend, and with fixed sizes simpler than with symbols.
+DYNAMIC = pytest.mark.parametrize(
+    "dynamic", [pytest.param(False, marks=pytest.mark.slow), True], ids=["static", "dynamic"]
+)
+COMPILED = pytest.mark.parametrize(
+    "backend", [pytest.param("reference", marks=pytest.mark.slow), *BACKENDS[1:]], indirect=True
+)
+
+
+@COMPILED
+@DYNAMIC
 @pytest.mark.parametrize("name", CALLS)
 def test_compiles_whole(backend, name, dynamic):
     """fullgraph, at two sizes, one compilation where dynamic: the eager numbers and gradients."""
@@ -133,7 +144,8 @@ def test_compiles_whole(backend, name, dynamic):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@COMPILED
+@DYNAMIC
 def test_seeds_drawn_inside_a_compiled_function(backend, dynamic):
     """Without a seed each call draws another one, from torch's generator."""
     torch._dynamo.reset()
@@ -220,6 +232,7 @@ def test_meta_and_fake_tensors():
             assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride()), name
 
 
+@COMPILED
 def test_checkpointed_and_compiled_training_step(backend):
     """Checkpointing under a compiler draws the same seed in both forwards."""
     from torch.utils.checkpoint import checkpoint

@@ -185,7 +185,7 @@ def test_launches(columns):
 
     (_, total, mean, rstd), forward = launches(functions.dropout_add_layer_norm, x, x, weight, weight, seed, 6554, 1e-5)
     _, backward = launches(
-        functions.dropout_add_layer_norm_backward, x, x, total, mean, rstd, weight, seed, 6554, x.dtype, True, True
+        functions.dropout_add_layer_norm_backward, x, x, total, mean, rstd, weight, seed, 6554, *[x.dtype] * 3
     )
     assert (forward, backward) == (1, 2)
     rest = None, None, seed, 1.0, -1, 0, False, 6554

@@ -17,7 +17,7 @@ import torch
 from conftest import DEVICE, require
 
 import fastattn
-from fastattn.bench import peers, timer
+from fastattn.bench import peers, report, timer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -92,16 +92,13 @@ def test_calls_are_timed_as_replayed_graphs(monkeypatch):
     assert torch.cuda.CUDAGraph.return_value.replay.call_count == 2
 
 
-@pytest.mark.parametrize("name", ["gpu", "tune"])
-def test_results_say_where_they_come_from(name, monkeypatch, tmp_path):
+def test_results_say_where_they_come_from(monkeypatch, tmp_path):
     require("triton")
-    module = load(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     given = []
-    monkeypatch.setattr(module, "run", lambda *arguments: given.append(arguments))
-    monkeypatch.setattr(sys, "argv", [name, str(tmp_path / "results.json"), "--seconds", "5"])
-    module.main()
+    monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.json"), "--seconds", "5"])
+    report.on_gpu("", lambda *arguments: given.append(arguments))
     [(path, about, seconds)] = given
     assert (path, seconds) == (tmp_path / "results.json", 5)
     assert about["device"] == "a GPU"

@@ -247,8 +247,9 @@ def loss_curve(backend, text, updates, *, seed=3, jitter=None):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def test_backends_train_alike(text):
-    """200 updates with dropout on `reference` and on `cpu`.
+@pytest.mark.parametrize("updates", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_backends_train_alike(text, updates):
+    """Updates with dropout on `reference` and on `cpu`.
 
     Backends round differently, by a few units in the last place, and training amplifies that by chance: a hidden unit
     of one token that crosses zero sends its row of weights elsewhere under Adam. How far that may carry runs apart is
@@ -256,13 +257,12 @@ def test_backends_train_alike(text):
     update (at 1000 units they end no further apart). The bound is three times the largest distance of two so far.
     """
     require("cpu")
-    updates = 200
     reference = loss_curve("reference", text, updates)
     ours = loss_curve("cpu", text, updates)
     jittered = [loss_curve("reference", text, updates, jitter=torch.Generator().manual_seed(i)) for i in range(2)]
     bound = 3 * torch.stack([(curve - reference).abs() for curve in jittered]).amax(0).cummax(0).values
     assert (ours - reference).abs().sub(bound).max() <= 0
-    assert reference[-20:].mean() < 0.9 * reference[:20].mean()
+    assert reference[-20:].mean() < 0.95 * reference[:20].mean()
     # The bound tells one dropout mask from another at once.
     other = loss_curve("cpu", text, 5, seed=4)
     assert bound[-1] < 0.02

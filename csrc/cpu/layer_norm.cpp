@@ -100,6 +100,7 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   else
     normalize_around(p, x, about, row, out);
 }
+
 // sum = residual + dropout(input); keep is null without dropout.
 template <class Input, class Residual, class Sum>
 void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,

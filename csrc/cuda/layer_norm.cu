@@ -47,18 +47,13 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
   float x[kFragments][kVector];
   uint32_t keep[kFragments];
 
-  const auto draw = [&](int64_t piece) {
-    if (!p.seed) return;
-    for (int f = 0; f < kFragments; ++f)
-      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
-  };
-  if (kSpan != Span::pieces) draw(0);
+  if (kSpan != Span::pieces) draw(p, team, pair, 0, keep);
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
     // x = residual + dropout(input), rounded as the backward pass will find it; 0 beyond the row's end.
     const auto read = [&](int64_t piece) {
-      if (kSpan == Span::pieces) draw(piece);
+      if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         const int64_t column = team.column(piece, f);
@@ -273,7 +268,7 @@ __global__ void __launch_bounds__(kWarp* kWarp) add_groups(const LayerNormBackwa
   __syncthreads();
   if (warp > 0 || column >= p.columns) return;
   for (int other = 1; other < warps; ++other) sum += sums[other][lane];
-  switch (p.parameter_dtype) {
+  switch (n == 0 ? p.grad_weight_dtype : p.grad_bias_dtype) {
     case Dtype::bfloat16: ((bfloat16*)out)[column] = from_float<bfloat16>(sum); break;
     case Dtype::float16: ((float16*)out)[column] = from_float<float16>(sum); break;
     default: ((float*)out)[column] = sum;

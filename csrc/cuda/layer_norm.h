@@ -42,7 +42,7 @@ struct LayerNormBackward {
   void* grad_input;  // grad_x through dropout, or null
   Dtype input_dtype;
   void *grad_weight, *grad_bias;  // or null
-  Dtype parameter_dtype;
+  Dtype grad_weight_dtype, grad_bias_dtype;
   int64_t matrices, rows, columns;
   const int64_t* seed;
   int threshold;

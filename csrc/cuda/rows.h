@@ -141,6 +141,15 @@ struct Team {
   }
 };
 
+// keep_pair's bits for each of this thread's vectors of a piece of a pair of rows; without dropout nothing.
+template <class Problem, Span kSpan>
+__device__ inline void draw(const Problem& p, const Team<kSpan>& team, const RowPair& pair, int64_t piece,
+                            uint32_t (&keep)[kFragments]) {
+  if (!p.seed) return;
+  for (int f = 0; f < kFragments; ++f)
+    keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
+}
+
 // How many of the eight elements from `column` a row has.
 __device__ inline int elements_at(int64_t column, int64_t columns) {
   const int64_t left = columns - column;

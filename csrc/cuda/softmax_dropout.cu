@@ -42,7 +42,8 @@ template <class T>
 __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
   const T* mask = (const T*)s.mask + row.mask;
   if (wide) return load_as(mask, true, column, s.columns, x);
-  for (int e = 0; e < kVector; ++e) x[e] = column + e < s.columns ? to_float(mask[(column + e) * s.mask_column]) : 0.0f;
+  mask += column * s.mask_column;  // stepped: eight addresses of 64 bits would be kept in registers at a time
+  for (int e = 0; e < kVector; ++e, mask += s.mask_column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
 }
 
 // What the mask adds to the scores of eight columns; -inf hides one, whatever it is.
@@ -85,12 +86,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
   float x[kFragments][kVector];
   uint32_t keep[kFragments];
 
-  const auto draw = [&](int64_t piece) {
-    if (!p.seed) return;
-    for (int f = 0; f < kFragments; ++f)
-      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
-  };
-  if (kSpan != Span::pieces) draw(0);
+  if (kSpan != Span::pieces) draw(p, team, pair, 0, keep);
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const Row row(s, pair, half);
@@ -129,7 +125,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
     }
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece), draw(piece), exponentiate(point);
+      if (kSpan == Span::pieces) read(piece), draw(p, team, pair, piece, keep), exponentiate(point);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         for (int e = 0; e < kVector; ++e) x[f][e] *= inverse;
@@ -152,12 +148,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
   float weight[kFragments][kVector], grad[kFragments][kVector];
   uint32_t keep[kFragments];
 
-  const auto draw = [&](int64_t piece) {
-    if (!p.seed) return;
-    for (int f = 0; f < kFragments; ++f)
-      keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
-  };
-  if (kSpan != Span::pieces) draw(0);
+  if (kSpan != Span::pieces) draw(p, team, pair, 0, keep);
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const Row row(s, pair, half);
@@ -167,7 +158,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
         matrix.quotient * p.grad_batch + matrix.remainder * p.grad_head + (pair.first + 8 * half) * p.grad_row;
     // P, and the gradient that reaches it; 0 where P is: a product with what is excluded may be NaN.
     const auto read = [&](int64_t piece) {
-      if (kSpan == Span::pieces) draw(piece);
+      if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         const int64_t column = team.column(piece, f);

@@ -24,6 +24,7 @@ NEEDED = {  # operations by which a library is known to be of this version
         "dropout_add_layer_norm_direct",
         "dropout_add_layer_norm_kept",
         "layer_norm_direct",
+        "layer_norm_direct_backward",
         "layer_norm_kept",
         "softmax_dropout_direct",
         "softmax_dropout_kept",

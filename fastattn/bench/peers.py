@@ -23,13 +23,22 @@ Peer = Callable[..., Tensor]
 
 # Where FASTATTN_CPU_ISA holds our kernels to a smaller instruction set, so are torch's, those of MKL and oneDNN among
 # them: the ratios are then those of a machine that has no more. torch asks for its limit when its first kernel runs.
+# MKL listens to the first of its two on Intel's processors alone, and uses AVX2 at most on others.
 _HELD_TO = {
-    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
-    "avx2": ("avx2", "AVX2", "AVX2"),
-    "generic": ("default", "SSE4_2", "SSE41"),
+    "avx512": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    },
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "generic": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "MKL_CBWR": "COMPATIBLE",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    },
 }
-_LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
-os.environ.update(zip(_LIMITS, _HELD_TO.get(os.environ.get("FASTATTN_CPU_ISA", ""), ()), strict=False))
+os.environ.update(_HELD_TO.get(os.environ.get("FASTATTN_CPU_ISA", ""), {}))
 
 
 def _attention(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,20 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return head + (" with changes" if changed else "")
+
+
+def on_gpu(description: str, run: Callable[[Path, dict[str, Any], float], None]) -> None:
+    """A script's command line: calls ``run(path, about, seconds)`` with where its results go, what says where they come
+    from, and how long it may take."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--seconds", type=float, default=120, help="begin nothing further after so long")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    about |= {"triton": importlib.import_module("triton").__version__, "commit": commit()}
+    run(options.results, about, options.seconds)
 
 
 def table(results: Iterable[Result]) -> str:

@@ -84,11 +84,10 @@ def scaled_dot_product_attention(
         and (differentiate := wants_gradient(query, key, value)) is not None
         and not _is_autocast_enabled()
     ):
-        run = _apply_direct if differentiate else _direct
+        settings: tuple[Any, ...] = (True,) if is_causal else ()  # the fewer, the faster
         if scale is not None:
-            out = run(query, key, value, is_causal, scale)
-        else:
-            out = run(query, key, value, True) if is_causal else run(query, key, value)
+            settings = is_causal, scale
+        out = _apply_direct(query, key, value, settings) if differentiate else _direct(query, key, value, *settings)
         if out is not None:
             return out
     name = "scaled_dot_product_attention"
@@ -475,12 +474,12 @@ class _Direct(torch.autograd.Function):
     """The direct way of a call that wants a gradient: nothing but the output is a result."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor | None:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]) -> Tensor | None:
         out, stats = _kept(query, key, value, *settings)
-        if stats is None:  # what is small is computed again
-            ctx.save_for_backward(query, key, value)
-        else:
+        if stats is not None:
             ctx.save_for_backward(query, key, value, out, stats)
+        elif out is not None:  # what is small is computed again
+            ctx.save_for_backward(query, key, value)
         ctx.settings = settings
         return out
 
@@ -489,14 +488,14 @@ class _Direct(torch.autograd.Function):
         saved, settings = ctx.saved_tensors, ctx.settings
         if is_plain_backward(grad_out):
             run = _direct_backward if len(saved) == 3 else _kept_backward
-            return run(grad_out, *saved, *settings) + (None,) * len(settings)
+            return *run(grad_out, *saved, *settings), None
         query, key, value, *kept = saved
         is_causal, scale = (*settings, None)[:2] if settings else (False, None)
         scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
         call = None, None, None, scale, -1, 0 if is_causal else -1, False, 0
         out, stats = kept or attention_op("cpu", query, key, value, *call)[::2]
         grads = attention_backward_op("cpu", grad_out, None, query, key, value, out, stats, *call, False)
-        return grads[:3] + (None,) * len(settings)
+        return *grads[:3], None
 
 
 _apply_direct = plain_apply(_Direct)

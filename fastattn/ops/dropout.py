@@ -109,9 +109,11 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, threshold: int, seed: Tensor) -> Tensor | None:
-        ctx.threshold = threshold
-        ctx.save_for_backward(seed)
-        return _direct(input, threshold, seed)
+        out = _direct(input, threshold, seed)
+        if out is not None:
+            ctx.threshold = threshold
+            ctx.save_for_backward(seed)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
 _direct, _kept = compiled("layer_norm_direct"), compiled("layer_norm_kept")
-_kept_backward = compiled("layer_norm_backward")
+_direct_backward, _kept_backward = compiled("layer_norm_direct_backward"), compiled("layer_norm_backward")
 _direct_residual, _kept_residual = compiled("dropout_add_layer_norm_direct"), compiled("dropout_add_layer_norm_kept")
 
 
@@ -51,8 +51,11 @@ def layer_norm(
         and type(eps) is float
         and (differentiate := wants_gradient(input, weight, bias)) is not None
     ):
-        run = _apply_direct if differentiate else _direct
-        out = run(input, normalized_shape[0], weight, bias, eps)
+        columns = normalized_shape[0]
+        if differentiate:
+            out = _apply_direct(input, weight, bias, columns, eps)
+        else:
+            out = _direct(input, columns, weight, bias, eps)
         if out is not None:
             return out
     name = "layer_norm"
@@ -74,7 +77,7 @@ def layer_norm(
     if dims > 1:
         x = x.flatten(-dims)
         weight, bias = (p if p is None else p.flatten() for p in (weight, bias))
-    backend = choose("layer_norm", (x,))
+    backend = choose("layer_norm", _given(x, weight, bias))
     out, _, _ = layer_norm_op(backend, x, weight, bias, eps)
     return out if dims == 1 else out.view(input.shape)
 
@@ -137,7 +140,7 @@ def dropout_add_layer_norm(
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
-    backend = choose("dropout_add_layer_norm", (input, residual))
+    backend = choose("dropout_add_layer_norm", _given(input, residual, weight, bias))
     out, total, _, _ = dropout_add_layer_norm_op(
         backend, input, residual, weight, bias, check.draw_seed(seed, threshold, input.device), threshold, eps
     )
@@ -154,6 +157,10 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
         check.same_device(name, label, parameter, input.device)
 
 
+def _given(*operands: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(operand for operand in operands if operand is not None)
+
+
 def _eps(name: str, eps: float) -> float:
     if type(eps) is float and eps >= 0:  # at once: the abstract class answers slowly
         return eps
@@ -168,27 +175,20 @@ def _fake_layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return input.new_empty(input.shape), input.new_empty(rows, dtype=dtype), input.new_empty(rows, dtype=dtype)
 
 
-def _fake_parameter_grads(
-    input: Tensor, weight: Tensor | None, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor]:
-    dtype = stat_dtype(input.dtype) if weight is None else weight.dtype
-    columns, nothing = input.size(-1), input.new_empty(0)
-    return (
-        input.new_empty(columns, dtype=dtype) if weight_grad else nothing,
-        input.new_empty(columns, dtype=dtype) if bias_grad else nothing,
-    )
+def _fake_parameter_grads(input: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
+    return [input.new_empty(0 if dtype is None else input.size(-1), dtype=dtype or torch.float32) for dtype in dtypes]
 
 
 def _fake_layer_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, weight_grad: bool,
-    bias_grad: bool,
+    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    weight_grad: torch.dtype | None, bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return input.new_empty(input.shape), *_fake_parameter_grads(input, weight, weight_grad, bias_grad)
+    return input.new_empty(input.shape), *_fake_parameter_grads(input, weight_grad, bias_grad)
 
 
 layer_norm_backward_op = BackwardOp(
-    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool weight_grad, "
-    "bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+    "ScalarType? weight_grad, ScalarType? bias_grad) -> (Tensor, Tensor, Tensor)",
     _fake_layer_norm_backward,
 )
 
@@ -196,7 +196,7 @@ layer_norm_backward_op = BackwardOp(
 def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     input, weight, bias, _, ctx.backend = inputs
     _, mean, rstd = output
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, mean, rstd, weight)
@@ -205,20 +205,19 @@ def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: None) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 5
-    _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
-    grad_input, grad_weight, grad_bias = layer_norm_backward_op(
-        ctx.backend, grad_out, *ctx.saved_tensors, weight_grad, bias_grad
-    )
-    return grad_input, *_parameter_grads(ctx, grad_weight, grad_bias, weight_grad, bias_grad), None, None
+    needed = ctx.needs_input_grad[1:3]
+    dtypes = _where(needed, ctx.parameter_dtypes)
+    grad_input, *grads = layer_norm_backward_op(ctx.backend, grad_out, *ctx.saved_tensors, *dtypes)
+    return grad_input, *_where(needed, grads), None, None
 
 
-def _parameter_grads(
-    ctx: Any, grad_weight: Tensor, grad_bias: Tensor, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Those that are wanted; the bias's has come in weight's dtype."""
-    if bias_grad and grad_bias.dtype is not ctx.bias_dtype:
-        grad_bias = grad_bias.to(ctx.bias_dtype)
-    return grad_weight if weight_grad else None, grad_bias if bias_grad else None
+def _dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    return None if weight is None else weight.dtype, None if bias is None else bias.dtype
+
+
+def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """The values whose gradients are needed, None in the place of the others."""
+    return [value if need else None for need, value in zip(needed, values, strict=True)]
 
 
 layer_norm_op = Op(
@@ -234,21 +233,27 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, columns: int, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
     ) -> Tensor | None:
         out, mean, rstd = _kept(input, columns, weight, bias, eps)
-        if out is not None:
-            ctx.save_for_backward(input, mean, rstd, weight)
-            ctx.bias_dtype = None if bias is None else bias.dtype
+        if rstd is not None:
+            ctx.save_for_backward(input, weight, bias, mean, rstd)
+        elif out is not None:  # what is small is computed again
+            ctx.save_for_backward(input, weight, bias)
+        ctx.eps = eps
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        _, _, weight_grad, bias_grad, _ = ctx.needs_input_grad
-        saved = ctx.saved_tensors
-        arguments = (grad_out, *saved, weight_grad, bias_grad)
-        grads = _kept_backward(*arguments) if is_plain_backward(grad_out) else layer_norm_backward_op("cpu", *arguments)
-        return grads[0], None, *_parameter_grads(ctx, grads[1], grads[2], weight_grad, bias_grad), None
+        saved, plain = ctx.saved_tensors, is_plain_backward(grad_out)
+        if plain and len(saved) == 3:
+            return (*_direct_backward(grad_out, *saved, ctx.eps), None, None)
+        input, weight, bias, *kept = saved
+        mean, rstd = kept or layer_norm_op("cpu", input, weight, bias, ctx.eps)[1:]
+        needed = ctx.needs_input_grad[1:3]
+        arguments = (grad_out, input, mean, rstd, weight, *_where(needed, _dtypes(weight, bias)))
+        grad_input, *grads = _kept_backward(*arguments) if plain else layer_norm_backward_op("cpu", *arguments)
+        return grad_input, *_where(needed, grads), None, None
 
 
 _apply_direct = plain_apply(_Direct)
@@ -267,19 +272,20 @@ def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) ->
 
 def _fake_dropout_add_layer_norm_backward(
     grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad: bool, bias_grad: bool,
+    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         sum.new_empty(sum.shape, dtype=input_dtype),
         sum.new_empty(sum.shape),
-        *_fake_parameter_grads(sum, weight, weight_grad, bias_grad),
+        *_fake_parameter_grads(sum, weight_grad, bias_grad),
     )
 
 
 dropout_add_layer_norm_backward_op = BackwardOp(
     "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
-    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, bool weight_grad, bool bias_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, ScalarType? weight_grad, "
+    "ScalarType? bias_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_dropout_add_layer_norm_backward,
 )
 
@@ -297,7 +303,7 @@ def _keep_dropout_add_layer_norm(
     threshold: int, total: Tensor, mean: Tensor, rstd: Tensor,
 ) -> None:  # fmt: skip
     ctx.threshold, ctx.input_dtype, ctx.residual_dtype = threshold, input.dtype, residual.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.save_for_backward(total, mean, rstd, weight, seed)
 
 
@@ -313,17 +319,12 @@ def _dropout_add_layer_norm_grads(
     total, mean, rstd, weight, seed = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(total)
-    _, _, weight_grad, bias_grad, *_ = ctx.needs_input_grad
-    grad_input, grad_residual, grad_weight, grad_bias = dropout_add_layer_norm_backward_op(
-        backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype, weight_grad,
-        bias_grad,
+    needed = ctx.needs_input_grad[2:4]
+    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op(
+        backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype,
+        *_where(needed, ctx.parameter_dtypes),
     )  # fmt: skip
-    return (
-        grad_input,
-        grad_residual.to(ctx.residual_dtype),
-        *_parameter_grads(ctx, grad_weight, grad_bias, weight_grad, bias_grad),
-        *(None,) * 4,
-    )
+    return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads), *(None,) * 4
 
 
 dropout_add_layer_norm_op = Op(

@@ -36,8 +36,8 @@ def layer_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
     grad, x = opmath(grad_out), opmath(input)
@@ -50,14 +50,13 @@ def layer_norm_backward(
     g = grad if weight is None else grad * weight.to(grad.dtype)
     grad_input = inverse * (g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True))
     rows = tuple(range(input.dim() - 1))
-    parameter_dtype = grad.dtype if weight is None else weight.dtype
     grad_weight = (grad * normal).sum(rows) if rows else grad * normal
     grad_bias = grad.sum(rows) if rows else grad
-    nothing = grad.new_empty(0)
+    nothing = grad.new_empty(0, dtype=torch.float32)
     return (
         grad_input.to(input.dtype).contiguous(),
-        grad_weight.to(parameter_dtype) if weight_grad else nothing,
-        grad_bias.to(parameter_dtype) if bias_grad else nothing,
+        nothing if weight_grad is None else grad_weight.to(weight_grad),
+        nothing if bias_grad is None else grad_bias.to(bias_grad),
     )
 
 
@@ -86,8 +85,8 @@ def dropout_add_layer_norm_backward(
     seed: Tensor | None,
     threshold: int,
     input_dtype: torch.dtype,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_total, grad_weight, grad_bias = layer_norm_backward(grad_out, sum, mean, rstd, weight, weight_grad, bias_grad)
     if grad_sum is not None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
     _, mean, rstd = kernels.layer_norm(input, parameter, parameter, 1e-5)
-    kernels.layer_norm_backward(input, input, mean, rstd, parameter, True, True)
+    kernels.layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
@@ -57,7 +59,7 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
         input, residual, parameter, parameter, seed, threshold, 1e-5
     )
     kernels.dropout_add_layer_norm_backward(
-        out, total, total, mean, rstd, parameter, seed, threshold, dtype, True, True
+        out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
     )
 
 
@@ -367,26 +369,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
     pretend(*options.arch)
-    for device, _ in enumerate(options.arch):
-        run(options.operation, device)
-    reports = [
-        examine(function, kernel, capability)
-        for device, capability in enumerate(options.arch)
-        for function, kernel in specialisations(device)
-    ]
     print(f"triton {triton.__version__}\n{'':90} registers  stack  shared  conversions  instructions")
-    total = 0
-    for report, found in faults(reports).items():
-        instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
-        print(
-            f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} {report.stack:6} "
-            f"{report.shared:7} {report.conversions:12}  {instructions}"
-        )
-        for fault in found:
-            total += 1
-            print(f"  FAULT {fault}, with {', '.join(report.constants)}")
-    print(f"{len(reports)} kernels, {total} faults")
-    return 1 if total or not reports else 0
+    count = total = 0
+    for device, capability in enumerate(options.arch):
+        run(options.operation, device)
+        with ThreadPoolExecutor() as pool:
+            examined = functools.partial(examine, capability=capability)
+            reports = list(pool.map(examined, *zip(*specialisations(device), strict=True)))
+        count += len(reports)
+        for report, found in faults(reports).items():
+            instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
+            print(
+                f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} "
+                f"{report.stack:6} {report.shared:7} {report.conversions:12}  {instructions}"
+            )
+            for fault in found:
+                total += 1
+                print(f"  FAULT {fault}, with {', '.join(report.constants)}", flush=True)
+    print(f"{count} kernels, {total} faults")
+    return 1 if total or not count else 0
 
 
 if __name__ == "__main__":

@@ -469,6 +469,8 @@ def _grad_key_value(
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
                     x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
+                if (E + EV > 256) & (q.dtype != tl.float32):
+                    tl.debug_barrier()  # or what the next product reads is in registers beside what this one did
                 p = _probabilities(x, m[None, :], r[None, :], magnitude, FLOAT, FOLD)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                 dropped = p
@@ -705,6 +707,7 @@ class _Problem:
             "EXACT": e == self.size and ev == self.value_size,
             "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
             "PRECISION": "tf32" if is_tf32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
+            "maxnreg": tiles.registers,
         }  # fmt: skip
 
     def lists(self, tiles: configurations.Tiles, keys_own: bool) -> tuple[Any, Any]:
@@ -744,7 +747,7 @@ class _Problem:
         if not (
             configurations.has_descriptors(self.keys, self.device)
             and self.is_aligned and self.dtype.itemsize == 2 and self.sequences[2] is None
-            and self.given[1].numel() > 0 and all(stride > 0 for _, *strides in operands for stride in strides)
+            and self.given[2].numel() > 0 and all(stride > 0 for _, *strides in operands for stride in strides)
         ):  # fmt: skip
             return operands
         return tuple(

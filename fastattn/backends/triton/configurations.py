@@ -19,25 +19,31 @@ class Tiles(NamedTuple):
     columns: int
     warps: int
     stages: int
+    registers: int | None = None  # that a thread may have; None: as ptxas chooses
 
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
-# for compute capabilities 9.0 and 10.x, which multiply from shared memory. The second is for the others, whose operands
-# take registers and some of which have 99 KiB of shared memory; there warps divide the rows of a tile, as dropout's
-# tiles want, only if a tile has at least as many as a head has columns. Masks take registers too, and so do irregular
+# for compute capabilities 9.0 and 10.x, which multiply from shared memory. SMALL is for the others, whose operands take
+# registers and some of which have 99 KiB of shared memory; there warps divide the rows of a tile, as dropout's tiles
+# want, only if a tile has at least as many as a head has columns. Masks take registers too, and so do irregular
 # operands, which are packed sequences and head sizes that are not a power of 2: where a kernel has a line for them,
 # they have smaller tiles.
 ATTENTION_16_BITS = {
     "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 128, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
+    "forward_few": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(32, 64, 8, 2), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
-    "grad_key_value_irregular": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 128, 8, 2), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_irregular": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
     "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+}
+# What differs on 10.x, where products lie in tensor memory and registers are taken by what is read from there.
+ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
+    "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
@@ -46,18 +52,21 @@ ATTENTION_16_BITS_SMALL = {
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
 }
 # For float32, which without tf32 is multiplied number by number, and for rows that do not begin at multiples of 16
-# bytes, where each number has a pointer of its own.
+# bytes, where each number has a pointer of its own. Tiles are below 64 x 64: from 64 rows of a product on, Triton 3.6
+# may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit, threads
+# get all the registers that there are.
 ATTENTION_NUMBER_BY_NUMBER = {
-    "forward": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
+    "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(16, 64, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
 }
 
@@ -67,10 +76,8 @@ def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned:
     which are of this kind: "regular", "masked" or "irregular"."""
     if dtype == torch.float32 or not is_aligned:
         table = ATTENTION_NUMBER_BY_NUMBER
-    elif capability(device)[0] in (9, 10):
-        table = ATTENTION_16_BITS
     else:
-        table = ATTENTION_16_BITS_SMALL
+        table = {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(capability(device)[0], ATTENTION_16_BITS_SMALL)
     line = table.get(f"{kernel}_{kind}", table[kernel])
     return next(tiles for largest, tiles in line.items() if size <= largest)
 

@@ -336,8 +336,8 @@ def _run_backward(
     grad_input: Tensor | None,
     grad_total: Tensor,
     threshold: int,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
     rows, columns = mean.numel(), total.size(-1)
@@ -357,8 +357,10 @@ def _run_backward(
         ALIGNED=are_aligned(columns, g, s, x, w), FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns,
         num_warps=tile.warps,
     )  # fmt: skip
-    dtype = torch.float32 if weight is None else weight.dtype
-    grads = [torch.empty(columns if wanted else 0, dtype=dtype, device=device) for wanted in (weight_grad, bias_grad)]
+    grads = [
+        torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device)
+        for dtype in (weight_grad, bias_grad)
+    ]
     if partial is not None:
         launch(
             _reduce, (cdiv(columns, 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
@@ -388,8 +390,8 @@ def layer_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = empty_like(input)
     parameters = _run_backward(grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad, bias_grad)
@@ -421,8 +423,8 @@ def dropout_add_layer_norm_backward(
     seed: Tensor | None,
     threshold: int,
     input_dtype: torch.dtype,
-    weight_grad: bool,
-    bias_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_input = empty_like(sum, input_dtype)
     grad_total = empty_like(sum)
