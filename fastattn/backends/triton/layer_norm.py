@@ -107,8 +107,11 @@ def _forward(
             input_rows, residual_rows, seed, row, 0, column, inside, matrix_rows, threshold, scale,
             out.dtype.element_ty, FEW,
         )  # fmt: skip
-        center = tl.sum(x, 1) / columns
-        centred = tl.where(inside, x - center[:, None], 0.0)
+        # What the division and the sum have rounded off a large mean shows in the deviations' own mean.
+        origin = tl.sum(x, 1) / columns
+        deviations = tl.where(inside, x - origin[:, None], 0.0)
+        shift = tl.sum(deviations, 1) / columns
+        centred = tl.where(inside, deviations - shift[:, None], 0.0)
         squares = tl.sum(centred * centred, 1)
     else:
         # Each block's sums, merged: Chan, Golub and LeVeque 1983, equations 2.1. What is summed are the deviations from
@@ -132,7 +135,7 @@ def _forward(
             step = (block_shift - shift) * (count / (first + count))
             squares += tl.sum(centred * centred, 1) + step * (block_shift - shift) * first
             shift += step
-        center = origin + shift
+    center = origin + shift
     scaling = 1.0 / tl.sqrt_rn(squares / columns + eps)
     tl.store(mean + row, center, mask=row < rows)
     tl.store(rstd + row, scaling, mask=row < rows)
