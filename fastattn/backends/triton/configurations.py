@@ -43,7 +43,7 @@ ATTENTION_16_BITS = {
 # What differs on 10.x, where products lie in tensor memory and registers are taken by what is read from there.
 ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
     "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 128, 8, 1), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
