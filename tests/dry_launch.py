@@ -103,7 +103,7 @@ def attention(length):
 
 
 def long_attention(length, device="cuda:0"):
-    """So many keys that they are read through tensor descriptors, by a GPU that has them."""
+    """So long that its tiles are read through tensor descriptors, by a GPU that has them."""
     query, key = (empty(3, 2048 + n, 4, 64, device=device).transpose(1, 2) for n in (length, 2 * length))
     return fastattn.scaled_dot_product_attention(query, key, key, dropout_p=0.1)
 
@@ -216,7 +216,7 @@ def main(lengths):
         found["descriptors"] = {}
         for device, capability in enumerate(fake.capabilities):
             fake.started.clear()
-            long_attention(40, f"cuda:{device}")
+            run(long_attention, 40, f"cuda:{device}")
             found["descriptors"][capability] = sorted({start.descriptors for start in fake.started})
         fake.started.clear()
         found["lookups"] = lookups()

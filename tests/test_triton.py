@@ -230,7 +230,7 @@ def test_dry_launch():
     }
     assert one["places"] == [[0, 5], [1, 7]]  # each device's own current stream
     assert one["device afterwards"] == 0
-    assert one["descriptors"] == {"90": [2], "80": [0]}  # of keys and values in a long forward pass
+    assert one["descriptors"] == {"90": [2], "80": [0]}  # of each kernel of long attention, forward and backward
     status, output = program(str(TESTS / "dry_launch.py"), "40", "33", "48", "49", "50", "51", "57", "63", "64")
     assert status == 0, output
     assert last_json(output)["specialisations"] <= 2 * one["specialisations"]

@@ -1,4 +1,4 @@
-"""What only Triton's attention has: lists of the tiles that a mask leaves, and keys split into parts."""
+"""What only Triton's attention has: lists of the tiles that a mask leaves, keys in parts, tensor descriptors."""
 
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
@@ -9,13 +9,15 @@ import torch
 from conftest import require
 from oracle import attention as exact
 from oracle import visible
+from test_attention import check
 
 require("triton", allow_module_level=True)
 
 from interpreter import strict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastattn.backends.triton import attention, configurations
+from fastattn import backend
+from fastattn.backends.triton import attention, attention_backward, configurations
 from fastattn.backends.triton.attention import _Problem
 
 SEED = torch.tensor([5, 6])
@@ -108,67 +110,99 @@ def test_parts_of_the_keys_merge(dtype, monkeypatch):
 
 
 DESCRIBED = {
-    "plain": {},
-    "causal, lower right": {"window": (-1, 0), "lower_right": True},
-    "window": {"window": (70, 10)},
-    "lengths": {"lengths": torch.tensor([150, 70])},
-    "lengths, causal, dropout": {"lengths": torch.tensor([0, 100]), "window": (-1, 0), "seed": SEED, "p": 0.3},
-    "bool": {"attn_mask": lambda: torch.rand(2, 1, 40, 150) < 0.3, "lengths": torch.tensor([150, 70])},
-    "float": {"attn_mask": lambda: torch.randn(1, 4, 40, 150).masked_fill(torch.rand(1, 1, 1, 150) < 0.3, -math.inf)},
+    "plain": {"scale": -0.1},
+    "lower right": {"window_size": (-1, 30), "causal_variant": "lower_right"},
+    "window": {"window_size": (70, 130)},
+    "lengths": {"key_lengths": torch.tensor([150, 70])},
+    "lengths, dropout": {"key_lengths": torch.tensor([0, 100]), "seed": SEED, "dropout_p": 0.3},
+    "bool": {"attn_mask": lambda: (torch.rand(2, 1, 80, 150) < 0.3) | (torch.arange(150) < 128)},
+    "float": {
+        "attn_mask": lambda: (torch.randn(1, 4, 80, 150) * (torch.arange(150) >= 128)).masked_fill(
+            (torch.rand(150) < 0.3) & (torch.arange(150) >= 128), -math.inf
+        )
+    },
 }
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The tensors that descriptors are made of, however few rows they have."""
+    tensors, examine = [], TensorDescriptor.__post_init__
+    monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", 1)
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: (examine(self), tensors.append(self.base))[0])
+    return tensors
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((64, 64), marks=pytest.mark.slow), (80, 24)], ids=str)
 @pytest.mark.parametrize("options", DESCRIBED)
-def test_tensor_descriptors(options, sizes, monkeypatch):
-    """Keys and values read through tensor descriptors: padded head sizes, tiles beyond the last key, and keys that
-    hold NaN where nothing sees them. The heads of a key lie within a row of memory, those of values one by one."""
-    monkeypatch.setattr(configurations, "DESCRIPTOR_KEYS", 1)
-    described = []
-    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: described.append(self.base.stride()))
-    dtype, options = torch.bfloat16, dict(DESCRIBED[options])
-    query, key = (torch.randn(2, n, h, sizes[0]).to(dtype).transpose(1, 2) for h, n in ((4, 40), (2, 150)))
-    value = torch.randn(2, 2, 150, sizes[1]).to(dtype)
-    unseen = torch.arange(150) >= options.get("lengths", torch.tensor([150, 150]))[:, None]
+def test_tensor_descriptors(options, sizes, described):
+    """Plain tiles read through tensor descriptors, forward and backward: padded head sizes, tiles beyond the last key
+    and query, and keys that hold NaN where nothing sees them. The heads of a query and of a key lie within a row of
+    memory, those of values one by one."""
+    options = dict(DESCRIBED[options])
+    query, key = (torch.randn(2, n, h, sizes[0]).bfloat16().transpose(1, 2) for h, n in ((4, 80), (2, 150)))
+    value = torch.randn(2, 2, 150, sizes[1]).bfloat16()
+    unseen = torch.arange(150) >= options.get("key_lengths", torch.tensor([150, 150]))[:, None]
     if "attn_mask" in options:
         options["attn_mask"] = options["attn_mask"]()
         if options["attn_mask"].dtype != torch.bool:
             unseen = (options["attn_mask"] == -math.inf).all(2)[:, 0].expand(2, 150)
     for tensor in (key, value):
         tensor.masked_fill_(unseen[:, None, :, None], math.nan)
+    with strict(), backend("triton"):
+        check(query, key, value, enable_gqa=True, **options)
+    found = [tensor.stride() for tensor in described]
+    grad_stride = 4 * 80 * sizes[1], 80 * sizes[1], sizes[1], 1
+    assert {*found} == {query.stride(), key.stride(), value.stride(), grad_stride}
+    assert found.count(key.stride()) == 2 * found.count(query.stride())  # forward and dQ; dK and dV
+
+
+@pytest.mark.parametrize("layout", ["heads within rows", "one for all heads", "odd rows", "every other column"])
+def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
+    """The gradients through descriptors are those through pointers, whatever the strides of the output's gradient."""
+    query, key, value = (torch.randn(2, 4, n, 64).bfloat16() for n in (80, 150, 150))
+    settings = None, None, None, 0.125, -1, -1, False, 0
+    grad = {
+        "heads within rows": lambda: torch.randn(2, 80, 4, 64).transpose(1, 2),
+        "one for all heads": lambda: torch.randn(2, 1, 80, 64).expand(2, 4, 80, 64),
+        "odd rows": lambda: torch.randn(2, 4, 80, 65)[..., 1:],
+        "every other column": lambda: torch.randn(2, 4, 80, 128)[..., ::2],
+    }[layout]().bfloat16()
     with strict():
-        out, lse, (point, total) = call(query, key, value, **options)
-    assert {*described} == {key.stride(), value.stride()}
-    wanted, wanted_lse, _ = exact(
-        query, key, value, options.get("attn_mask"), options.get("p", 0.0), seed=SEED, enable_gqa=True,
-        key_lengths=options.get("lengths"), window_size=options.get("window", (-1, -1)),
-        causal_variant="lower_right" if options.get("lower_right") else "upper_left",
-    )  # fmt: skip
-    # Values of order 1: a few roundings of the weights and the result to the dtype; float32 scores of order 10.
-    torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(point + total.log(), lse, rtol=1e-6, atol=1e-6)
+        out, _, stats = attention(query, key, value, *settings)
+        arguments = grad, None, query, key, value, out, stats, *settings, False
+        described.clear()
+        got = attention_backward(*arguments)
+        assert len(described) >= (2 if layout == "one for all heads" else 4)
+        monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", 10**9)
+        wanted = attention_backward(*arguments)
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=0)
 
 
-def test_operands_that_no_descriptor_can_be_made_of(monkeypatch):
-    """Each of these is read by pointers, as the keys of a device without descriptors are and short sequences."""
+def test_what_has_descriptors(monkeypatch):
+    """What is read through descriptors, and what by pointers, as on a device without descriptors and where short."""
 
-    def is_described(key, keys=1, capability=(9, 0), size=None):
-        monkeypatch.setattr(configurations, "DESCRIPTOR_KEYS", keys)
+    def is_described(key, rows=1, capability=(9, 0), size=None, mask=None):
+        monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", rows)
         monkeypatch.setattr(configurations, "capability", lambda device: capability)
-        problem = _Problem(key, key, key[..., :size], None, None, None, 1.0, -1, -1, False, 0)
-        operands = problem.key_and_value({"COLUMNS": 32, "E": 64, "EV": 64})
-        return all(isinstance(operand, TensorDescriptor) for operand in operands)
+        problem = _Problem(key, key, key[..., :size], mask, None, None, 1.0, -1, -1, False, 0)
+        found = problem.descriptors(problem.operands[1:3], problem.keys, 32)
+        assert found == (None, None) or all(isinstance(one, TensorDescriptor) for one in found)
+        return found != (None, None)
 
     key = torch.empty(2, 3, 40, 64, dtype=torch.bfloat16)
     assert is_described(key)
     assert is_described(key.half(), capability=(10, 3))
     assert is_described(key[..., :56])
     assert is_described(key[..., ::2])  # a copy
-    assert not is_described(key, keys=41)
+    assert not is_described(key, rows=41)
     assert not is_described(key, capability=(8, 9))
     assert not is_described(key, capability=(12, 0))
     assert not is_described(key.float())
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    assert is_described(key, mask=mask)
+    assert not is_described(torch.empty(2, 3, 40, 136, dtype=torch.bfloat16), mask=mask)
     assert not is_described(key[:0])
     assert is_described(key, size=8)
     assert not is_described(key, size=0)

@@ -73,17 +73,19 @@ def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None,
 
 def _attention(
     dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None, tf32: bool = False,
+    value_size: int | None = None,
 ) -> None:  # fmt: skip
     """Enough sequences and heads to occupy any device."""
     query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, 512, size, dtype=dtype)
+    value = _empty(32, 2, 512, value_size or size, dtype=dtype)
     attn_mask = None if mask is None else _empty(32, 1, 256, 512, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        out, lse, stats = kernels.attention(query, key, key, *settings)
-        kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, is_float)
+        out, lse, stats = kernels.attention(query, key, value, *settings)
+        kernels.attention_backward(out, lse, query, key, value, out, stats, *settings, is_float)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -95,12 +97,21 @@ def _split_attention(dtype: torch.dtype, size: int, queries: int) -> None:
 
 
 def _long_attention(dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None) -> None:
-    """Enough keys for tensor descriptors, where the device has them."""
-    keys = configurations.DESCRIPTOR_KEYS
-    query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, keys, size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(32, 1, 256, keys, dtype=mask)
+    """Long enough for tensor descriptors, where the device has them."""
+    rows = configurations.DESCRIPTOR_ROWS
+    query, key = _empty(32, 8, rows, size, dtype=dtype), _empty(32, 2, rows, size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(32, 1, rows, rows, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
-    kernels.attention(query, key, key, attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold)
+    settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
+    out, lse, stats = kernels.attention(query, key, key, *settings)
+    kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, False)
+
+
+def _decoding(dtype: torch.dtype, size: int) -> None:
+    """A query each of enough sequences and heads to occupy any device, against long caches."""
+    rows = configurations.DESCRIPTOR_ROWS
+    query, key = _empty(32, 8, 1, size, dtype=dtype), _empty(32, 2, rows, size, dtype=dtype)
+    kernels.attention(query, key, key, None, _empty(32, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
@@ -116,23 +127,27 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         *((_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
         *((_attention, torch.float16, size, 6554) for size in (64, 128)),
         *((_attention, torch.float32, size, 6554) for size in (64, 128, 256)),
-        (_attention, torch.float32, 64, 0),
-        *((_attention, torch.float32, size, 6554, None, True) for size in (64, 128, 256)),
+        *((_attention, torch.float32, size, 0) for size in (64, 128, 256)),
+        *((_attention, torch.float32, size, 6554, None, True) for size in (64, 128)),
         # Head sizes that are not powers of 2, and then rows that do not begin at multiples of 16 bytes.
         (_attention, torch.bfloat16, 80, 6554),
+        (_attention, torch.bfloat16, 192, 6554, None, False, 128),
         *((_attention, torch.float16, size, 6554) for size in (59, 100, 250)),
+        *((_attention, torch.float16, size, 0, torch.bool) for size in (59, 100, 250)),
         (_attention, torch.float32, 59, 6554),
         *((_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128, 256)),
         *((_attention, torch.bfloat16, size, 6554, torch.float32) for size in (64, 128)),
         (_attention, torch.bfloat16, 64, 0, torch.float32),
         (_attention, torch.float32, 64, 6554, torch.float32),
+        (_attention, torch.float32, 128, 0, torch.float32),
         *((_split_attention, torch.bfloat16, size, 1) for size in (64, 128, 256)),
         (_split_attention, torch.float32, 64, 1),
         (_split_attention, torch.bfloat16, 128, 64),
+        *((_decoding, torch.bfloat16, size) for size in (64, 128, 256)),
         *((_varlen_attention, torch.bfloat16, size, 6554) for size in (64, 128)),
         *((_long_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
         (_long_attention, torch.bfloat16, 80, 6554),
-        *((_long_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128, 256)),
+        *((_long_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128)),
         *((_long_attention, torch.bfloat16, size, 6554, torch.float32) for size in (64, 128)),
     ],
     "dropout": [

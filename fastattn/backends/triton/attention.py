@@ -115,6 +115,19 @@ def _load(
 
 
 @triton.jit
+def _tile(
+    descriptor, b, h, head, first, rows, size,
+    N: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """(N, D) as ``_load`` reads it; all rows of a tile through the operand's tensor descriptor, if there is one."""
+    if rows is None and descriptor is not None:
+        tile = descriptor.load([b, h, first, 0]).reshape(N, D)
+    else:
+        tile = _load(head, first, rows, size, N, D, EXACT, ALIGNMENT)
+    return tile
+
+
+@triton.jit
 def _load_rows(pointers, rows, other):
     """A number of each row; ``other`` of those that are not in ``rows`` (None: all are)."""
     if rows is None:
@@ -173,7 +186,8 @@ def _visit(plan, n, lists, EDGE: tl.constexpr):
 
 @triton.jit
 def _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right):
-    """The keys j that queries see; the others may hold anything, NaN too, and count as zero."""
+    """The keys j that some query sees as far as the window goes, and as far as the mask; the others may hold anything,
+    NaN too, and count as zero."""
     rows = (j < length) & (j >= diagonal - left) & (j < queries + diagonal + right)
     if seen is not None:
         pointer, batch, head, row = seen
@@ -184,22 +198,30 @@ def _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right):
 
 @triton.jit
 def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right):
-    """x of an edge tile: -inf where query i does not see key j; a float mask is added."""
+    """x of an edge tile: -inf where query i does not see key j; a float mask is added, and hides where it ends."""
     distance = j - i - diagonal
     visible = (j < length) & (distance >= -left) & (distance <= right)
     if mask is not None:
         pointer, batch, head, row, column = mask
         pointers = pointer + (_wide(b) * batch + _wide(h) * head)
         pointers += _wide(i) * row + _wide(j) * column
-        value = tl.load(pointers, mask=(i < queries) & (j < keys), other=0)
-        if value.dtype == tl.uint8:
-            visible = visible & (value != 0)
+        inside = (i < queries) & (j < keys)
+        if pointer.dtype.element_ty == tl.uint8:
+            visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
         else:
-            value = value.to(tl.float32)
+            value = tl.load(pointers, mask=inside, other=-INFINITY).to(tl.float32)
             visible = visible & (value != -INFINITY)
             x += value
             x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask hides nothing
     return tl.where(visible, x, -INFINITY)
+
+
+@triton.jit
+def _keep_order(operand):
+    """Before a product of float32 whose operands would else be read beside those of the product before, which registers
+    cannot hold."""
+    if operand.dtype == tl.float32:
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -228,33 +250,9 @@ def _is_scarce(e, ev, dtype):
 # Forward
 
 
-@triton.jit
-def _place(tensor, b, h, first):
-    """Where ``_tile`` finds head h of sequence b: pointers, or the operand's tensor descriptor and the head in it."""
-    if isinstance(tensor, tl.tensor_descriptor):
-        place = tensor, b, h
-    else:
-        place = _head(tensor, b, h, first)
-    return place
-
-
-@triton.jit
-def _tile(
-    place, first, rows, size,
-    N: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """(N, D) as ``_load`` reads it; but through a descriptor all rows are read that the operand has."""
-    if isinstance(place[0], tl.tensor_descriptor):
-        descriptor, b, h = place
-        tile = descriptor.load([b, h, first, 0]).reshape(N, D)
-    else:
-        tile = _load(place, first, rows, size, N, D, EXACT, ALIGNMENT)
-    return tile
-
-
 @kernel
 def _forward(
-    query, key, value, mask, seed, sequences, lists, seen, out, lse, point, sum, rows,
+    key_descriptor, value_descriptor, query, key, value, mask, seed, sequences, lists, seen, out, lse, point, sum, rows,
     part_of_out: tl.int64, part_of_rows: tl.int64, tiles, heads,
     group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
@@ -266,8 +264,8 @@ def _forward(
     if first_i >= queries:
         return
     i = first_i + tl.arange(0, ROWS)
-    keys_of_head = _place(key, b, h // group, first_key)
-    values_of_head = _place(value, b, h // group, first_key)
+    keys_of_head = _head(key, b, h // group, first_key)
+    values_of_head = _head(value, b, h // group, first_key)
     q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
 
     highest = tl.full((ROWS,), -INFINITY, tl.float32)
@@ -281,7 +279,8 @@ def _forward(
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
-            k = _tile(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+            k = _tile(key_descriptor, b, h // group, keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+            _keep_order(q)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
@@ -293,9 +292,10 @@ def _forward(
             total = total * shrink + tl.sum(p, 1)
             if seed is not None:
                 p = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), p, 0.0)
-            v = _tile(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
-            if seen_j is not None and isinstance(value, tl.tensor_descriptor):
-                v = tl.where(seen_j[:, None], v, 0.0)  # or NaN that nothing sees would come through a product with 0
+            v = _tile(
+                value_descriptor, b, h // group, values_of_head, first_j, seen_j, value_size,
+                COLUMNS, EV, EXACT, ALIGNMENT,
+            )  # fmt: skip
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
     acc *= tl.where(total == 0, 0.0, factor / total)[:, None]
@@ -374,7 +374,8 @@ def _probabilities(x, m, r, magnitude, FLOAT: tl.constexpr, FOLD: tl.constexpr):
 
 @kernel
 def _grad_query(
-    query, key, value, mask, seed, sequences, lists, seen, out, grad_out, grad_lse, grad_query,
+    key_descriptor, value_descriptor, query, key, value, mask, seed, sequences, lists, seen,
+    out, grad_out, grad_lse, grad_query,
     point, sum, shift, rate, delta, rows,
     tiles, heads, group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
@@ -411,14 +412,17 @@ def _grad_query(
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
-            k = _load(keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
-            v = _load(values_of_head, first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
-            if q.dtype == tl.float32:
-                tl.debug_barrier()  # or Triton 3.6 puts it after reading all of q, which registers cannot hold
+            k = _tile(key_descriptor, b, h // group, keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+            v = _tile(
+                value_descriptor, b, h // group, values_of_head, first_j, seen_j, value_size,
+                COLUMNS, EV, EXACT, ALIGNMENT,
+            )  # fmt: skip
+            _keep_order(q)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
             p = _probabilities(x, m[:, None], r[:, None], magnitude, FLOAT, FOLD)
+            _keep_order(q)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if seed is not None:
                 dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
@@ -431,7 +435,8 @@ def _grad_query(
 
 @kernel
 def _grad_key_value(
-    query, key, value, mask, seed, sequences, lists, grad_out, grad_key, grad_value, shift, rate, delta, rows,
+    query_descriptor, grad_descriptor, query, key, value, mask, seed, sequences, lists, grad_out, grad_key, grad_value,
+    shift, rate, delta, rows,
     tiles, key_heads, group, size, value_size, scale, magnitude, left, right, threshold, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, FOLD: tl.constexpr,
@@ -443,25 +448,27 @@ def _grad_key_value(
     if first_j >= keys:
         return
     j = first_j + tl.arange(0, COLUMNS)
-    exists = tl.arange(0, COLUMNS) < length - first_j  # not of j, which would be kept in registers to the end
-    k = _load(_head(key, b, key_head, first_key), first_j, exists, size, COLUMNS, E, EXACT, ALIGNMENT)
-    v = _load(_head(value, b, key_head, first_key), first_j, exists, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
+    seen_j = _seen(None, b, key_head, 0, j, queries, keys, length, diagonal, left, right)
+    k = _load(_head(key, b, key_head, first_key), first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+    v = _load(_head(value, b, key_head, first_key), first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
 
     dk = tl.zeros((COLUMNS, E), tl.float32)
     dv = tl.zeros((COLUMNS, EV), tl.float32)
-    end = tl.where(first_j < length, queries, 0)
+    visited = tl.where(first_j < length, queries, 0)
     for EDGE in tl.static_range(2):
         for n_head in tl.range(group, disable_licm=True):
             h = (_wide(key_head) * group + n_head).to(tl.int32)
             queries_of_head = _head(query, b, h, first_query)
             grads_of_head = _head(grad_out, b, h, first_query)
-            plan = _plan(lists, b, h, tile, COLUMNS, ROWS, end, -diagonal, right, left)
+            plan = _plan(lists, b, h, tile, COLUMNS, ROWS, visited, -diagonal, right, left)
             for n in tl.range(plan[EDGE], disable_licm=True):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
                 i = first_i + tl.arange(0, ROWS)
                 real_i = i < queries if EDGE else None
-                q = _load(queries_of_head, first_i, real_i, size, ROWS, E, EXACT, ALIGNMENT)
-                do = _load(grads_of_head, first_i, real_i, value_size, ROWS, EV, EXACT, ALIGNMENT)
+                q = _tile(query_descriptor, b, h, queries_of_head, first_i, real_i, size, ROWS, E, EXACT, ALIGNMENT)
+                do = _tile(
+                    grad_descriptor, b, h, grads_of_head, first_i, real_i, value_size, ROWS, EV, EXACT, ALIGNMENT
+                )
                 at = _statistic(rows, b, h, first_query, i)
                 m = _load_rows(shift + at, real_i, INFINITY)
                 r = _load_rows(rate + at, real_i, 0.0)
@@ -483,6 +490,7 @@ def _grad_key_value(
                 if EDGE:
                     ds = tl.where(x == -INFINITY, 0.0, ds)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    exists = tl.arange(0, COLUMNS) < length - first_j  # not of j, which would be kept in registers to the end
     dk = tl.where(exists[:, None], dk * magnitude, 0.0)
     dv = tl.where(exists[:, None], dv * factor, 0.0)
     rows_of_grads = tl.arange(0, COLUMNS) < keys - first_j
@@ -518,10 +526,9 @@ def _grad_mask(
         first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
         i, j = first_i + tl.arange(0, ROWS), first_j + tl.arange(0, COLUMNS)
         q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
-        k = _load(_head(key, b, h // group, first_key), first_j, j < length, size, COLUMNS, E, EXACT, ALIGNMENT)
-        v = _load(
-            _head(value, b, h // group, first_key), first_j, j < length, value_size, COLUMNS, EV, EXACT, ALIGNMENT
-        )
+        seen_j = _seen(None, b, h, 0, j, queries, keys, length, diagonal, left, right)
+        k = _load(_head(key, b, h // group, first_key), first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
+        v = _load(_head(value, b, h // group, first_key), first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
         do = _load(_head(grad_out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
         at = _statistic(rows, b, h, first_query, i)
         m, r = _normaliser(point, sum, at, i < queries, True, False)
@@ -644,8 +651,14 @@ def _empty(like: Tensor, size: int) -> Tensor:
     return empty_heads(like, like.size(2), size) if like.dim() == 4 else like.new_empty((*like.shape[:2], size))
 
 
+def _padded(size: int) -> int:
+    """The columns of a tile that has a head of this size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 class _Problem:
-    """What the launches of a call share: every kernel's arguments begin with ``operands`` and end with ``numbers``.
+    """What the launches of a call share: every kernel's arguments begin with ``operands``, after the ``descriptors`` of
+    what it visits if it has any, and end with ``numbers``.
 
     Packed operands have ``starts``, the offsets of their sequences, of which ``longest`` are the longest lengths.
     """
@@ -697,11 +710,10 @@ class _Problem:
 
     def constants(self, tiles: configurations.Tiles, *others: tuple[Any, ...]) -> dict[str, Any]:
         """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
-        e, ev = (max(16, 1 << (size - 1).bit_length()) for size in (self.size, self.value_size))
+        e, ev = _padded(self.size), _padded(self.value_size)
         is_aligned = self.is_aligned and self._are_aligned(*others)
-        is_tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-        if max(e, ev) > 128 and configurations.capability(self.device)[0] not in (9, 10):
-            is_tf32 = False  # its tiles need more than the 99 KiB of shared memory that some of these devices have
+        # Not for larger heads, which would spill or need more than the 99 KiB of shared memory that some devices have.
+        is_tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 and max(e, ev) <= 128
         return {
             "ROWS": tiles.rows, "COLUMNS": tiles.columns, "E": e, "EV": ev,
             "EXACT": e == self.size and ev == self.value_size,
@@ -741,18 +753,19 @@ class _Problem:
             (seen, *(_stride(seen, dim) for dim in range(3))),
         )
 
-    def key_and_value(self, constants: dict[str, Any]) -> tuple[Any, ...]:
-        """Key and value as ``_forward`` takes them: tensor descriptors where they pay and can be, else pointers."""
-        operands = self.operands[1:3]
+    def descriptors(self, operands: tuple[Any, ...], rows: int, block: int) -> tuple[Any, ...]:
+        """Through what tiles of ``block`` rows of these operands are read, which have this many rows a sequence: tensor
+        descriptors where they pay and can be, else None, for which pointers serve."""
         if not (
-            configurations.has_descriptors(self.keys, self.device)
+            configurations.has_descriptors(rows, self.device)
+            and (self.mask is None or max(self.size, self.value_size) <= 128)  # beyond, masks leave no registers
             and self.is_aligned and self.dtype.itemsize == 2 and self.sequences[2] is None
-            and self.given[2].numel() > 0 and all(stride > 0 for _, *strides in operands for stride in strides)
+            and all(tensor.numel() > 0 and all(stride > 0 for stride in strides) for tensor, *strides in operands)
         ):  # fmt: skip
-            return operands
+            return (None,) * len(operands)
         return tuple(
-            TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, 1, constants["COLUMNS"], constants[size]])
-            for (tensor, *_), size in zip(operands, ("E", "EV"), strict=True)
+            TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, 1, block, _padded(tensor.size(-1))])
+            for tensor, *_ in operands
         )
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -770,11 +783,10 @@ class _Problem:
         constants = self.constants(tiles, out_heads)
         common = *self.operands, *self.lists(tiles, keys_own=False)
         if parts == 1:
-            query_heads, _, _, *others = common
+            described = self.descriptors(self.operands[1:3], self.keys, tiles.columns)
             launch(
-                _forward, (programs, 1), self.device, query_heads, *self.key_and_value(constants), *others,
-                out_heads, lse, point, total, rows, 0, 0, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float,
-                **constants,
+                _forward, (programs, 1), self.device, *described, *common, out_heads, lse, point, total, rows, 0, 0,
+                row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
             )  # fmt: skip
             return out, lse, stats
         part_out = out.new_empty((parts, *out.shape), dtype=torch.float32)
@@ -782,7 +794,7 @@ class _Problem:
         part_heads = part_out, *_heads(part_out[0])[1:]
         strides = part_out.stride(0), part_stats.stride(1)
         launch(
-            _forward, (programs, parts), self.device, *common, part_heads, None, *part_stats, rows,
+            _forward, (programs, parts), self.device, None, None, *common, part_heads, None, *part_stats, rows,
             *strides, row_tiles, self.heads, *self.numbers, FLOAT=self.is_float, **constants,
         )  # fmt: skip
         row_tiles = cdiv(self.queries, 16)
@@ -809,8 +821,9 @@ class _Problem:
 
         tiles = self.tiles("grad_query")
         row_tiles = cdiv(self.queries, tiles.rows)
+        described = self.descriptors(self.operands[1:3], self.keys, tiles.columns)
         launch(
-            _grad_query, (row_tiles * self.heads * self.batch,), self.device, *self.operands,
+            _grad_query, (row_tiles * self.heads * self.batch,), self.device, *described, *self.operands,
             *self.lists(tiles, keys_own=False), out_heads, grad_heads,
             None if grad_lse is None else (grad_lse, *_rows(grad_lse)), query_heads, point, total, shift, rate,
             delta, rows, row_tiles, self.heads, *self.numbers, **modes,
@@ -820,8 +833,9 @@ class _Problem:
         tiles = self.tiles("grad_key_value")
         key_tiles = cdiv(self.keys, tiles.columns)
         lists, _ = self.lists(tiles, keys_own=True)
+        described = self.descriptors((self.operands[0], grad_heads), self.queries, tiles.rows)
         launch(
-            _grad_key_value, (key_tiles * self.key_heads * self.batch,), self.device, *self.operands, lists,
+            _grad_key_value, (key_tiles * self.key_heads * self.batch,), self.device, *described, *self.operands, lists,
             grad_heads, key_heads, value_heads, shift, rate, delta, rows, key_tiles, self.key_heads, *self.numbers,
             **modes, **self.constants(tiles, grad_heads, key_heads, value_heads),
         )  # fmt: skip

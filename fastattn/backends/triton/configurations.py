@@ -42,54 +42,73 @@ ATTENTION_16_BITS = {
 }
 # What differs on 10.x, where products lie in tensor memory and registers are taken by what is read from there.
 ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
+    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2, 255), 256: Tiles(64, 32, 8, 1, 255)},
+    "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1)},
+    "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(32, 128, 8, 1), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 128, 8, 1, 255), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_masked": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 128, 4, 2), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1)},
-    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "forward_few": {64: Tiles(16, 128, 4, 2, 255), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1)},
+    "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
 }
-# For float32, which without tf32 is multiplied number by number, and for rows that do not begin at multiples of 16
-# bytes, where each number has a pointer of its own. Tiles are below 64 x 64: from 64 rows of a product on, Triton 3.6
-# may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit, threads
-# get all the registers that there are.
-ATTENTION_NUMBER_BY_NUMBER = {
-    "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
-    "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 2)},
+# For float32, which without tf32 is multiplied number by number. Tiles are below 64 x 64: from 64 rows of a product on,
+# Triton 3.6 may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit,
+# threads get all the registers that there are.
+ATTENTION_FLOAT32 = {
+    "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
+    "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
+}
+# What differs on 8.x.
+ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
+    "forward": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
+    "forward_few": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
+    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
+}
+# For 16-bit rows that do not begin at multiples of 16 bytes, where each number has a pointer of its own.
+ATTENTION_UNALIGNED = ATTENTION_FLOAT32 | {
+    "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 2, 255)},
 }
 
 
 def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned: bool, device: torch.device) -> Tiles:
     """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256,
     which are of this kind: "regular", "masked" or "irregular"."""
-    if dtype == torch.float32 or not is_aligned:
-        table = ATTENTION_NUMBER_BY_NUMBER
+    major, _ = capability(device)
+    if dtype == torch.float32:
+        table = ATTENTION_FLOAT32_8 if major == 8 else ATTENTION_FLOAT32
+    elif is_aligned:
+        table = {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
     else:
-        table = {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(capability(device)[0], ATTENTION_16_BITS_SMALL)
+        table = ATTENTION_UNALIGNED
     line = table.get(f"{kernel}_{kind}", table[kernel])
     return next(tiles for largest, tiles in line.items() if size <= largest)
 
 
-# Keys from which on the forward pass reads keys and values through tensor descriptors (TMA). The host makes two a call:
-# fewer keys are hardly worth that. An estimate, not measured on a GPU.
-DESCRIPTOR_KEYS = 1024
+# Rows of a sequence from which on its tiles are read through tensor descriptors (TMA). The host makes two a kernel:
+# fewer rows are hardly worth that. An estimate, not measured on a GPU.
+DESCRIPTOR_ROWS = 1024
 
 
-def has_descriptors(keys: int, device: torch.device) -> bool:
+def has_descriptors(rows: int, device: torch.device) -> bool:
     """Not on 12.x, which has them too: Triton 3.6 spills there."""
-    return keys >= DESCRIPTOR_KEYS and capability(device)[0] in (9, 10)
+    return rows >= DESCRIPTOR_ROWS and capability(device)[0] in (9, 10)
 
 
 @functools.cache
