@@ -345,23 +345,26 @@ def test_rows_with_nothing_to_see(backend, dtype):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_excluded_keys_may_hold_anything(backend, dtype, bad):
-    query, key, value = operands((2, 4, 2, 9, 70, 16, 24), dtype)
     lengths = torch.tensor([37, 64])
     padding = torch.arange(70) < lengths[:, None, None, None]
-    for b, length in enumerate(lengths):
-        key[b, :, length:] = bad
-        value[b, :, length:] = bad
     for options in (
         {"key_lengths": lengths},
         {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"},
+        {"is_causal": True},
+        {"window_size": (3, 2)},
         {"attn_mask": padding},
         {"attn_mask": padding & (torch.rand(2, 4, 9, 70) < 0.8)},
         {"attn_mask": padding.expand(2, 4, 9, 70), "is_causal": True},
+        {"attn_mask": torch.zeros(2, 1, 1, 70).masked_fill(~padding, -math.inf)},
         {"attn_mask": torch.randn(70), "key_lengths": lengths, "dropout_p": 0.2, "seed": SEED},
     ):
+        query, key, value = operands((2, 4, 2, 9, 70, 16, 24), dtype)
+        masks = {name: what for name, what in options.items() if name not in ("dropout_p", "seed")}
+        gone = ~visible((2, 4, 9, 70), **masks).unflatten(1, (2, 2)).any(3).any(2)
+        for tensor in (key, value):
+            tensor[gone] = bad
         mask = options.pop("attn_mask", None)
         _, (_, grad_key, grad_value, *_) = check(query, key, value, mask, enable_gqa=True, **options)
-        gone = ~padding[:, :, 0].expand(2, 2, 70)
         assert (grad_key[gone] == 0).all()
         assert (grad_value[gone] == 0).all()
 

@@ -96,8 +96,8 @@ struct Backward {
       return s;
     }
     const bool long_sums = has_long_sums();
-    // Keys that nothing sees are replaced by 0, wherever they lie.
-    const bool hidden = a.mask.data || a.window_left >= 0;
+    // Keys that the window or the mask hides from all queries are replaced by 0, wherever they lie.
+    const bool hidden = a.mask.data || window_hides_keys(a);
     Scratch s = {arena->take<Unit>(kPanel * units),
                  arena->take<Unit>(kPanel * units),
                  arena->take<Unit>(kPanel * value_units),

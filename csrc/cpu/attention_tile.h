@@ -440,6 +440,11 @@ FASTATTN_INLINE int64_t end_of_keys(const Attention& a, const Sequence& s, int64
   return smaller(greater(i + s.diagonal + a.window_right + 1, (int64_t)0), s.keys);
 }
 
+// Whether some key may lie beyond the windows of all queries. Packed sequences are lower-right.
+FASTATTN_INLINE bool window_hides_keys(const Attention& a) {
+  return a.window_left >= 0 || (a.window_right >= 0 && !a.lower_right && a.keys > a.queries + a.window_right);
+}
+
 enum class Cover : uint8_t { nothing, some, all };
 
 // What the mask hides, found by reading it once: whole tiles, and keys that no query of the head sees.
@@ -468,11 +473,12 @@ struct MaskSummary {
     return cover[(index(m, batch, head) * panels + (panels == 1 ? 0 : query / kPanel)) * blocks + key / kBlock];
   }
 
-  // Which keys of a block are seen by some query of the heads, 1 or 0 each, in `buffer`; null where all are.
+  // Which keys of a block some query of the heads sees as far as the window goes, and as far as the mask: 1 or 0 each,
+  // in `buffer`; null where all are.
   const uint8_t* seen_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key,
                            int count, uint8_t* buffer) const {
-    const int64_t hidden = begin_of_keys(a, s, 0) - key;  // by the window
-    bool all = hidden <= 0;
+    const int64_t begin = begin_of_keys(a, s, 0) - key, end = end_of_keys(a, s, s.queries - 1) - key;
+    bool all = begin <= 0 && count <= end;
     if (a.mask.data) {
       bool some_unseen = true;
       for (int64_t head = first_head; head < end_head; ++head)
@@ -484,7 +490,7 @@ struct MaskSummary {
       buffer[j] = a.mask.data == nullptr;
       for (int64_t head = first_head; a.mask.data && head < end_head; ++head)
         buffer[j] |= seen[index(a.mask, s.index, head) * keys + key + j];
-      if (j < hidden) buffer[j] = 0;
+      if (j < begin || j >= end) buffer[j] = 0;
     }
     return buffer;
   }

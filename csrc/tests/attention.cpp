@@ -74,25 +74,29 @@ struct Problem {
     return mask->get(b * m.batch + h * m.head + i * m.row + j * m.column);
   }
 
-  bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
+  bool in_window(int64_t b, int64_t i, int64_t j) const {
     const int64_t offset = j - i - (a.lower_right ? keys(b) - queries(b) : 0);
-    if (j >= keys(b) || (a.window_left >= 0 && offset < -a.window_left) ||
-        (a.window_right >= 0 && offset > a.window_right))
-      return false;
+    return j < keys(b) && (a.window_left < 0 || offset >= -a.window_left) &&
+           (a.window_right < 0 || offset <= a.window_right);
+  }
+  bool in_mask(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (!mask) return true;
     return a.mask.dtype == Dtype::boolean ? mask_value(b, h, i, j) != 0 : mask_value(b, h, i, j) != -INFINITY;
   }
+  bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const { return in_window(b, i, j) && in_mask(b, h, i, j); }
 };
 
-// NaN in every key that the length or the mask hides from all queries of all heads.
+// NaN in every key that the window (with the length) or the mask hides from all queries of all heads.
 void spoil_unseen(const Problem& p, Operand* key, Operand* value) {
   for (int64_t b = 0; b < p.a.batch; ++b)
     for (int64_t j = 0; j < p.stored(b); ++j) {
-      bool seen = false;
-      for (int64_t h = 0; h < p.a.heads && !seen; ++h)
-        for (int64_t i = 0; i < p.queries(b) && !seen; ++i)
-          seen = j < p.keys(b) && (!p.mask || p.a.mask.dtype != Dtype::boolean || p.mask_value(b, h, i, j) != 0);
-      for (int64_t h = 0; h < p.a.key_heads && !seen; ++h) {
+      bool in_window = false, in_mask = false;
+      for (int64_t h = 0; h < p.a.heads; ++h)
+        for (int64_t i = 0; i < p.queries(b); ++i) {
+          in_window |= p.in_window(b, i, j);
+          in_mask |= p.in_mask(b, h, i, j);
+        }
+      for (int64_t h = 0; h < p.a.key_heads && !(in_window && in_mask); ++h) {
         for (int64_t d = 0; d < p.a.depth; ++d) key->set(key->at(b, h, p.first_key(b) + j, d), NAN);
         for (int64_t d = 0; d < p.a.value_depth; ++d) value->set(value->at(b, h, p.first_key(b) + j, d), NAN);
       }
