@@ -56,7 +56,7 @@ ATTENTION_16_BITS_SMALL = {
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
 }
 # For float32, which without tf32 is multiplied number by number. Tiles are below 64 x 64: from 64 rows of a product on,
