@@ -352,6 +352,7 @@ def test_excluded_keys_may_hold_anything(backend, dtype, bad):
         {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"},
         {"is_causal": True},
         {"window_size": (3, 2)},
+        {"window_size": (3, -1), "causal_variant": "lower_right"},
         {"attn_mask": padding},
         {"attn_mask": padding & (torch.rand(2, 4, 9, 70) < 0.8)},
         {"attn_mask": padding.expand(2, 4, 9, 70), "is_causal": True},
