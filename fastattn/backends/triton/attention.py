@@ -88,10 +88,14 @@ def _pointers(head, first, N: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.const
     """(N, D) pointers to the rows from ``first``. Rows begin at multiples of ALIGNMENT elements: 16 bytes, or 1."""
     base, row = head
     row = row // ALIGNMENT * ALIGNMENT
-    base += _wide(first) * row
+    if base.dtype.element_ty == tl.float32:  # anew for each tile: kept, they would take registers that products need
+        place = _wide(first + tl.arange(0, N))
+    else:
+        base += _wide(first) * row
+        place = tl.arange(0, N)
     if ALIGNMENT > 1:
         base = tl.multiple_of(base, 16)
-    return base + (tl.arange(0, N)[:, None] * row + tl.arange(0, D)[None, :])
+    return base + (place[:, None] * row + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -420,7 +424,8 @@ def _grad_query(
             _keep_order(q)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
-                x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+                own = queries - (queries - first_i - tl.arange(0, ROWS))  # i, which else stays in registers
+                x = _hide(x, mask, b, h, own[:, None], j[None, :], queries, keys, length, diagonal, left, right)
             p = _probabilities(x, m[:, None], r[:, None], magnitude, FLOAT, FOLD)
             _keep_order(q)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -429,8 +434,10 @@ def _grad_query(
             ds = p * (dp - d[:, None])
             if EDGE:
                 ds = tl.where(x == -INFINITY, 0.0, ds)
+            _keep_order(q)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    _store(_head(grad_query, b, h, first_query), first_i, i < queries, size, dq * scale, ALIGNMENT)
+    rows_of_grad = tl.arange(0, ROWS) < queries - first_i  # not of i: see above
+    _store(_head(grad_query, b, h, first_query), first_i, rows_of_grad, size, dq * scale, ALIGNMENT)
 
 
 @kernel
@@ -485,10 +492,15 @@ def _grad_key_value(
                     kept = keep_transposed(seed, b * key_heads * group + h, first_i, first_j, threshold, ROWS, COLUMNS)
                     dropped = tl.where(kept, p, 0.0)
                     dp = tl.where(kept, dp, 0.0) * factor
+                elif EDGE & (E + EV > 256) & (q.dtype == tl.float32):
+                    # What P is, but made here: P would be in shared memory from where it is made, and beside the
+                    # operands there is no room for that on some devices.
+                    dropped = tl.where(x == -INFINITY, 0.0, p)
                 dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
                 ds = p * (dp - d[None, :])
                 if EDGE:
                     ds = tl.where(x == -INFINITY, 0.0, ds)
+                _keep_order(q)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     exists = tl.arange(0, COLUMNS) < length - first_j  # not of j, which would be kept in registers to the end
     dk = tl.where(exists[:, None], dk * magnitude, 0.0)

@@ -61,29 +61,39 @@ ATTENTION_16_BITS_SMALL = {
 }
 # For float32, which without tf32 is multiplied number by number. Tiles are below 64 x 64: from 64 rows of a product on,
 # Triton 3.6 may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit,
-# threads get all the registers that there are.
+# threads are given a number of registers.
 ATTENTION_FLOAT32 = {
-    "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
+    "forward": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
     "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
     "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
+    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 168), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
 }
-# What differs on 8.x.
+# What differs on 9.x and on 8.x.
+ATTENTION_FLOAT32_9 = ATTENTION_FLOAT32 | {
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
+}
 ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
-    "forward": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
+    "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
     "forward_few": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
-    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
-    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
+    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 136)},
+    "grad_key_value_masked": {
+        64: Tiles(16, 32, 8, 1, 144),
+        128: Tiles(16, 32, 16, 1, 128),
+        256: Tiles(16, 32, 8, 1, 232),
+    },
+    "grad_mask": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1, 255)},
 }
 # For 16-bit rows that do not begin at multiples of 16 bytes, where each number has a pointer of its own.
 ATTENTION_UNALIGNED = ATTENTION_FLOAT32 | {
     "forward": {64: Tiles(16, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 2, 255)},
+    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 2)},
 }
 
 
@@ -92,7 +102,7 @@ def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned:
     which are of this kind: "regular", "masked" or "irregular"."""
     major, _ = capability(device)
     if dtype == torch.float32:
-        table = ATTENTION_FLOAT32_8 if major == 8 else ATTENTION_FLOAT32
+        table = {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9}.get(major, ATTENTION_FLOAT32)
     elif is_aligned:
         table = {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
     else:
@@ -147,8 +157,8 @@ ROWS = {
     "dropout": RowLimits(2048, 1024, 1024, 512),
     "layer_norm": RowLimits(2048, 8192, 4096, 512),
     "layer_norm_backward": RowLimits(1024, 4096, 4096, 256),
-    "softmax_dropout": RowLimits(2048, 8192, 4096, 512),
-    "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 512),
+    "softmax_dropout": RowLimits(2048, 8192, 4096, 256),
+    "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 256),
 }
 _MOST_WARPS = 16
 
