@@ -51,7 +51,7 @@ ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_masked": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 128, 4, 2, 255), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1)},
+    "forward_few": {64: Tiles(16, 128, 4, 2, 255), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1, 255)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 2), 256: Tiles(16, 32, 8, 1)},
