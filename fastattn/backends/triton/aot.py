@@ -90,10 +90,10 @@ def _attention(
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def _split_attention(dtype: torch.dtype, size: int, queries: int) -> None:
-    """Few queries against a long cache, whose keys are split."""
-    query, key = _empty(1, 8, queries, size, dtype=dtype), _empty(1, 2, 8192, size, dtype=dtype)
-    kernels.attention(query, key, key, None, _empty(1, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
+def _few_queries(dtype: torch.dtype, size: int, batch: int, queries: int, keys: int) -> None:
+    """Against a cache, whose keys are split unless the batch is large enough to occupy any device."""
+    query, key = _empty(batch, 8, queries, size, dtype=dtype), _empty(batch, 2, keys, size, dtype=dtype)
+    kernels.attention(query, key, key, None, _empty(batch, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
 
 
 def _long_attention(dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None) -> None:
@@ -105,13 +105,6 @@ def _long_attention(dtype: torch.dtype, size: int, threshold: int, mask: torch.d
     settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
     out, lse, stats = kernels.attention(query, key, key, *settings)
     kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, False)
-
-
-def _decoding(dtype: torch.dtype, size: int) -> None:
-    """A query each of enough sequences and heads to occupy any device, against long caches."""
-    rows = configurations.DESCRIPTOR_ROWS
-    query, key = _empty(32, 8, 1, size, dtype=dtype), _empty(32, 2, rows, size, dtype=dtype)
-    kernels.attention(query, key, key, None, _empty(32, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
@@ -141,10 +134,10 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         *((_attention, torch.float32, size, 6554, torch.bool) for size in (64, 128, 256)),
         (_attention, torch.float32, 64, 6554, torch.float32),
         *((_attention, torch.float32, size, 0, torch.float32) for size in (128, 256)),
-        *((_split_attention, torch.bfloat16, size, 1) for size in (64, 128, 256)),
-        (_split_attention, torch.float32, 64, 1),
-        (_split_attention, torch.bfloat16, 128, 64),
-        *((_decoding, torch.bfloat16, size) for size in (64, 128, 256)),
+        *((_few_queries, torch.bfloat16, size, 1, 1, 8192) for size in (64, 128, 256)),
+        (_few_queries, torch.float32, 64, 1, 1, 8192),
+        (_few_queries, torch.bfloat16, 128, 1, 64, 8192),
+        *((_few_queries, torch.bfloat16, size, 32, 1, configurations.DESCRIPTOR_ROWS) for size in (64, 128, 256)),
         *((_varlen_attention, torch.bfloat16, size, 6554) for size in (64, 128)),
         (_varlen_attention, torch.float32, 64, 6554),
         *((_long_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),

@@ -97,16 +97,20 @@ ATTENTION_UNALIGNED = ATTENTION_FLOAT32 | {
 }
 
 
+def attention_table(dtype: torch.dtype, is_aligned: bool, device: torch.device) -> dict[str, dict[int, Tiles]]:
+    """The table of attention's kernels for operands of this dtype on this device."""
+    major, _ = capability(device)
+    if dtype == torch.float32:
+        return {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9}.get(major, ATTENTION_FLOAT32)
+    if is_aligned:
+        return {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
+    return ATTENTION_UNALIGNED
+
+
 def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned: bool, device: torch.device) -> Tiles:
     """The tiles of an attention kernel for operands of this dtype and a head size (the larger of the two) up to 256,
     which are of this kind: "regular", "masked" or "irregular"."""
-    major, _ = capability(device)
-    if dtype == torch.float32:
-        table = {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9}.get(major, ATTENTION_FLOAT32)
-    elif is_aligned:
-        table = {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
-    else:
-        table = ATTENTION_UNALIGNED
+    table = attention_table(dtype, is_aligned, device)
     line = table.get(f"{kernel}_{kind}", table[kernel])
     return next(tiles for largest, tiles in line.items() if size <= largest)
 
