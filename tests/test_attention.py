@@ -132,13 +132,17 @@ def test_reference_serves_float64_and_wide_heads():
 @pytest.mark.representative
 @pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
 def test_empty(backend, shape):
-    (out, lse), grads = gradients(functools.partial(scaled_dot_product_attention, return_lse=True), operands(shape))
-    b, h, _, lq, _lk, _, ev = shape
-    assert out.shape == (b, h, lq, ev)
-    assert lse.shape == (b, h, lq)
-    assert (out == 0).all()
-    assert (lse == -math.inf).all()
-    assert all((g == 0).all() for g in grads)
+    b, h, _, lq, lk, _, ev = shape
+    sizes = (b, h, lq, lk), (b, 1, 1, lk), (1, h, lq, 1)
+    masks = [m for size in sizes for m in (torch.ones(size), torch.ones(size) > 0)]
+    for mask in (None, *masks, torch.ones(1, 1, 1, lk).expand(b, h, lq, lk)):
+        function = functools.partial(scaled_dot_product_attention, return_lse=True)
+        (out, lse), grads = gradients(function, [*operands(shape), mask])
+        assert out.shape == (b, h, lq, ev)
+        assert lse.shape == (b, h, lq)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+        assert all((g == 0).all() for g in grads)
 
 
 MASKS = {
@@ -382,12 +386,13 @@ def test_nan_reaches_what_attends_to_it(backend):
     assert not out[0, 0, 5:].isnan().any()
 
 
-@pytest.mark.parametrize("scale", [0, 0.0, 1, -0.7, 1e-3, 3.5])
+@pytest.mark.parametrize("scale", [0, 0.0, 1, -0.7, 1e-3, 3.5, 1e-50, -1e-50])
 def test_scale(backend, scale):
     for dtype in (torch.float32, torch.bfloat16):
         tensors = operands((1, 2, 2, 21, 43, 16, 16), dtype)
         check(*tensors, scale=scale, lse=False)
         check(*tensors, torch.randn(43), scale=scale, is_causal=True)
+        check(*tensors, scale=scale, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -488,7 +493,9 @@ def test_dropout_extremes(backend, p, rate):
 @pytest.mark.representative
 @pytest.mark.parametrize("seed", [(-1, 0), (2**63 - 1, 2**32 + 5), (-(2**63), 2**40), (3, -1)], ids=str)
 def test_dropout_seeds(backend, seed):
-    check(*operands((1, 2, 2, 19, 45, 8, 8)), dropout_p=0.5, seed=torch.tensor(seed))
+    seed = torch.tensor(seed)
+    check(*operands((1, 2, 2, 19, 45, 8, 8)), dropout_p=0.5, seed=seed)
+    check(*operands((1, 2, 2, 19, 45, 8, 8)), dropout_p=0.5, seed=seed.repeat_interleave(2)[::2])
 
 
 def test_dropout_is_unbiased(backend):
@@ -546,6 +553,23 @@ def test_attention_weights(backend, dtype):
         assert torch.equal(got[0][0] == 0, wanted[0][0] == 0) or dtype == torch.float16  # float16 underflows
         for a, e, q, t in zip(*((*o, *g) for o, g in (got, wanted, peer, terms)), strict=True):
             assert_accurate(a, e.double(), q, f"{name} {diagonal} {p}", magnitude=largest(t))
+
+
+def test_keys_that_weights_exclude_may_be_nan(backend):
+    for options in (
+        {"window_size": (3, 2)},
+        {"window_size": (3, -1), "causal_variant": "lower_right"},
+        {"is_causal": True, "key_lengths": torch.tensor([37, 64])},
+    ):
+        query, key, _ = operands((2, 2, 2, 9, 70, 16, 16))
+        gone = ~visible((2, 2, 9, 70), **options).expand(2, 2, 9, 70).any(2)
+        spoiled = key.masked_fill(gone[..., None], math.nan)
+        call = functools.partial(attention_weights, **options)
+        (wanted,), (grad_wanted, _) = gradients(call, (query, key))
+        (weights,), (grad_query, grad_key) = gradients(call, (query, spoiled))
+        assert torch.equal(weights, wanted)
+        assert torch.equal(grad_query, grad_wanted)
+        assert not grad_key.isnan().any()
 
 
 def test_halves_merged_by_lse_are_the_whole(backend):

@@ -41,15 +41,13 @@ def _keep(out, seed, threshold, rows, columns, z, i, j, M: tl.constexpr, N: tl.c
         kept = philox.keep(seed, z, i, j, threshold, M, N)
     elif FORM == "transposed":
         kept = philox.keep_transposed(seed, z, i, j, threshold, M, N).trans()
-    elif FORM == "rows":
-        kept = philox.keep_rows(seed, z + rows_of * 0, rows_of, j, threshold, N)
     else:
-        kept = philox.keep_elements(seed, z, rows_of[:, None], columns_of[None, :], threshold)
+        kept = philox.keep_rows(seed, z + rows_of * 0, rows_of, j, threshold, N)
     tl.store(pointers, kept, mask=inside)
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-81985529216486896, 12345678901), (2**63 - 1, -1)], ids=str)
-@pytest.mark.parametrize("form", ["tile", "transposed", "rows", "elements"])
+@pytest.mark.parametrize("form", ["tile", "transposed", "rows"])
 def test_every_form_of_the_formula(form, seed):
     shape, p, (m, n) = (3, 40, 200), 0.3, (32, 64)
     out = torch.zeros(shape, dtype=torch.bool)
@@ -61,7 +59,7 @@ def test_every_form_of_the_formula(form, seed):
 
 
 @pytest.mark.parametrize("p", [1e-9, 1 / 65536, 1 - 8e-6, 1.0])
-@pytest.mark.parametrize("form", ["tile", "transposed", "rows", "elements"])
+@pytest.mark.parametrize("form", ["tile", "transposed", "rows"])
 def test_extreme_thresholds(form, p):
     out = torch.zeros(1, 32, 64, dtype=torch.bool)
     _keep[(1,)](out, torch.tensor([1, 2]), threshold(p), 32, 64, 0, 0, 0, 32, 64, form)
@@ -231,9 +229,11 @@ def test_dry_launch():
     assert one["places"] == [[0, 5], [1, 7]]  # each device's own current stream
     assert one["device afterwards"] == 0
     assert one["descriptors"] == {"90": [2], "80": [0]}  # of each kernel of long attention, forward and backward
-    status, output = program(str(TESTS / "dry_launch.py"), "40", "33", "48", "49", "50", "51", "57", "63", "64")
+    status, output = program(
+        str(TESTS / "dry_launch.py"), "40", "1", "16", "33", "48", "63", "64", "100", "256", "1000"
+    )
     assert status == 0, output
-    assert last_json(output)["specialisations"] <= 2 * one["specialisations"]
+    assert last_json(output)["specialisations"] <= 3 * one["specialisations"]
 
 
 @pytest.mark.slow

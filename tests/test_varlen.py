@@ -93,6 +93,9 @@ def test_bounds_may_exceed_the_lengths_and_be_int64(backend):
     narrow = varlen_attn(*tensors, boundaries(QUERIES), boundaries(KEYS), 33, 40)
     wide = varlen_attn(*tensors, boundaries(QUERIES, torch.int64), boundaries(KEYS, torch.int64), 33, 40)
     assert torch.equal(narrow, wide)
+    spread = [boundaries(lengths, torch.int64).repeat_interleave(2)[::2] for lengths in (QUERIES, KEYS)]
+    used = torch.tensor(KEYS).repeat_interleave(2)[::2]
+    assert torch.equal(narrow, varlen_attn(*tensors, *spread, 33, 40, seqused_k=used))
 
 
 def test_empty(backend):

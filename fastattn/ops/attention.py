@@ -162,9 +162,10 @@ def attention_weights(
     scale = 1.0 / math.sqrt(q.size(3)) if scale is None else check.scale(name, scale)
     backend = choose("softmax_dropout", (q,), attn_mask)
     seed = check.draw_seed(seed, threshold, q.device)
-    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, -1, -1, False)
+    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
-        k = k.masked_fill(~visible.any(-2).any(1, keepdim=True).unsqueeze(-1), 0.0)
+        seen = visible[(None,) * (4 - visible.dim())].any(2).any(1, keepdim=True)
+        k = k.masked_fill(~seen.unsqueeze(-1), 0.0)
     with without_autocast(q.device):  # in float32, as attention's own scores are
         groups = (k.size(1), q.size(1) // max(k.size(1), 1))
         grouped = q.to(stat_dtype(q.dtype)).unflatten(1, groups)
@@ -403,7 +404,7 @@ def _cumulative(
             raise ValueError(
                 f"{name}: {longest_label} must be at least the longest sequence, {int(lengths.max())}, got {longest}"
             )
-    return offsets.to(torch.int64)
+    return offsets.to(torch.int64).contiguous()
 
 
 def _brief(values: Tensor) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
+LEAST = 2.0**-126  # float32's least normal number: a GPU may take less for 0, and -inf times 0 is NaN
 _FAR = 2**62  # beyond every position, within int64
 _NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -36,13 +37,14 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
 
 
 def scale(function: str, value: float) -> float:
-    if type(value) is float and -LARGEST <= value <= LARGEST:  # at once: the abstract class answers slowly
+    """The scale; 0 for less than float32's least normal number."""
+    if type(value) is float and LEAST <= abs(value) <= LARGEST:  # at once: the abstract class answers slowly
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
     if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{function}: scale must be finite in float32, got {value}")
-    return float(value)
+    return float(value) if abs(value) >= LEAST else 0.0
 
 
 def flag(function: str, name: str, value: bool) -> None:
@@ -69,7 +71,7 @@ def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tens
     """The seed that a dropout of this threshold needs: the caller's, or one from torch's default generator."""
     if threshold == 0:
         return None
-    return new_seeds((2,), device) if seed is None else seed
+    return new_seeds((2,), device) if seed is None else seed.contiguous()
 
 
 def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -98,7 +100,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, device: torch.device,
                 name: str = "key_lengths") -> Tensor | None:  # fmt: skip
-    """``lengths`` as int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would synchronise."""
+    """``lengths`` as dense int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would wait."""
     if lengths is None:
         return None
     if not isinstance(lengths, Tensor):
@@ -110,7 +112,7 @@ def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, de
     if lengths.shape != (batch,):
         raise ValueError(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)
-    lengths = lengths.to(torch.int64)
+    lengths = lengths.to(torch.int64).contiguous()
     if is_readable(lengths) and batch > 0:
         low, high = (int(extreme) for extreme in lengths.aminmax())
         if low < 0 or high > keys:

@@ -83,7 +83,7 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
     if not all(isinstance(size, int | torch.SymInt) and size >= 0 for size in shape):
         raise ValueError(f"{name}: shape must hold integers of at least 0, got {shape!r}")
     threshold = check.threshold(name, dropout_p)
-    return dropout_mask_op(choose("dropout_mask", (seed,)), shape, seed, threshold)
+    return dropout_mask_op(choose("dropout_mask", (seed,)), shape, seed.contiguous(), threshold)
 
 
 def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:

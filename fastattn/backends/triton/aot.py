@@ -72,13 +72,13 @@ def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None,
 
 
 def _attention(
-    dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None, tf32: bool = False,
-    value_size: int | None = None,
+    dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int, value_size: int | None = None,
+    tf32: bool = False, queries: int = 256, keys: int = 512,
 ) -> None:  # fmt: skip
     """Enough sequences and heads to occupy any device."""
-    query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, 512, size, dtype=dtype)
-    value = _empty(32, 2, 512, value_size or size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(32, 1, 256, 512, dtype=mask)
+    query, key = _empty(32, 8, queries, size, dtype=dtype), _empty(32, 2, keys, size, dtype=dtype)
+    value = _empty(32, 2, keys, value_size or size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(32, 1, queries, keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
     is_float = mask is not None and mask != torch.bool
@@ -90,21 +90,19 @@ def _attention(
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def _few_queries(dtype: torch.dtype, size: int, batch: int, queries: int, keys: int) -> None:
-    """Against a cache, whose keys are split unless the batch is large enough to occupy any device."""
-    query, key = _empty(batch, 8, queries, size, dtype=dtype), _empty(batch, 2, keys, size, dtype=dtype)
-    kernels.attention(query, key, key, None, _empty(batch, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
-
-
-def _long_attention(dtype: torch.dtype, size: int, threshold: int, mask: torch.dtype | None = None) -> None:
+def _long_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
     """Long enough for tensor descriptors, where the device has them."""
     rows = configurations.DESCRIPTOR_ROWS
-    query, key = _empty(32, 8, rows, size, dtype=dtype), _empty(32, 2, rows, size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(32, 1, rows, rows, dtype=mask)
-    seed = _empty(2, dtype=torch.int64) if threshold else None
-    settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
-    out, lse, stats = kernels.attention(query, key, key, *settings)
-    kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, False)
+    _attention(dtype, size, mask, threshold, queries=rows, keys=rows)
+
+
+def _few_queries(
+    dtype: torch.dtype, size: int, mask: torch.dtype | None, batch: int = 32, queries: int = 1, keys: int = 1024
+) -> None:
+    """Against a cache, whose keys are split unless the batch is large enough to occupy any device."""
+    query, key = _empty(batch, 8, queries, size, dtype=dtype), _empty(batch, 2, keys, size, dtype=dtype)
+    attn_mask = None if mask is None else _empty(batch, 1, 1, keys, dtype=mask)
+    kernels.attention(query, key, key, attn_mask, _empty(batch, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
@@ -117,33 +115,49 @@ def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
 
 CASES: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
-        *((_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
-        *((_attention, torch.float16, size, 6554) for size in (64, 128)),
-        *((_attention, torch.float32, size, 6554) for size in (64, 128, 256)),
-        *((_attention, torch.float32, size, 0) for size in (64, 128, 256)),
-        *((_attention, torch.float32, size, 6554, None, True) for size in (64, 128)),
-        # Head sizes that are not powers of 2, and then rows that do not begin at multiples of 16 bytes.
-        (_attention, torch.bfloat16, 80, 6554),
-        (_attention, torch.bfloat16, 192, 6554, None, False, 128),
-        *((_attention, torch.float16, size, 6554) for size in (59, 100, 250)),
-        *((_attention, torch.float16, size, 0, torch.bool) for size in (59, 100, 250)),
-        (_attention, torch.float32, 59, 6554),
-        *((_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128, 256)),
-        *((_attention, torch.bfloat16, size, 6554, torch.float32) for size in (64, 128)),
-        (_attention, torch.bfloat16, 64, 0, torch.float32),
-        *((_attention, torch.float32, size, 6554, torch.bool) for size in (64, 128, 256)),
-        (_attention, torch.float32, 64, 6554, torch.float32),
-        *((_attention, torch.float32, size, 0, torch.float32) for size in (128, 256)),
-        *((_few_queries, torch.bfloat16, size, 1, 1, 8192) for size in (64, 128, 256)),
-        (_few_queries, torch.float32, 64, 1, 1, 8192),
-        (_few_queries, torch.bfloat16, 128, 1, 64, 8192),
-        *((_few_queries, torch.bfloat16, size, 32, 1, configurations.DESCRIPTOR_ROWS) for size in (64, 128, 256)),
-        *((_varlen_attention, torch.bfloat16, size, 6554) for size in (64, 128)),
-        (_varlen_attention, torch.float32, 64, 6554),
-        *((_long_attention, torch.bfloat16, size, threshold) for size in (64, 128, 256) for threshold in (0, 6554)),
-        (_long_attention, torch.bfloat16, 80, 6554),
-        *((_long_attention, torch.bfloat16, size, 6554, torch.bool) for size in (64, 128)),
-        *((_long_attention, torch.bfloat16, size, 6554, torch.float32) for size in (64, 128)),
+        *(
+            (_attention, *operands[:2], mask, threshold, *operands[2:])
+            for operands in (
+                *((torch.bfloat16, size) for size in (64, 128, 256)),
+                # Head sizes that are not powers of 2, and then rows that do not begin at multiples of 16 bytes.
+                (torch.bfloat16, 80),
+                (torch.bfloat16, 192, 128),
+                *((torch.float16, size) for size in (59, 100, 250)),
+                *((torch.float32, size) for size in (64, 128, 256)),
+                (torch.float32, 59),
+                *((torch.float32, size, size, True) for size in (64, 128)),
+            )
+            for mask in (None, torch.bool, torch.float32)
+            for threshold in (0, 6554)
+        ),
+        *((_attention, torch.float16, size, None, 6554) for size in (64, 128)),
+        *(
+            (_long_attention, torch.bfloat16, size, mask, threshold)
+            for size, mask in (
+                *((size, mask) for size in (64, 128) for mask in (None, torch.bool, torch.float32)),
+                (256, None),
+                (80, None),
+            )
+            for threshold in (0, 6554)
+        ),
+        *(
+            (_few_queries, dtype, size, mask)
+            for dtype in (torch.bfloat16, torch.float32)
+            for size in (64, 128, 256)
+            for mask in (None, torch.bool, torch.float32)
+        ),
+        *(
+            (_few_queries, dtype, size, None, 1, 1, 8192)
+            for dtype in (torch.bfloat16, torch.float32)
+            for size in (64, 128, 256)
+        ),
+        (_few_queries, torch.bfloat16, 128, None, 1, 64, 8192),
+        *(
+            (_varlen_attention, dtype, size, threshold)
+            for dtype in (torch.bfloat16, torch.float32)
+            for size in (64, 128, 256)
+            for threshold in (0, 6554)
+        ),
     ],
     "dropout": [
         (_dropout, torch.bfloat16, 64, 512),

@@ -725,7 +725,9 @@ class _Problem:
         e, ev = _padded(self.size), _padded(self.value_size)
         is_aligned = self.is_aligned and self._are_aligned(*others)
         # Not for larger heads, which would spill or need more than the 99 KiB of shared memory that some devices have.
-        is_tf32 = self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 and max(e, ev) <= 128
+        is_tf32 = (
+            self.dtype == torch.float32 and max(e, ev) <= 128 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        )
         return {
             "ROWS": tiles.rows, "COLUMNS": tiles.columns, "E": e, "EV": ev,
             "EXACT": e == self.size and ev == self.value_size,
@@ -739,7 +741,9 @@ class _Problem:
         if self.mask is None:
             return None, None
         mask, *strides = self.mask
-        batch, heads, rows = (size if stride else 1 for size, stride in zip(mask.shape[:3], strides[:3], strict=True))
+        batch, heads, rows = (
+            size if stride else min(size, 1) for size, stride in zip(mask.shape[:3], strides[:3], strict=True)
+        )
         row_tiles, key_tiles = cdiv(rows, tiles.rows), cdiv(self.keys, tiles.columns)
         cover = mask.new_empty((batch, heads, row_tiles, key_tiles), dtype=torch.int8)
         seen = mask.new_empty((batch, heads, row_tiles, self.keys), dtype=torch.uint8)

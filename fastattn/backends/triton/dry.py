@@ -65,6 +65,16 @@ class Driver:
         pass
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        values = [
+            path
+            for path, value in source.constants.items()
+            if value is not None and not source.fn.params[path[0]].is_constexpr
+        ]
+        if values := values + [path for path, attributes in source.attrs.items() if attributes]:
+            raise ValueError(
+                f"{metadata.name}: a kernel must be compiled for types alone, not for the values at {values}"
+            )
+
         def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
             descriptors = [argument for argument in args if isinstance(argument, TensorDescriptor)]
             start = Start(metadata.name, self.device, stream, (x, y, z), len(descriptors))

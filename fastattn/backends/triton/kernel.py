@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.backends.reference.dropout import ALL
@@ -18,8 +19,8 @@ from fastattn.backends.reference.dropout import ALL
 
 def kernel(function: Callable[..., Any]) -> Any:
     """triton.jit, compiled anew for other constexprs and dtypes alone: no value or alignment of an argument is looked
-    at, so that a new sequence length compiles nothing. What a kernel may rely on, its constexprs say. Numbers are
-    annotated with their type, which would otherwise follow their size."""
+    at, so that a new sequence length compiles nothing (nor within tuples, which ``_unknown`` sees to). What a kernel
+    may rely on, its constexprs say. Numbers are annotated with their type, which would otherwise follow their size."""
     parameters = inspect.signature(function).parameters.values()
     return triton.jit(function, do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])
 
@@ -50,11 +51,33 @@ def _start(function: Any, grid: tuple[int, ...], device: int, args: tuple[Any, .
     key = function.fn, device, _types(args), tuple(constants.items())
     compiled = _compiled.get(key)
     if compiled is None:
-        compiled = function[grid](*args, **constants)
-        if isinstance(compiled, CompiledKernel):  # not so where a hook of Triton's takes over the compilation
-            _compiled[key] = compiled
-    else:
-        compiled[(*grid, 1, 1)[:3]](*args, *(None,) * len(function.constexprs))
+        compiled = function.warmup(*map(_unknown, args), grid=grid, **constants)
+        if not isinstance(compiled, CompiledKernel):  # a hook of Triton's has taken over the compilation
+            function[grid](*args, **constants)
+            return
+        _compiled[key] = compiled
+    compiled[(*grid, 1, 1)[:3]](*args, *(None,) * len(function.constexprs))
+
+
+class _Pointer(MockTensor):
+    """Stands for a tensor at any address."""
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 1
+
+
+def _unknown(argument: Any) -> Any:
+    """What a kernel is compiled for in an argument's place: its type alone. In tuples Triton looks at more whatever it
+    is told: numbers that are 1 or multiples of 16, the alignment of pointers."""
+    kind = type(argument)
+    if kind is tuple:
+        return tuple(map(_unknown, argument))
+    if kind is int:
+        return 3 if -(2**31) <= argument < 2**31 else 2**32 + 3
+    if argument is None or kind is float or kind is TensorDescriptor:
+        return argument
+    return _Pointer(argument.dtype)
 
 
 def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

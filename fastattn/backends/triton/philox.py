@@ -72,12 +72,3 @@ def keep_rows(seed, z, i, j, threshold, N: tl.constexpr):
     # (row, 32-column tile, j % 8, j // 8 % 2, j // 16 % 2)
     values = tl.join(_halves(left, threshold), _halves(right, threshold)).reshape(i.shape[0], N // 32, 8, 2, 2)
     return values.permute(0, 1, 4, 3, 2).reshape(i.shape[0], N)
-
-
-@triton.jit
-def keep_elements(seed, z, i, j, threshold):
-    """Rows i and columns j of the matrices z, any blocks that broadcast. One call an element."""
-    w0, w1, w2, w3 = _words(seed, z, j // 32 * 8 + j % 8, i // 16 * 8 + i % 8)
-    left, right = tl.where(i // 8 % 2 == 0, w0, w2), tl.where(i // 8 % 2 == 0, w1, w3)
-    word = tl.where(j // 16 % 2 == 0, left, right)
-    return (word >> (j // 8 % 2 * 16).to(tl.uint32) & 0xFFFF).to(tl.int32) >= threshold
