@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn.bench import report
+from fastattn.bench import report, training
 from fastattn.bench.cases import OPERATIONS, Case
 from fastattn.bench.peers import PEERS
 from fastattn.bench.timer import interleave
@@ -61,7 +61,8 @@ def cases():
             ("dropout", 0.1),
         )
     ]
-    for kinds in itertools.zip_longest(*dense, padded, decoding, *rows):
+    steps = [Case("training_step", (256, 98), HALF, True, dropout=0.1)]  # 25k tokens a side
+    for kinds in itertools.zip_longest(*dense, padded, decoding, *rows, steps):
         yield from filter(None, kinds)
 
 
@@ -79,6 +80,11 @@ def operands(case):
 
 def contestants(case):
     """Ours and the peers: (name, what makes a function without arguments, and raises where it refuses the case)."""
+    if case.operation == "training_step":
+        yield "fastattn", lambda: training.contestants(case, DEVICE)["ours"]
+        yield "torch", lambda: training.contestants(case, DEVICE)["torch"]
+        yield "compiled", lambda: training.compiled(case, DEVICE)
+        return
     tensors, others = operands(case)
     seed = {"seed": torch.tensor([1, 2], device=DEVICE)} if case.dropout else {}
 

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; together under ten minutes.
-# usage: benchmarks/run_gpu.sh [OUT] [STAGE...]    stages: build tests sanitizer benchmarks tuning; default all
+# usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]    stages: build tests sanitizer benchmarks tuning; default all
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each
 # ended, on which device, with which versions and commit; the stages' logs and results lie beside it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$(realpath -m "${1:-benchmarks/results/gpu}")
-shift || true
+out=benchmarks/results/gpu
+if [[ ${1:-} == --out ]]; then
+  out=${2:?--out wants a folder}
+  shift 2
+fi
+out=$(realpath -m "$out")
 stages=${*:-build tests sanitizer benchmarks tuning}
 mkdir -p "$out"
 export PYTHONPATH=$PWD FASTATTN_TEST_DEVICE=cuda FASTATTN_REQUIRE=triton,cuda

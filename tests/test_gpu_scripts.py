@@ -30,7 +30,8 @@ def load(name):
 
 
 def small(case):
-    shape = (2, 2, min(case.shape[2], 5), 16) if case.operation == "attention" else (6, 40)
+    shapes = {"attention": (2, 2, min(case.shape[-2], 5), 16), "training_step": (2, 5)}
+    shape = shapes.get(case.operation, (6, 40))
     return dataclasses.replace(case, shape=shape, keys=case.keys and 7)
 
 
@@ -41,6 +42,7 @@ def gpu(monkeypatch):
     for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0, "replay": timer.wall_clock}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
     monkeypatch.setattr(fastattn, "explain", lambda *args, **options: types.SimpleNamespace(backend="triton"))
     return module
 
@@ -148,7 +150,7 @@ def test_tuner(monkeypatch, tmp_path):
 
 def stages(out, *names):
     environment = {**os.environ, "PYTHON": sys.executable}
-    command = ["bash", BENCHMARKS / "run_gpu.sh", out, *names]
+    command = ["bash", BENCHMARKS / "run_gpu.sh", "--out", out, *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout + result.stderr
 

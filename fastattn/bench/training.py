@@ -65,16 +65,17 @@ def _ours(case: Case) -> nn.Module:
     return fastattn.Transformer(config)
 
 
-def _step(case: Case, model: nn.Module) -> Callable[[], tuple[Tensor, tuple[Tensor, ...]]]:
+def _step(case: Case, model: nn.Module, device: str = "cpu") -> Callable[[], tuple[Tensor, tuple[Tensor, ...]]]:
     generator = torch.Generator().manual_seed(1)
     sentences, length = case.shape
     source, target = (
-        torch.randint(3, BASE["vocab_size"], (sentences, n), generator=generator) for n in (length, length + 1)
+        torch.randint(3, BASE["vocab_size"], (sentences, n), generator=generator).to(device)
+        for n in (length, length + 1)
     )
-    parameters = list(model.parameters())
+    parameters = list(model.to(device).parameters())
 
     def precision() -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16) if case.dtype == torch.bfloat16 else nullcontext()
+        return torch.autocast(device, torch.bfloat16) if case.dtype == torch.bfloat16 else nullcontext()
 
     def step() -> tuple[Tensor, tuple[Tensor, ...]]:
         with precision():
@@ -85,9 +86,17 @@ def _step(case: Case, model: nn.Module) -> Callable[[], tuple[Tensor, tuple[Tens
     return step
 
 
-def contestants(case: Case) -> dict[str, Callable[[], Any]]:
+def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
     torch.manual_seed(0)
-    return {"ours": _step(case, _ours(case)), "torch": _step(case, TorchTransformer(case.dropout, case.shape[1]))}
+    models = {"ours": _ours(case), "torch": TorchTransformer(case.dropout, case.shape[1])}
+    return {name: _step(case, model, device) for name, model in models.items()}
+
+
+def compiled(case: Case, device: str) -> Callable[[], Any]:
+    """The step of torch.nn.Transformer with torch.compile."""
+    model = TorchTransformer(case.dropout, case.shape[1])
+    model.compile(dynamic=False)
+    return _step(case, model, device)
 
 
 def check(case: Case) -> list[str]:
