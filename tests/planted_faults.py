@@ -3,6 +3,7 @@
 A program of its own, since Triton must not interpret here.
 """
 
+import dataclasses
 import json
 
 import triton
@@ -62,16 +63,45 @@ def described(a, out, size: tl.int64):
     tl.store(out + (i[:, None] * 64 + i[None, :]), sums)
 
 
-def faults(function, types, constants, capability=90, warps=4):
+@triton.jit
+def converted(a, out, size: tl.int64):
+    """Each product is the next one's sums transposed, which are no thread's own."""
+    i = tl.arange(0, 64)
+    tile = i[:, None] * 64 + i[None, :]
+    sums = tl.zeros([64, 64], tl.float32)
+    for k in range(size):
+        x = tl.load(a + k * 4096 + tile)
+        sums = tl.dot(x, x, sums).trans()
+    tl.store(out + tile, sums)
+
+
+def report(function, types, constants, capability=90, warps=4):
     source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return aot.examine(function, kernel, capability).faults()
+    return aot.examine(function, kernel, capability)
+
+
+def faults(*arguments, **options):
+    return report(*arguments, **options).faults()
+
+
+def compared(conversions):
+    """What is found in a kernel with these layout conversions beside one without dropout that has none."""
+    plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"PRECISION": "ieee"})
+    plain = dataclasses.replace(plain, variant=(*plain.variant, ("seed", "None")))
+    dropping = dataclasses.replace(plain, variant=(*plain.variant[:-1], ("seed", "*i64")), conversions=conversions)
+    return aot.faults([plain, dropping])[dropping]
 
 
 def main():
     halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
+    whole = report(sound, halves | {"size": "i64"}, {"PRECISION": "ieee"})
     found = {
         "sound": [faults(sound, halves | {"size": "i64"}, {"PRECISION": "ieee"}, arch) for arch in aot.SHARED_MEMORY],
+        "no products": dataclasses.replace(whole, matrix_instructions=()).faults(),
+        "too large": dataclasses.replace(whole, shared=(227 << 10) + 1).faults(),
+        "converted": compared(report(converted, halves | {"size": "i64"}, {}).conversions),
+        "not converted": compared(whole.conversions),
         "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),
         "tf32": faults(tf32, singles | {"size": "i64"}, {}),
         "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"PRECISION": "tf32"}),

@@ -3,6 +3,7 @@
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
 import math
+import sys
 
 import pytest
 import torch
@@ -219,3 +220,25 @@ def test_number_of_parts():
     assert configurations.parts(8, 500, device) == configurations.processors(device) // 8
     assert configurations.parts(1, 10**6, device) == 64
     assert configurations.parts(0, 3, device) == 1  # and no programs
+
+
+@pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_tf32_where_torch_allows_it(monkeypatch, name, value):
+    """By either of torch's settings: to read the older one raises once the newer has been used."""
+    module, precisions = sys.modules["fastattn.backends.triton.attention"], []
+
+    def launch(*arguments, launch=module.launch, **constants):
+        precisions.append(constants.get("PRECISION"))
+        launch(*arguments, **constants)
+
+    monkeypatch.setattr(module, "launch", launch)
+    query = torch.randn(1, 1, 4, 16)
+    call(query, query, query)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        setattr(torch.backends.cuda.matmul, name, value)
+        call(query, query, query)
+        call(*[query.bfloat16()] * 3)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert precisions == ["ieee", "tf32", "ieee"]
