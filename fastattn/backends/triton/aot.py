@@ -234,10 +234,21 @@ class Report:
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether dropout's tiles are what a thread has of a product: those of tensor cores that leave it in registers.
-        Of a wider head, mma divides columns among warps; a fifth-generation tensor core leaves it in memory."""
-        fitting = ("HGMMA", "HMMA") if int(dict(self.variant).get("E", 0)) <= 128 else "HGMMA"
-        return any(name.startswith(fitting) for name in self.matrix_instructions)
+        """Whether dropout's tiles must be what a thread has of a product, as they are of wgmma's. mma divides a tile's
+        columns among warps where it has fewer rows than a head has columns; regular operands, for which there are
+        registers, must not have such tiles. What a fifth-generation tensor core leaves is in memory."""
+        known, instructions = dict(self.variant), " ".join(self.matrix_instructions)
+        if "HMMA" not in instructions:
+            return "HGMMA" in instructions
+        rows = known.get("COLUMNS" if self.name.endswith("key_value") else "ROWS", 0)
+        return int(known.get("E", 0)) <= (128 if self.is_regular else int(rows))
+
+    @property
+    def is_regular(self) -> bool:
+        """16-bit operands without a mask, in aligned rows of a power of 2, not packed."""
+        known = dict(self.variant)
+        wanted = {"ALIGNMENT": "8", "EXACT": "True", "mask": "None", "EV": known.get("E", "")}
+        return wanted.items() <= known.items() and known["sequences"].split("'")[5] == "constexpr"
 
     @property
     def is_tf32_allowed(self) -> bool:
