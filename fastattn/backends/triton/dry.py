@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities). 8.0 has 163 KiB, but
-# is held to what 8.6 and 8.9 have, which share its kernels.
+# Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities). 8.0, which has 163
+# KiB, is held to what 8.6 and 8.9 have, whose kernels are the same.
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
