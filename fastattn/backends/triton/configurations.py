@@ -50,11 +50,11 @@ ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
 }
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "forward_masked": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 128, 4, 2, 255), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1, 255)},
+    "forward_masked": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 32, 8, 1, 255)},
+    "forward_few": {64: Tiles(16, 128, 8, 2, 255), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1, 255)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
@@ -63,18 +63,18 @@ ATTENTION_16_BITS_SMALL = {
 # Triton 3.6 may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit,
 # threads are given a number of registers.
 ATTENTION_FLOAT32 = {
-    "forward": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
-    "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 16, 1, 128)},
-    "forward_few": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
-    "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
+    "forward_few": {64: Tiles(16, 32, 8, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 8, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 168), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
 }
 # What differs on 9.x and on 8.x.
 ATTENTION_FLOAT32_9 = ATTENTION_FLOAT32 | {
-    "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
 }
 ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
     "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
