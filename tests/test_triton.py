@@ -24,7 +24,7 @@ from interpreter import strict
 from triton.runtime.errors import InterpreterError
 
 import fastattn
-from fastattn.backends.triton import philox
+from fastattn.backends.triton import dry, philox
 
 TESTS = Path(__file__).parent
 SEED = torch.tensor([4, 5])
@@ -155,11 +155,13 @@ def test_planted_boundary_and_order_faults():
         _racing[(48,)](source, out[:1])
 
 
-def program(*arguments):
+def program(*arguments, seconds=900):
     """(exit status, output) of a Python program for which Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900)
+    result = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
+    )
     return result.returncode, result.stdout + result.stderr
 
 
@@ -197,8 +199,9 @@ def test_ahead_of_time():
 
 
 @pytest.mark.triton
-def test_ahead_of_time_on_every_architecture():
-    status, output = program("-m", "fastattn.backends.triton.aot")
+@pytest.mark.parametrize("capability", dry.SHARED_MEMORY)
+def test_ahead_of_time_on_every_architecture(capability):
+    status, output = program("-m", "fastattn.backends.triton.aot", "--arch", str(capability), seconds=3600)
     assert status == 0, output
 
 

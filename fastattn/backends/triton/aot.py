@@ -90,6 +90,15 @@ def _attention(
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def _attention_of_columns(dtype: torch.dtype, size: int, threshold: int) -> None:
+    """A mask whose columns are not dense: here they broadcast."""
+    query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, 512, size, dtype=dtype)
+    attn_mask, seed = _empty(32, 1, 256, 1), _empty(2, dtype=torch.int64)
+    settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
+    out, lse, stats = kernels.attention(query, key, key, *settings)
+    kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, True)
+
+
 def _long_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
     """Long enough for tensor descriptors, where the device has them."""
     rows = configurations.DESCRIPTOR_ROWS
@@ -131,6 +140,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
             for threshold in (0, 6554)
         ),
         *((_attention, torch.float16, size, None, 6554) for size in (64, 128)),
+        *((_attention_of_columns, torch.bfloat16, size, 6554) for size in (64, 128, 256)),
+        (_attention_of_columns, torch.float32, 64, 6554),
         *(
             (_long_attention, torch.bfloat16, size, mask, threshold)
             for size, mask in (

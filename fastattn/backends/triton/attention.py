@@ -201,14 +201,24 @@ def _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right):
 
 
 @triton.jit
-def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right):
+def _columns(j, column):
+    """Offsets of a mask's columns; without a stride they are dense, and take no registers."""
+    if column is None:
+        offset = _wide(j)
+    else:
+        offset = _wide(j) * column
+    return offset
+
+
+@triton.jit
+def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right, MASKED: tl.constexpr):
     """x of an edge tile: -inf where query i does not see key j; a float mask is added, and hides where it ends."""
     distance = j - i - diagonal
     visible = (j < length) & (distance >= -left) & (distance <= right)
-    if mask is not None:
+    if MASKED:
         pointer, batch, head, row, column = mask
         pointers = pointer + (_wide(b) * batch + _wide(h) * head)
-        pointers += _wide(i) * row + _wide(j) * column
+        pointers += _wide(i) * row + _columns(j, column)
         inside = (i < queries) & (j < keys)
         if pointer.dtype.element_ty == tl.uint8:
             visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
@@ -287,7 +297,10 @@ def _forward(
             _keep_order(q)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
-                x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+                x = _hide(
+                    x, mask, b, h, i[:, None], j[None, :],
+                    queries, keys, length, diagonal, left, right, lists is not None,
+                )  # fmt: skip
             raised = tl.maximum(highest, _scaled(tl.max(x, 1), magnitude, FLOAT))
             m = tl.where(raised == -INFINITY, 0.0, raised)  # a row that has seen nothing so far
             p = _exponential(_scaled(x, magnitude, FLOAT) - m[:, None], FLOAT)
@@ -425,7 +438,10 @@ def _grad_query(
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
                 own = queries - (queries - first_i - tl.arange(0, ROWS))  # i, which else stays in registers
-                x = _hide(x, mask, b, h, own[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+                x = _hide(
+                    x, mask, b, h, own[:, None], j[None, :],
+                    queries, keys, length, diagonal, left, right, lists is not None,
+                )  # fmt: skip
             p = _probabilities(x, m[:, None], r[:, None], magnitude, FLOAT, FOLD)
             _keep_order(q)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -482,7 +498,10 @@ def _grad_key_value(
                 d = _load_rows(delta + at, real_i, 0.0)
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
-                    x = _hide(x, mask, b, h, i[None, :], j[:, None], queries, keys, length, diagonal, left, right)
+                    x = _hide(
+                        x, mask, b, h, i[None, :], j[:, None],
+                        queries, keys, length, diagonal, left, right, lists is not None,
+                    )  # fmt: skip
                 if (E + EV > 256) & (q.dtype != tl.float32):
                     tl.debug_barrier()  # or what the next product reads is in registers beside what this one did
                 p = _probabilities(x, m[None, :], r[None, :], magnitude, FLOAT, FOLD)
@@ -546,7 +565,7 @@ def _grad_mask(
         m, r = _normaliser(point, sum, at, i < queries, True, False)
         d = tl.load(delta + at, mask=i < queries, other=0.0)
         x = _scores(q, k, magnitude, True, PRECISION)
-        x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right)
+        x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right, True)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if seed is not None:
             dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
@@ -585,7 +604,7 @@ def _cover(
     pointer, batch, head, row, column = mask
     base = pointer + (_wide(b) * batch + _wide(h) * head)
     inside = (i < mask_rows)[:, None] & (j < mask_columns)[None, :]
-    value = tl.load(base + (_wide(i)[:, None] * row + _wide(j)[None, :] * column), mask=inside, other=0)
+    value = tl.load(base + (_wide(i)[:, None] * row + _columns(j, column)[None, :]), mask=inside, other=0)
     if value.dtype == tl.uint8:
         visible = (value != 0) & inside
         plain = visible
@@ -694,7 +713,8 @@ class _Problem:
         self.mask: tuple[Any, ...] | None = None
         if attn_mask is not None:
             mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-            self.mask = mask, *(_stride(mask, dim) for dim in range(4))
+            *strides, column = (_stride(mask, dim) for dim in range(4))
+            self.mask = mask, *strides, None if column == 1 else column
         self.is_float = attn_mask is not None and attn_mask.dtype != torch.bool
         if scale <= 0:
             query = query * (-1 if scale < 0 else 0)

@@ -30,10 +30,10 @@ class Tiles(NamedTuple):
 # they have smaller tiles.
 ATTENTION_16_BITS = {
     "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 8, 2)},
-    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "forward_few": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 2, 255)},
+    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(64, 32, 8, 2)},
+    "forward_few": {64: Tiles(16, 64, 4, 2), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 2, 255)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_query_masked": {64: Tiles(64, 64, 4, 2, 255), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(64, 64, 4, 2, 255), 128: Tiles(64, 32, 8, 1), 256: Tiles(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 128, 8, 1), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
@@ -56,7 +56,7 @@ ATTENTION_16_BITS_SMALL = {
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(16, 64, 8, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(64, 32, 8, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 32, 8, 1)},
 }
 # For float32, which without tf32 is multiplied number by number. Tiles are below 64 x 64: from 64 rows of a product on,
@@ -65,11 +65,11 @@ ATTENTION_16_BITS_SMALL = {
 ATTENTION_FLOAT32 = {
     "forward": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
     "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
-    "forward_few": {64: Tiles(16, 32, 8, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward_few": {64: Tiles(16, 32, 4, 2, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(16, 32, 8, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 168), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
 }
 # What differs on 9.x and on 8.x.
