@@ -38,7 +38,7 @@ ATTENTION_16_BITS = {
     "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 128, 8, 1), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 32, 8, 2)},
-    "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(16, 32, 8, 1)},
+    "grad_mask": {64: Tiles(64, 64, 8, 2), 128: Tiles(16, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
 }
 # What differs on 10.x, where products lie in tensor memory and registers are taken by what is read from there.
 ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
