@@ -24,7 +24,7 @@ from interpreter import strict
 from triton.runtime.errors import InterpreterError
 
 import fastattn
-from fastattn.backends.triton import dry, philox
+from fastattn.backends.triton import dry, kernel, philox
 
 TESTS = Path(__file__).parent
 SEED = torch.tensor([4, 5])
@@ -203,6 +203,22 @@ def test_ahead_of_time():
 def test_ahead_of_time_on_every_architecture(capability):
     status, output = program("-m", "fastattn.backends.triton.aot", "--arch", str(capability), seconds=3600)
     assert status == 0, output
+
+
+def test_what_a_compiled_kernel_is_started_for():
+    """Any numbers of the same width and any tensors of the same dtype, but a dense mask's kernel for no other."""
+    mask = torch.zeros(8)
+    known = kernel._types((3, (mask, 1, 16, None), 0.5))
+    for same in ((48, (mask[1:], 7, 1, None), 2.0), (-1, (mask[3:5], 0, 2**31 - 1, None), 0.0)):
+        assert kernel._types(same) == known
+    for other in (
+        (3, (mask, 1, 16, 0), 0.5),
+        (3, (mask.half(), 1, 16, None), 0.5),
+        (2**31, (mask, 1, 16, None), 0.5),
+        (3, (mask, 1, 2**31, None), 0.5),
+        (3, (None, 1, 16, None), 0.5),
+    ):
+        assert kernel._types(other) != known
 
 
 @pytest.mark.slow

@@ -73,12 +73,12 @@ def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None,
 
 def _attention(
     dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int, value_size: int | None = None,
-    tf32: bool = False, queries: int = 256, keys: int = 512,
+    tf32: bool = False, queries: int = 256, keys: int = 512, mask_columns: int | None = None,
 ) -> None:  # fmt: skip
     """Enough sequences and heads to occupy any device."""
     query, key = _empty(32, 8, queries, size, dtype=dtype), _empty(32, 2, keys, size, dtype=dtype)
     value = _empty(32, 2, keys, value_size or size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(32, 1, queries, keys, dtype=mask)
+    attn_mask = None if mask is None else _empty(32, 1, queries, mask_columns or keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
     is_float = mask is not None and mask != torch.bool
@@ -92,11 +92,7 @@ def _attention(
 
 def _attention_of_columns(dtype: torch.dtype, size: int, threshold: int) -> None:
     """A mask whose columns are not dense: here they broadcast."""
-    query, key = _empty(32, 8, 256, size, dtype=dtype), _empty(32, 2, 512, size, dtype=dtype)
-    attn_mask, seed = _empty(32, 1, 256, 1), _empty(2, dtype=torch.int64)
-    settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
-    out, lse, stats = kernels.attention(query, key, key, *settings)
-    kernels.attention_backward(out, lse, query, key, key, out, stats, *settings, True)
+    _attention(dtype, size, torch.float32, threshold, mask_columns=1)
 
 
 def _long_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
