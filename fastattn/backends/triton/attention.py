@@ -88,7 +88,8 @@ def _pointers(head, first, N: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.const
     """(N, D) pointers to the rows from ``first``. Rows begin at multiples of ALIGNMENT elements: 16 bytes, or 1."""
     base, row = head
     row = row // ALIGNMENT * ALIGNMENT
-    if base.dtype.element_ty == tl.float32:  # anew for each tile: kept, they would take registers that products need
+    if (base.dtype.element_ty == tl.float32) | (ALIGNMENT == 1):
+        # Anew for each tile: kept, they would take registers that products need.
         place = _wide(first + tl.arange(0, N))
     else:
         base += _wide(first) * row
@@ -228,6 +229,13 @@ def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right, MAS
             x += value
             x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask hides nothing
     return tl.where(visible, x, -INFINITY)
+
+
+@triton.jit
+def _anew(h, n):
+    """h in the n-th iteration. A compiler does not know that it is the same in each: what follows from it is computed
+    there, and takes no registers in between."""
+    return h + (n >> 30)
 
 
 @triton.jit
@@ -480,12 +488,13 @@ def _grad_key_value(
     visited = tl.where(first_j < length, queries, 0)
     for EDGE in tl.static_range(2):
         for n_head in tl.range(group, disable_licm=True):
-            h = (_wide(key_head) * group + n_head).to(tl.int32)
-            queries_of_head = _head(query, b, h, first_query)
-            grads_of_head = _head(grad_out, b, h, first_query)
-            plan = _plan(lists, b, h, tile, COLUMNS, ROWS, visited, -diagonal, right, left)
+            own_h = (_wide(key_head) * group + n_head).to(tl.int32)
+            plan = _plan(lists, b, own_h, tile, COLUMNS, ROWS, visited, -diagonal, right, left)
             for n in tl.range(plan[EDGE], disable_licm=True):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
+                h = own_h if lists is None else _anew(own_h, n)
+                queries_of_head = _head(query, b, h, first_query)
+                grads_of_head = _head(grad_out, b, h, first_query)
                 i = first_i + tl.arange(0, ROWS)
                 real_i = i < queries if EDGE else None
                 q = _tile(query_descriptor, b, h, queries_of_head, first_i, real_i, size, ROWS, E, EXACT, ALIGNMENT)
@@ -529,6 +538,27 @@ def _grad_key_value(
     _store(_head(grad_value, b, key_head, first_key), first_j, rows_of_grads, value_size, dv, ALIGNMENT)
 
 
+@triton.constexpr_function
+def _part(size, dtype):
+    return min(size, 1024 // dtype.primitive_bitwidth)
+
+
+@triton.jit
+def _product(
+    a, first_a, rows_a, b, first_b, rows_b, size,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A B^T of rows of heads, from 128 bytes of them at a time: whole rows would take registers that x and dP need."""
+    product = tl.zeros((M, N), tl.float32)
+    PART: tl.constexpr = _part(D, a[0].dtype.element_ty)
+    for start in tl.range(0, D, PART, disable_licm=True):
+        part_a = _load((a[0] + start, a[1]), first_a, rows_a, size - start, M, PART, EXACT, ALIGNMENT)
+        part_b = _load((b[0] + start, b[1]), first_b, rows_b, size - start, N, PART, EXACT, ALIGNMENT)
+        product = tl.dot(part_a, tl.trans(part_b), product, input_precision=PRECISION)
+    return product
+
+
 @kernel
 def _grad_mask(
     query, key, value, mask, seed, sequences, grad_out, grad, point, sum, delta, rows,
@@ -549,24 +579,26 @@ def _grad_mask(
     visits_h = heads if ONE_HEAD else 1
     visits_b = batch if ONE_BATCH else 1
     ds_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for n in range(visits_b * visits_h * visits_i * visits_j):
+    for n in tl.range(visits_b * visits_h * visits_i * visits_j, disable_licm=True):
         first_j = (own_j + n % visits_j) * COLUMNS
         first_i = (own_i + n // visits_j % visits_i) * ROWS
         h = own_h + n // visits_j // visits_i % visits_h
         b = own_b + n // visits_j // visits_i // visits_h
         first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
         i, j = first_i + tl.arange(0, ROWS), first_j + tl.arange(0, COLUMNS)
-        q = _load(_head(query, b, h, first_query), first_i, i < queries, size, ROWS, E, EXACT, ALIGNMENT)
         seen_j = _seen(None, b, h, 0, j, queries, keys, length, diagonal, left, right)
-        k = _load(_head(key, b, h // group, first_key), first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
-        v = _load(_head(value, b, h // group, first_key), first_j, seen_j, value_size, COLUMNS, EV, EXACT, ALIGNMENT)
-        do = _load(_head(grad_out, b, h, first_query), first_i, i < queries, value_size, ROWS, EV, EXACT, ALIGNMENT)
+        x = magnitude * _product(
+            _head(query, b, h, first_query), first_i, i < queries, _head(key, b, h // group, first_key), first_j, seen_j,
+            size, ROWS, COLUMNS, E, EXACT, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+        dp = _product(
+            _head(grad_out, b, h, first_query), first_i, i < queries, _head(value, b, h // group, first_key), first_j,
+            seen_j, value_size, ROWS, COLUMNS, EV, EXACT, ALIGNMENT, PRECISION,
+        )  # fmt: skip
         at = _statistic(rows, b, h, first_query, i)
         m, r = _normaliser(point, sum, at, i < queries, True, False)
         d = tl.load(delta + at, mask=i < queries, other=0.0)
-        x = _scores(q, k, magnitude, True, PRECISION)
         x = _hide(x, mask, b, h, i[:, None], j[None, :], queries, keys, length, diagonal, left, right, True)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if seed is not None:
             dp = tl.where(keep(seed, b * heads + h, first_i, first_j, threshold, ROWS, COLUMNS), dp, 0.0) * factor
         ds = _probabilities(x, m[:, None], r[:, None], magnitude, True, False) * (dp - d[:, None])
@@ -858,12 +890,14 @@ class _Problem:
         tiles = self.tiles("grad_query")
         row_tiles = cdiv(self.queries, tiles.rows)
         described = self.descriptors(self.operands[1:3], self.keys, tiles.columns)
+        constants = self.constants(tiles, out_heads, grad_heads, query_heads)
+        if self.mask is not None and max(self.size, self.value_size) > 64:
+            constants["PRECISION"] = "ieee"  # tf32 is multiplied from registers, which a mask needs
         launch(
             _grad_query, (row_tiles * self.heads * self.batch,), self.device, *described, *self.operands,
             *self.lists(tiles, keys_own=False), out_heads, grad_heads,
             None if grad_lse is None else (grad_lse, *_rows(grad_lse)), query_heads, point, total, shift, rate,
-            delta, rows, row_tiles, self.heads, *self.numbers, **modes,
-            **self.constants(tiles, out_heads, grad_heads, query_heads),
+            delta, rows, row_tiles, self.heads, *self.numbers, **modes, **constants,
         )  # fmt: skip
 
         tiles = self.tiles("grad_key_value")
