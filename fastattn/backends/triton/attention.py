@@ -587,14 +587,14 @@ def _grad_mask(
         first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
         i, j = first_i + tl.arange(0, ROWS), first_j + tl.arange(0, COLUMNS)
         seen_j = _seen(None, b, h, 0, j, queries, keys, length, diagonal, left, right)
+        q, k = _head(query, b, h, first_query), _head(key, b, h // group, first_key)
         x = magnitude * _product(
-            _head(query, b, h, first_query), first_i, i < queries, _head(key, b, h // group, first_key), first_j, seen_j,
-            size, ROWS, COLUMNS, E, EXACT, ALIGNMENT, PRECISION,
-        )  # fmt: skip
+            q, first_i, i < queries, k, first_j, seen_j, size, ROWS, COLUMNS, E, EXACT, ALIGNMENT, PRECISION
+        )
+        do, v = _head(grad_out, b, h, first_query), _head(value, b, h // group, first_key)
         dp = _product(
-            _head(grad_out, b, h, first_query), first_i, i < queries, _head(value, b, h // group, first_key), first_j,
-            seen_j, value_size, ROWS, COLUMNS, EV, EXACT, ALIGNMENT, PRECISION,
-        )  # fmt: skip
+            do, first_i, i < queries, v, first_j, seen_j, value_size, ROWS, COLUMNS, EV, EXACT, ALIGNMENT, PRECISION
+        )
         at = _statistic(rows, b, h, first_query, i)
         m, r = _normaliser(point, sum, at, i < queries, True, False)
         d = tl.load(delta + at, mask=i < queries, other=0.0)
