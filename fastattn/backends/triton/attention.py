@@ -232,10 +232,10 @@ def _hide(x, mask, b, h, i, j, queries, keys, length, diagonal, left, right, MAS
 
 
 @triton.jit
-def _anew(h, n):
-    """h in the n-th iteration. A compiler does not know that it is the same in each: what follows from it is computed
-    there, and takes no registers in between."""
-    return h + (n >> 30)
+def _anew(x, n):
+    """x, with a number n from 0 up to 2**30 of which a compiler knows nothing: what follows from the result is computed
+    from there on, and takes no registers before."""
+    return x + (n >> 30)
 
 
 @triton.jit
@@ -305,8 +305,9 @@ def _forward(
             _keep_order(q)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
+                own = _anew(first_i, n + group) + tl.arange(0, ROWS)
                 x = _hide(
-                    x, mask, b, h, i[:, None], j[None, :],
+                    x, mask, b, h, own[:, None], j[None, :],
                     queries, keys, length, diagonal, left, right, lists is not None,
                 )  # fmt: skip
             raised = tl.maximum(highest, _scaled(tl.max(x, 1), magnitude, FLOAT))
@@ -324,6 +325,8 @@ def _forward(
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
     acc *= tl.where(total == 0, 0.0, factor / total)[:, None]
+    first_i = _anew(first_i, group)
+    i = first_i + tl.arange(0, ROWS)
     base, row = _head(out, b, h, first_query)
     base += part * part_of_out
     _store((base, row), first_i, i < queries, value_size, acc, ALIGNMENT)
@@ -445,7 +448,7 @@ def _grad_query(
             _keep_order(q)
             x = _scores(q, k, magnitude, FLOAT, PRECISION)
             if EDGE:
-                own = queries - (queries - first_i - tl.arange(0, ROWS))  # i, which else stays in registers
+                own = _anew(first_i, n + group) + tl.arange(0, ROWS)
                 x = _hide(
                     x, mask, b, h, own[:, None], j[None, :],
                     queries, keys, length, diagonal, left, right, lists is not None,
@@ -460,8 +463,9 @@ def _grad_query(
                 ds = tl.where(x == -INFINITY, 0.0, ds)
             _keep_order(q)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    rows_of_grad = tl.arange(0, ROWS) < queries - first_i  # not of i: see above
-    _store(_head(grad_query, b, h, first_query), first_i, rows_of_grad, size, dq * scale, ALIGNMENT)
+    first_i = _anew(first_i, group)
+    i = first_i + tl.arange(0, ROWS)
+    _store(_head(grad_query, b, h, first_query), first_i, i < queries, size, dq * scale, ALIGNMENT)
 
 
 @kernel
@@ -492,7 +496,7 @@ def _grad_key_value(
             plan = _plan(lists, b, own_h, tile, COLUMNS, ROWS, visited, -diagonal, right, left)
             for n in tl.range(plan[EDGE], disable_licm=True):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
-                h = own_h if lists is None else _anew(own_h, n)
+                h = own_h if lists is None else _anew(own_h, n + group)
                 queries_of_head = _head(query, b, h, first_query)
                 grads_of_head = _head(grad_out, b, h, first_query)
                 i = first_i + tl.arange(0, ROWS)
@@ -507,8 +511,9 @@ def _grad_key_value(
                 d = _load_rows(delta + at, real_i, 0.0)
                 x = _scores(k, q, magnitude, FLOAT, PRECISION)
                 if EDGE:
+                    own = _anew(first_j, n + group) + tl.arange(0, COLUMNS)
                     x = _hide(
-                        x, mask, b, h, i[None, :], j[:, None],
+                        x, mask, b, h, i[None, :], own[:, None],
                         queries, keys, length, diagonal, left, right, lists is not None,
                     )  # fmt: skip
                 if (E + EV > 256) & (q.dtype != tl.float32):
@@ -530,12 +535,12 @@ def _grad_key_value(
                     ds = tl.where(x == -INFINITY, 0.0, ds)
                 _keep_order(q)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    exists = tl.arange(0, COLUMNS) < length - first_j  # not of j, which would be kept in registers to the end
-    dk = tl.where(exists[:, None], dk * magnitude, 0.0)
-    dv = tl.where(exists[:, None], dv * factor, 0.0)
-    rows_of_grads = tl.arange(0, COLUMNS) < keys - first_j
-    _store(_head(grad_key, b, key_head, first_key), first_j, rows_of_grads, size, dk, ALIGNMENT)
-    _store(_head(grad_value, b, key_head, first_key), first_j, rows_of_grads, value_size, dv, ALIGNMENT)
+    first_j = _anew(first_j, group)
+    j = first_j + tl.arange(0, COLUMNS)
+    dk = tl.where((j < length)[:, None], dk * magnitude, 0.0)
+    dv = tl.where((j < length)[:, None], dv * factor, 0.0)
+    _store(_head(grad_key, b, key_head, first_key), first_j, j < keys, size, dk, ALIGNMENT)
+    _store(_head(grad_value, b, key_head, first_key), first_j, j < keys, value_size, dv, ALIGNMENT)
 
 
 @triton.constexpr_function

@@ -95,7 +95,7 @@ ATTENTION_UNALIGNED = {
     "forward": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1, 255)},
     "forward_few": {64: Tiles(16, 32, 4, 2, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 2)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
