@@ -280,7 +280,8 @@ def _forward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, h, b = _program(tiles, heads)
+    tile, own_h, own_b = _program(tiles, heads)
+    h, b = own_h, own_b
     first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
     first_i = tile * ROWS
     if first_i >= queries:
@@ -299,6 +300,10 @@ def _forward(
         begin, end = plan[EDGE] * part // parts, plan[EDGE] * (part + 1) // parts
         for n in tl.range(begin, end, disable_licm=(EDGE == 1) | _is_scarce(E, EV, q.dtype)):
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
+            if lists is not None:  # which take registers
+                h, b = _anew(own_h, n + group), _anew(own_b, n + group)
+                keys_of_head = _head(key, b, h // group, first_key)
+                values_of_head = _head(value, b, h // group, first_key)
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
             k = _tile(key_descriptor, b, h // group, keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
@@ -327,13 +332,13 @@ def _forward(
     acc *= tl.where(total == 0, 0.0, factor / total)[:, None]
     first_i = _anew(first_i, group)
     i = first_i + tl.arange(0, ROWS)
-    base, row = _head(out, b, h, first_query)
+    base, row = _head(out, own_b, own_h, first_query)
     base += part * part_of_out
     _store((base, row), first_i, i < queries, value_size, acc, ALIGNMENT)
     m = tl.where(highest == -INFINITY, 0.0, highest)
     reference = m if FLOAT else m * LN2
     total *= _exponential(m - (reference if FLOAT else reference * LOG2E), FLOAT)  # where rounding moved the reference
-    at = _statistic(rows, b, h, first_query, i) + part * part_of_rows
+    at = _statistic(rows, own_b, own_h, first_query, i) + part * part_of_rows
     tl.store(point + at, reference, mask=i < queries)
     tl.store(sum + at, total, mask=i < queries)
     if lse is not None:
@@ -410,7 +415,8 @@ def _grad_query(
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, h, b = _program(tiles, heads)
+    tile, own_h, own_b = _program(tiles, heads)
+    h, b = own_h, own_b
     first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
     first_i = tile * ROWS
     if first_i >= queries:
@@ -438,6 +444,10 @@ def _grad_query(
     for EDGE in tl.static_range(2):
         for n in tl.range(plan[EDGE], disable_licm=(EDGE == 1) | _is_scarce(E, EV, q.dtype)):
             first_j = _visit(plan, n, lists, EDGE) * COLUMNS
+            if lists is not None:  # which take registers
+                h, b = _anew(own_h, n + group), _anew(own_b, n + group)
+                keys_of_head = _head(key, b, h // group, first_key)
+                values_of_head = _head(value, b, h // group, first_key)
             j = first_j + tl.arange(0, COLUMNS)
             seen_j = _seen(seen, b, h, tile, j, queries, keys, length, diagonal, left, right) if EDGE else None
             k = _tile(key_descriptor, b, h // group, keys_of_head, first_j, seen_j, size, COLUMNS, E, EXACT, ALIGNMENT)
@@ -465,7 +475,7 @@ def _grad_query(
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     first_i = _anew(first_i, group)
     i = first_i + tl.arange(0, ROWS)
-    _store(_head(grad_query, b, h, first_query), first_i, i < queries, size, dq * scale, ALIGNMENT)
+    _store(_head(grad_query, own_b, own_h, first_query), first_i, i < queries, size, dq * scale, ALIGNMENT)
 
 
 @kernel
@@ -477,7 +487,8 @@ def _grad_key_value(
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, FLOAT: tl.constexpr, FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, key_head, b = _program(tiles, key_heads)
+    tile, key_head, own_b = _program(tiles, key_heads)
+    b = own_b
     first_query, queries, first_key, keys, length, diagonal = _sequence(b, sequences, LOWER_RIGHT)
     first_j = tile * COLUMNS
     if first_j >= keys:
@@ -493,10 +504,12 @@ def _grad_key_value(
     for EDGE in tl.static_range(2):
         for n_head in tl.range(group, disable_licm=True):
             own_h = (_wide(key_head) * group + n_head).to(tl.int32)
-            plan = _plan(lists, b, own_h, tile, COLUMNS, ROWS, visited, -diagonal, right, left)
+            h = own_h
+            plan = _plan(lists, own_b, own_h, tile, COLUMNS, ROWS, visited, -diagonal, right, left)
             for n in tl.range(plan[EDGE], disable_licm=True):
                 first_i = _visit(plan, n, lists, EDGE) * ROWS
-                h = own_h if lists is None else _anew(own_h, n + group)
+                if lists is not None:  # which take registers
+                    h, b = _anew(own_h, n + group), _anew(own_b, n + group)
                 queries_of_head = _head(query, b, h, first_query)
                 grads_of_head = _head(grad_out, b, h, first_query)
                 i = first_i + tl.arange(0, ROWS)
@@ -539,8 +552,8 @@ def _grad_key_value(
     j = first_j + tl.arange(0, COLUMNS)
     dk = tl.where((j < length)[:, None], dk * magnitude, 0.0)
     dv = tl.where((j < length)[:, None], dv * factor, 0.0)
-    _store(_head(grad_key, b, key_head, first_key), first_j, j < keys, size, dk, ALIGNMENT)
-    _store(_head(grad_value, b, key_head, first_key), first_j, j < keys, value_size, dv, ALIGNMENT)
+    _store(_head(grad_key, own_b, key_head, first_key), first_j, j < keys, size, dk, ALIGNMENT)
+    _store(_head(grad_value, own_b, key_head, first_key), first_j, j < keys, value_size, dv, ALIGNMENT)
 
 
 @triton.constexpr_function
@@ -895,14 +908,12 @@ class _Problem:
         tiles = self.tiles("grad_query")
         row_tiles = cdiv(self.queries, tiles.rows)
         described = self.descriptors(self.operands[1:3], self.keys, tiles.columns)
-        constants = self.constants(tiles, out_heads, grad_heads, query_heads)
-        if self.mask is not None and max(self.size, self.value_size) > 64:
-            constants["PRECISION"] = "ieee"  # tf32 is multiplied from registers, which a mask needs
         launch(
             _grad_query, (row_tiles * self.heads * self.batch,), self.device, *described, *self.operands,
             *self.lists(tiles, keys_own=False), out_heads, grad_heads,
             None if grad_lse is None else (grad_lse, *_rows(grad_lse)), query_heads, point, total, shift, rate,
-            delta, rows, row_tiles, self.heads, *self.numbers, **modes, **constants,
+            delta, rows, row_tiles, self.heads, *self.numbers, **modes,
+            **self.constants(tiles, out_heads, grad_heads, query_heads),
         )  # fmt: skip
 
         tiles = self.tiles("grad_key_value")
