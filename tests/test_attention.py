@@ -234,6 +234,18 @@ def test_mask_may_need_the_only_gradient(backend):
         torch.testing.assert_close(got, wanted, rtol=8 * torch.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("e", "ev"), [(130, 72), (72, 200), (97, 129)])
+def test_mask_gradient_of_wide_heads(backend, dtype, e, ev):
+    """Kernels may read a head in parts: what lies beyond its end, in the row, belongs to nobody."""
+    tensors = []
+    for tensor in operands((1, 2, 1, 19, 40, e, ev), dtype):
+        wider = tensor.new_full((*tensor.shape[:-1], 264), math.nan)
+        wider[..., : tensor.size(-1)] = tensor
+        tensors.append(wider[..., : tensor.size(-1)])
+    check(*tensors, torch.randn(2, 1, 40), enable_gqa=True)
+
+
 @pytest.mark.representative
 def test_causal_bias(backend):
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left

@@ -9,7 +9,7 @@ it: first the plain ones, of which every pair sees each other, then the edges, w
 are follows from the window, or if there is a mask from lists that ``_cover`` and ``_list`` make.
 
 What would be hoisted out of a loop (offsets, Philox's key schedule) takes registers in every loop: where they are
-scarce, ``disable_licm`` has it computed again, and ``_anew`` what is needed again after the loops.
+scarce, ``disable_licm`` has it computed again, and ``_anew`` what is used in a loop of edges, or only after the loops.
 
 x is a score before what can be left to the exponential: Q K^T, or with a float mask magnitude * Q K^T + mask. The
 scale's sign has gone into Q, so that a larger x is a larger score.
