@@ -1,8 +1,9 @@
 """The public functions on fake CUDA tensors, forward and backward, down to a driver that launches nothing.
 
 A program of its own, since Triton must not interpret here. It prints, as JSON, which kernels each call started, how
-many were compiled for many lengths, how often Triton's own way to a compiled kernel was taken, and on which device and
-stream kernels start. A value that the host would wait for raises: CUDA graphs could not capture the call.
+many were compiled for many lengths and what the ahead-of-time checks find in them, how often Triton's own way to a
+compiled kernel was taken, and on which device and stream kernels start. A value that the host would wait for raises:
+CUDA graphs could not capture the call.
 """
 
 import ctypes
@@ -210,7 +211,9 @@ def main(lengths):
             for length in lengths:
                 run(call, length)
             found["started"][call.__name__] = sorted({start.kernel for start in fake.started})
-        found["specialisations"] = len(list(aot.specialisations(0)))
+        compiled = list(aot.specialisations(0))
+        found["specialisations"] = len(compiled)
+        found["faults"] = [fault for one in compiled for fault in aot.examine(*one, 90).faults()]
         run(multihead, 40)
         extremes()
         found["descriptors"] = {}

@@ -15,12 +15,12 @@ from fastattn.backends.triton import aot
 
 
 @triton.jit
-def sound(a, out, size: tl.int64, PRECISION: tl.constexpr):
-    i = tl.arange(0, 64)
-    tile = i[:, None] * 64 + i[None, :]
-    sums = tl.zeros([64, 64], tl.float32)
+def sound(a, out, size: tl.int64, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    i = tl.arange(0, ROWS)
+    tile = i[:, None] * ROWS + i[None, :]
+    sums = tl.zeros([ROWS, ROWS], tl.float32)
     for k in range(size):
-        x = tl.load(a + k * 4096 + tile)
+        x = tl.load(a + k * ROWS * ROWS + tile)
         sums = tl.dot(x, x, sums, input_precision=PRECISION)
     tl.store(out + tile, sums)
 
@@ -87,7 +87,7 @@ def faults(*arguments, **options):
 
 def compared(conversions):
     """What is found in a kernel with these layout conversions beside one without dropout that has none."""
-    plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"PRECISION": "ieee"})
+    plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"})
     plain = dataclasses.replace(plain, variant=(*plain.variant, ("seed", "None")))
     dropping = dataclasses.replace(plain, variant=(*plain.variant[:-1], ("seed", "*i64")), conversions=conversions)
     return aot.faults([plain, dropping])[dropping]
@@ -95,16 +95,22 @@ def compared(conversions):
 
 def main():
     halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
-    whole = report(sound, halves | {"size": "i64"}, {"PRECISION": "ieee"})
+    whole = report(sound, halves | {"size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"})
     found = {
-        "sound": [faults(sound, halves | {"size": "i64"}, {"PRECISION": "ieee"}, arch) for arch in aot.SHARED_MEMORY],
-        "no products": dataclasses.replace(whole, matrix_instructions=()).faults(),
+        "sound": [
+            faults(sound, halves | {"size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"}, arch)
+            for arch in aot.SHARED_MEMORY
+        ],
+        "no products": dataclasses.replace(whole, products=0).faults(),
+        "no matrix instructions": dataclasses.replace(whole, matrix_instructions=()).faults(),
+        "mma": report(sound, halves | {"size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"}, warps=2).faults(),
+        "nothing beside it": aot.faults([whole])[whole],
         "too large": dataclasses.replace(whole, shared=(227 << 10) + 1).faults(),
         "converted": compared(report(converted, halves | {"size": "i64"}, {}).conversions),
         "not converted": compared(whole.conversions),
         "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),
         "tf32": faults(tf32, singles | {"size": "i64"}, {}),
-        "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"PRECISION": "tf32"}),
+        "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"ROWS": 64, "PRECISION": "tf32"}),
         "described": faults(described, {"a": "tensordesc<fp16[64, 64]>", "out": "*fp32", "size": "i64"}, {}),
         "narrow": faults(narrow, singles | {"row": "i32", "stride": "i32"}, {}),
     }

@@ -398,6 +398,17 @@ def test_nan_reaches_what_attends_to_it(backend):
     assert not out[0, 0, 5:].isnan().any()
 
 
+@pytest.mark.parametrize("scale", [3e38, -3e38])
+def test_largest_scale(backend, scale):
+    """log2(e) times it is more than float32 has."""
+    query, key, value = operands((1, 2, 2, 5, 43, 16, 16), torch.float32)
+    for small in (query * 0, query * 1e-38):
+        out, lse = scaled_dot_product_attention(small, key, value, scale=scale, return_lse=True)
+        wanted, wanted_lse = exact(small, key, value, scale=scale)[:2]
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [0, 0.0, 1, -0.7, 1e-3, 3.5, 1e-50, -1e-50])
 def test_scale(backend, scale):
     for dtype in (torch.float32, torch.bfloat16):

@@ -184,7 +184,10 @@ def test_planted_compile_faults():
         ("narrow", "32 bits"),
         ("described", "bulk loads"),
         ("converted", "layout conversions"),
-        ("no products", "no matrix instructions"),
+        ("no products", "no matrix products"),
+        ("no matrix instructions", "no matrix instructions"),
+        ("mma", "no wgmma"),
+        ("nothing beside it", "no case without dropout"),
         ("too large", "shared memory"),
     ):
         assert any(message in fault for fault in found[name]), (name, found[name])
@@ -244,6 +247,7 @@ def test_dry_launch():
     }
     assert {call: set(kernels) for call, kernels in one["started"].items()} == wanted
     # Triton looks at a call's arguments once for each dtype, set of constants and device.
+    assert one["faults"] == []
     assert one["lookups"] == {
         "first": 1,
         "again": 0,

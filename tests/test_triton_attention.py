@@ -242,3 +242,12 @@ def test_tf32_where_torch_allows_it(monkeypatch, name, value):
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert precisions == ["ieee", "tf32", "ieee"]
+
+
+def test_positions_beyond_2_to_the_30():
+    """A window at the end of so many keys, which lie on one another: its sums with positions stay within 32 bits."""
+    keys = 2**30 + 64
+    key, value = torch.randn(1, 1, 1, 16).expand(1, 1, keys, 16), torch.randn(1, 1, 1, 24).expand(1, 1, keys, 24)
+    out, lse, _ = call(torch.zeros(1, 1, 3, 16), key, value, window=(64, -1), lower_right=True)
+    torch.testing.assert_close(out, value[:, :, :3])
+    torch.testing.assert_close(lse, torch.tensor([67.0, 66.0, 65.0]).log().view(1, 1, 3))

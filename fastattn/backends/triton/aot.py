@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -73,21 +74,28 @@ def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None,
 
 def _attention(
     dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int, value_size: int | None = None,
-    tf32: bool = False, queries: int = 256, keys: int = 512, mask_columns: int | None = None,
+    tf32: bool = False, queries: int = 256, keys: int = 512, mask_columns: int | None = None, plain: bool = False,
 ) -> None:  # fmt: skip
-    """Enough sequences and heads to occupy any device."""
+    """Enough sequences and heads to occupy any device; with every option, unless it is to be plain."""
     query, key = _empty(32, 8, queries, size, dtype=dtype), _empty(32, 2, keys, size, dtype=dtype)
     value = _empty(32, 2, keys, value_size or size, dtype=dtype)
     attn_mask = None if mask is None else _empty(32, 1, queries, mask_columns or keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
-    settings = attn_mask, _empty(32, dtype=torch.int64), seed, 0.125, -1, 0, True, threshold
+    lengths = None if plain else _empty(32, dtype=torch.int64)
+    settings = attn_mask, lengths, seed, 0.125, -1, 0, not plain, threshold
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         out, lse, stats = kernels.attention(query, key, value, *settings)
-        kernels.attention_backward(out, lse, query, key, value, out, stats, *settings, is_float)
+        grad_lse = None if plain else lse
+        kernels.attention_backward(out, grad_lse, query, key, value, out, stats, *settings, is_float)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _plain_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
+    """As it is mostly called: no key lengths, upper left, no gradient of the LSE."""
+    _attention(dtype, size, mask, threshold, plain=True)
 
 
 def _attention_of_columns(dtype: torch.dtype, size: int, threshold: int) -> None:
@@ -102,18 +110,21 @@ def _long_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, thr
 
 
 def _few_queries(
-    dtype: torch.dtype, size: int, mask: torch.dtype | None, batch: int = 32, queries: int = 1, keys: int = 1024
-) -> None:
+    dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int = 0, batch: int = 32, queries: int = 1,
+    keys: int = 1024,
+) -> None:  # fmt: skip
     """Against a cache, whose keys are split unless the batch is large enough to occupy any device."""
     query, key = _empty(batch, 8, queries, size, dtype=dtype), _empty(batch, 2, keys, size, dtype=dtype)
     attn_mask = None if mask is None else _empty(batch, 1, 1, keys, dtype=mask)
-    kernels.attention(query, key, key, attn_mask, _empty(batch, dtype=torch.int64), None, 0.125, -1, 0, True, 0)
+    seed = _empty(2, dtype=torch.int64) if threshold else None
+    lengths = _empty(batch, dtype=torch.int64)
+    kernels.attention(query, key, key, attn_mask, lengths, seed, 0.125, -1, 0, True, threshold)
 
 
-def _varlen_attention(dtype: torch.dtype, size: int, threshold: int) -> None:
+def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
     query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
     starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
-    settings = starts, starts, None, seed, 128, 128, 0.125, -1, 0, threshold
+    settings = starts, starts, None, seed, longest, 128, 0.125, -1, 0, threshold
     out, lse, stats = kernels.varlen_attention(query, key, key, *settings)
     kernels.varlen_attention_backward(out, lse, query, key, key, out, stats, *settings)
 
@@ -129,15 +140,25 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
                 (torch.bfloat16, 192, 128),
                 *((torch.float16, size) for size in (59, 100, 250)),
                 *((torch.float32, size) for size in (64, 128, 256)),
-                (torch.float32, 59),
+                *((torch.float32, size) for size in (59, 100, 250)),
                 *((torch.float32, size, size, True) for size in (64, 128)),
             )
             for mask in (None, torch.bool, torch.float32)
             for threshold in (0, 6554)
         ),
-        *((_attention, torch.float16, size, None, 6554) for size in (64, 128)),
-        *((_attention_of_columns, torch.bfloat16, size, 6554) for size in (64, 128, 256)),
-        (_attention_of_columns, torch.float32, 64, 6554),
+        *(
+            (_plain_attention, dtype, size, mask, threshold)
+            for dtype in (torch.bfloat16, torch.float32)
+            for size in (64, 128, 256)
+            for mask in (None, torch.bool, torch.float32)
+            for threshold in (0, 6554)
+        ),
+        *((_attention, torch.float16, size, None, threshold) for size in (64, 128) for threshold in (0, 6554)),
+        *(
+            (_attention_of_columns, *operands, threshold)
+            for operands in (*((torch.bfloat16, size) for size in (64, 128, 256)), (torch.float32, 64))
+            for threshold in (0, 6554)
+        ),
         *(
             (_long_attention, torch.bfloat16, size, mask, threshold)
             for size, mask in (
@@ -148,22 +169,21 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
             for threshold in (0, 6554)
         ),
         *(
-            (_few_queries, dtype, size, mask)
-            for dtype in (torch.bfloat16, torch.float32)
-            for size in (64, 128, 256)
-            for mask in (None, torch.bool, torch.float32)
+            (_few_queries, *operands, mask, *others)
+            for operands in (
+                *((dtype, size) for dtype in (torch.bfloat16, torch.float32) for size in (64, 128, 256)),
+                *((torch.float16, size) for size in (59, 100, 250)),
+            )
+            for mask, *others in ((None,), (torch.bool,), (torch.float32,), (None, 6554), (None, 0, 1, 1, 8192))
         ),
+        (_few_queries, torch.bfloat16, 128, torch.bool, 0, 1, 64, 8192),
         *(
-            (_few_queries, dtype, size, None, 1, 1, 8192)
-            for dtype in (torch.bfloat16, torch.float32)
-            for size in (64, 128, 256)
-        ),
-        (_few_queries, torch.bfloat16, 128, None, 1, 64, 8192),
-        *(
-            (_varlen_attention, dtype, size, threshold)
-            for dtype in (torch.bfloat16, torch.float32)
-            for size in (64, 128, 256)
-            for threshold in (0, 6554)
+            (_varlen_attention, *operands, *others)
+            for operands in (
+                *((dtype, size) for dtype in (torch.bfloat16, torch.float32) for size in (64, 128, 256)),
+                *((torch.float16, size) for size in (59, 80, 250)),
+            )
+            for others in ((0,), (6554,), (0, 1))
         ),
     ],
     "dropout": [
@@ -186,12 +206,31 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-def run(operations: list[str], device: int) -> None:
-    """Start every kernel of these operations' cases on this device."""
-    with torch.cuda.device(device), FakeTensorMode():
+def run(operations: list[str], device: int) -> list[configurations.Tiles]:
+    """Start every kernel of these operations' cases on this device; the tiles that attention's tables gave."""
+    choose, chosen = configurations.attention, []
+
+    def record(*arguments: Any) -> configurations.Tiles:
+        chosen.append(choose(*arguments))
+        return chosen[-1]
+
+    with torch.cuda.device(device), FakeTensorMode(), mock.patch.object(configurations, "attention", record):
         for operation in operations:
             for function, *arguments in CASES[operation]:
                 function(*arguments)
+    return chosen
+
+
+def unread(chosen: list[configurations.Tiles], device: int) -> list[str]:
+    """What attention's tables for this device have that no case was given."""
+    operands = (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)
+    return [
+        f"{dtype}{'' if is_aligned else ', not aligned'}: {kernel}, head {size}"
+        for dtype, is_aligned in operands
+        for kernel, line in configurations.attention_table(dtype, is_aligned, torch.device("cuda", device)).items()
+        for size, tiles in line.items()
+        if not any(tiles is one for one in chosen)
+    ]
 
 
 def specialisations(device: int) -> Iterator[tuple[Any, Any]]:
@@ -247,8 +286,12 @@ class Report:
         known, instructions = dict(self.variant), " ".join(self.matrix_instructions)
         if "HMMA" not in instructions:
             return "HGMMA" in instructions
-        rows = known.get("COLUMNS" if self.name.endswith("key_value") else "ROWS", 0)
-        return int(known.get("E", 0)) <= (128 if self.is_regular else int(rows))
+        return int(known.get("E", 0)) <= (128 if self.is_regular else self.rows)
+
+    @property
+    def rows(self) -> int:
+        """Of a program's own side in attention, and of its products."""
+        return int(dict(self.variant).get("COLUMNS" if self.name.endswith("key_value") else "ROWS", 0))
 
     @property
     def is_regular(self) -> bool:
@@ -272,7 +315,7 @@ class Report:
     @property
     def without_dropout(self) -> tuple[Any, ...]:
         """What this kernel has in common with its variants with and without dropout."""
-        rest = tuple(item for item in self.variant if item[0] not in ("seed", "DROPOUT"))
+        rest = tuple(item for item in self.variant if item[0] != "seed")
         return self.name, self.capability, rest
 
     def faults(self) -> list[str]:
@@ -283,8 +326,12 @@ class Report:
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
         halves = any(re.search(r"\*b?fp?16", value) for _, value in self.variant)
+        if self.products == 0 and "PRECISION" in dict(self.variant):
+            found.append("no matrix products found in Triton's IR")
         if self.products > 0 and (halves or self.is_tf32_allowed) and not self.matrix_instructions:
             found.append("no matrix instructions in the main loop")
+        if self.capability == 90 and halves and self.rows >= 64 and "HGMMA" not in " ".join(self.matrix_instructions):
+            found.append("no wgmma in the main loop")
         if self.has_descriptors and not self.bulk_loads:
             found.append("no bulk loads by tensor descriptors in the main loop")
         if self.tf32 and not self.is_tf32_allowed:
@@ -299,8 +346,12 @@ def faults(reports: list[Report]) -> dict[Report, list[str]]:
     found = {}
     for report in reports:
         found[report] = report.faults()
-        without = plain.get(report.without_dropout, report.conversions)
-        if report.keeps_layout and report.conversions > without:
+        if not (report.is_dropping and report.keeps_layout):
+            continue
+        without = plain.get(report.without_dropout)
+        if without is None:
+            found[report].append("no case without dropout to compare with")
+        elif report.conversions > without:
             found[report].append(f"{report.conversions} layout conversions in the main loop, {without} without dropout")
     return found
 
@@ -414,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"triton {triton.__version__}\n{'':90} registers  stack  shared  conversions  instructions")
     count = total = 0
     for device, capability in enumerate(options.arch):
-        run(options.operation, device)
+        chosen = run(options.operation, device)
         with ThreadPoolExecutor() as pool:
             examined = functools.partial(examine, capability=capability)
             reports = list(pool.map(examined, *zip(*specialisations(device), strict=True)))
@@ -428,6 +479,9 @@ def main(arguments: list[str] | None = None) -> int:
             for fault in found:
                 total += 1
                 print(f"  FAULT {fault}, with {', '.join(report.constants)}", flush=True)
+        for line in unread(chosen, device) if "attention" in options.operation else ():
+            total += 1
+            print(f"sm_{capability}\n  FAULT no case for {line}", flush=True)
     print(f"{count} kernels, {total} faults")
     return 1 if total or not count else 0
 

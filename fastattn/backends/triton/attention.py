@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.backends.reference.attention import empty_heads
 from fastattn.backends.triton import configurations
-from fastattn.backends.triton.kernel import cdiv, dropout_scale, kernel, launch
+from fastattn.backends.triton.kernel import bounded, cdiv, dropout_scale, kernel, launch
 from fastattn.backends.triton.philox import keep, keep_transposed
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -756,16 +756,16 @@ class _Problem:
         self.size, self.value_size = query.size(-1), value.size(-1)
         self.heads, self.key_heads = query.size(1), key.size(1)
         self.batch = query.size(0) if starts[0] is None else starts[0].size(0) - 1
-        unbounded = queries + keys
-        self.left = min(left, unbounded) if left >= 0 else unbounded
-        self.right = min(right, unbounded) if right >= 0 else unbounded
+        self.left, self.right = bounded(left, right, lower_right, queries, keys)
         self.attn_mask = attn_mask
         self.mask: tuple[Any, ...] | None = None
         if attn_mask is not None:
             mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
             *strides, column = (_stride(mask, dim) for dim in range(4))
             self.mask = mask, *strides, None if column == 1 else column
-        self.is_float = attn_mask is not None and attn_mask.dtype != torch.bool
+        # The largest scales are no number beside log2(e); what adds a float mask does without.
+        is_huge = abs(scale) > torch.finfo(torch.float32).max / 1.5
+        self.is_float = is_huge or (attn_mask is not None and attn_mask.dtype != torch.bool)
         if scale <= 0:
             query = query * (-1 if scale < 0 else 0)
         tensors = _heads(_readable(query)), _heads(_readable(key)), _heads(_readable(value))

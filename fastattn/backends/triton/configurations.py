@@ -180,5 +180,5 @@ def row_tile(kernel: str, columns: int) -> RowTile:
     """The block of a row kernel for rows of this many columns."""
     limits = ROWS[kernel]
     block = max(32, 1 << (columns - 1).bit_length()) if columns <= limits.widest else limits.beyond
-    rows = max(1, limits.held // block)
+    rows = max(1, limits.held // block) if columns <= limits.widest else 1  # a wider row is all that a program has
     return RowTile(rows, block, max(1, min(_MOST_WARPS, rows * block // limits.warp)))

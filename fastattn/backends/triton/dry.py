@@ -57,7 +57,7 @@ class Driver:
         return GPUTarget("cuda", self.capabilities[self.device], 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_MEMORY[self.capabilities[device]]}
+        return {"max_shared_mem": 1 << 30}  # any, for the gate to report
 
     def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
         return 0, 0, 0, 0, 1024  # module, function, registers, spills, threads at most

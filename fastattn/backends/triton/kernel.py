@@ -108,6 +108,13 @@ def dropout_scale(threshold: int) -> float:
     return ALL / (ALL - threshold) if threshold < ALL else 0.0
 
 
+def bounded(left: int, right: int, lower_right: bool, queries: int, keys: int) -> tuple[int, int]:
+    """The window (-1: unbounded) in numbers that reach beyond every position, and what a tile has beyond the last, but
+    not so far that their sums with positions would need more than 32 bits."""
+    most_left, most_right = (keys + 256, queries + 256) if lower_right else (queries + 256, keys + 256)
+    return (min(left, most_left) if left >= 0 else most_left), (min(right, most_right) if right >= 0 else most_right)
+
+
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Contiguous; the quickest of torch's ways to one."""
     return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ from fastattn.backends.triton.kernel import (
     are_aligned,
     are_few,
     as_rows,
+    bounded,
     cdiv,
     divide,
     dropout_scale,
@@ -21,8 +22,6 @@ from fastattn.backends.triton.kernel import (
     launch,
     rows_of,
 )
-
-_FAR = 2**30  # beyond every position, within int32
 
 
 @triton.jit
@@ -266,10 +265,6 @@ def _mask_strides(attn_mask: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride for n, stride in zip(attn_mask.shape, attn_mask.stride(), strict=True))
 
 
-def _within(window: int) -> int:
-    return _FAR if window < 0 else min(window, _FAR)
-
-
 def softmax_dropout(
     input: Tensor,
     attn_mask: Tensor | None,
@@ -292,9 +287,10 @@ def softmax_dropout(
     launch(
         _forward, (cdiv(rows, tile.rows),), input.device,
         x, attn_mask, key_lengths, seed if threshold else None, out, stats, rows, columns, matrix_rows, heads,
-        *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left), _within(window_right),
-        int(lower_right), threshold, dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, x),
-        FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        *x.stride()[:3], *_mask_strides(attn_mask), scale,
+        *bounded(window_left, window_right, lower_right, matrix_rows, columns), int(lower_right), threshold,
+        dropout_scale(threshold), FEW=are_few(rows), ALIGNED=are_aligned(columns, x), FITS=columns <= tile.columns,
+        R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return out, stats
 
@@ -326,8 +322,9 @@ def softmax_dropout_backward(
         launch(
             _backward, (cdiv(rows, tile.rows),), input.device,
             g, x, stats, attn_mask, key_lengths, seed if threshold else None, grad, grad_scores, rows, columns,
-            matrix_rows, heads, g_stride, *x.stride()[:3], *_mask_strides(attn_mask), scale, _within(window_left),
-            _within(window_right), int(lower_right), threshold, dropout_scale(threshold),
+            matrix_rows, heads, g_stride, *x.stride()[:3], *_mask_strides(attn_mask), scale,
+            *bounded(window_left, window_right, lower_right, matrix_rows, columns), int(lower_right), threshold,
+            dropout_scale(threshold),
             FEW=are_few(rows), ALIGNED=are_aligned(columns, g, x), FITS=columns <= tile.columns,
             R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
