@@ -282,11 +282,11 @@ class Report:
     def keeps_layout(self) -> bool:
         """Whether dropout's tiles must be what a thread has of a product, as they are of wgmma's. mma divides a tile's
         columns among warps where it has fewer rows than a head has columns; regular operands, for which there are
-        registers, must not have such tiles. What a fifth-generation tensor core leaves is in memory."""
-        known, instructions = dict(self.variant), " ".join(self.matrix_instructions)
-        if "HMMA" not in instructions:
-            return "HGMMA" in instructions
-        return int(known.get("E", 0)) <= (128 if self.is_regular else self.rows)
+        registers, must not have such tiles. A fifth-generation tensor core's product is read from memory by rows."""
+        kinds = {instruction.partition(".")[0] for instruction in self.matrix_instructions}
+        if "HMMA" not in kinds:
+            return "HGMMA" in kinds
+        return int(dict(self.variant).get("E", 0)) <= (128 if self.is_regular else self.rows)
 
     @property
     def rows(self) -> int:
