@@ -282,11 +282,12 @@ class Report:
     def keeps_layout(self) -> bool:
         """Whether dropout's tiles must be what a thread has of a product, as they are of wgmma's. mma divides a tile's
         columns among warps where it has fewer rows than a head has columns; regular operands, for which there are
-        registers, must not have such tiles. A fifth-generation tensor core's product is read from memory by rows."""
+        registers, must not have such tiles, unless queries are few. What a fifth-generation tensor core leaves is read
+        from memory by rows."""
         kinds = {instruction.partition(".")[0] for instruction in self.matrix_instructions}
         if "HMMA" not in kinds:
             return "HGMMA" in kinds
-        return int(dict(self.variant).get("E", 0)) <= (128 if self.is_regular else self.rows)
+        return int(dict(self.variant).get("E", 0)) <= (128 if self.is_regular and self.rows > 16 else self.rows)
 
     @property
     def rows(self) -> int:
