@@ -174,28 +174,26 @@ def measure(case, bytes_a_second, operations_a_second):
             replay(functions[name], 1)
         except Exception as error:
             functions.pop(name, None)
-            refused[name] = brief(error)
+            refused[name] = report.brief(error)
+    result = {"case": case.name, "refused": refused}
+    broken = [f"{name}: {why}" for name, why in refused.items() if name.startswith("fastattn")]
+    if broken:
+        result["error"] = "; ".join(broken)
     if "fastattn" not in functions:
-        return {"case": case.name, "error": refused["fastattn"]}
+        return result
     timing = interleave(functions, budget=BUDGET, measure=replay)
     seconds = {name: timing.seconds(name) for name in functions}
     ours = seconds["fastattn"]
-    return {
-        "case": case.name,
+    return result | {
         "milliseconds": {name: 1000 * value for name, value in seconds.items()},
         "times_as_fast_as": {name: value / ours for name, value in seconds.items() if name != "fastattn"},
-        "refused": refused,
         "share_of_copy": case.bytes / ours / bytes_a_second,
         "share_of_product": case.flops / ours / operations_a_second,
     }
 
 
-def brief(error):
-    return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
 def run(path, results, seconds):
-    """Measures until the time is up; what there is so far is in the file at any moment."""
+    """Measures until the time is up; what there is so far is in the file at any moment. Returns what failed."""
     deadline = time.monotonic() + seconds
     copy, product = limits()
     results |= {"limits": {"copy GB/s": copy / 1e9, "bfloat16 TFLOP/s": product / 1e12}, "cases": []}
@@ -206,11 +204,12 @@ def run(path, results, seconds):
         try:
             result = measure(case, copy, product)
         except Exception as error:
-            result = {"case": case.name, "error": brief(error)}
+            result = {"case": case.name, "error": report.brief(error)}
         captured.cache_clear()
         print(json.dumps(result), flush=True)
         results["cases"].append(result)
         path.write_text(json.dumps(results, indent=1) + "\n")
+    return [f"{result['case']}: {result['error']}" for result in results["cases"] if "error" in result]
 
 
 if __name__ == "__main__":
