@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -19,6 +20,7 @@ from conftest import DEVICE, require
 import fastattn
 from fastattn.bench import peers, report, timer
 
+TIMEOUT = shutil.which("timeout")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -198,7 +200,49 @@ def test_stages_fail_one_by_one(tmp_path):
 
 
 def test_stages_by_name(tmp_path):
-    status, output = stages(tmp_path, "benchmarking")
+    status, output = stages(tmp_path, "tuning", "benchmarking")
     assert status == 2
     assert "benchmarking" in output
     assert "sanitizer" in output
+    assert not list(tmp_path.iterdir())  # before the first began
+
+
+def tool(path, script):
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "result"), [("", "out of time"), ("echo FAILED tests/test_x.py", "failed")])
+def test_how_stages_end(tmp_path, fault, result):
+    """By stand-ins for the tools: one shard of the tests takes too long, and may have said before that a test fails;
+    one of the sanitizer's tools finds something; the others pass. The summary is there while the last stage runs."""
+    out = tmp_path / "out"
+    (tmp_path / "bin").mkdir()
+    shard = f"""{fault}
+        exec {sys.executable} -Sc 'import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")'"""
+    python = tool(
+        tmp_path / "bin/python",
+        f"""case "$FASTATTN_TEST_SHARD $*" in
+        "3/12 -m pytest"*) {shard} ;;
+        *"-m pytest"*) exit 0 ;;
+        *gpu.py*) cp {out}/summary.json {tmp_path}/before.json ;;
+        *) exec {sys.executable} "$@" ;; esac""",
+    )
+    tool(tmp_path / "bin/timeout", f'[[ $1 != --signal=INT ]] || set -- "${{@:1:2}}" 3 "${{@:4}}"\n{TIMEOUT} "$@"')
+    tool(tmp_path / "bin/compute-sanitizer", "echo $4; [[ $4 == memcheck ]]")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    status, output = stages(out, "tests", "sanitizer", "benchmarks", PYTHON=python, PATH=path)
+    assert status == 1, output
+    assert "shard 3: interrupted" in (out / "tests.log").read_text()
+    assert (out / "sanitizer.log").read_text().split() == ["racecheck", "memcheck"]
+    ends = {"tests": result, "sanitizer": "failed", "benchmarks": "passed"}
+    for summary in (out / "summary.json", tmp_path / "before.json"):
+        found = json.loads(summary.read_text())["stages"]
+        assert {name: stage["result"] for name, stage in found.items()} == {name: ends[name] for name in found}
+        assert len(found) == (3 if summary.parent == out else 2)
