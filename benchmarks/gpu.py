@@ -24,6 +24,7 @@ from fastattn.bench.timer import interleave
 DEVICE = "cuda"
 LARGE = 2**29  # bytes of the limits' operands
 BUDGET = 0.3  # seconds of a case's timing
+SCORES = 2**32  # bytes of attention's scores in float32 up to which peers that write them take part
 HALF = torch.bfloat16
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -40,7 +41,7 @@ def cases():
         for p in (0.0, 0.1)
     ]
     padded = [
-        Case("attention", shape, HALF, b, dropout=0.1, padding="lengths")
+        Case("attention", shape, HALF, b, dropout=0.1, padding="uneven lengths")
         for shape in ((256, 8, 100, 64), (400, 8, 64, 64), (50, 8, 512, 64))
         for b in both
     ]
@@ -71,9 +72,6 @@ def operands(case):
     tensors, others = OPERATIONS[case.operation].operands(case)
     if case.operation == "layer_norm":  # torch's kernel wants its parameters in the input's dtype
         tensors = [t.to(case.dtype) for t in tensors]
-    if case.padding:  # uniform in [length / 4, length]
-        length = case.shape[2]
-        others = {"key_lengths": torch.linspace(length / 4, length, case.shape[0]).long()}
     tensors = [t.to(DEVICE).requires_grad_(case.backward) for t in tensors]
     return tensors, {name: t.to(DEVICE) for name, t in others.items()}
 
@@ -97,6 +95,12 @@ def contestants(case):
         grad = torch.randn_like(forward())
         return lambda: torch.autograd.grad(forward(), tensors, grad)
 
+    def bind_scores(function, **arguments):
+        size = 4 * math.prod(case.shape[:3]) * (case.keys or case.shape[2])
+        if size > SCORES:
+            raise MemoryError(f"its scores would take {size / 1e9:.1f} GB in float32")
+        return bind(function, **arguments)
+
     def forced(*arguments, **options):
         with fastattn.backend("triton"):
             return OPERATIONS[case.operation].call(*arguments, **options)
@@ -118,6 +122,8 @@ def contestants(case):
 
     for name, kind in SDPA.items():
         yield name, functools.partial(bind, functools.partial(attention, kind=kind), **others)
+    yield "math", functools.partial(bind_scores, functools.partial(attention, kind=SDPBackend.MATH), **others)
+    yield "compiled", functools.partial(bind_scores, PEERS["attention"]["compiled"], **others)
     if not (case.dropout or case.padding):
         yield "flex", functools.partial(bind, PEERS["attention"]["flex"])
 
@@ -168,28 +174,26 @@ def measure(case, bytes_a_second, operations_a_second):
             replay(functions[name], 1)
         except Exception as error:
             functions.pop(name, None)
-            refused[name] = brief(error)
+            refused[name] = report.brief(error)
+    result = {"case": case.name, "refused": refused}
+    broken = [f"{name}: {why}" for name, why in refused.items() if name.startswith("fastattn")]
+    if broken:
+        result["error"] = "; ".join(broken)
     if "fastattn" not in functions:
-        return {"case": case.name, "error": refused["fastattn"]}
+        return result
     timing = interleave(functions, budget=BUDGET, measure=replay)
     seconds = {name: timing.seconds(name) for name in functions}
     ours = seconds["fastattn"]
-    return {
-        "case": case.name,
+    return result | {
         "milliseconds": {name: 1000 * value for name, value in seconds.items()},
         "times_as_fast_as": {name: value / ours for name, value in seconds.items() if name != "fastattn"},
-        "refused": refused,
         "share_of_copy": case.bytes / ours / bytes_a_second,
         "share_of_product": case.flops / ours / operations_a_second,
     }
 
 
-def brief(error):
-    return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
 def run(path, results, seconds):
-    """Measures until the time is up; what there is so far is in the file at any moment."""
+    """Measures until the time is up; what there is so far is in the file at any moment. Returns what failed."""
     deadline = time.monotonic() + seconds
     copy, product = limits()
     results |= {"limits": {"copy GB/s": copy / 1e9, "bfloat16 TFLOP/s": product / 1e12}, "cases": []}
@@ -200,11 +204,12 @@ def run(path, results, seconds):
         try:
             result = measure(case, copy, product)
         except Exception as error:
-            result = {"case": case.name, "error": brief(error)}
+            result = {"case": case.name, "error": report.brief(error)}
         captured.cache_clear()
         print(json.dumps(result), flush=True)
         results["cases"].append(result)
         path.write_text(json.dumps(results, indent=1) + "\n")
+    return [f"{result['case']}: {result['error']}" for result in results["cases"] if "error" in result]
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def candidates():
 
 
 def best(table, key, values, call, deadline):
-    """[(milliseconds, value)] in order, the present value among them; what does not run is left out."""
-    present, timed = table[key], []
+    """[(milliseconds, value)] in order, the present value among them, and {value: why it does not run}."""
+    present, timed, failed = table[key], [], {}
     for value in dict.fromkeys((present, *values)):
         if timed and time.monotonic() > deadline:
             break
@@ -81,28 +81,34 @@ def best(table, key, values, call, deadline):
         try:
             timed.append((do_bench(call, warmup=5, rep=20), value))
         except Exception as error:  # not enough shared memory or registers, most of all
-            print(f"  {value}: {type(error).__name__}")
+            failed[value] = report.brief(error)
+            print(f"  {value}: {failed[value]}")
     table[key] = present
-    return sorted(timed, key=lambda pair: pair[0])
+    return sorted(timed, key=lambda pair: pair[0]), failed
 
 
 def run(path, results, seconds):
-    """Tries candidates until the time is up; what there is so far is in the file at any moment."""
+    """Tries candidates until the time is up; what there is so far is in the file at any moment. Returns which present
+    choices do not run."""
     deadline = time.monotonic() + seconds
-    results["tiles"] = {}
+    results["tiles"], broken = {}, []
     for name, table, key, values, call in candidates():
         if time.monotonic() > deadline:
             print(f"time is up before {name}")
             break
         present = table[key]
-        timed = best(table, key, values, call, deadline)
+        timed, failed = best(table, key, values, call, deadline)
         now = next((milliseconds for milliseconds, value in timed if value == present), None)
-        if now is None:
-            print(f"{name}: {present}, the present choice, does not run", flush=True)
+        if present in failed:
+            broken.append(f"{name}: {present}, the present choice: {failed[present]}")
         if timed:
             print(f"{name}: {timed[0][1]} {timed[0][0]:.4f} ms, now {present} {now} ms", flush=True)
-        results["tiles"][name] = [{"milliseconds": milliseconds, **value._asdict()} for milliseconds, value in timed]
+        results["tiles"][name] = [
+            *({"milliseconds": milliseconds, **value._asdict()} for milliseconds, value in timed),
+            *({"error": why, **value._asdict()} for value, why in failed.items()),
+        ]
         path.write_text(json.dumps(results, indent=1) + "\n")
+    return broken
 
 
 if __name__ == "__main__":

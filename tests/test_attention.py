@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import interpreted
+from conftest import DEVICE, interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -308,7 +308,8 @@ def test_output_layout_is_querys(backend, dtype):
     for query, key in itertools.product((dense, transposed), repeat=2):
         (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
         assert out.stride() == query.stride()
-        assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
+        if DEVICE == "cpu":  # on a GPU torch's layout depends on which of its kernels runs
+            assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
         assert [g.stride() for g in grads] == [query.stride(), key.stride(), key.stride()]
 
 
@@ -317,7 +318,8 @@ def test_output_of_an_expanded_query_is_contiguous(backend, shape):
     query, key = torch.randn(shape).expand(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
     (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
     assert out.is_contiguous()
-    assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
+    if DEVICE == "cpu":  # on a GPU torch's layout depends on which of its kernels runs
+        assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
     assert all(g.is_contiguous() for g in grads)
     with FakeTensorMode() as mode:
         fakes = mode.from_tensor(query), mode.from_tensor(key), mode.from_tensor(key)
@@ -541,10 +543,10 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     assert torch.equal(call(), first)
     assert torch.equal(call(), second)
     assert not torch.equal(first, second)
-    state = torch.random.get_rng_state()
+    torch.manual_seed(5)
     scaled_dot_product_attention(*tensors)
     call(seed=SEED)
-    assert torch.equal(state, torch.random.get_rng_state())  # no draw without need
+    assert torch.equal(call(), first)  # no draw without need
     assert torch.equal(call(seed=SEED), call(seed=SEED.clone()))
     assert not torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 1])))  # a chunk's offset
     assert torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 2**32])))
@@ -677,12 +679,12 @@ def test_double_backward_names_the_reference(backend):
 def test_autocast(backend):
     tensors = operands((2, 2, 2, 9, 21, 8, 8))
     for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(DEVICE, dtype):
             out = scaled_dot_product_attention(*tensors)
             theirs = F.scaled_dot_product_attention(*tensors)
         assert out.dtype == theirs.dtype == dtype
         assert torch.equal(out, scaled_dot_product_attention(*(t.to(dtype) for t in tensors)))
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(DEVICE, dtype):
             mixed = scaled_dot_product_attention(tensors[0].to(dtype), *tensors[1:], torch.randn(21))
         assert mixed.dtype == dtype
 

@@ -198,12 +198,18 @@ def test_launches(columns):
 # Selection
 
 
-def test_cuda_is_taken_before_triton(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """Tensors on "cuda" are taken to be on a GPU of capability 9.0, which the library has code for."""
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "_CUDA_CAPABILITIES", (((9, 0), (9, 9)),))
+
+
+def test_cuda_is_taken_before_triton(hopper, monkeypatch):
     """Where the library has the operation and serves the dtype; otherwise `explain` says why not."""
     library = SimpleNamespace(layer_norm=None)
     monkeypatch.setitem(backends.TABLE, "triton", SimpleNamespace(layer_norm=None, dropout=None))
     monkeypatch.setitem(backends.TABLE, "cuda", library)
-    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
     with FakeTensorMode():
         x = torch.empty(2, 8, device="cuda")
         chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
@@ -226,12 +232,11 @@ def test_cuda_is_taken_before_triton(monkeypatch):
         assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
 
 
-def test_what_a_missing_triton_costs_is_said(monkeypatch):
+def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
     """One warning where the reference runs for want of Triton; none where Triton would not serve the call either."""
     monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(layer_norm=None, attention=None))
     monkeypatch.delitem(backends.TABLE, "triton", raising=False)
     monkeypatch.setitem(backends.MISSING, "triton", "triton is not installed")
-    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(backends, "_warned", set())
     with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -278,15 +283,14 @@ def test_no_decoding_inside_functorch(monkeypatch):
         reasons.append(backends.refusal("cuda", "attention", (q[None],)))
         return q.sum()
 
-    q = torch.ones(2, 1, 4, 16)
+    q = torch.ones(2, 1, 4, 16, device="cpu")
     assert backends.refusal("cuda", "attention", (q,)) is None
     torch.func.grad(lambda q: torch.func.vmap(f)(q).sum())(q)
     assert reasons == ["its attention is not for functorch's transforms"]
 
 
-def test_what_is_counted_in_32_bits_is_refused(monkeypatch):
+def test_what_is_counted_in_32_bits_is_refused(hopper, monkeypatch):
     monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(attention=None))
-    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
     with FakeTensorMode():
         q, fits, many = (torch.empty(rows, 1, 16, 16, device="cuda") for rows in (1, 2**27 - 1, 2**27))
         for keys, reason in ((2**29, None), (2**29 + 1, "it takes up to 2**29 keys, not 536870913")):
@@ -303,6 +307,8 @@ def test_what_is_counted_in_32_bits_is_refused(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled():
     """The library for several architectures. Skips without nvcc, fails where FASTATTN_REQUIRE names it."""
+    if DEVICE != "cpu":
+        pytest.skip("needs no GPU, and minutes of every core")
     try:
         native_build.nvcc()
         compile_gate.cuobjdump("--version")

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -19,6 +20,7 @@ from conftest import DEVICE, require
 import fastattn
 from fastattn.bench import peers, report, timer
 
+TIMEOUT = shutil.which("timeout")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -58,13 +60,14 @@ def test_benchmarks_begin_with_each_kind(gpu):
 def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
     cases = list(dict.fromkeys(map(small, gpu.cases())))
     monkeypatch.setattr(gpu, "cases", lambda: cases)
-    gpu.run(tmp_path / "results.json", {"device": None}, seconds=1000)
+    assert gpu.run(tmp_path / "results.json", {"device": None}, seconds=1000) == []
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["case"] for r in results["cases"]] == [c.name for c in cases]
     for case, result in zip(cases, results["cases"], strict=True):
         assert "error" not in result, result
         timed = result["milliseconds"].keys()
-        assert timed >= ({"fastattn"} if case.operation == "attention" else {"fastattn", "torch", "compiled"}), result
+        composed = "math" if case.operation == "attention" else "torch"
+        assert timed >= {"fastattn", "compiled", composed}, result
         if case.operation == "attention" and not (case.dropout or case.backward):  # on the CPU flex has neither
             assert "flex" in timed, result
 
@@ -76,9 +79,26 @@ def test_a_case_that_fails_does_not_stop_the_rest(gpu, monkeypatch, tmp_path):
     cases = [small(case) for case in gpu.cases()][:2]
     monkeypatch.setattr(gpu, "cases", lambda: cases)
     monkeypatch.setattr(gpu, "contestants", broken)
-    gpu.run(tmp_path / "results.json", {}, seconds=1000)
+    failures = gpu.run(tmp_path / "results.json", {}, seconds=1000)
+    assert failures == [f"{case.name}: MemoryError" for case in cases]
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["error"] for r in results["cases"]] == ["MemoryError"] * 2
+
+
+def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
+    """That is why two peers do not take part; that ours does not is an error."""
+    case = next(small(case) for case in gpu.cases() if case.operation == "attention" and case.dropout)
+    monkeypatch.setattr(gpu, "SCORES", 0)
+    result = gpu.measure(case, 1.0, 1.0)
+    assert "error" not in result
+    for peer in ("math", "compiled"):
+        assert "its scores would take" in result["refused"][peer]
+        assert peer not in result["milliseconds"]
+    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: types.SimpleNamespace(backend="cuda"))
+    monkeypatch.setattr(fastattn, "backend", mock.Mock(side_effect=RuntimeError("no such kernel\nat all")))
+    result = gpu.measure(case, 1.0, 1.0)
+    assert result["error"] == "fastattn triton: RuntimeError no such kernel"
+    assert "fastattn" in result["milliseconds"]
 
 
 def test_calls_are_timed_as_replayed_graphs(monkeypatch):
@@ -100,17 +120,22 @@ def test_results_say_where_they_come_from(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     given = []
     monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.json"), "--seconds", "5"])
+    monkeypatch.setattr(report.subprocess, "run", mock.Mock(side_effect=FileNotFoundError))  # no git
+    monkeypatch.setenv("FASTATTN_COMMIT", "that one")
     report.on_gpu("", lambda *arguments: given.append(arguments))
     [(path, about, seconds)] = given
     assert (path, seconds) == (tmp_path / "results.json", 5)
     assert about["device"] == "a GPU"
     assert about["torch"] == torch.__version__
-    assert about["commit"]
+    assert about["commit"] == "that one"
+    with pytest.raises(SystemExit, match="this case"):
+        report.on_gpu("", lambda *arguments: ["this case", "and that one"])
 
 
 @pytest.mark.slow
 def test_tuner(monkeypatch, tmp_path):
-    """Every candidate is tried, by a kernel that runs with it, and the tables are as they were, whatever fails."""
+    """Every candidate is tried, by a kernel that runs with it, and the tables are as they were, whatever fails; what
+    fails is said."""
     require("triton")
     if DEVICE != "cpu":
         pytest.skip("for Triton's interpreter")
@@ -121,7 +146,7 @@ def test_tuner(monkeypatch, tmp_path):
         return repr([value for name, value in vars(configurations).items() if name.startswith(("ATTENTION", "ROWS"))])
 
     before, chosen = tables(), set()
-    tried = []
+    tried, raised = [], []
 
     def choose(*arguments, attention=configurations.attention):
         chosen.add(attention(*arguments))
@@ -131,6 +156,7 @@ def test_tuner(monkeypatch, tmp_path):
         tried.append(call)
         call()
         if len(tried) % 5 == 4:
+            raised.append(len(tried))
             raise RuntimeError("out of resource")
         return 1.0 / len(tried)
 
@@ -140,16 +166,21 @@ def test_tuner(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "do_bench", time_once)
     monkeypatch.setattr(configurations, "capability", lambda device: (12, 0))
     monkeypatch.setattr(configurations, "attention", choose)
-    tune.run(tmp_path / "results.json", {}, seconds=1000)
+    failures = tune.run(tmp_path / "results.json", {}, seconds=1000)
     tiles = json.loads((tmp_path / "results.json").read_text())["tiles"]
     assert len(tiles) == 3 * 2 + 5 * 2
-    assert all(entries == sorted(entries, key=lambda entry: entry["milliseconds"]) for entries in tiles.values())
+    timed = [[entry["milliseconds"] for entry in entries if "error" not in entry] for entries in tiles.values()]
+    assert all(times == sorted(times) for times in timed)
+    errors = [entry["error"] for entries in tiles.values() for entry in entries if "error" in entry]
+    assert errors == ["RuntimeError out of resource"] * len(raised)
+    assert 0 < len(failures) < len(errors)  # the present choices among them
+    assert all("out of resource" in failure for failure in failures)
     assert tune.TILES[0] in chosen
     assert tables() == before
 
 
-def stages(out, *names):
-    environment = {**os.environ, "PYTHON": sys.executable}
+def stages(out, *names, **variables):
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
     command = ["bash", BENCHMARKS / "run_gpu.sh", "--out", out, *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout + result.stderr
@@ -169,7 +200,49 @@ def test_stages_fail_one_by_one(tmp_path):
 
 
 def test_stages_by_name(tmp_path):
-    status, output = stages(tmp_path, "benchmarking")
+    status, output = stages(tmp_path, "tuning", "benchmarking")
     assert status == 2
     assert "benchmarking" in output
     assert "sanitizer" in output
+    assert not list(tmp_path.iterdir())  # before the first began
+
+
+def tool(path, script):
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "result"), [("", "out of time"), ("echo FAILED tests/test_x.py", "failed")])
+def test_how_stages_end(tmp_path, fault, result):
+    """By stand-ins for the tools: one shard of the tests takes too long, and may have said before that a test fails;
+    one of the sanitizer's tools finds something; the others pass. The summary is there while the last stage runs."""
+    out = tmp_path / "out"
+    (tmp_path / "bin").mkdir()
+    shard = f"""{fault}
+        exec {sys.executable} -Sc 'import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")'"""
+    python = tool(
+        tmp_path / "bin/python",
+        f"""case "$FASTATTN_TEST_SHARD $*" in
+        "3/12 -m pytest"*) {shard} ;;
+        *"-m pytest"*) exit 0 ;;
+        *gpu.py*) cp {out}/summary.json {tmp_path}/before.json ;;
+        *) exec {sys.executable} "$@" ;; esac""",
+    )
+    tool(tmp_path / "bin/timeout", f'[[ $1 != --signal=INT ]] || set -- "${{@:1:2}}" 3 "${{@:4}}"\n{TIMEOUT} "$@"')
+    tool(tmp_path / "bin/compute-sanitizer", "echo $4; [[ $4 == memcheck ]]")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    status, output = stages(out, "tests", "sanitizer", "benchmarks", PYTHON=python, PATH=path)
+    assert status == 1, output
+    assert "shard 3: interrupted" in (out / "tests.log").read_text()
+    assert (out / "sanitizer.log").read_text().split() == ["racecheck", "memcheck"]
+    ends = {"tests": result, "sanitizer": "failed", "benchmarks": "passed"}
+    for summary in (out / "summary.json", tmp_path / "before.json"):
+        found = json.loads(summary.read_text())["stages"]
+        assert {name: stage["result"] for name, stage in found.items()} == {name: ends[name] for name in found}
+        assert len(found) == (3 if summary.parent == out else 2)

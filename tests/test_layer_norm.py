@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import interpreted
+from conftest import DEVICE, interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -255,7 +255,8 @@ def test_subsets_of_gradients(backend):
     names = "input", "residual", "weight", "bias"
     tensors = torch.randn(9, 33), torch.randn(9, 33), torch.randn(33), torch.randn(33)
     wanted = gradients(lambda *t: dropout_add_layer_norm(*t, 0.3, seed=SEED), tensors)[1]
-    output_grad = torch.randn(9, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16().float()
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    output_grad = torch.randn(9, 33, generator=generator, dtype=torch.float64).bfloat16().float()
     for needed in itertools.product((False, True), repeat=4):
         leaves = [t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
         if any(needed):
@@ -321,9 +322,9 @@ def test_same_bits_for_every_thread_count(backend, dtype):
 
 
 def test_autocast(backend):
-    """The dtypes that torch's layer_norm gives under CPU autocast."""
+    """The dtypes that torch's layer_norm gives under autocast: float32 on a GPU, the input's on the CPU."""
     weight, bias = affine((33,), "wb", torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
             input = torch.randn(9, 33).to(dtype)
             ours, theirs = layer_norm(input, (33,), weight, bias), F.layer_norm(input, (33,), weight, bias)

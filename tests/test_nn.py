@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from conftest import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_accurate, dropout_mask, largest
@@ -278,7 +279,7 @@ def test_cache_itself():
 def test_autocast(backend):
     ours, theirs = pair(16, 4, batch_first=True)
     x = torch.randn(2, 7, 16)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         for weights in (False, True):
             a, e = ours(x, x, x, need_weights=weights)[0], theirs(x, x, x, need_weights=weights)[0]
             assert a.dtype == e.dtype == torch.bfloat16

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import interpreted
+from conftest import DEVICE, interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SizesOfTerms, assert_accurate, assert_reference_alone_differentiates_twice, gradients, largest
@@ -220,7 +220,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
 
 def test_autocast(backend):
     """A softmax stays in float32 under autocast, like torch's."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
             input = torch.randn(3, 9).to(dtype)
             assert softmax_dropout(input).dtype == F.softmax(input, -1).dtype

@@ -130,6 +130,8 @@ def described(monkeypatch):
     """The tensors that descriptors are made of, however few rows they have."""
     tensors, examine = [], TensorDescriptor.__post_init__
     monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", 1)
+    if not configurations.has_descriptors(1, torch.get_default_device()):
+        pytest.skip("everything is read by pointers on this GPU")
     monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: (examine(self), tensors.append(self.base))[0])
     return tensors
 

@@ -41,7 +41,7 @@ class Case:
 
     shape: (batch, heads, length, head size) of attention, (rows, columns) of the row operations, (sentences, tokens)
     of a training step. keys: attention's key length where it is not `length`. padding: "lengths" or "mask", how half
-    of the keys are declared invalid.
+    of the keys are declared invalid; "uneven lengths" leaves from a quarter of them to all, evenly over the batch.
     """
 
     operation: str
@@ -103,29 +103,36 @@ def random(number: int, *shape: int, dtype: torch.dtype) -> Tensor:
 # --- attention ---
 
 
-def valid_keys(case: Case) -> int:
-    keys = case.keys or case.shape[2]
-    return max(1, keys // 2) if case.padding else keys
+def key_lengths(case: Case) -> list[int]:
+    """The keys of each sequence of the batch that are not padding."""
+    batch, keys = case.shape[0], case.keys or case.shape[2]
+    if case.padding == "uneven lengths":
+        least = max(1, keys // 4)
+        return [least + (keys - least) * n // max(1, batch - 1) for n in range(batch)]
+    return [max(1, keys // 2) if case.padding else keys] * batch
 
 
 def visible_pairs(case: Case) -> int:
     """Pairs of a query and a key that it attends to, over all batches and heads."""
-    batch, heads, length, _ = case.shape
-    keys = valid_keys(case)
-    if not case.causal:
-        return batch * heads * length * keys
-    triangle = min(length, keys)
-    return batch * heads * (triangle * (triangle + 1) // 2 + (length - triangle) * keys)
+    _, heads, length, _ = case.shape
+
+    def pairs(keys: int) -> int:
+        if not case.causal:
+            return length * keys
+        triangle = min(length, keys)
+        return triangle * (triangle + 1) // 2 + (length - triangle) * keys
+
+    return heads * sum(map(pairs, key_lengths(case)))
 
 
 def _attention_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     batch, heads, length, size = case.shape
     keys = case.keys or length
     tensors = [random(i, batch, heads, n, size, dtype=case.dtype) for i, n in enumerate((length, keys, keys))]
-    if case.padding == "lengths":
-        return tensors, {"key_lengths": torch.full((batch,), valid_keys(case))}
     if case.padding == "mask":
-        return tensors, {"attn_mask": (torch.arange(keys) < valid_keys(case)).expand(batch, 1, 1, keys)}
+        return tensors, {"attn_mask": (torch.arange(keys) < key_lengths(case)[0]).expand(batch, 1, 1, keys)}
+    if case.padding:
+        return tensors, {"key_lengths": torch.tensor(key_lengths(case))}
     return tensors, {}
 
 
@@ -153,7 +160,7 @@ def _attention_bytes(case: Case) -> int:
     """Forward q, k, v, out; backward those and grad_out read, three gradients written."""
     batch, heads, length, size = case.shape
     queries, keys = (6, 6) if case.backward else (2, 2)
-    return WIDTH[case.dtype] * batch * heads * size * (queries * length + keys * valid_keys(case))
+    return WIDTH[case.dtype] * heads * size * (queries * batch * length + keys * sum(key_lengths(case)))
 
 
 # --- row operations ---

@@ -50,8 +50,32 @@ def _attention(
     key_lengths: Tensor | None = None,
 ) -> Tensor:
     if key_lengths is not None:
-        attn_mask = (torch.arange(key.size(-2)) < key_lengths[:, None])[:, None, None]
+        attn_mask = _padding_mask(key, key_lengths)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, case.causal)
+
+
+def _padding_mask(key: Tensor, key_lengths: Tensor) -> Tensor:
+    return (torch.arange(key.size(-2), device=key.device) < key_lengths[:, None])[:, None, None]
+
+
+def _attention_formula(
+    case: Case,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """As textbooks have it, for torch.compile: the scores exist."""
+    scores = query @ key.mT * query.size(-1) ** -0.5
+    if key_lengths is not None:
+        attn_mask = _padding_mask(key, key_lengths)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    if case.causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return F.dropout(F.softmax(scores, -1), case.dropout) @ value
 
 
 def _attention_math(case: Case, *tensors: Tensor, **others: Any) -> Tensor:
@@ -96,7 +120,12 @@ def _compile(function: Peer) -> Peer:
 
 
 PEERS: dict[str, dict[str, Peer]] = {
-    "attention": {"torch": _attention, "torch math": _attention_math, "flex": _attention_flex},
+    "attention": {
+        "torch": _attention,
+        "torch math": _attention_math,
+        "flex": _attention_flex,
+        "compiled": _compile(_attention_formula),
+    },
     "softmax_dropout": {"torch": _softmax_dropout, "compiled": _compile(_softmax_dropout)},
     "layer_norm": {"torch": _layer_norm, "compiled": _compile(_layer_norm)},
     "dropout_add_layer_norm": {"torch": _dropout_add_layer_norm, "compiled": _compile(_dropout_add_layer_norm)},

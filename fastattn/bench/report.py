@@ -102,7 +102,7 @@ def kind(machine: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """The commit the package runs from, marked where files differ from it; empty outside a checkout."""
+    """The commit the package runs from, marked where files differ from it; outside a checkout $FASTATTN_COMMIT."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -110,13 +110,13 @@ def commit() -> str:
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return os.environ.get("FASTATTN_COMMIT", "")
     return head + (" with changes" if changed else "")
 
 
-def on_gpu(description: str, run: Callable[[Path, dict[str, Any], float], None]) -> None:
+def on_gpu(description: str, run: Callable[[Path, dict[str, Any], float], list[str]]) -> None:
     """A script's command line: calls ``run(path, about, seconds)`` with where its results go, what says where they come
-    from, and how long it may take."""
+    from, and how long it may take. It returns what of ours failed, which makes the script fail."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("results", type=Path)
     parser.add_argument("--seconds", type=float, default=120, help="begin nothing further after so long")
@@ -125,7 +125,14 @@ def on_gpu(description: str, run: Callable[[Path, dict[str, Any], float], None])
         sys.exit("no CUDA device")
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     about |= {"triton": importlib.import_module("triton").__version__, "commit": commit()}
-    run(options.results, about, options.seconds)
+    failures = run(options.results, about, options.seconds)
+    if failures:
+        sys.exit("\n".join(["failed:", *failures]))
+
+
+def brief(error: Exception) -> str:
+    """In one line."""
+    return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def table(results: Iterable[Result]) -> str:
