@@ -42,20 +42,20 @@ ATTENTION_16_BITS = {
 }
 # What differs on 10.x, where products lie in tensor memory and registers are taken by what is read from there.
 ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
+    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 8, 2, 255), 256: Tiles(64, 32, 8, 2, 255)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2, 255), 256: Tiles(64, 32, 8, 1, 255)},
-    "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1, 255)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 128, 8, 1, 255), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 128, 8, 1, 255), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
-    "grad_mask": {256: Tiles(32, 32, 4, 1)},
 }
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
     "forward_masked": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 32, 8, 1, 255)},
-    "forward_few": {64: Tiles(16, 128, 8, 2, 255), 128: Tiles(16, 64, 4, 2), 256: Tiles(16, 32, 4, 1, 255)},
+    "forward_few": {64: Tiles(16, 128, 8, 2, 255), 128: Tiles(16, 64, 4, 2, 255), 256: Tiles(16, 32, 4, 1, 255)},
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
     "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1, 255)},
     "grad_key_value_masked": {64: Tiles(16, 64, 8, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {256: Tiles(64, 32, 8, 2)},
@@ -64,19 +64,21 @@ ATTENTION_16_BITS_SMALL = {
 # Triton 3.6 may make tf32 of it on 10.x unasked. Where ptxas by itself spills a few numbers so that more programs fit,
 # threads are given a number of registers.
 ATTENTION_FLOAT32 = {
-    "forward": {64: Tiles(16, 32, 8, 1), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
     "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "forward_few": {64: Tiles(16, 32, 4, 2, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 8, 1), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
+    "grad_query": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {256: Tiles(16, 32, 8, 1, 255)},
 }
-# What differs on 9.x and on 8.x.
+# What differs on 9.x, on 10.x and on 8.x.
 ATTENTION_FLOAT32_9 = ATTENTION_FLOAT32 | {
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 16, 1)},
-    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+}
+ATTENTION_FLOAT32_10 = ATTENTION_FLOAT32 | {
+    "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 16, 1)},
 }
 ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
     "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
@@ -84,10 +86,11 @@ ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
     "forward_few": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 16, 1, 128)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1, 168), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
     "grad_key_value_masked": {
         64: Tiles(16, 32, 8, 1, 144),
         128: Tiles(16, 32, 8, 1, 255),
-        256: Tiles(16, 32, 8, 1, 255),
+        256: Tiles(16, 32, 16, 1),
     },
 }
 # For 16-bit rows that do not begin at multiples of 16 bytes, where each number has a pointer of its own.
@@ -107,7 +110,7 @@ def attention_table(dtype: torch.dtype, is_aligned: bool, device: torch.device) 
     """The table of attention's kernels for operands of this dtype on this device."""
     major, _ = capability(device)
     if dtype == torch.float32:
-        return {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9}.get(major, ATTENTION_FLOAT32)
+        return {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9, 10: ATTENTION_FLOAT32_10}.get(major, ATTENTION_FLOAT32)
     if is_aligned:
         return {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
     return ATTENTION_UNALIGNED
