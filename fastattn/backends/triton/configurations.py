@@ -104,6 +104,10 @@ ATTENTION_UNALIGNED = {
     "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {256: Tiles(16, 32, 8, 1)},
 }
+ATTENTION_UNALIGNED_8 = ATTENTION_UNALIGNED | {
+    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1)},
+    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1)},
+}
 
 
 def attention_table(dtype: torch.dtype, is_aligned: bool, device: torch.device) -> dict[str, dict[int, Tiles]]:
@@ -113,7 +117,7 @@ def attention_table(dtype: torch.dtype, is_aligned: bool, device: torch.device) 
         return {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9, 10: ATTENTION_FLOAT32_10}.get(major, ATTENTION_FLOAT32)
     if is_aligned:
         return {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
-    return ATTENTION_UNALIGNED
+    return {8: ATTENTION_UNALIGNED_8}.get(major, ATTENTION_UNALIGNED)
 
 
 def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned: bool, device: torch.device) -> Tiles:
