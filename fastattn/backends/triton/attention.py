@@ -794,9 +794,10 @@ class _Problem:
         """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
         e, ev = _padded(self.size), _padded(self.value_size)
         is_aligned = self.is_aligned and self._are_aligned(*others)
-        # Not for larger heads, which would spill or need more than the 99 KiB of shared memory that some devices have.
         is_tf32 = (
-            self.dtype == torch.float32 and max(e, ev) <= 128 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+            self.dtype == torch.float32
+            and torch.backends.cuda.matmul.fp32_precision == "tf32"
+            and max(e, ev) <= configurations.largest_tf32_head(self.mask is not None, self.device)
         )
         return {
             "ROWS": tiles.rows, "COLUMNS": tiles.columns, "E": e, "EV": ev,

@@ -68,7 +68,7 @@ ATTENTION_FLOAT32 = {
     "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "forward_few": {64: Tiles(16, 32, 4, 2, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
-    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 64, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {256: Tiles(16, 32, 8, 1, 255)},
@@ -126,6 +126,12 @@ def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned:
     table = attention_table(dtype, is_aligned, device)
     line = table.get(f"{kernel}_{kind}", table[kernel])
     return next(tiles for largest, tiles in line.items() if size <= largest)
+
+
+def largest_tf32_head(is_masked: bool, device: torch.device) -> int:
+    """The largest head size, padded, that is multiplied in tf32 where torch allows it. Larger ones would spill, or need
+    more than the 99 KiB of shared memory that some devices have."""
+    return 64 if is_masked and capability(device)[0] >= 10 else 128
 
 
 # Rows of a sequence from which on its tiles are read through tensor descriptors (TMA). The host makes two a kernel:
