@@ -805,6 +805,7 @@ class _Problem:
             "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
             "PRECISION": "tf32" if is_tf32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
             "maxnreg": tiles.registers,
+            **({"ptx_options": "--register-usage-level=0"} if tiles.is_frugal else {}),
         }  # fmt: skip
 
     def lists(self, tiles: configurations.Tiles, keys_own: bool) -> tuple[Any, Any]:

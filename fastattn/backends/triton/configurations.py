@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # that a thread may have; None: as ptxas chooses
+    is_frugal: bool = False  # ptxas does nothing for speed that takes registers
 
 
 # Attention's kernels, and the largest head size, padded to a power of 2, that each entry serves. The first table is
@@ -35,7 +36,7 @@ ATTENTION_16_BITS = {
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2, 255), 128: Tiles(64, 32, 8, 1), 256: Tiles(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 2, is_frugal=True), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 128, 8, 1), 128: Tiles(16, 64, 8, 2), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tiles(32, 128, 8, 2), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 32, 8, 2)},
     "grad_mask": {256: Tiles(64, 64, 8, 2)},
@@ -56,7 +57,11 @@ ATTENTION_16_BITS_SMALL = {
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(16, 32, 8, 1)},
     "grad_query_masked": {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 4, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 64, 8, 1), 128: Tiles(16, 128, 8, 1), 256: Tiles(16, 32, 8, 1, 255)},
-    "grad_key_value_irregular": {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 8, 1, 255)},
+    "grad_key_value_irregular": {
+        64: Tiles(32, 64, 8, 1),
+        128: Tiles(32, 32, 8, 2),
+        256: Tiles(16, 32, 8, 1, is_frugal=True),
+    },
     "grad_key_value_masked": {64: Tiles(16, 64, 8, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
     "grad_mask": {256: Tiles(64, 32, 8, 2)},
 }
@@ -66,7 +71,7 @@ ATTENTION_16_BITS_SMALL = {
 ATTENTION_FLOAT32 = {
     "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
     "forward_masked": {64: Tiles(32, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
-    "forward_few": {64: Tiles(16, 32, 4, 2, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
+    "forward_few": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
@@ -106,6 +111,11 @@ ATTENTION_UNALIGNED = {
 }
 ATTENTION_UNALIGNED_8 = ATTENTION_UNALIGNED | {
     "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1)},
+    "grad_key_value": {
+        64: Tiles(32, 32, 8, 1, 255),
+        128: Tiles(16, 32, 8, 1, 255),
+        256: Tiles(16, 32, 8, 1, is_frugal=True),
+    },
     "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1)},
 }
 
