@@ -75,7 +75,11 @@ ATTENTION_FLOAT32 = {
     "grad_query": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value_masked": {
+        64: Tiles(16, 32, 8, 1, 255),
+        128: Tiles(16, 32, 8, 1, 255),
+        256: Tiles(16, 32, 8, 1, is_frugal=True),
+    },
     "grad_mask": {256: Tiles(16, 32, 8, 1, 255)},
 }
 # What differs on 9.x, on 10.x and on 8.x.
