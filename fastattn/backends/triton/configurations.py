@@ -74,7 +74,11 @@ ATTENTION_FLOAT32 = {
     "forward_few": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
+    "grad_key_value": {
+        64: Tiles(32, 32, 8, 1, 255),
+        128: Tiles(16, 32, 8, 1, 255),
+        256: Tiles(16, 32, 8, 1, is_frugal=True),
+    },
     "grad_key_value_masked": {
         64: Tiles(16, 32, 8, 1, 255),
         128: Tiles(16, 32, 8, 1, 255),
@@ -95,7 +99,6 @@ ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
     "forward_few": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 16, 1), 256: Tiles(16, 32, 16, 1, 128)},
     "grad_query_masked": {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 32, 8, 1, 168), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
     "grad_key_value_masked": {
         64: Tiles(16, 32, 8, 1, 144),
         128: Tiles(16, 32, 8, 1, 255),
@@ -107,20 +110,23 @@ ATTENTION_UNALIGNED = {
     "forward": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
     "forward_masked": {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1, 255)},
     "forward_few": {64: Tiles(16, 32, 4, 2, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 1)},
-    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
+    "grad_query": {
+        64: Tiles(16, 32, 8, 1, 255),
+        128: Tiles(16, 32, 8, 1, 255),
+        256: Tiles(16, 32, 16, 1, is_frugal=True),
+    },
     "grad_query_masked": {64: Tiles(16, 32, 4, 1, 255), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 8, 2)},
-    "grad_key_value": {64: Tiles(32, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 8, 1)},
-    "grad_mask": {256: Tiles(16, 32, 8, 1)},
-}
-ATTENTION_UNALIGNED_8 = ATTENTION_UNALIGNED | {
-    "grad_query": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1)},
     "grad_key_value": {
         64: Tiles(32, 32, 8, 1, 255),
         128: Tiles(16, 32, 8, 1, 255),
         256: Tiles(16, 32, 8, 1, is_frugal=True),
     },
-    "grad_key_value_masked": {64: Tiles(16, 32, 8, 1, 255), 128: Tiles(16, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1)},
+    "grad_key_value_masked": {
+        64: Tiles(16, 32, 8, 1, 255),
+        128: Tiles(16, 32, 8, 1, 255),
+        256: Tiles(16, 32, 8, 1, is_frugal=True),
+    },
+    "grad_mask": {256: Tiles(16, 32, 8, 1)},
 }
 
 
@@ -131,7 +137,7 @@ def attention_table(dtype: torch.dtype, is_aligned: bool, device: torch.device) 
         return {8: ATTENTION_FLOAT32_8, 9: ATTENTION_FLOAT32_9, 10: ATTENTION_FLOAT32_10}.get(major, ATTENTION_FLOAT32)
     if is_aligned:
         return {9: ATTENTION_16_BITS, 10: ATTENTION_16_BITS_10}.get(major, ATTENTION_16_BITS_SMALL)
-    return {8: ATTENTION_UNALIGNED_8}.get(major, ATTENTION_UNALIGNED)
+    return ATTENTION_UNALIGNED
 
 
 def attention(kernel: str, dtype: torch.dtype, size: int, kind: str, is_aligned: bool, device: torch.device) -> Tiles:
