@@ -224,26 +224,42 @@ def test_number_of_parts():
     assert configurations.parts(0, 3, device) == 1  # and no programs
 
 
-@pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
-def test_tf32_where_torch_allows_it(monkeypatch, name, value):
-    """By either of torch's settings: to read the older one raises once the newer has been used."""
-    module, precisions = sys.modules["fastattn.backends.triton.attention"], []
+@pytest.fixture
+def precisions(monkeypatch):
+    """Of each attention kernel that is started. torch's own setting is as before afterwards."""
+    module, found = sys.modules["fastattn.backends.triton.attention"], []
 
     def launch(*arguments, launch=module.launch, **constants):
-        precisions.append(constants.get("PRECISION"))
+        if "PRECISION" in constants:
+            found.append(constants["PRECISION"])
         launch(*arguments, **constants)
 
     monkeypatch.setattr(module, "launch", launch)
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield found
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_tf32_where_torch_allows_it(precisions, name, value):
+    """By either of torch's settings: to read the older one raises once the newer has been used."""
     query = torch.randn(1, 1, 4, 16)
     call(query, query, query)
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        setattr(torch.backends.cuda.matmul, name, value)
-        call(query, query, query)
-        call(*[query.bfloat16()] * 3)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    setattr(torch.backends.cuda.matmul, name, value)
+    call(query, query, query)
+    call(*[query.bfloat16()] * 3)
     assert precisions == ["ieee", "tf32", "ieee"]
+
+
+@pytest.mark.parametrize(("capability", "largest"), [((9, 0), 128), ((10, 0), 64), ((12, 0), 64)])
+def test_tf32_where_it_fits(monkeypatch, precisions, capability, largest):
+    monkeypatch.setattr(configurations, "capability", lambda device: capability)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    query, mask = torch.randn(1, 1, 4, 128), torch.ones(4, 4, dtype=torch.bool).tril().expand(1, 1, 4, 4)
+    for size in (64, 128):
+        call(*[query[..., :size].contiguous()] * 3)
+        call(*[query[..., :size].contiguous()] * 3, mask)
+    assert precisions == ["tf32", "tf32", "tf32", "tf32" if largest == 128 else "ieee"]
 
 
 def test_positions_beyond_2_to_the_30():
