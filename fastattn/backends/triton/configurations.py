@@ -43,7 +43,11 @@ ATTENTION_16_BITS = {
 }
 # What differs on 10.x, where products lie in tensor memory and registers are taken by what is read from there.
 ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
-    "forward_masked": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 8, 2, 255), 256: Tiles(64, 32, 8, 2, 255)},
+    "forward_masked": {
+        64: Tiles(128, 64, 8, 2, is_frugal=True),
+        128: Tiles(64, 32, 8, 2, 255),
+        256: Tiles(64, 32, 8, 2, is_frugal=True),
+    },
     "grad_query": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2, 255), 256: Tiles(64, 32, 8, 1, 255)},
     "grad_query_masked": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1, 255)},
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1)},
