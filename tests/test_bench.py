@@ -275,16 +275,23 @@ def test_the_slower_limit_is_the_limit():
 
 
 def test_limits_are_plausible():
-    """No matrix product is faster than the registers alone; the fastest sample of each, 10 % allowed for noise."""
-    found = limits.measure(seconds=0.05)
-    assert found["copy_fresh"] > 0
-    assert found["copy_cached"] > 0
-    if found["float32"] is None:
-        pytest.skip("no compiled library, arithmetic limits are unknown")
-    a = torch.randn(1024, 1024)
-    product = interleave({"product": lambda: a @ a}, budget=0.2)
-    assert 2 * 1024**3 / min(product.samples["product"]) / 1e9 < 1.1 * found["float32"]
-    assert found["bfloat16"] > 0.9 * found["float32"]
+    """No matrix product is faster than the registers alone; bfloat16 has at least half of float32's speed (two dot
+    products of pairs a cycle are twice that, one every other cycle is half); 10 % allowed for noise. Of everything the
+    fastest of a few rounds: what else runs on the machine may slow down one of two that are compared."""
+    a, fastest = torch.randn(1024, 1024), {}
+    for _ in range(10):
+        found = limits.measure(seconds=0.05)
+        if found["float32"] is None:
+            pytest.skip("no compiled library, arithmetic limits are unknown")
+        product = interleave({"product": lambda: a @ a}, budget=0.2)
+        found["product"] = 2 * 1024**3 / min(product.samples["product"]) / 1e9
+        fastest = {name: max(value, fastest.get(name, 0)) for name, value in found.items()}
+        if fastest["product"] < 1.1 * fastest["float32"] and fastest["bfloat16"] > 0.9 / 2 * fastest["float32"]:
+            break
+    assert fastest["product"] < 1.1 * fastest["float32"]
+    assert fastest["bfloat16"] > 0.9 / 2 * fastest["float32"]
+    assert fastest["copy_fresh"] > 0
+    assert fastest["copy_cached"] > 0
 
 
 def test_copy_moves_the_bytes_asked_for():
