@@ -53,6 +53,7 @@ ATTENTION_16_BITS_10 = ATTENTION_16_BITS | {
     "grad_query_irregular": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2, 255), 256: Tiles(64, 32, 8, 1)},
     "grad_key_value": {64: Tiles(32, 128, 8, 1, 255), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tiles(32, 128, 8, 1, 255), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "grad_key_value_irregular": {64: Tiles(32, 128, 8, 2, 255), 128: Tiles(32, 128, 8, 1), 256: Tiles(16, 32, 8, 2)},
 }
 ATTENTION_16_BITS_SMALL = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
