@@ -97,6 +97,7 @@ ATTENTION_FLOAT32_9 = ATTENTION_FLOAT32 | {
 }
 ATTENTION_FLOAT32_10 = ATTENTION_FLOAT32 | {
     "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 16, 1), 256: Tiles(16, 32, 16, 1)},
+    "forward_few": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 32, 16, 1)},
 }
 ATTENTION_FLOAT32_8 = ATTENTION_FLOAT32 | {
     "forward": {64: Tiles(16, 32, 8, 1, 128), 128: Tiles(32, 32, 8, 1, 255), 256: Tiles(16, 32, 16, 1, 128)},
