@@ -26,8 +26,15 @@ OLDEST_TORCH = (2, 10)
 # Kernels are compiled once for each instruction set and chosen at run time (csrc/cpu/dispatch.cpp), best first.
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512"
+_AVX512_BF16 = f"{_AVX512} -mavx512bf16"
 INSTRUCTION_SETS = {
-    "x86_64": {"avx512_bf16": f"{_AVX512} -mavx512bf16", "avx512": _AVX512, "avx2": _AVX2, "generic": ""},
+    "x86_64": {
+        "amx_bf16": f"{_AVX512_BF16} -mamx-tile -mamx-bf16",
+        "avx512_bf16": _AVX512_BF16,
+        "avx512": _AVX512,
+        "avx2": _AVX2,
+        "generic": "",
+    },
     "aarch64": {"generic": ""},
 }
 CXX_FLAGS = "-std=gnu++17 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"

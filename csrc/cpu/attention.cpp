@@ -47,12 +47,12 @@ struct Ahead {
 template <class T>
 struct Forward {
   using Unit = typename UnitOf<T>::Unit;
-  static constexpr bool kPairs = UnitOf<T>::pairs;
+  static constexpr bool kPairs = UnitOf<T>::pairs, kColumns = !kTiles<Unit>;
 
   const Attention& a;
   MaskSummary mask;
   int64_t blocks, tasks, splits;
-  int depth, width;  // units in a row of keys; rounded up to vectors
+  int depth, width;  // units of a row of keys that are summed over; rounded up to vectors
   int value_width;   // elements in a row of values, rounded up to vectors
   bool in_place;     // rows of keys are read where they lie
   bool few;          // elements of a row are lanes, not queries
@@ -69,7 +69,7 @@ struct Forward {
   };
 
   struct Scratch {
-    Unit *rows, *key, *value;
+    Unit *rows, *key, *value, *pairs;
     float *score, *factor, *out;
     MaskBuffers mask;
     Panel panel[kTaskPanels];
@@ -84,10 +84,10 @@ struct Forward {
     // Few tasks on many keys: the keys are split, by the shape alone, and the parts merged in order.
     splits = smaller(16 / greater(tasks, (int64_t)1), a.keys / 384);
     splits = greater(splits, (int64_t)1);
-    depth = kPairs ? (a.depth + 1) / 2 : a.depth;
+    depth = terms_of<Unit>(kPairs ? (a.depth + 1) / 2 : a.depth);
     width = (int)round_up(depth, kLanes);
     value_width = (int)round_up(a.value_depth, kLanes);
-    in_place = UnitOf<T>::in_memory && !(kPairs && a.depth % 2);
+    in_place = UnitOf<T>::in_memory && depth * (int)sizeof(Unit) == a.depth * (int)sizeof(T);
     const int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.queries : 0;
     parts = take_part(rows, arena);
   }
@@ -109,6 +109,7 @@ struct Forward {
     s.rows = arena->take<Unit>(kPanel * width);
     s.key = arena->take<Unit>(in_place ? 0 : kBlock * width);
     s.value = arena->take<Unit>(kBlock * value_width);
+    s.pairs = arena->take<Unit>(kTiles<Unit> ? kBlock / 2 * value_width : 0);
     s.factor = arena->take<float>(kPanel);
     s.out = arena->take<float>(kPanel * value_width);
     s.mask = MaskBuffers(a, arena);
@@ -154,7 +155,8 @@ struct Forward {
     const T* from = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
     const uint8_t* seen = mask.seen_keys(a, s, head, head + 1, key, keys, scratch.mask.visible);
     if constexpr (kPairs) {
-      pack_pairs(from, a.value.row, keys, a.value_depth, scratch.value, value_width, seen);
+      pack_left(from, a.value.row, keys, a.value_depth, scratch.value, value_width, seen, scratch.pairs);
+      if (!kColumns) return {(const char*)scratch.value, kBlock / 2 * sizeof(Unit)};
     } else {
       if (UnitOf<T>::in_memory && !seen) return {(const char*)from, a.value.row * (int64_t)sizeof(T)};
       for (int j = 0; j < keys; ++j) {
@@ -207,6 +209,8 @@ struct Forward {
         else
           store(score + j * kPanel, last);
       }
+      const int terms = kPairs ? (t.keys + 1) / 2 : t.keys;
+      for (int k = terms; k < terms_of<Unit>(terms); ++k) store(score + k * kPanel, vf{});
       store(panel.sum + v * kLanes, fma(load(panel.sum + v * kLanes), factor, sum[0] + sum[1]));
     }
   }
@@ -236,7 +240,7 @@ struct Forward {
   // product(first row, rows) for all rows, a few at a time while there is something to fetch between them.
   template <class Product>
   FASTATTN_INLINE void fetching(Ahead* next, int rows, const Product& product) const {
-    constexpr int kRows = 2 * kMicroRows, kLines = 96;
+    constexpr int kRows = kTiles<Unit> ? 2 * kLanes : 2 * kMicroRows, kLines = 96;
     for (int row = 0, count; row < rows; row += count) {
       next->fetch(kLines);
       count = next->left ? smaller(kRows, rows - row) : rows - row;
@@ -257,17 +261,17 @@ struct Forward {
     } else {
       softmax<false>(t, scratch, panel);
     }
-    const int terms = kPairs ? (t.keys + 1) / 2 : t.keys;
+    const int terms = terms_of<Unit>(kPairs ? (t.keys + 1) / 2 : t.keys);
     const Unit* probability = (const Unit*)scratch.score;
-    fetching(next, a.value_depth, [&](int row, int rows) {
-      const char* columns = value.data + row * sizeof(Unit);
+    fetching(next, kColumns ? a.value_depth : value_width, [&](int row, int rows) {
+      const char* left = value.data + row * (kColumns ? (int64_t)sizeof(Unit) : value.stride);
       float* out = panel.out + row * kPanel;
       if (first)
-        product<Unit, true, Start::zero>(t.vectors, rows, terms, columns, value.stride, probability, kPanel, out,
-                                         kPanel, nullptr, 1.0f);
+        product<Unit, kColumns, Start::zero>(t.vectors, rows, terms, left, value.stride, probability, kPanel, out,
+                                             kPanel, nullptr, 1.0f);
       else
-        product<Unit, true, Start::factor>(t.vectors, rows, terms, columns, value.stride, probability, kPanel, out,
-                                           kPanel, scratch.factor, 1.0f);
+        product<Unit, kColumns, Start::factor>(t.vectors, rows, terms, left, value.stride, probability, kPanel, out,
+                                               kPanel, scratch.factor, 1.0f);
     });
   }
 
@@ -499,6 +503,7 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   parallel_for_ranges(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
+    const Tiles<kTiles<typename UnitOf<T>::Unit>> tiles;
     forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch);
   });
   if (forward.splits > 1)

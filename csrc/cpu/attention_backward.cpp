@@ -21,12 +21,12 @@ constexpr int kPanels = 128;                 // of queries: sums over more are m
 template <class T>
 struct Backward {
   using Unit = typename UnitOf<T>::Unit;
-  static constexpr bool kPairs = UnitOf<T>::pairs;
+  static constexpr bool kPairs = UnitOf<T>::pairs, kColumns = !kTiles<Unit>;
 
   const Attention& a;
   const AttentionGradients& g;
   MaskSummary mask;
-  int depth, value_depth;             // units in a row of keys and of values
+  int depth, value_depth;             // units of a row of keys and of values that are summed over
   int units, value_units;             // the same, rounded up to vectors
   int width, value_width;             // elements in such rows, rounded up to vectors
   bool key_in_place, value_in_place;  // rows are read where they lie
@@ -49,7 +49,7 @@ struct Backward {
     float *score, *grad_score;                               // a tile, (kBlock, kPanel)
     Unit *probability_left, *grad_left, *grad_score_right;   // P and dS as first factors, dS as second factor
     uint8_t* packed;                                         // which blocks of keys are not read where they lie
-    Unit *key_rows, *value_rows, *key_left;                  // keys as first factors of a sum over keys
+    Unit *key_rows, *value_rows, *key_left, *pairs;          // key_left: as first factors of a sum over keys
     float *key_grad, *value_grad, *key_total, *value_total;  // totals: of the stretches of queries that are done
     MaskBuffers mask;
     FewRows few;
@@ -57,14 +57,15 @@ struct Backward {
 
   Backward(const Attention& problem, const AttentionGradients& gradients, Arena* arena)
       : a(problem), g(gradients), mask(problem, arena) {
-    depth = kPairs ? (a.depth + 1) / 2 : a.depth;
-    value_depth = kPairs ? (a.value_depth + 1) / 2 : a.value_depth;
+    depth = terms_of<Unit>(kPairs ? (a.depth + 1) / 2 : a.depth);
+    value_depth = terms_of<Unit>(kPairs ? (a.value_depth + 1) / 2 : a.value_depth);
     units = (int)round_up(depth, kLanes);
     value_units = (int)round_up(value_depth, kLanes);
     width = (int)round_up(a.depth, kLanes);
     value_width = (int)round_up(a.value_depth, kLanes);
-    key_in_place = UnitOf<T>::in_memory && !(kPairs && a.depth % 2);
-    value_in_place = UnitOf<T>::in_memory && !(kPairs && a.value_depth % 2);
+    constexpr int kElements = sizeof(Unit) / sizeof(T);  // of a unit, where units are in memory
+    key_in_place = UnitOf<T>::in_memory && depth * kElements == a.depth;
+    value_in_place = UnitOf<T>::in_memory && value_depth * kElements == a.value_depth;
     splits = smaller(smaller(16 / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), a.keys / 384);
     splits = greater(splits, (int64_t)1);
     range = round_up(divide_up(a.keys, splits), kBlock);
@@ -118,6 +119,7 @@ struct Backward {
                  arena->take<Unit>(key_in_place && !hidden ? 0 : range * units),
                  arena->take<Unit>(value_in_place && !hidden ? 0 : range * value_units),
                  arena->take<Unit>(kPairs ? range / 2 * width : 0),
+                 arena->take<Unit>(kTiles<Unit> ? kBlock / 2 * width : 0),
                  arena->take<float>(range * width),
                  arena->take<float>(range * value_width),
                  arena->take<float>(long_sums ? range * width : 0),
@@ -159,7 +161,8 @@ struct Backward {
     if (!key_in_place || seen) pack_rows(k, a.key.row, count, a.depth, seen, scratch.key_rows + slot * units, units);
     if (!value_in_place || seen)
       pack_rows(v, a.value.row, count, a.value_depth, seen, scratch.value_rows + slot * value_units, value_units);
-    if constexpr (kPairs) pack_pairs(k, a.key.row, count, a.depth, scratch.key_left + slot / 2 * width, width, seen);
+    if constexpr (kPairs)
+      pack_left(k, a.key.row, count, a.depth, scratch.key_left + slot / 2 * width, width, seen, scratch.pairs);
   }
 
   Keys find_keys(const Sequence& s, int64_t key_head, int64_t key, int64_t slot, const Scratch& scratch) const {
@@ -173,7 +176,8 @@ struct Backward {
     if (packed || !value_in_place)
       keys.value = {(const char*)(scratch.value_rows + slot * value_units), value_units * 4};
     keys.left = keys.key;
-    if constexpr (kPairs) keys.left = {(const char*)(scratch.key_left + slot / 2 * width), width * 4};
+    if constexpr (kPairs)
+      keys.left = {(const char*)(scratch.key_left + slot / 2 * width), (kColumns ? width : kBlock / 2) * 4};
     return keys;
   }
 
@@ -217,6 +221,9 @@ struct Backward {
                  scratch.query_right, width, present);
       pack_pairs(row_pointer<T>(g.out_grad, s.index, head, s.first_query + query), g.out_grad.row, count, a.value_depth,
                  scratch.grad_right, value_width, present);
+      const int pairs = (count + 1) / 2, rest = terms_of<Unit>(pairs) - pairs;
+      clear_row(scratch.query_right + pairs * width, rest * width);
+      clear_row(scratch.grad_right + pairs * value_width, rest * value_width);
     }
   }
 
@@ -300,14 +307,23 @@ struct Backward {
         store(scratch.grad_score + at + kPanel, ds1);
       }
     });
-    const int queries = kPairs ? (t.queries + 1) / 2 : t.queries, count = kPairs ? (t.keys + 1) / 2 : t.keys;
+    const int queries = terms_of<Unit>(kPairs ? (t.queries + 1) / 2 : t.queries);
+    const int pairs = kPairs ? (t.keys + 1) / 2 : t.keys, count = terms_of<Unit>(pairs);
     const int64_t stride = kPairs ? kPanel * 2 : kPanel * 4;
+    if constexpr (kTiles<Unit>) {
+      for (int j = pairs; j < count; ++j) clear_row(scratch.grad_score_right + j * kPanel, kPanel);
+      for (int j = 0; t.vectors % 2 && j < t.keys; ++j) {  // as many queries again would be summed over
+        const int at = j * kPanel + t.vectors * kLanes;
+        store((bfloat16*)scratch.probability_left + at, vf{});
+        store((bfloat16*)scratch.grad_left + at, vf{});
+      }
+    }
     add_product(t.keys, queries, scratch.probability_left, stride, scratch.grad_right, value_width,
                 scratch.value_grad + slot * value_width);
     add_product(t.keys, queries, scratch.grad_left, stride, scratch.query_right, width,
                 scratch.key_grad + slot * width);
-    product<Unit, true, Start::keep>(t.vectors, a.depth, count, keys.left.data, keys.left.stride,
-                                     scratch.grad_score_right, kPanel, scratch.query_grad, kPanel, nullptr, 1.0f);
+    product<Unit, kColumns, Start::keep>(t.vectors, kColumns ? a.depth : width, count, keys.left.data, keys.left.stride,
+                                         scratch.grad_score_right, kPanel, scratch.query_grad, kPanel, nullptr, 1.0f);
   }
 
   // total += sum, sum = 0; the first time there is no total yet.
@@ -619,6 +635,7 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
   parallel_for_ranges(parallel, workers, backward.tasks(), [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = backward.take_scratch(&own);
+    const Tiles<kTiles<typename UnitOf<T>::Unit>> tiles;
     backward.few ? backward.few_task(index, scratch) : backward.task(index, scratch);
   });
   if (backward.splits > 1)
@@ -628,6 +645,7 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
     parallel_for(parallel, workers, backward.mask_tasks(), [&](int64_t index, int worker) {
       Arena own = {arena.at + (uintptr_t)worker * size};
       const auto scratch = backward.take_scratch(&own);
+      const Tiles<kTiles<typename UnitOf<T>::Unit>> tiles;
       backward.mask_task(index, scratch, backward.take_mask_grad(&own));
     });
 }

@@ -8,8 +8,11 @@
 //   grad of value dV(key, depth)  += P(key, query) dO(query, depth)         rows of P
 //
 // Softmax then works on whole vectors with one query in each lane. The unit of a product is a float32, or, with
-// bfloat16 instructions, a pair of bfloat16 that are neighbours in the dimension summed over.
+// bfloat16 instructions, a pair of bfloat16 that are neighbours in the dimension summed over. Matrix instructions have
+// their first factor by rows alone, so that what is read by columns otherwise is packed transposed, and sum over whole
+// vectors of units, so that both factors end with zeros.
 #pragma once
+#include "amx.h"
 #include "attention.h"
 #include "dropout_mask.h"
 #include "simd.h"
@@ -88,6 +91,20 @@ struct UnitOf<bfloat16> {
 };
 #endif
 
+// Whether products of these units are made by matrix instructions.
+template <class Unit>
+constexpr bool kTiles = false;
+#if defined(__AMX_BF16__)
+template <>
+constexpr bool kTiles<Pair> = true;
+#endif
+
+// How many units a product sums over for so many.
+template <class Unit>
+constexpr int terms_of(int units) {
+  return kTiles<Unit> ? (int)round_up(units, kLanes) : units;
+}
+
 FASTATTN_INLINE vf broadcast(const char* p, float) {
   float x;
   memcpy(&x, p, sizeof x);
@@ -130,6 +147,14 @@ FASTATTN_INLINE vf load_unit(const Pair* p) {
 // then grows with the square roots of a tile and of the number of tiles, not of their product.
 enum class Start { zero, factor, keep };
 
+template <Start start>
+FASTATTN_INLINE void add_sum(vf sum, int n, float* c, const float* factor, float scale) {
+  c += n * kLanes;
+  if constexpr (start == Start::zero) store(c, sum * scale);
+  if constexpr (start == Start::factor) store(c, fma(load(c), load(factor + n * kLanes), sum));
+  if constexpr (start == Start::keep) store(c, load(c) + sum);
+}
+
 // M x N vectors of C. The first factor's element (m, k) is at a + m * stride + 4 k, or at a + k * stride + 4 m.
 template <class Unit, int M, int N, bool columns, Start start>
 FASTATTN_INLINE void micro_product(int depth, const char* a, int64_t stride, const Unit* b, int64_t b_stride, float* c,
@@ -159,12 +184,54 @@ FASTATTN_INLINE void micro_product(int depth, const char* a, int64_t stride, con
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      float* at = c + m * c_stride + n * kLanes;
-      if constexpr (start == Start::zero) store(at, sum[m][n] * scale);
-      if constexpr (start == Start::factor) store(at, fma(load(at), load(factor + n * kLanes), sum[m][n]));
-      if constexpr (start == Start::keep) store(at, load(at) + sum[m][n]);
+    for (int n = 0; n < N; ++n) add_sum<start>(sum[m][n], n, c + m * c_stride, factor, scale);
+}
+
+// M x N tiles of C, of `rows` rows in all: the last tiles may have fewer than the others.
+template <int M, int N, Start start>
+FASTATTN_INLINE void tile_product(int rows, int depth, const char* a, int64_t stride, const Pair* b, int64_t b_stride,
+                                  float* c, int64_t c_stride, const float* factor, float scale) {
+  constexpr int64_t kPairBytes = sizeof(Pair), kRowBytes = N * kLanes * sizeof(float);
+  alignas(64) float sum[M * kLanes][N * kLanes];
+  clear_tile<0>();
+  if constexpr (N > 1) clear_tile<1>();
+  if constexpr (M > 1) clear_tile<2>();
+  if constexpr (M > 1 && N > 1) clear_tile<3>();
+  for (int k = 0; k < depth; k += kLanes) {
+    load_tile<4>(a + k * kPairBytes, stride);
+    load_tile<6>(b + k * b_stride, b_stride * kPairBytes);
+    multiply_tiles<0, 4, 6>();
+    if constexpr (N > 1) {
+      load_tile<7>(b + k * b_stride + kLanes, b_stride * kPairBytes);
+      multiply_tiles<1, 4, 7>();
     }
+    if constexpr (M > 1) {
+      load_tile<5>(a + kLanes * stride + k * kPairBytes, stride);
+      multiply_tiles<2, 5, 6>();
+    }
+    if constexpr (M > 1 && N > 1) multiply_tiles<3, 5, 7>();
+  }
+  store_tile<0>(sum[0], kRowBytes);
+  if constexpr (N > 1) store_tile<1>(sum[0] + kLanes, kRowBytes);
+  if constexpr (M > 1) store_tile<2>(sum[kLanes], kRowBytes);
+  if constexpr (M > 1 && N > 1) store_tile<3>(sum[kLanes] + kLanes, kRowBytes);
+  for (int m = 0; m < rows; ++m, c += c_stride)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) add_sum<start>(load(sum[m] + n * kLanes), n, c, factor, scale);
+}
+
+template <int N, Start start>
+__attribute__((noinline)) void tile_columns(int rows, int depth, const char* a, int64_t stride, const Pair* b,
+                                            int64_t b_stride, float* c, int64_t c_stride, const float* factor,
+                                            float scale) {
+  constexpr int kTwo = 2 * kLanes;
+  for (; rows >= kTwo; rows -= kTwo, a += kTwo * stride, c += kTwo * c_stride)
+    tile_product<2, N, start>(kTwo, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+  for (; rows > 0; rows -= kLanes, a += kLanes * stride, c += kLanes * c_stride) {
+    if (rows < kLanes) shape_tiles(rows);  // rows beyond the last are not read: there may be no memory
+    tile_product<1, N, start>(smaller(rows, kLanes), depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+    if (rows < kLanes) shape_tiles(kLanes);
+  }
 }
 
 template <class Unit, int N, bool columns, Start start>
@@ -193,21 +260,32 @@ __attribute__((noinline)) void product_vectors(int rows, int depth, const char* 
 template <class Unit, bool columns, Start start>
 FASTATTN_INLINE void product(int vectors, int rows, int depth, const char* a, int64_t stride, const Unit* b,
                              int64_t b_stride, float* c, int64_t c_stride, const float* factor, float scale) {
-  switch (vectors) {
-    case 1:
-      return product_vectors<Unit, 1, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
-    case 2:
-      return product_vectors<Unit, 2, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
-    case 3:
-      if constexpr (kPanelVectors > 2)
-        return product_vectors<Unit, 3, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
+  if constexpr (kTiles<Unit>) {
+    static_assert(!columns, "a first factor is read by rows");
+    for (; vectors > 0; vectors -= 2, b += 2 * kLanes, c += 2 * kLanes) {
+      const auto part = vectors > 1 ? &tile_columns<2, start> : &tile_columns<1, start>;
+      part(rows, depth, a, stride, b, b_stride, c, c_stride, factor, scale);
+      if constexpr (start == Start::factor) factor += 2 * kLanes;
+    }
+  } else {
+    switch (vectors) {
+      case 1:
+        return product_vectors<Unit, 1, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
                                                         scale);
-      return;
-    case 4:
-      if constexpr (kPanelVectors > 2)
-        return product_vectors<Unit, 4, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
+      case 2:
+        return product_vectors<Unit, 2, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
                                                         scale);
-      return;
+      case 3:
+        if constexpr (kPanelVectors > 2)
+          return product_vectors<Unit, 3, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
+                                                          scale);
+        return;
+      case 4:
+        if constexpr (kPanelVectors > 2)
+          return product_vectors<Unit, 4, columns, start>(rows, depth, a, stride, b, b_stride, c, c_stride, factor,
+                                                          scale);
+        return;
+    }
   }
 }
 
@@ -307,6 +385,17 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
       memcpy((void*)(to + i), &pair, sizeof pair);
     }
   }
+}
+
+// The same of a block of keys as a product over them reads its first factor: transposed, for matrix instructions, and
+// with zeros to the end of its last vector of pairs. `buffer` has room for the block.
+inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length, Pair* to, int width,
+                      const uint8_t* seen, Pair* buffer) {
+  if constexpr (!kTiles<Pair>) return pack_pairs(from, stride, keys, length, to, width, seen);
+  const int pairs = (keys + 1) / 2, whole = (int)round_up(pairs, kLanes);
+  pack_pairs(from, stride, keys, length, buffer, width, seen);
+  clear_row(buffer + pairs * width, (whole - pairs) * width);
+  transpose(buffer, width, whole, width, to, kBlock / 2);
 }
 
 // ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----

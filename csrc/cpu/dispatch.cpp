@@ -1,6 +1,10 @@
 // Chooses the instruction set at run time. Compiled for the base instruction set, as everything that all machines run.
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kernels.h"
 
@@ -8,7 +12,7 @@ namespace fastattn {
 namespace {
 
 struct Available {
-  InstructionSet sets[4];
+  InstructionSet sets[5];
   int count = 0;
   const InstructionSet* current = nullptr;
 
@@ -25,7 +29,9 @@ struct Available {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512cd");
-    if (avx512 && has_avx512_bf16()) FASTATTN_ADD(avx512_bf16);
+    const bool avx512_bf16 = avx512 && has_avx512_bf16();
+    if (avx512_bf16 && has_amx_bf16() && may_use_tiles()) FASTATTN_ADD(amx_bf16);
+    if (avx512_bf16) FASTATTN_ADD(avx512_bf16);
     if (avx512) FASTATTN_ADD(avx512);
     if (avx2) FASTATTN_ADD(avx2);
 #endif
@@ -52,6 +58,14 @@ struct Available {
   static bool has_f16c() { return cpuid(1, 0, 2) >> 29 & 1; }
   static bool has_lzcnt() { return cpuid(0x80000001, 0, 2) >> 5 & 1; }
   static bool has_avx512_bf16() { return cpuid(7, 0, 0) >= 1 && cpuid(7, 1, 0) >> 5 & 1; }
+
+  static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // its instructions and the tiles
+
+  // Linux has the tiles' 8 KiB of registers switched only for processes that have asked for them.
+  static bool may_use_tiles() {
+    constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
+    return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;
+  }
 
   static unsigned cpuid(unsigned leaf, unsigned subleaf, int which) {
     unsigned out[4];

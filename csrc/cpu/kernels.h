@@ -15,7 +15,7 @@ namespace fastattn {
 
 #if defined(__x86_64__)
 #define FASTATTN_DECLARE_TABLES(Type, stem) \
-  extern const Type stem##_avx512_bf16, stem##_avx512, stem##_avx2, stem##_generic
+  extern const Type stem##_amx_bf16, stem##_avx512_bf16, stem##_avx512, stem##_avx2, stem##_generic
 #else
 #define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
 #endif

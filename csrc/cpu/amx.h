@@ -1,0 +1,61 @@
+// Products of bfloat16 pairs by Intel's matrix extensions (AMX): registers of 16 rows of 64 bytes, and an instruction
+// that adds to 16x16 float32 the product of 16x32 bfloat16, rows of pairs, and 32x16, pairs of rows.
+//
+// Instructions are written out: the compilers' own functions do not say that they read memory.
+#pragma once
+#include "simd.h"
+
+namespace fastattn {
+namespace {
+
+struct alignas(64) TileShapes {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];  // of a row
+  uint8_t rows[16];
+};
+
+// Registers 0 to 3 hold sums, 4 and 5 the first factor, all of `rows` rows, and 6 and 7 the second. Clears them.
+FASTATTN_INLINE void shape_tiles(int rows) {
+  TileShapes shapes = {};
+  shapes.palette = 1;
+  for (int i = 0; i < 8; ++i) {
+    shapes.bytes[i] = 64;
+    shapes.rows[i] = i < 6 ? (uint8_t)rows : 16;
+  }
+  __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+// While it lives, this thread's registers have 16 rows each, if they are used.
+template <bool used>
+struct Tiles {
+  Tiles() {
+    if constexpr (used) shape_tiles(16);
+  }
+  ~Tiles() {
+    if constexpr (used) __asm__ volatile("tilerelease");
+  }
+  Tiles(const Tiles&) = delete;
+};
+
+template <int tile>
+FASTATTN_INLINE void clear_tile() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile));
+}
+
+template <int tile>
+FASTATTN_INLINE void load_tile(const void* from, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
+}
+
+template <int tile>
+FASTATTN_INLINE void store_tile(void* to, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(tile) : "memory");
+}
+
+template <int sum, int left, int right>
+FASTATTN_INLINE void multiply_tiles() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(left), "i"(right));
+}
+
+}  // namespace
+}  // namespace fastattn
