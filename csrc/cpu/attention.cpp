@@ -372,6 +372,7 @@ struct Forward {
     const int64_t first = block * kTaskPanels * kPanel;
     const int panels = (int)smaller((int64_t)kTaskPanels, divide_up(s.queries - first, kPanel));
     if (panels <= 0) return;
+    const Tiles<kTiles<Unit>> tiles;
     for (int p = 0; p < panels; ++p) start(s, head, first + p * kPanel, scratch, scratch.panel[p]);
     const int64_t last = smaller(s.queries, first + kTaskPanels * kPanel) - 1;
     const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
@@ -503,7 +504,6 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   parallel_for_ranges(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
-    const Tiles<kTiles<typename UnitOf<T>::Unit>> tiles;
     forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch);
   });
   if (forward.splits > 1)

@@ -373,6 +373,7 @@ struct Backward {
   }
 
   void task(int64_t index, const Scratch& scratch) const {
+    const Tiles<kTiles<Unit>> tiles;
     const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / splits / a.key_heads);
     const int64_t begin = split * range, end = smaller(begin + range, s.keys), stored = smaller(begin + range, s.rows);
@@ -554,6 +555,7 @@ struct Backward {
   float* take_mask_grad(Arena* arena) const { return arena->take<float>(round_up(a.mask.columns, kBlock) * kPanel); }
 
   void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
+    const Tiles<kTiles<Unit>> tiles;
     const AttentionMask& m = a.mask;
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
     const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = group_of(a);
@@ -635,7 +637,6 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
   parallel_for_ranges(parallel, workers, backward.tasks(), [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = backward.take_scratch(&own);
-    const Tiles<kTiles<typename UnitOf<T>::Unit>> tiles;
     backward.few ? backward.few_task(index, scratch) : backward.task(index, scratch);
   });
   if (backward.splits > 1)
@@ -645,7 +646,6 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
     parallel_for(parallel, workers, backward.mask_tasks(), [&](int64_t index, int worker) {
       Arena own = {arena.at + (uintptr_t)worker * size};
       const auto scratch = backward.take_scratch(&own);
-      const Tiles<kTiles<typename UnitOf<T>::Unit>> tiles;
       backward.mask_task(index, scratch, backward.take_mask_grad(&own));
     });
 }

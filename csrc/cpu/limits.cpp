@@ -1,6 +1,7 @@
 // See limits.h.
 #include "limits.h"
 
+#include "amx.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -17,7 +18,7 @@ struct MultiplyAdd {
   static FASTATTN_INLINE vf step(vf chain) { return fma(chain, splat(0x1.ffp-1f), splat(0x1p-9f)); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 struct DotPairs {
   static constexpr int kOperations = 4 * kLanes;
   static FASTATTN_INLINE vf step(vf chain) {
@@ -25,13 +26,18 @@ struct DotPairs {
     return (vf)_mm512_dpbf16_ps((__m512)chain, zero, one);
   }
 };
-#else
+#elif !defined(__AMX_BF16__)
 using DotPairs = MultiplyAdd;
 #endif
 
+// At least `operations` in rounds of so many.
+int64_t rounds_of(int64_t operations, int64_t in_one, const Parallel& parallel) {
+  return operations / (in_one * parallel.threads) + 1;
+}
+
 template <class Arithmetic>
 void run(float* sink, int64_t operations, const Parallel& parallel) {
-  const int64_t rounds = operations / (int64_t(kChains) * Arithmetic::kOperations * parallel.threads) + 1;
+  const int64_t rounds = rounds_of(operations, kChains * Arithmetic::kOperations, parallel);
   parallel_for(parallel, parallel.threads, parallel.threads, [&](int64_t task, int) {
     vf chain[kChains];
     for (int c = 0; c < kChains; ++c) chain[c] = splat((float)(task + c));  // each its own, and unknown to the compiler
@@ -42,9 +48,33 @@ void run(float* sink, int64_t operations, const Parallel& parallel) {
   });
 }
 
+#if defined(__AMX_BF16__)
+// On numbers of all kinds: of zeros the processor multiplies more in a second.
+void run_pairs(float* sink, int64_t operations, const Parallel& parallel) {
+  const int64_t rounds = rounds_of(operations, 4 * 2 * 16 * 16 * 32, parallel);
+  parallel_for(parallel, parallel.threads, parallel.threads, [&](int64_t task, int) {
+    uint16_t factor[16 * 32];
+    for (uint32_t i = 0; i < 16 * 32; ++i) factor[i] = (uint16_t)(0x3f00 | (i * 0x9e3779b9 >> 16 & 0x80ff));
+    float sum[16 * 16];
+    const Tiles<true> tiles;
+    load_tile<4>(factor, 64), load_tile<5>(factor, 64), load_tile<6>(factor, 64), load_tile<7>(factor, 64);
+    for (int64_t round = 0; round < rounds; ++round) {
+      multiply_tiles<0, 4, 6>();
+      multiply_tiles<1, 4, 7>();
+      multiply_tiles<2, 5, 6>();
+      multiply_tiles<3, 5, 7>();
+    }
+    store_tile<0>(sum, 64);
+    sink[task] = sum[0];
+  });
+}
+#else
+void run_pairs(float* sink, int64_t operations, const Parallel& parallel) { run<DotPairs>(sink, operations, parallel); }
+#endif
+
 }  // namespace
 
 extern const LimitKernels FASTATTN_TABLE(limits);
-const LimitKernels FASTATTN_TABLE(limits) = {&run<MultiplyAdd>, &run<DotPairs>};
+const LimitKernels FASTATTN_TABLE(limits) = {&run<MultiplyAdd>, &run_pairs};
 
 }  // namespace fastattn

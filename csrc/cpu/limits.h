@@ -10,7 +10,8 @@ struct LimitKernels {
   // At least `operations` floating-point operations (a multiply-add is two), split evenly over the threads. Every
   // thread leaves what remains in its element of `sink`, so that nothing can be optimised away.
   void (*float32)(float* sink, int64_t operations, const Parallel&);
-  void (*bfloat16)(float* sink, int64_t operations, const Parallel&);  // dot products of pairs where there are such
+  void (*bfloat16)(float* sink, int64_t operations,
+                   const Parallel&);  // dot products of pairs, or matrix products, where there are such
 };
 
 }  // namespace fastattn
