@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn.bench import contest, limits, peers, report
+from fastattn.bench import cases, contest, limits, peers, report
 from fastattn.bench.cases import OPERATIONS, Case, Floor, listed, sweep
 from fastattn.bench.timer import Ratio, Timing, interleave
 
@@ -256,6 +257,14 @@ def test_a_slow_ours_fails_the_gate(monkeypatch):
 def test_floors(floor, figures, failing):
     found = contest.failures(result(**figures, floor=floor))
     assert (failing in found[0] and len(found) == 1) if failing else found == []
+
+
+@pytest.mark.parametrize(("isa", "ratio", "fraction"), [("amx_bf16", 0.97, None), ("avx512_bf16", 3.7, 0.7)])
+def test_floor_of_bfloat16_products_is_torch_where_matrix_instructions_make_them(monkeypatch, isa, ratio, fraction):
+    monkeypatch.setattr(cases.native, "library", lambda name: SimpleNamespace(isa=lambda: isa))
+    floors = {case.name: case.floor for case in cases.headline()}
+    assert floors["attention bfloat16 1x8x2048x64 forward"] == Floor(ratio, fraction)
+    assert floors["attention float32 1x8x2048x64 forward"] == Floor(2.1, 0.78)
 
 
 def test_a_lost_ratio_fails_against_the_recorded_one():

@@ -17,8 +17,8 @@ from fastattn.bench.timer import wall_clock
 def arithmetic(flops: int, dtype: torch.dtype) -> Callable[[], object] | None:
     """A function that does `flops` operations on registers alone, on all threads; None where nothing can.
 
-    float32 counts fused multiply-adds as two operations; bfloat16 uses the dot product of pairs, or of
-    matrices, where the processor has one. The compiled library holds the loops, since only there is the instruction set known.
+    float32 counts fused multiply-adds as two operations; bfloat16 uses the dot product of pairs, or of matrices, where
+    the processor has one. The compiled library holds the loops, since only there is the instruction set known.
     """
     library = native.library("cpu")
     if library is None or dtype not in (torch.float32, torch.bfloat16):
