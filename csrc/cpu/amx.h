@@ -13,6 +13,7 @@ struct alignas(64) TileShapes {
   uint16_t bytes[16];  // of a row
   uint8_t rows[16];
 };
+static_assert(sizeof(TileShapes) == 64, "what the instruction reads");
 
 // Registers 0 to 3 hold sums, 4 and 5 the first factor, all of `rows` rows, and 6 and 7 the second. Clears them.
 FASTATTN_INLINE void shape_tiles(int rows) {
@@ -25,17 +26,13 @@ FASTATTN_INLINE void shape_tiles(int rows) {
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// While it lives, this thread's registers have 16 rows each, if they are used.
-template <bool used>
-struct Tiles {
-  Tiles() {
-    if constexpr (used) shape_tiles(16);
-  }
-  ~Tiles() {
-    if constexpr (used) __asm__ volatile("tilerelease");
-  }
-  Tiles(const Tiles&) = delete;
-};
+// Calls work() while this thread's registers have 16 rows each, if they are used.
+template <bool used, class Work>
+FASTATTN_INLINE void with_tiles(const Work& work) {
+  if constexpr (used) shape_tiles(16);
+  work();
+  if constexpr (used) __asm__ volatile("tilerelease");
+}
 
 template <int tile>
 FASTATTN_INLINE void clear_tile() {

@@ -372,7 +372,6 @@ struct Forward {
     const int64_t first = block * kTaskPanels * kPanel;
     const int panels = (int)smaller((int64_t)kTaskPanels, divide_up(s.queries - first, kPanel));
     if (panels <= 0) return;
-    const Tiles<kTiles<Unit>> tiles;
     for (int p = 0; p < panels; ++p) start(s, head, first + p * kPanel, scratch, scratch.panel[p]);
     const int64_t last = smaller(s.queries, first + kTaskPanels * kPanel) - 1;
     const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
@@ -407,12 +406,12 @@ struct Forward {
 
   // ---- few queries ----
 
-  // One query and the keys [key, key + keys), all of which the window lets it see.
-  void few_step(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, const float* row, float* score,
-                float* reference, float* sum, float* out) const {
+  // One query and the keys [key, key + keys), all of which the window lets it see; `ahead` of row_products.
+  void few_step(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int ahead, const float* row,
+                float* score, float* reference, float* sum, float* out) const {
     const int64_t key_head = head / group_of(a);
     row_products(row, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row, keys, a.depth, a.scale,
-                 score);
+                 ahead, score);
     if (a.mask.data) mask_row(a, s, head, query, key, keys, score);
     vf top = splat(*reference);
     for (int j = 0; j < keys; j += kLanes)
@@ -429,7 +428,7 @@ struct Forward {
     *reference = after;
     *sum = *sum * factor + fastattn::sum(total);
     add_rows(score, row_pointer<T>(a.value, s.index, key_head, s.first_key + key), a.value.row, keys, a.value_depth,
-             factor, out);
+             factor, ahead, out);
   }
 
   // All queries of the heads that share a key head; a block of keys serves them all while it is in cache.
@@ -458,8 +457,9 @@ struct Forward {
           const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
           const int64_t first = greater(key, begin_of_keys(a, s, query));
           const int count = (int)(smaller(smaller(key + kBlock, end), end_of_keys(a, s, query)) - first);
+          const int ahead = r > 0 ? 0 : rows_ahead(first, end);
           if (count > 0)
-            few_step(s, head, query, first, count, few.query + r * few.width, scratch.score, &few.reference[r],
+            few_step(s, head, query, first, count, ahead, few.query + r * few.width, scratch.score, &few.reference[r],
                      &few.sum[r], few.out + r * value_width);
         }
       for (int r = 0; r < rows; ++r)
@@ -504,7 +504,8 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   parallel_for_ranges(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
-    forward.few ? forward.few_task(index, scratch) : forward.task(index, scratch);
+    if (forward.few) return forward.few_task(index, scratch);
+    with_tiles<kTiles<typename UnitOf<T>::Unit>>([&] { forward.task(index, scratch); });
   });
   if (forward.splits > 1)
     parallel_for_ranges(parallel, forward.few ? 1 : workers, a.batch * a.heads * a.queries,

@@ -312,7 +312,7 @@ struct Backward {
     const int64_t stride = kPairs ? kPanel * 2 : kPanel * 4;
     if constexpr (kTiles<Unit>) {
       for (int j = pairs; j < count; ++j) clear_row(scratch.grad_score_right + j * kPanel, kPanel);
-      for (int j = 0; t.vectors % 2 && j < t.keys; ++j) {  // as many queries again would be summed over
+      for (int j = 0; t.vectors % 2 && j < t.keys; ++j) {  // two vectors of queries at a time are summed over
         const int at = j * kPanel + t.vectors * kLanes;
         store((bfloat16*)scratch.probability_left + at, vf{});
         store((bfloat16*)scratch.grad_left + at, vf{});
@@ -373,7 +373,6 @@ struct Backward {
   }
 
   void task(int64_t index, const Scratch& scratch) const {
-    const Tiles<kTiles<Unit>> tiles;
     const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / splits / a.key_heads);
     const int64_t begin = split * range, end = smaller(begin + range, s.keys), stored = smaller(begin + range, s.rows);
@@ -448,10 +447,11 @@ struct Backward {
     const int keys = (int)(smaller(end, end_of_keys(a, s, query)) - first);
     if (keys <= 0 || few.inverse[r] == 0) return;
     probability += first - key, grad_score += first - key;
+    const int ahead = r > 0 ? 0 : rows_ahead(first, s.keys);
     row_products(few.query + r * width, row_pointer<T>(a.key, s.index, key_head, s.first_key + first), a.key.row, keys,
-                 a.depth, a.scale, probability);
+                 a.depth, a.scale, ahead, probability);
     row_products(few.grad + r * value_width, row_pointer<T>(a.value, s.index, key_head, s.first_key + first),
-                 a.value.row, keys, a.value_depth, 1.0f, grad_score);
+                 a.value.row, keys, a.value_depth, 1.0f, ahead, grad_score);
     if (a.mask.data) mask_row(a, s, head, query, first, keys, probability);
     for (int j = 0; j < keys; j += kLanes) {
       const uint32_t valid = first_lanes(smaller(kLanes, keys - j));
@@ -515,7 +515,7 @@ struct Backward {
       for (int r = 0; r < rows; ++r) {
         few_gradients(s, head(r), query(r), key, last, r, few);
         add_rows(few.grad_score + r * kFewStride, row_pointer<T>(a.key, s.index, key_head, s.first_key + key),
-                 a.key.row, keys, a.depth, 1.0f, few.query_grad + r * width);
+                 a.key.row, keys, a.depth, 1.0f, 0, few.query_grad + r * width);
       }
       if (is_end_of_stretch(key, begin, stored)) {
         end_stretch(!several, rows * width, few.query_grad, few.query_total);
@@ -555,7 +555,6 @@ struct Backward {
   float* take_mask_grad(Arena* arena) const { return arena->take<float>(round_up(a.mask.columns, kBlock) * kPanel); }
 
   void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
-    const Tiles<kTiles<Unit>> tiles;
     const AttentionMask& m = a.mask;
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
     const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = group_of(a);
@@ -637,7 +636,8 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
   parallel_for_ranges(parallel, workers, backward.tasks(), [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = backward.take_scratch(&own);
-    backward.few ? backward.few_task(index, scratch) : backward.task(index, scratch);
+    if (backward.few) return backward.few_task(index, scratch);
+    with_tiles<kTiles<typename UnitOf<T>::Unit>>([&] { backward.task(index, scratch); });
   });
   if (backward.splits > 1)
     parallel_for_ranges(parallel, workers, a.batch * a.heads * a.queries,
@@ -646,7 +646,8 @@ void run(const Attention& a, const AttentionGradients& g, const Parallel& parall
     parallel_for(parallel, workers, backward.mask_tasks(), [&](int64_t index, int worker) {
       Arena own = {arena.at + (uintptr_t)worker * size};
       const auto scratch = backward.take_scratch(&own);
-      backward.mask_task(index, scratch, backward.take_mask_grad(&own));
+      float* sums = backward.take_mask_grad(&own);
+      with_tiles<kTiles<typename UnitOf<T>::Unit>>([&] { backward.mask_task(index, scratch, sums); });
     });
 }
 

@@ -187,7 +187,7 @@ FASTATTN_INLINE void micro_product(int depth, const char* a, int64_t stride, con
     for (int n = 0; n < N; ++n) add_sum<start>(sum[m][n], n, c + m * c_stride, factor, scale);
 }
 
-// M x N tiles of C, of `rows` rows in all: the last tiles may have fewer than the others.
+// M x N tiles of C, which have `rows` rows in all: 16 M, or fewer where M = 1 and the registers have as many.
 template <int M, int N, Start start>
 FASTATTN_INLINE void tile_product(int rows, int depth, const char* a, int64_t stride, const Pair* b, int64_t b_stride,
                                   float* c, int64_t c_stride, const float* factor, float scale) {
@@ -411,11 +411,16 @@ inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length
 
 constexpr int kFewQueries = kLanes / 2;  // so many leave half the lanes of a panel empty
 
-// The rows of a block ahead: a cache is read once, faster than the processor's own prefetching follows.
+// A cache is read once, faster than the processor's own prefetching follows: rows are fetched a block ahead.
 template <class T>
-FASTATTN_INLINE void fetch_ahead(const T* row, int64_t stride, int length) {
-  const char* from = (const char*)row + kBlock * stride * (int64_t)sizeof(T);
-  for (int64_t byte = 0; byte < length * (int64_t)sizeof(T); byte += 64) __builtin_prefetch(from + byte, 0, 2);
+FASTATTN_INLINE void fetch_row(const T* row, int length) {
+  for (int64_t byte = 0; byte < length * (int64_t)sizeof(T); byte += 64)
+    __builtin_prefetch((const char*)row + byte, 0, 2);
+}
+
+// How many of the keys from `first` have one a block ahead of them.
+FASTATTN_INLINE int rows_ahead(int64_t first, int64_t end) {
+  return (int)smaller(greater(end - first - kBlock, (int64_t)0), (int64_t)kBlock);
 }
 
 // Lane j < rows: row . from_j, where j = count - 1 stands for all j beyond it.
@@ -451,13 +456,14 @@ FASTATTN_INLINE vf products_of_rows(const float* row, const T* from, int64_t str
 }
 
 // product[j] = scale row . from_j for `count` rows, and as many more as fill the last vector. `row` has whole vectors,
-// padded with 0.
+// padded with 0. `ahead` of the rows have one a block ahead, which is fetched.
 template <class T>
-void row_products(const float* row, const T* from, int64_t stride, int count, int length, float scale, float* product) {
+void row_products(const float* row, const T* from, int64_t stride, int count, int length, float scale, int ahead,
+                  float* product) {
   for (int first = 0; first < count; first += kLanes) {
     const int rest = count - first;
     const T* rows = from + first * stride;
-    for (int j = 0; j < smaller(rest, kLanes); ++j) fetch_ahead(rows + j * stride, stride, length);
+    for (int j = 0; j < smaller(ahead - first, kLanes); ++j) fetch_row(rows + (j + kBlock) * stride, length);
     const vf x = rest > kLanes / 2 ? products_of_rows<kLanes>(row, rows, stride, rest, length)
                  : rest > 1        ? products_of_rows<kLanes / 2>(row, rows, stride, rest, length)
                                    : products_of_rows<1>(row, rows, stride, rest, length);
@@ -467,15 +473,15 @@ void row_products(const float* row, const T* from, int64_t stride, int count, in
 
 template <int vectors, class T>
 FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t stride, int count, int length,
-                                     float factor, float* sum) {
+                                     float factor, int ahead, float* sum) {
   const int last = length - (vectors - 1) * kLanes;
   vf x[2][vectors];
 #pragma GCC unroll 4
   for (int n = 0; n < vectors; ++n) x[0][n] = x[1][n] = vf{};
   const auto add = [&](int j, vf* to) {
-    const T* row = from + j * stride;
-    fetch_ahead(row, stride, smaller(length, vectors * kLanes));
+    if (j < ahead) fetch_row(from + (j + kBlock) * stride, length);
     if (weight[j] == 0) return;
+    const T* row = from + j * stride;
 #pragma GCC unroll 4
     for (int n = 0; n < vectors; ++n)
       to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last),
@@ -492,16 +498,17 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
     store(sum + n * kLanes, fma(load(sum + n * kLanes), splat(factor), x[0][n] + x[1][n]));
 }
 
-// sum = factor sum + sum_j weight_j from_j; rows of weight 0 are not read. `sum` has whole vectors.
+// sum = factor sum + sum_j weight_j from_j; rows of weight 0 are not read. `sum` has whole vectors. `ahead` as above.
 template <class T>
-void add_rows(const float* weight, const T* from, int64_t stride, int count, int length, float factor, float* sum) {
+void add_rows(const float* weight, const T* from, int64_t stride, int count, int length, float factor, int ahead,
+              float* sum) {
   for (int d = 0; d < length; d += 4 * kLanes) {
     const int rest = smaller(length - d, 4 * kLanes);
     switch ((rest + kLanes - 1) / kLanes) {
-      case 1: add_row_vectors<1>(weight, from + d, stride, count, rest, factor, sum + d); break;
-      case 2: add_row_vectors<2>(weight, from + d, stride, count, rest, factor, sum + d); break;
-      case 3: add_row_vectors<3>(weight, from + d, stride, count, rest, factor, sum + d); break;
-      default: add_row_vectors<4>(weight, from + d, stride, count, rest, factor, sum + d);
+      case 1: add_row_vectors<1>(weight, from + d, stride, count, rest, factor, ahead, sum + d); break;
+      case 2: add_row_vectors<2>(weight, from + d, stride, count, rest, factor, ahead, sum + d); break;
+      case 3: add_row_vectors<3>(weight, from + d, stride, count, rest, factor, ahead, sum + d); break;
+      default: add_row_vectors<4>(weight, from + d, stride, count, rest, factor, ahead, sum + d);
     }
   }
 }

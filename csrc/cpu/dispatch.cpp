@@ -20,6 +20,7 @@ struct Available {
 #define FASTATTN_ADD(isa)                                                                                              \
   sets[count++] = {#isa,          &attention_##isa,      &attention_backward_##isa, &dropout_##isa, &layer_norm_##isa, \
                    &limits_##isa, &softmax_dropout_##isa}
+    const char* name = getenv("FASTATTN_CPU_ISA");
 #if defined(__x86_64__)
     // __builtin_cpu_supports asks the operating system's support of the wide registers too.
     __builtin_cpu_init();
@@ -30,13 +31,13 @@ struct Available {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512cd");
     const bool avx512_bf16 = avx512 && has_avx512_bf16();
-    if (avx512_bf16 && has_amx_bf16() && may_use_tiles()) FASTATTN_ADD(amx_bf16);
+    const bool unwanted = name && *name && strcmp(name, "amx_bf16") != 0;
+    if (avx512_bf16 && !unwanted && has_amx_bf16() && may_use_tiles()) FASTATTN_ADD(amx_bf16);
     if (avx512_bf16) FASTATTN_ADD(avx512_bf16);
     if (avx512) FASTATTN_ADD(avx512);
     if (avx2) FASTATTN_ADD(avx2);
 #endif
     FASTATTN_ADD(generic);
-    const char* name = getenv("FASTATTN_CPU_ISA");
     if (!name || !*name)
       current = sets;
     else
@@ -61,7 +62,8 @@ struct Available {
 
   static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // its instructions and the tiles
 
-  // Linux has the tiles' 8 KiB of registers switched only for processes that have asked for them.
+  // Linux has the tiles' 8 KiB of registers for processes that ask. From then on signal stacks have to hold them, some
+  // 12 KiB; where one is smaller already, it refuses.
   static bool may_use_tiles() {
     constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
     return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;

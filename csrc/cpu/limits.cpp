@@ -18,7 +18,7 @@ struct MultiplyAdd {
   static FASTATTN_INLINE vf step(vf chain) { return fma(chain, splat(0x1.ffp-1f), splat(0x1p-9f)); }
 };
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 struct DotPairs {
   static constexpr int kOperations = 4 * kLanes;
   static FASTATTN_INLINE vf step(vf chain) {
@@ -26,7 +26,7 @@ struct DotPairs {
     return (vf)_mm512_dpbf16_ps((__m512)chain, zero, one);
   }
 };
-#elif !defined(__AMX_BF16__)
+#else
 using DotPairs = MultiplyAdd;
 #endif
 
@@ -56,15 +56,16 @@ void run_pairs(float* sink, int64_t operations, const Parallel& parallel) {
     uint16_t factor[16 * 32];
     for (uint32_t i = 0; i < 16 * 32; ++i) factor[i] = (uint16_t)(0x3f00 | (i * 0x9e3779b9 >> 16 & 0x80ff));
     float sum[16 * 16];
-    const Tiles<true> tiles;
-    load_tile<4>(factor, 64), load_tile<5>(factor, 64), load_tile<6>(factor, 64), load_tile<7>(factor, 64);
-    for (int64_t round = 0; round < rounds; ++round) {
-      multiply_tiles<0, 4, 6>();
-      multiply_tiles<1, 4, 7>();
-      multiply_tiles<2, 5, 6>();
-      multiply_tiles<3, 5, 7>();
-    }
-    store_tile<0>(sum, 64);
+    with_tiles<true>([&] {
+      load_tile<4>(factor, 64), load_tile<5>(factor, 64), load_tile<6>(factor, 64), load_tile<7>(factor, 64);
+      for (int64_t round = 0; round < rounds; ++round) {
+        multiply_tiles<0, 4, 6>();
+        multiply_tiles<1, 4, 7>();
+        multiply_tiles<2, 5, 6>();
+        multiply_tiles<3, 5, 7>();
+      }
+      store_tile<0>(sum, 64);
+    });
     sink[task] = sum[0];
   });
 }

@@ -253,7 +253,7 @@ BYTES = {
 
 
 def _of_products(ratio: float, fraction: float) -> Floor:
-    """A bfloat16 case's floor, of which products are most of the time but where matrix instructions make them (AMX)."""
+    """The floor of a bfloat16 case whose time goes into products; into other things, where AMX makes the products."""
     library = native.library("cpu")
     return Floor() if library is not None and library.isa() == "amx_bf16" else Floor(ratio, fraction)
 

@@ -25,7 +25,7 @@ Peer = Callable[..., Tensor]
 # them: the ratios are then those of a machine that has no more. torch asks for its limit when its first kernel runs.
 # MKL listens to the first of its two on Intel's processors alone, and uses AVX2 at most on others.
 _HELD_TO = {
-    "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512_bf16": {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E3", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512": {
         "ATEN_CPU_CAPABILITY": "avx512",
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
