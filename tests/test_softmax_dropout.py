@@ -63,6 +63,20 @@ def test_shapes(backend, shape, dtype):
     check(input, scale=-1.7)
 
 
+def test_small_exponentials_are_as_exact_as_large_ones(backend):
+    """Down to where float32's normal numbers end, e^-87.33; below that 0 is as good."""
+    input = torch.cat([torch.linspace(-87.3, 0, 1000), torch.linspace(-1e4, -87.4, 100), torch.tensor([-math.inf])])
+    wanted = input.double().softmax(0) * (total := input.double().exp().sum())
+    out = softmax_dropout(input).double() * total
+    normal = input > -83  # the division by the sum, some 11, may leave the normal range before
+    # exp(x) = 2^(x log2 e): the product and its constant are off by 1.3 half eps, which x multiplies; the rest, the
+    # polynomial, the sum and the division, are a few eps.
+    bound = (1.3 * input.double().abs() + 8) * 2.0**-24
+    assert ((out - wanted).abs() <= bound * wanted)[normal].all()
+    assert ((out >= 0) & (out <= wanted * 1.01 + 2.0**-126)).all()
+    assert out[-1] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
 def test_every_width(backend, columns):
