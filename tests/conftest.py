@@ -2,6 +2,10 @@
 
 import contextlib
 import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +108,25 @@ def instruction_set(isa):
         yield
     finally:
         torch.ops.fastattn_cpu.set_isa(best)
+
+
+@pytest.fixture
+def python():
+    """Runs a program in a process of its own and returns what it printed. A process imports from the folder where it
+    starts first, and a checkout's fastattn has no compiled kernels when the tested one is installed elsewhere."""
+
+    def run(program, **environment):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            cwd=Path(fastattn.__file__).parent.parent,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,8 @@
 """Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
 
 import functools
-import os
 import platform
-import subprocess
 import sys
-import textwrap
 import threading
 
 import pytest
@@ -309,7 +306,7 @@ def test_checkpointed(function):
 
 @needs_cpu
 @pytest.mark.slow
-def test_a_thread_with_a_small_stack():
+def test_a_thread_with_a_small_stack(python):
     """Servers give their threads less than the usual 8 MB; a kernel's scratch memory must not need them."""
     program = """
         import threading, torch, fastattn
@@ -327,30 +324,22 @@ def test_a_thread_with_a_small_stack():
         thread.start()
         thread.join()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
+    assert python(program) == "finished\n"
 
 
 @needs_cpu
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks Linux on x86-64")
 @pytest.mark.parametrize("held_to", ["", "generic"])
-def test_the_registers_of_matrix_instructions_are_asked_for_where_they_may_be_used(held_to):
+def test_the_registers_of_matrix_instructions_are_asked_for_where_they_may_be_used(python, held_to):
     """From then on a process's signal stacks have to hold them: one that is held to another set does without."""
     program = """
-import ctypes, torch, fastattn
-sets = torch.ops.fastattn_cpu.isas().split(",")
-granted = ctypes.c_uint64()
-ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(granted))  # arch_prctl, ARCH_GET_XCOMP_PERM
-print(torch.ops.fastattn_cpu.isa(), sets[0], "amx_bf16" in sets, bool(granted.value >> 18 & 1))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"FASTATTN_CPU_ISA": held_to},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    used, best, listed, granted = done.stdout.split()
+        import ctypes, torch, fastattn
+        sets = torch.ops.fastattn_cpu.isas().split(",")
+        granted = ctypes.c_uint64()
+        ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(granted))  # arch_prctl, ARCH_GET_XCOMP_PERM
+        print(torch.ops.fastattn_cpu.isa(), sets[0], "amx_bf16" in sets, bool(granted.value >> 18 & 1))
+    """
+    used, best, listed, granted = python(program, FASTATTN_CPU_ISA=held_to).split()
     assert listed == granted
     assert used == (held_to or best)
     if held_to:

@@ -1,9 +1,6 @@
 """The benchmark framework: what it times, what it counts, what it lets through, what it writes."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -50,16 +47,14 @@ def result(ratio, *, fraction=None, own=None, floor=Floor(), torch_seconds=1.0, 
     )
 
 
-def test_torch_is_held_to_the_instruction_set_of_our_kernels():
+def test_torch_is_held_to_the_instruction_set_of_our_kernels(python):
     """MKL too, which says of each product how it is restricted."""
-    program = (
-        "import fastattn.bench, torch\n"
-        "torch.ones(64, 64) @ torch.ones(64, 64)\n"
-        "print(torch.backends.cpu.get_cpu_capability())"
-    )
-    environment = os.environ | {"FASTATTN_CPU_ISA": "generic", "MKL_VERBOSE": "1"}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    *said, capability = run.stdout.splitlines()
+    program = """
+        import fastattn.bench, torch
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        print(torch.backends.cpu.get_cpu_capability())
+    """
+    *said, capability = python(program, FASTATTN_CPU_ISA="generic", MKL_VERBOSE="1").splitlines()
     assert capability == "DEFAULT"
     assert any("GEMM" in line and "CNR:COMPATIBLE" in line for line in said) == torch.backends.mkl.is_available()
 

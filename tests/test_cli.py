@@ -226,9 +226,9 @@ def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
 def start(arguments):
     command = [sys.executable, "-m", "fastattn.cli", *arguments]
     # The bits of torch's own matrix products depend on the number of threads: as many as here.
-    environment = {**os.environ, "PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
-    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    root = Path(fastattn.__file__).parent.parent  # of the tested package, which it imports from where it starts
+    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
 
 
 def test_no_traceback_reaches_the_user(tmp_path):

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,20 +105,18 @@ def test_kernels_use_c_headers_only():
             assert system <= allowed, f"{path.relative_to(ROOT)} includes {sorted(system - allowed)}"
 
 
-def test_import_is_light():
+def test_import_is_light(python):
     """`import fastattn` starts no CUDA, imports no Triton, and needs none of the `train` extra."""
-    script = """
-import sys
-import torch
-before = set(sys.modules)
-def refuse(*args, **kwargs):
-    raise RuntimeError("CUDA was initialised")
-torch.cuda._lazy_init = refuse
-for name in ("matplotlib", "numpy", "sacrebleu", "safetensors", "sentencepiece", "tqdm", "triton"):
-    if name not in before:
-        sys.modules[name] = None
-import fastattn
-import fastattn.nn
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("""
+        import sys
+        import torch
+        before = set(sys.modules)
+        def refuse(*args, **kwargs):
+            raise RuntimeError("CUDA was initialised")
+        torch.cuda._lazy_init = refuse
+        for name in ("matplotlib", "numpy", "sacrebleu", "safetensors", "sentencepiece", "tqdm", "triton"):
+            if name not in before:
+                sys.modules[name] = None
+        import fastattn
+        import fastattn.nn
+    """)
