@@ -47,7 +47,7 @@ struct Ahead {
 template <class T>
 struct Forward {
   using Unit = typename UnitOf<T>::Unit;
-  static constexpr bool kPairs = UnitOf<T>::pairs, kColumns = !kTiles<Unit>;
+  static constexpr bool kPairs = kElements<Unit> == 2, kColumns = !kTiles<Unit>;
 
   const Attention& a;
   MaskSummary mask;
@@ -84,10 +84,10 @@ struct Forward {
     // Few tasks on many keys: the keys are split, by the shape alone, and the parts merged in order.
     splits = smaller(16 / greater(tasks, (int64_t)1), a.keys / 384);
     splits = greater(splits, (int64_t)1);
-    depth = terms_of<Unit>(kPairs ? (a.depth + 1) / 2 : a.depth);
+    depth = terms_of<Unit>(a.depth);
     width = (int)round_up(depth, kLanes);
     value_width = (int)round_up(a.value_depth, kLanes);
-    in_place = UnitOf<T>::in_memory && depth * (int)sizeof(Unit) == a.depth * (int)sizeof(T);
+    in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.depth;
     const int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.queries : 0;
     parts = take_part(rows, arena);
   }
@@ -209,8 +209,7 @@ struct Forward {
         else
           store(score + j * kPanel, last);
       }
-      const int terms = kPairs ? (t.keys + 1) / 2 : t.keys;
-      for (int k = terms; k < terms_of<Unit>(terms); ++k) store(score + k * kPanel, vf{});
+      for (int k = units_of<Unit>(t.keys); k < terms_of<Unit>(t.keys); ++k) store(score + k * kPanel, vf{});
       store(panel.sum + v * kLanes, fma(load(panel.sum + v * kLanes), factor, sum[0] + sum[1]));
     }
   }
@@ -261,7 +260,7 @@ struct Forward {
     } else {
       softmax<false>(t, scratch, panel);
     }
-    const int terms = terms_of<Unit>(kPairs ? (t.keys + 1) / 2 : t.keys);
+    const int terms = terms_of<Unit>(t.keys);
     const Unit* probability = (const Unit*)scratch.score;
     fetching(next, kColumns ? a.value_depth : value_width, [&](int row, int rows) {
       const char* left = value.data + row * (kColumns ? (int64_t)sizeof(Unit) : value.stride);

@@ -21,7 +21,7 @@ constexpr int kPanels = 128;                 // of queries: sums over more are m
 template <class T>
 struct Backward {
   using Unit = typename UnitOf<T>::Unit;
-  static constexpr bool kPairs = UnitOf<T>::pairs, kColumns = !kTiles<Unit>;
+  static constexpr bool kPairs = kElements<Unit> == 2, kColumns = !kTiles<Unit>;
 
   const Attention& a;
   const AttentionGradients& g;
@@ -57,15 +57,14 @@ struct Backward {
 
   Backward(const Attention& problem, const AttentionGradients& gradients, Arena* arena)
       : a(problem), g(gradients), mask(problem, arena) {
-    depth = terms_of<Unit>(kPairs ? (a.depth + 1) / 2 : a.depth);
-    value_depth = terms_of<Unit>(kPairs ? (a.value_depth + 1) / 2 : a.value_depth);
+    depth = terms_of<Unit>(a.depth);
+    value_depth = terms_of<Unit>(a.value_depth);
     units = (int)round_up(depth, kLanes);
     value_units = (int)round_up(value_depth, kLanes);
     width = (int)round_up(a.depth, kLanes);
     value_width = (int)round_up(a.value_depth, kLanes);
-    constexpr int kElements = sizeof(Unit) / sizeof(T);  // of a unit, where units are in memory
-    key_in_place = UnitOf<T>::in_memory && depth * kElements == a.depth;
-    value_in_place = UnitOf<T>::in_memory && value_depth * kElements == a.value_depth;
+    key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.depth;
+    value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_depth;
     splits = smaller(smaller(16 / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), a.keys / 384);
     splits = greater(splits, (int64_t)1);
     range = round_up(divide_up(a.keys, splits), kBlock);
@@ -221,7 +220,7 @@ struct Backward {
                  scratch.query_right, width, present);
       pack_pairs(row_pointer<T>(g.out_grad, s.index, head, s.first_query + query), g.out_grad.row, count, a.value_depth,
                  scratch.grad_right, value_width, present);
-      const int pairs = (count + 1) / 2, rest = terms_of<Unit>(pairs) - pairs;
+      const int pairs = units_of<Unit>(count), rest = terms_of<Unit>(count) - pairs;
       clear_row(scratch.query_right + pairs * width, rest * width);
       clear_row(scratch.grad_right + pairs * value_width, rest * value_width);
     }
@@ -307,11 +306,10 @@ struct Backward {
         store(scratch.grad_score + at + kPanel, ds1);
       }
     });
-    const int queries = terms_of<Unit>(kPairs ? (t.queries + 1) / 2 : t.queries);
-    const int pairs = kPairs ? (t.keys + 1) / 2 : t.keys, count = terms_of<Unit>(pairs);
-    const int64_t stride = kPairs ? kPanel * 2 : kPanel * 4;
+    const int queries = terms_of<Unit>(t.queries), count = terms_of<Unit>(t.keys);
+    const int64_t stride = kPanel * (int64_t)sizeof(Unit) / kElements<Unit>;
     if constexpr (kTiles<Unit>) {
-      for (int j = pairs; j < count; ++j) clear_row(scratch.grad_score_right + j * kPanel, kPanel);
+      for (int j = units_of<Unit>(t.keys); j < count; ++j) clear_row(scratch.grad_score_right + j * kPanel, kPanel);
       for (int j = 0; t.vectors % 2 && j < t.keys; ++j) {  // two vectors of queries at a time are summed over
         const int at = j * kPanel + t.vectors * kLanes;
         store((bfloat16*)scratch.probability_left + at, vf{});
@@ -472,15 +470,14 @@ struct Backward {
         const float w = weight[r * kFewStride + j];
         if (w == 0) continue;
 #pragma GCC unroll 4
-        for (int n = 0; n < vectors; ++n)
-          total[n] = fma(load(row + r * row_width + n * kLanes), splat(w * factor), total[n]);
+        for (int n = 0; n < vectors; ++n) total[n] = fma(load(row + r * row_width + n * kLanes), splat(w), total[n]);
       }
 #pragma GCC unroll 4
       for (int n = 0; n < vectors; ++n) {
         if (n + 1 < vectors || last >= kLanes)
-          store(to + n * kLanes, total[n]);
+          store(to + n * kLanes, total[n] * factor);
         else
-          store(to + n * kLanes, total[n], last);
+          store(to + n * kLanes, total[n] * factor, last);
       }
     }
   }

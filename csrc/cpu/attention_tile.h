@@ -70,24 +70,24 @@ struct Pair {
 
 FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
 
-// What elements of type T are computed in, and whether they are units already.
+// What elements of type T are computed in, and whether they are units where they lie.
 template <class T>
 struct UnitOf {
   typedef float Unit;
-  static constexpr bool pairs = false, in_memory = false;
+  static constexpr bool in_memory = false;
 };
 
 template <>
 struct UnitOf<float> {
   typedef float Unit;
-  static constexpr bool pairs = false, in_memory = true;
+  static constexpr bool in_memory = true;
 };
 
 #if defined(__AVX512BF16__)
 template <>
 struct UnitOf<bfloat16> {
   typedef Pair Unit;
-  static constexpr bool pairs = true, in_memory = true;
+  static constexpr bool in_memory = true;
 };
 #endif
 
@@ -99,10 +99,22 @@ template <>
 constexpr bool kTiles<Pair> = true;
 #endif
 
-// How many units a product sums over for so many.
+// Elements in a unit.
 template <class Unit>
-constexpr int terms_of(int units) {
-  return kTiles<Unit> ? (int)round_up(units, kLanes) : units;
+constexpr int kElements = 1;
+template <>
+constexpr int kElements<Pair> = 2;
+
+// How many units hold so many elements.
+template <class Unit>
+constexpr int units_of(int elements) {
+  return (int)divide_up(elements, kElements<Unit>);
+}
+
+// How many units a product sums over for so many elements.
+template <class Unit>
+constexpr int terms_of(int elements) {
+  return kTiles<Unit> ? (int)round_up(units_of<Unit>(elements), kLanes) : units_of<Unit>(elements);
 }
 
 FASTATTN_INLINE vf broadcast(const char* p, float) {
@@ -401,10 +413,10 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
 inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length, Pair* to, int width,
                       const uint8_t* seen, Pair* buffer) {
   if constexpr (!kTiles<Pair>) return pack_pairs(from, stride, keys, length, to, width, seen);
-  const int pairs = (keys + 1) / 2, whole = (int)round_up(pairs, kLanes);
+  const int pairs = units_of<Pair>(keys), terms = terms_of<Pair>(keys);
   pack_pairs(from, stride, keys, length, buffer, width, seen);
-  clear_row(buffer + pairs * width, (whole - pairs) * width);
-  transpose(buffer, width, whole, width, to, kBlock / 2);
+  clear_row(buffer + pairs * width, (terms - pairs) * width);
+  transpose(buffer, width, terms, width, to, kBlock / 2);
 }
 
 // ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----

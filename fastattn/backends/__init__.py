@@ -28,6 +28,7 @@ MAX_HEAD_SIZE = 256
 MAX_DECODING_QUERIES = 16  # the cuda backend's attention is for decoding
 MAX_DECODING_KEYS = 2**29  # it counts keys and rows of queries in 32 bits
 MAX_DECODING_ROWS = 2**31 - 1
+MAX_POSITIONS = 2**31 - 2**16  # of queries and keys together, which the triton backend adds up in 32 bits
 OLDEST_GPU = (8, 0)
 _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
@@ -170,6 +171,10 @@ def refusal(
     # Triton's has every operation; to look would import it, which torch.compile cannot trace.
     if name != "triton" and not hasattr(backend_, op):
         return f"it has no {op}"
+    if name == "triton" and op in ("attention", "softmax_dropout"):
+        positions = operands[0].size(2) + (siblings[0].size(2) if siblings else operands[0].size(3))
+        if positions > MAX_POSITIONS:
+            return f"it takes up to 2**31 - 2**16 queries and keys together, not {positions}"
     if name == "cuda" and op == "attention":
         batch, heads, queries = operands[0].shape[:3]
         if queries > MAX_DECODING_QUERIES:
