@@ -402,11 +402,16 @@ def test_nan_reaches_what_attends_to_it(backend):
 
 @pytest.mark.parametrize("scale", [3e38, -3e38])
 def test_largest_scale(backend, scale):
-    """log2(e) times it is more than float32 has."""
+    """log2(e) times it is more than float32 has, and so is the gradient of a score times it: queries of 0 give their
+    keys none all the same."""
     query, key, value = operands((1, 2, 2, 5, 43, 16, 16), torch.float32)
+    key.requires_grad_()
     for small in (query * 0, query * 1e-38):
         out, lse = scaled_dot_product_attention(small, key, value, scale=scale, return_lse=True)
-        wanted, wanted_lse = exact(small, key, value, scale=scale)[:2]
+        wanted, wanted_lse = exact(small, key.detach(), value, scale=scale)[:2]
+        if not small.any():
+            grad = torch.autograd.grad(out, key, 1000 * torch.randn_like(out), retain_graph=True)[0]
+            assert torch.equal(grad, torch.zeros_like(key))
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
