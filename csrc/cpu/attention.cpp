@@ -51,7 +51,7 @@ struct Forward {
 
   const Attention& a;
   MaskSummary mask;
-  int64_t blocks, tasks, splits;
+  int64_t task_queries, blocks, tasks, splits;
   int depth, width;  // units of a row of keys that are summed over; rounded up to vectors
   int value_width;   // elements in a row of values, rounded up to vectors
   bool in_place;     // rows of keys are read where they lie
@@ -78,11 +78,13 @@ struct Forward {
   };
 
   Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
-    blocks = divide_up(a.queries, kTaskPanels * kPanel);
+    task_queries = kTaskPanels * kPanel;
+    if (a.batch * a.heads * divide_up(a.queries, task_queries) < kTasks) task_queries = kPanel;
+    blocks = divide_up(a.queries, task_queries);
     few = a.queries <= kFewQueries && a.threshold == 0;
     tasks = few ? a.batch * a.key_heads : a.batch * a.heads * blocks;
-    // Few tasks on many keys: the keys are split, by the shape alone, and the parts merged in order.
-    splits = smaller(16 / greater(tasks, (int64_t)1), a.keys / 384);
+    // Few tasks on many keys: the keys are split, and the parts merged in order.
+    splits = smaller(kTasks / greater(tasks, (int64_t)1), a.keys / kSplitKeys);
     splits = greater(splits, (int64_t)1);
     depth = terms_of<Unit>(a.depth);
     width = (int)round_up(depth, kLanes);
@@ -368,11 +370,11 @@ struct Forward {
     const int64_t split = index % splits, block = blocks - 1 - index / splits % blocks;  // causal: the longest first
     const int64_t head = index / splits / blocks % a.heads, key_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / splits / blocks / a.heads);
-    const int64_t first = block * kTaskPanels * kPanel;
-    const int panels = (int)smaller((int64_t)kTaskPanels, divide_up(s.queries - first, kPanel));
+    const int64_t first = block * task_queries;
+    const int panels = (int)divide_up(smaller(task_queries, s.queries - first), kPanel);
     if (panels <= 0) return;
     for (int p = 0; p < panels; ++p) start(s, head, first + p * kPanel, scratch, scratch.panel[p]);
-    const int64_t last = smaller(s.queries, first + kTaskPanels * kPanel) - 1;
+    const int64_t last = smaller(s.queries, first + task_queries) - 1;
     const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
     const int64_t begin = greater(begin_of_keys(a, s, first) / kBlock * kBlock, split * range);
     const int64_t end = smaller(end_of_keys(a, s, last), (split + 1) * range);

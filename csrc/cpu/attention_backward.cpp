@@ -65,7 +65,7 @@ struct Backward {
     value_width = (int)round_up(a.value_depth, kLanes);
     key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.depth;
     value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_depth;
-    splits = smaller(smaller(16 / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), a.keys / 384);
+    splits = smaller(smaller(kTasks / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), 2 * a.keys / kSplitKeys);
     splits = greater(splits, (int64_t)1);
     range = round_up(divide_up(a.keys, splits), kBlock);
     few = a.queries <= kFewQueries && a.threshold == 0 && !g.mask_grad;

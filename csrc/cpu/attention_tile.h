@@ -32,6 +32,8 @@ constexpr int kPanelVectors = 4, kMicroRows = 3;
 constexpr int kPanel = kPanelVectors * kLanes;  // queries: a multiple of 16, as dropout's tiles are
 constexpr int kBlock = 96;                      // keys: a multiple of 32 likewise
 constexpr int kStretch = 32 * kBlock;           // keys: sums over more are made of sums over so many
+constexpr int kTasks = 16;                      // so many keep the threads busy; their number is the shape's alone
+constexpr int kSplitKeys = 4 * kBlock;          // worth a task of their own, where the queries make few
 constexpr int kWord = 64;                       // bits in a column of a mask tile
 static_assert(kPanel % kTileRows == 0 && kPanel <= kWord && kBlock % kTileColumns == 0, "dropout's tiles");
 
