@@ -64,8 +64,9 @@ struct Forward {
   };
 
   struct FewRows {
-    int width;
-    float *query, *out, *reference, *sum;
+    int width;                        // of a row of queries
+    float *query, *score, *out;       // (rows, width), (rows, kBlock), (rows, value_width)
+    float *reference, *factor, *sum;  // (rows)
   };
 
   struct Scratch {
@@ -81,7 +82,7 @@ struct Forward {
     task_queries = kTaskPanels * kPanel;
     if (a.batch * a.heads * divide_up(a.queries, task_queries) < kTasks) task_queries = kPanel;
     blocks = divide_up(a.queries, task_queries);
-    few = a.queries <= kFewQueries && a.threshold == 0;
+    few = a.queries <= (kTiles<Unit> ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
     tasks = few ? a.batch * a.key_heads : a.batch * a.heads * blocks;
     // Few tasks on many keys: the keys are split, and the parts merged in order.
     splits = smaller(kTasks / greater(tasks, (int64_t)1), a.keys / kSplitKeys);
@@ -100,14 +101,19 @@ struct Forward {
 
   Scratch take_scratch(Arena* arena) const {
     Scratch s = {};
-    s.score = arena->take<float>(few ? kBlock : kBlock * kPanel);
     if (few) {
       const int64_t rows = group_of(a) * a.queries, columns = round_up(a.depth, kLanes);
-      s.few = {(int)columns, arena->take<float>(rows * columns), arena->take<float>(rows * value_width),
-               arena->take<float>(rows), arena->take<float>(rows)};
+      s.few = {(int)columns,
+               arena->take<float>(rows * columns),
+               arena->take<float>(rows * kBlock),
+               arena->take<float>(rows * value_width),
+               arena->take<float>(rows),
+               arena->take<float>(rows),
+               arena->take<float>(rows)};
       s.total = take_part(a.keys > kStretch ? rows : 0, arena);
       return s;
     }
+    s.score = arena->take<float>(kBlock * kPanel);
     s.rows = arena->take<Unit>(kPanel * width);
     s.key = arena->take<Unit>(in_place ? 0 : kBlock * width);
     s.value = arena->take<Unit>(kBlock * value_width);
@@ -407,14 +413,14 @@ struct Forward {
 
   // ---- few queries ----
 
-  // One query and the keys [key, key + keys), all of which the window lets it see; `ahead` of row_products.
-  void few_step(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int ahead, const float* row,
-                float* score, float* reference, float* sum, float* out) const {
-    const int64_t key_head = head / group_of(a);
-    row_products(row, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row, keys, a.depth, a.scale,
-                 ahead, score);
+  // Scores of row r and the keys [key, key + keys) to exp(score - reference), as softmax does.
+  void few_softmax(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
+                   const FewRows& few) const {
+    float* score = few.score + r * kBlock;
+    hide_outside_window(a, s, query, key, keys, score);
     if (a.mask.data) mask_row(a, s, head, query, key, keys, score);
-    vf top = splat(*reference);
+    const float before = few.reference[r];
+    vf top = splat(before);
     for (int j = 0; j < keys; j += kLanes)
       top = max(select_bits(first_lanes(smaller(kLanes, keys - j)), load(score + j), splat(-kInfinity)), top);
     const float after = max(top), zero = after == -kInfinity ? 0.0f : after;
@@ -425,11 +431,9 @@ struct Forward {
       store(score + j, p);
       total += p;
     }
-    const float factor = exp2((splat(*reference) - zero) * kLog2e)[0];
-    *reference = after;
-    *sum = *sum * factor + fastattn::sum(total);
-    add_rows(score, row_pointer<T>(a.value, s.index, key_head, s.first_key + key), a.value.row, keys, a.value_depth,
-             factor, ahead, out);
+    few.factor[r] = exp2((splat(before) - zero) * kLog2e)[0];
+    few.reference[r] = after;
+    few.sum[r] = few.sum[r] * few.factor[r] + fastattn::sum(total);
   }
 
   // All queries of the heads that share a key head; a block of keys serves them all while it is in cache.
@@ -445,6 +449,7 @@ struct Forward {
     }
     const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
     const int64_t begin = split * range, end = smaller(begin + range, s.keys);
+    const int64_t first = begin_of_keys(a, s, 0), last = smaller(end, end_of_keys(a, s, s.queries - 1));
     bool last_stretch = false;
     for (int64_t stretch = begin; !last_stretch; stretch += kStretch) {
       last_stretch = stretch + kStretch >= end;
@@ -453,16 +458,17 @@ struct Forward {
         few.reference[r] = -kInfinity;
         few.sum[r] = 0;
       }
-      for (int64_t key = stretch; key < smaller(end, stretch + kStretch); key += kBlock)
-        for (int r = 0; r < rows; ++r) {
-          const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
-          const int64_t first = greater(key, begin_of_keys(a, s, query));
-          const int count = (int)(smaller(smaller(key + kBlock, end), end_of_keys(a, s, query)) - first);
-          const int ahead = r > 0 ? 0 : rows_ahead(first, end);
-          if (count > 0)
-            few_step(s, head, query, first, count, ahead, few.query + r * few.width, scratch.score, &few.reference[r],
-                     &few.sum[r], few.out + r * value_width);
-        }
+      for (int64_t block = stretch; block < smaller(last, stretch + kStretch); block += kBlock) {
+        const int64_t key = greater(block, first);
+        const int keys = (int)(smaller(block + kBlock, last) - key), ahead = rows_ahead(key, last);
+        if (keys <= 0) continue;
+        row_products(rows, few.query, few.width, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row,
+                     keys, a.depth, a.scale, ahead, few.score);
+        for (int r = 0; r < rows; ++r)
+          few_softmax(s, key_head * group + r / s.queries, r % s.queries, key, keys, r, few);
+        add_rows(rows, few.score, row_pointer<T>(a.value, s.index, key_head, s.first_key + key), a.value.row, keys,
+                 a.value_depth, few.factor, ahead, few.out, value_width);
+      }
       for (int r = 0; r < rows; ++r)
         put(s, key_head * group + r / s.queries, r % s.queries, split, stretch == begin, last_stretch, scratch.total, r,
             few.out + r * value_width, few.reference[r], few.sum[r]);

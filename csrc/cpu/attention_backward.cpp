@@ -15,8 +15,7 @@
 namespace fastattn {
 namespace {
 
-constexpr int kFewStride = kBlock + kLanes;  // a block of keys that need not begin with a vector
-constexpr int kPanels = 128;                 // of queries: sums over more are made of sums over so many
+constexpr int kPanels = 128;  // of queries: sums over more are made of sums over so many
 
 template <class T>
 struct Backward {
@@ -39,7 +38,7 @@ struct Backward {
     float *query, *grad, *query_grad;    // (rows, width), (rows, value_width), (rows, width)
     float* query_total;                  // (rows, width), of the stretches of keys that are done
     float *reference, *inverse, *delta;  // (rows)
-    float *probability, *grad_score;     // (rows, kFewStride)
+    float *probability, *grad_score;     // (rows, kBlock)
   };
 
   struct Scratch {
@@ -84,15 +83,11 @@ struct Backward {
     if (few) {
       const int64_t rows = group_of(a) * a.queries;
       Scratch s = {};
-      s.few = {arena->take<float>(rows * width),
-               arena->take<float>(rows * value_width),
-               arena->take<float>(rows * width),
-               arena->take<float>(range > kStretch ? rows * width : 0),
-               arena->take<float>(rows),
-               arena->take<float>(rows),
-               arena->take<float>(rows),
-               arena->take<float>(rows * kFewStride),
-               arena->take<float>(rows * kFewStride)};
+      s.few = {arena->take<float>(rows * width), arena->take<float>(rows * value_width),
+               arena->take<float>(rows * width), arena->take<float>(range > kStretch ? rows * width : 0),
+               arena->take<float>(rows),         arena->take<float>(rows),
+               arena->take<float>(rows),         arena->take<float>(rows * kBlock),
+               arena->take<float>(rows * kBlock)};
       return s;
     }
     const bool long_sums = has_long_sums();
@@ -424,6 +419,8 @@ struct Backward {
   void few_start(const Sequence& s, int64_t head, int64_t query, int r, const FewRows& few) const {
     const int64_t row = row_offset(a, s, head, query);
     clear_row(few.query_grad + r * width, width);
+    clear_row(few.query + r * width, width);
+    clear_row(few.grad + r * value_width, value_width);
     few.inverse[r] = 0;
     if (a.sum[row] == 0) return;  // it sees nothing and has no gradient, whatever it and dO hold
     const T* grad = row_pointer<T>(g.out_grad, s.index, head, s.first_query + query);
@@ -435,24 +432,14 @@ struct Backward {
         dot(grad, row_pointer<T>(a.out, s.index, head, s.first_query + query)) - (g.lse_grad ? g.lse_grad[row] : 0.0f);
   }
 
-  // P and dS of one row for the keys [key, end) of a block, 0 where it does not see them.
-  void few_gradients(const Sequence& s, int64_t head, int64_t query, int64_t key, int64_t end, int r,
+  // Products of row r with the keys [key, key + keys) and with their values to P and dS.
+  void few_gradients(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
                      const FewRows& few) const {
-    float *probability = few.probability + r * kFewStride, *grad_score = few.grad_score + r * kFewStride;
-    clear_row(probability, kFewStride);
-    clear_row(grad_score, kFewStride);
-    const int64_t first = greater(key, begin_of_keys(a, s, query)), key_head = head / group_of(a);
-    const int keys = (int)(smaller(end, end_of_keys(a, s, query)) - first);
-    if (keys <= 0 || few.inverse[r] == 0) return;
-    probability += first - key, grad_score += first - key;
-    const int ahead = r > 0 ? 0 : rows_ahead(first, s.keys);
-    row_products(few.query + r * width, row_pointer<T>(a.key, s.index, key_head, s.first_key + first), a.key.row, keys,
-                 a.depth, a.scale, ahead, probability);
-    row_products(few.grad + r * value_width, row_pointer<T>(a.value, s.index, key_head, s.first_key + first),
-                 a.value.row, keys, a.value_depth, 1.0f, ahead, grad_score);
-    if (a.mask.data) mask_row(a, s, head, query, first, keys, probability);
-    for (int j = 0; j < keys; j += kLanes) {
-      const uint32_t valid = first_lanes(smaller(kLanes, keys - j));
+    float *probability = few.probability + r * kBlock, *grad_score = few.grad_score + r * kBlock;
+    hide_outside_window(a, s, query, key, keys, probability);
+    if (a.mask.data) mask_row(a, s, head, query, key, keys, probability);
+    for (int j = 0; j < kBlock; j += kLanes) {
+      const uint32_t valid = few.inverse[r] == 0 ? 0 : first_lanes(smaller(kLanes, greater(keys - j, 0)));
       const vf p = keep_bits(valid, exp2((load(probability + j) - few.reference[r]) * kLog2e) * splat(few.inverse[r]));
       const vf ds = p * (load(grad_score + j) - few.delta[r]);
       store(probability + j, p);
@@ -467,7 +454,7 @@ struct Backward {
     for (int j = 0; j < count; ++j, to += stride) {
       vf total[vectors] = {};
       for (int r = 0; r < rows; ++r) {
-        const float w = weight[r * kFewStride + j];
+        const float w = weight[r * kBlock + j];
         if (w == 0) continue;
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) total[n] = fma(load(row + r * row_width + n * kLanes), splat(w), total[n]);
@@ -504,16 +491,19 @@ struct Backward {
     const int rows = (int)(group * s.queries);
     const auto head = [&](int r) { return key_head * group + r / s.queries; };
     const auto query = [&](int r) { return r % s.queries; };
+    const int64_t first_seen = begin_of_keys(a, s, 0), end_seen = smaller(end, end_of_keys(a, s, s.queries - 1));
     bool several = false;
     for (int r = 0; r < rows; ++r) few_start(s, head(r), query(r), r, few);
     for (int64_t key = begin; key < stored; key += kBlock) {
-      const int64_t last = smaller(key + kBlock, end);
+      const int64_t last = key + kBlock > first_seen ? smaller(key + kBlock, end_seen) : key;
       const int keys = (int)greater(last - key, (int64_t)0), count = (int)smaller((int64_t)kBlock, stored - key);
-      for (int r = 0; r < rows; ++r) {
-        few_gradients(s, head(r), query(r), key, last, r, few);
-        add_rows(few.grad_score + r * kFewStride, row_pointer<T>(a.key, s.index, key_head, s.first_key + key),
-                 a.key.row, keys, a.depth, 1.0f, 0, few.query_grad + r * width);
-      }
+      const T* k = row_pointer<T>(a.key, s.index, key_head, s.first_key + key);
+      const T* v = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
+      const int ahead = rows_ahead(key, end_seen);
+      row_products(rows, few.query, width, k, a.key.row, keys, a.depth, a.scale, ahead, few.probability);
+      row_products(rows, few.grad, value_width, v, a.value.row, keys, a.value_depth, 1.0f, ahead, few.grad_score);
+      for (int r = 0; r < rows; ++r) few_gradients(s, head(r), query(r), key, keys, r, few);
+      add_rows(rows, few.grad_score, k, a.key.row, keys, a.depth, nullptr, 0, few.query_grad, width);
       if (is_end_of_stretch(key, begin, stored)) {
         end_stretch(!several, rows * width, few.query_grad, few.query_total);
         several = true;

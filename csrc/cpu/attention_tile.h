@@ -421,9 +421,10 @@ inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length
   transpose(buffer, width, terms, width, to, kBlock / 2);
 }
 
-// ---- few queries: products with one row at a time, elements of the row in the lanes, nothing packed ----
+// ---- few queries: elements of a row in the lanes, nothing packed ----
 
-constexpr int kFewQueries = kLanes / 2;  // so many leave half the lanes of a panel empty
+constexpr int kFewQueries = kLanes / 2;        // so many leave half the lanes of a panel empty
+constexpr int kSharing = kLanes < 16 ? 2 : 4;  // rows that share, in registers, what is read of keys and values
 
 // A cache is read once, faster than the processor's own prefetching follows: rows are fetched a block ahead.
 template <class T>
@@ -437,26 +438,33 @@ FASTATTN_INLINE int rows_ahead(int64_t first, int64_t end) {
   return (int)smaller(greater(end - first - kBlock, (int64_t)0), (int64_t)kBlock);
 }
 
-// Lane j < rows: row . from_j, where j = count - 1 stands for all j beyond it.
-template <int rows, class T>
-FASTATTN_INLINE vf products_of_rows(const float* row, const T* from, int64_t stride, int count, int length) {
+// n elements of R rows and C others: x[r * C + j] += row_r other_j.
+template <int R, int C, class T>
+FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* const* other, int d, int n, vf* x) {
+  vf left[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) left[r] = load(row + r * width + d);
+#pragma GCC unroll 16
+  for (int j = 0; j < C; ++j) {
+    const vf right = n == kLanes ? load(other[j] + d) : load(other[j] + d, n);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) x[r * C + j] = fma(right, left[r], x[r * C + j]);
+  }
+}
+
+// Lane r * C + j: row_r . from_j, where j = count - 1 stands for all j beyond it.
+template <int R, int C, class T>
+FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* from, int64_t stride, int count,
+                                    int length) {
   vf x[kLanes];
-  const T* other[rows];
+  const T* other[C];
 #pragma GCC unroll 16
-  for (int j = 0; j < kLanes; ++j) x[j] = vf{};
+  for (int i = 0; i < kLanes; ++i) x[i] = vf{};
 #pragma GCC unroll 16
-  for (int j = 0; j < rows; ++j) other[j] = from + smaller(j, count - 1) * stride;
+  for (int j = 0; j < C; ++j) other[j] = from + smaller(j, count - 1) * stride;
   int d = 0;
-  for (; d + kLanes <= length; d += kLanes) {
-    const vf left = load(row + d);
-#pragma GCC unroll 16
-    for (int j = 0; j < rows; ++j) x[j] = fma(load(other[j] + d), left, x[j]);
-  }
-  if (d < length) {
-    const vf left = load(row + d);
-#pragma GCC unroll 16
-    for (int j = 0; j < rows; ++j) x[j] = fma(load(other[j] + d, length - d), left, x[j]);
-  }
+  for (; d + kLanes <= length; d += kLanes) add_products<R, C>(row, width, other, d, kLanes, x);
+  if (d < length) add_products<R, C>(row, width, other, d, length - d, x);
   // Halves the number of vectors and doubles that of the sums in each, in their order at the end.
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
@@ -469,62 +477,105 @@ FASTATTN_INLINE vf products_of_rows(const float* row, const T* from, int64_t str
   return x[0];
 }
 
-// product[j] = scale row . from_j for `count` rows, and as many more as fill the last vector. `row` has whole vectors,
-// padded with 0. `ahead` of the rows have one a block ahead, which is fetched.
-template <class T>
-void row_products(const float* row, const T* from, int64_t stride, int count, int length, float scale, int ahead,
-                  float* product) {
-  for (int first = 0; first < count; first += kLanes) {
-    const int rest = count - first;
-    const T* rows = from + first * stride;
-    for (int j = 0; j < smaller(ahead - first, kLanes); ++j) fetch_row(rows + (j + kBlock) * stride, length);
-    const vf x = rest > kLanes / 2 ? products_of_rows<kLanes>(row, rows, stride, rest, length)
-                 : rest > 1        ? products_of_rows<kLanes / 2>(row, rows, stride, rest, length)
-                                   : products_of_rows<1>(row, rows, stride, rest, length);
-    store(product + first, x * scale);
-  }
+// product (rows, kBlock): scale row_r . from_j for `count` others, and as many more as fill the last vector. `row`
+// (rows, width) has whole vectors, padded with 0. `ahead` of the others have one a block ahead, which is fetched.
+template <int R = kSharing, class T>
+void row_products(int rows, const float* row, int64_t width, const T* from, int64_t stride, int count, int length,
+                  float scale, int ahead, float* product) {
+  constexpr int C = kLanes / R;
+  for (; rows >= R; rows -= R, row += R * width, product += R * kBlock, ahead = 0)
+    for (int first = 0; first < count; first += C) {
+      const int rest = count - first;
+      const T* others = from + first * stride;
+      for (int j = 0; j < smaller(ahead - first, C); ++j) fetch_row(others + (j + kBlock) * stride, length);
+      if constexpr (R == 1) {
+        const vf x = rest > C / 2 ? products_of_rows<1, C>(row, width, others, stride, rest, length)
+                     : rest > 1   ? products_of_rows<1, C / 2>(row, width, others, stride, rest, length)
+                                  : products_of_rows<1, 1>(row, width, others, stride, rest, length);
+        store(product + first, x * scale);
+      } else {
+        float x[kLanes];
+        store(x, products_of_rows<R, C>(row, width, others, stride, rest, length) * scale);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) memcpy(product + i * kBlock + first, x + i * C, C * sizeof(float));
+      }
+    }
+  if constexpr (R > 1) row_products<R / 2>(rows, row, width, from, stride, count, length, scale, ahead, product);
 }
 
-template <int vectors, class T>
+FASTATTN_INLINE bool has_zero(const float* x, int n) {
+  vf zeros = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) zeros = select(load(x + i) == vf{}, splat(1.0f), zeros);
+  for (; i < n; ++i) zeros[0] = x[i] == 0 ? 1 : zeros[0];
+  return max(zeros) != 0;
+}
+
+// R rows and so many vectors of them: sum_r = factor_r sum_r + sum_j weight_rj from_j.
+template <int R, int vectors, class T>
 FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t stride, int count, int length,
-                                     float factor, int ahead, float* sum) {
+                                     const float* factor, int ahead, float* sum, int64_t width) {
+  constexpr int kSums = R * vectors < 8 ? 2 : 1;  // each its own, so that additions need not wait for each other
   const int last = length - (vectors - 1) * kLanes;
-  vf x[2][vectors];
+  vf x[kSums][R][vectors];
+#pragma GCC unroll 2
+  for (int i = 0; i < kSums; ++i)
 #pragma GCC unroll 4
-  for (int n = 0; n < vectors; ++n) x[0][n] = x[1][n] = vf{};
-  const auto add = [&](int j, vf* to) {
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n) x[i][r][n] = vf{};
+  const auto add = [&](int j, int i) {
     if (j < ahead) fetch_row(from + (j + kBlock) * stride, length);
-    if (weight[j] == 0) return;
-    const T* row = from + j * stride;
+    if (R == 1 && weight[j] == 0) return;
+    const T* other = from + j * stride;
+    vf right[vectors];
 #pragma GCC unroll 4
     for (int n = 0; n < vectors; ++n)
-      to[n] = fma(n + 1 < vectors || last >= kLanes ? load(row + n * kLanes) : load(row + n * kLanes, last),
-                  splat(weight[j]), to[n]);
+      right[n] = n + 1 < vectors || last >= kLanes ? load(other + n * kLanes) : load(other + n * kLanes, last);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n) x[i][r][n] = fma(right[n], splat(weight[r * kBlock + j]), x[i][r][n]);
   };
   int j = 0;
-  for (; j + 2 <= count; j += 2) {
-    add(j, x[0]);
-    add(j + 1, x[1]);
-  }
-  if (j < count) add(j, x[0]);
+  for (; j + kSums <= count; j += kSums)
+#pragma GCC unroll 2
+    for (int i = 0; i < kSums; ++i) add(j + i, i);
+  if (j < count) add(j, 0);
 #pragma GCC unroll 4
-  for (int n = 0; n < vectors; ++n)
-    store(sum + n * kLanes, fma(load(sum + n * kLanes), splat(factor), x[0][n] + x[1][n]));
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < vectors; ++n) {
+      float* to = sum + r * width + n * kLanes;
+      const vf total = kSums > 1 ? x[0][r][n] + x[kSums - 1][r][n] : x[0][r][n];
+      store(to, factor ? fma(load(to), splat(factor[r]), total) : load(to) + total);
+    }
 }
 
-// sum = factor sum + sum_j weight_j from_j; rows of weight 0 are not read. `sum` has whole vectors. `ahead` as above.
-template <class T>
-void add_rows(const float* weight, const T* from, int64_t stride, int count, int length, float factor, int ahead,
-              float* sum) {
-  for (int d = 0; d < length; d += 4 * kLanes) {
-    const int rest = smaller(length - d, 4 * kLanes);
-    switch ((rest + kLanes - 1) / kLanes) {
-      case 1: add_row_vectors<1>(weight, from + d, stride, count, rest, factor, ahead, sum + d); break;
-      case 2: add_row_vectors<2>(weight, from + d, stride, count, rest, factor, ahead, sum + d); break;
-      case 3: add_row_vectors<3>(weight, from + d, stride, count, rest, factor, ahead, sum + d); break;
-      default: add_row_vectors<4>(weight, from + d, stride, count, rest, factor, ahead, sum + d);
+// sum_r = factor_r sum_r + sum_j weight_rj from_j, for weight (rows, kBlock), factors of 1 where null, and sum (rows,
+// width) of whole vectors; what has a weight of 0 adds nothing, whatever it is. `ahead` as above.
+template <int R = kSharing, class T>
+void add_rows(int rows, const float* weight, const T* from, int64_t stride, int count, int length, const float* factor,
+              int ahead, float* sum, int64_t width) {
+  for (; rows >= R; rows -= R, weight += R * kBlock, factor += factor ? R : 0, sum += R * width, ahead = 0) {
+    bool hidden = false;
+    for (int r = 0; R > 1 && r < R; ++r) hidden |= has_zero(weight + r * kBlock, count);
+    if (hidden) {
+      add_rows<1>(R, weight, from, stride, count, length, factor, ahead, sum, width);
+      continue;
+    }
+    for (int d = 0; d < length; d += 4 * kLanes) {
+      const int rest = smaller(length - d, 4 * kLanes);
+      const T* part = from + d;
+      switch ((rest + kLanes - 1) / kLanes) {
+        case 1: add_row_vectors<R, 1>(weight, part, stride, count, rest, factor, ahead, sum + d, width); break;
+        case 2: add_row_vectors<R, 2>(weight, part, stride, count, rest, factor, ahead, sum + d, width); break;
+        case 3: add_row_vectors<R, 3>(weight, part, stride, count, rest, factor, ahead, sum + d, width); break;
+        default: add_row_vectors<R, 4>(weight, part, stride, count, rest, factor, ahead, sum + d, width);
+      }
     }
   }
+  if constexpr (R > 1) add_rows<R / 2>(rows, weight, from, stride, count, length, factor, ahead, sum, width);
 }
 
 // ---- which keys which queries see ----
@@ -826,7 +877,15 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
     }
 }
 
-// The mask's part of mask_scores for one query.
+// The window's part of mask_scores for one query and the keys [key, key + keys).
+inline void hide_outside_window(const Attention& a, const Sequence& s, int64_t query, int64_t key, int keys,
+                                float* score) {
+  const int64_t begin = begin_of_keys(a, s, query) - key, end = end_of_keys(a, s, query) - key;
+  for (int j = 0; j < smaller(begin, (int64_t)keys); ++j) score[j] = -kInfinity;
+  for (int j = (int)greater(smaller(end, (int64_t)keys), (int64_t)0); j < keys; ++j) score[j] = -kInfinity;
+}
+
+// The mask's part.
 inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
                      float* score) {
   const AttentionMask& m = a.mask;
