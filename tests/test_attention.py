@@ -158,15 +158,16 @@ DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": T
 WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 
 
+@pytest.mark.parametrize("queries", [21, 7, 3])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_combine(backend, mask, diagonal):
+def test_masks_combine(backend, mask, diagonal, queries):
     """Every kind of mask with either diagonal, key lengths, windows and dropout, all at once, with all gradients."""
-    shape = (3, 2, 21, 43)
-    query, key, value = operands((3, 2, 2, 21, 43, 16, 24))
+    shape = (3, 2, queries, 43)
+    query, key, value = operands((3, 2, 1, queries, 43, 16, 24))
     for window, lengths, p in itertools.product(WINDOWS, (None, torch.tensor([43, 0, 18])), (0.0, 0.4)):
         options = {"window_size": window, "key_lengths": lengths, "dropout_p": p, "seed": SEED if p else None}
-        check(query, key, value, MASKS[mask](shape), **options, **DIAGONALS[diagonal])
+        check(query, key, value, MASKS[mask](shape), enable_gqa=True, **options, **DIAGONALS[diagonal])
 
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)
@@ -361,8 +362,9 @@ def test_rows_with_nothing_to_see(backend, dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("queries", [9, 2])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_excluded_keys_may_hold_anything(backend, dtype, bad):
+def test_excluded_keys_may_hold_anything(backend, dtype, queries, bad):
     lengths = torch.tensor([37, 64])
     padding = torch.arange(70) < lengths[:, None, None, None]
     for options in (
@@ -372,14 +374,14 @@ def test_excluded_keys_may_hold_anything(backend, dtype, bad):
         {"window_size": (3, 2)},
         {"window_size": (3, -1), "causal_variant": "lower_right"},
         {"attn_mask": padding},
-        {"attn_mask": padding & (torch.rand(2, 4, 9, 70) < 0.8)},
-        {"attn_mask": padding.expand(2, 4, 9, 70), "is_causal": True},
+        {"attn_mask": padding & (torch.rand(2, 4, queries, 70) < 0.8)},
+        {"attn_mask": padding.expand(2, 4, queries, 70), "is_causal": True},
         {"attn_mask": torch.zeros(2, 1, 1, 70).masked_fill(~padding, -math.inf)},
         {"attn_mask": torch.randn(70), "key_lengths": lengths, "dropout_p": 0.2, "seed": SEED},
     ):
-        query, key, value = operands((2, 4, 2, 9, 70, 16, 24), dtype)
+        query, key, value = operands((2, 4, 2, queries, 70, 16, 24), dtype)
         masks = {name: what for name, what in options.items() if name not in ("dropout_p", "seed")}
-        gone = ~visible((2, 4, 9, 70), **masks).unflatten(1, (2, 2)).any(3).any(2)
+        gone = ~visible((2, 4, queries, 70), **masks).unflatten(1, (2, 2)).any(3).any(2)
         for tensor in (key, value):
             tensor[gone] = bad
         mask = options.pop("attn_mask", None)

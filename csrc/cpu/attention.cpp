@@ -417,8 +417,7 @@ struct Forward {
   void few_softmax(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
                    const FewRows& few) const {
     float* score = few.score + r * kBlock;
-    hide_outside_window(a, s, query, key, keys, score);
-    if (a.mask.data) mask_row(a, s, head, query, key, keys, score);
+    mask_row(a, s, head, query, key, keys, score);
     const float before = few.reference[r];
     vf top = splat(before);
     for (int j = 0; j < keys; j += kLanes)

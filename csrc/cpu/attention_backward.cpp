@@ -436,8 +436,7 @@ struct Backward {
   void few_gradients(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
                      const FewRows& few) const {
     float *probability = few.probability + r * kBlock, *grad_score = few.grad_score + r * kBlock;
-    hide_outside_window(a, s, query, key, keys, probability);
-    if (a.mask.data) mask_row(a, s, head, query, key, keys, probability);
+    mask_row(a, s, head, query, key, keys, probability);
     for (int j = 0; j < kBlock; j += kLanes) {
       const uint32_t valid = few.inverse[r] == 0 ? 0 : first_lanes(smaller(kLanes, greater(keys - j, 0)));
       const vf p = keep_bits(valid, exp2((load(probability + j) - few.reference[r]) * kLog2e) * splat(few.inverse[r]));

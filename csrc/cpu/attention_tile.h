@@ -877,29 +877,25 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
     }
 }
 
-// The window's part of mask_scores for one query and the keys [key, key + keys).
-inline void hide_outside_window(const Attention& a, const Sequence& s, int64_t query, int64_t key, int keys,
-                                float* score) {
-  const int64_t begin = begin_of_keys(a, s, query) - key, end = end_of_keys(a, s, query) - key;
-  for (int j = 0; j < smaller(begin, (int64_t)keys); ++j) score[j] = -kInfinity;
-  for (int j = (int)greater(smaller(end, (int64_t)keys), (int64_t)0); j < keys; ++j) score[j] = -kInfinity;
-}
-
-// The mask's part.
+// The same for one query and the keys [key, key + keys).
 inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
                      float* score) {
   const AttentionMask& m = a.mask;
   const int64_t offset = mask_offset(m, s.index, head, query, key);
-  if (m.dtype == Dtype::boolean) {
+  if (m.data && m.dtype == Dtype::boolean) {
     uint8_t buffer[kBlock];
     const uint8_t* visible = visible_row(m, offset, keys, buffer);
     for (int j = 0; j < keys; ++j) score[j] = visible[j] ? score[j] : -kInfinity;
-    return;
+  } else if (m.data) {
+    float value[kBlock];
+    load_mask_row(m, offset, keys, value);
+    for (int j = 0; j < keys; ++j)
+      score[j] = value[j] == -kInfinity ? -kInfinity : kLowest > score[j] + value[j] ? kLowest : score[j] + value[j];
   }
-  float value[kBlock];
-  load_mask_row(m, offset, keys, value);
-  for (int j = 0; j < keys; ++j)
-    score[j] = value[j] == -kInfinity ? -kInfinity : kLowest > score[j] + value[j] ? kLowest : score[j] + value[j];
+  const int first = (int)greater(smaller(begin_of_keys(a, s, query) - key, (int64_t)keys), (int64_t)0);
+  const int last = (int)greater(smaller(end_of_keys(a, s, query) - key, (int64_t)keys), (int64_t)0);
+  for (int j = 0; j < first; ++j) score[j] = -kInfinity;
+  for (int j = last; j < keys; ++j) score[j] = -kInfinity;
 }
 
 // kept[j], bit i: dropout keeps query i, key j of the tile.
