@@ -423,8 +423,8 @@ inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length
 
 // ---- few queries: elements of a row in the lanes, nothing packed ----
 
-constexpr int kFewQueries = kLanes / 2;        // so many leave half the lanes of a panel empty
-constexpr int kSharing = kLanes < 16 ? 2 : 4;  // rows that share, in registers, what is read of keys and values
+constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // so many leave most of a panel empty
+constexpr int kSharing = kLanes < 16 ? 2 : 4;     // rows that share, in registers, what is read of keys and values
 
 // A cache is read once, faster than the processor's own prefetching follows: rows are fetched a block ahead.
 template <class T>
