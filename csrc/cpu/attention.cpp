@@ -82,7 +82,8 @@ struct Forward {
     task_queries = kTaskPanels * kPanel;
     if (a.batch * a.heads * divide_up(a.queries, task_queries) < kTasks) task_queries = kPanel;
     blocks = divide_up(a.queries, task_queries);
-    few = a.queries <= (kTiles<Unit> ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
+    const bool fills_tiles = kTiles<Unit> && a.keys >= 2 * kLanes;  // then panels are faster from fewer queries on
+    few = a.queries <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
     tasks = few ? a.batch * a.key_heads : a.batch * a.heads * blocks;
     // Few tasks on many keys: the keys are split, and the parts merged in order.
     splits = smaller(kTasks / greater(tasks, (int64_t)1), a.keys / kSplitKeys);
