@@ -84,11 +84,13 @@ def test_wide_heads_are_the_references():
         scaled_dot_product_attention(wide, wide, wide)
 
 
-@pytest.mark.parametrize("function", [scaled_dot_product_attention, softmax_dropout], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [scaled_dot_product_attention, attention_weights, softmax_dropout], ids=lambda f: f.__name__
+)
 def test_triton_refuses_positions_that_32_bits_do_not_count(function):
     require("triton")
     few, many = X[..., :1, :1], torch.empty(1).expand(1, 2, 1, 2**31 - 2**16)
-    operands = (many,) if function is softmax_dropout else (few, many.mT, many.mT)
+    operands = {softmax_dropout: (many,), attention_weights: (few, many.mT)}.get(function, (few, many.mT, many.mT))
     with backend("triton"), pytest.raises(RuntimeError, match=r"2\*\*31 - 2\*\*16 queries and keys .* 2147418113"):
         function(*operands)
 

@@ -70,6 +70,15 @@ def test_rows():
     assert_same(lambda t, r, w: dropout_add_layer_norm(t, r, w, None, 0.3, seed=SEED), (*rows, weight), (0, 0, None))
 
 
+@pytest.mark.parametrize("queries", [1, 9])
+def test_a_window_beyond_2_31_keys(queries):
+    """The keys are one and the same, and so is any mean of them."""
+    key = torch.randn(8).expand(1, 1, 2**31 + 2**20, 8)
+    query = torch.randn(1, 1, queries, 8)
+    out = scaled_dot_product_attention(query, key, key, window_size=(3, -1), causal_variant="lower_right")
+    torch.testing.assert_close(out, key[:, :, :queries], rtol=1e-6, atol=1e-6)
+
+
 def test_more_than_2_31_keys_and_values():
     """One query over 2**25 + 1 keys of 64 elements, all zero but the last, which has a known share of the weight."""
     keys, score = 2**25 + 1, 20.0

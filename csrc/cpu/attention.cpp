@@ -8,7 +8,7 @@
 namespace fastattn {
 namespace {
 
-constexpr int kTaskPanels = 128 / kPanel;  // they share what is packed of the keys and values
+constexpr int kTaskPanels = 128 / kPanel;  // at most; they share what is packed of the keys and values
 
 // Of rows (batch, head, query) and one range of keys: the output before it is divided by the sum.
 struct Part {
@@ -51,7 +51,8 @@ struct Forward {
 
   const Attention& a;
   MaskSummary mask;
-  int64_t task_queries, blocks, tasks, splits;
+  int64_t task_queries;  // of all panels of a task
+  int64_t blocks, tasks, splits;
   int depth, width;  // units of a row of keys that are summed over; rounded up to vectors
   int value_width;   // elements in a row of values, rounded up to vectors
   bool in_place;     // rows of keys are read where they lie
@@ -80,7 +81,7 @@ struct Forward {
 
   Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
     task_queries = kTaskPanels * kPanel;
-    if (a.batch * a.heads * divide_up(a.queries, task_queries) < kTasks) task_queries = kPanel;
+    while (task_queries > kPanel && a.batch * a.heads * divide_up(a.queries, task_queries) < kTasks) task_queries /= 2;
     blocks = divide_up(a.queries, task_queries);
     const bool fills_tiles = kTiles<Unit> && a.keys >= 2 * kLanes;  // then panels are faster from fewer queries on
     few = a.queries <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
@@ -459,9 +460,9 @@ struct Forward {
         few.sum[r] = 0;
       }
       for (int64_t block = stretch; block < smaller(last, stretch + kStretch); block += kBlock) {
+        if (block + kBlock <= first) continue;
         const int64_t key = greater(block, first);
         const int keys = (int)(smaller(block + kBlock, last) - key), ahead = rows_ahead(key, last);
-        if (keys <= 0) continue;
         row_products(rows, few.query, few.width, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row,
                      keys, a.depth, a.scale, ahead, few.score);
         for (int r = 0; r < rows; ++r)

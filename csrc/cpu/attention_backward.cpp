@@ -64,6 +64,7 @@ struct Backward {
     value_width = (int)round_up(a.value_depth, kLanes);
     key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.depth;
     value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_depth;
+    // Half as many keys as forward, since there is more than twice as much to do with each.
     splits = smaller(smaller(kTasks / greater(a.batch * a.key_heads, (int64_t)1), (int64_t)8), 2 * a.keys / kSplitKeys);
     splits = greater(splits, (int64_t)1);
     range = round_up(divide_up(a.keys, splits), kBlock);

@@ -33,7 +33,7 @@ constexpr int kPanel = kPanelVectors * kLanes;  // queries: a multiple of 16, as
 constexpr int kBlock = 96;                      // keys: a multiple of 32 likewise
 constexpr int kStretch = 32 * kBlock;           // keys: sums over more are made of sums over so many
 constexpr int kTasks = 16;                      // so many keep the threads busy; their number is the shape's alone
-constexpr int kSplitKeys = 4 * kBlock;          // worth a task of their own, where the queries make few
+constexpr int kSplitKeys = 4 * kBlock;          // worth a task of their own where the queries make few
 constexpr int kWord = 64;                       // bits in a column of a mask tile
 static_assert(kPanel % kTileRows == 0 && kPanel <= kWord && kBlock % kTileColumns == 0, "dropout's tiles");
 
@@ -477,7 +477,7 @@ FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* fr
   return x[0];
 }
 
-// product (rows, kBlock): scale row_r . from_j for `count` others, and as many more as fill the last vector. `row`
+// product (rows, kBlock): scale row_r . from_j for `count` others, then anything up to the end of a vector. `row`
 // (rows, width) has whole vectors, padded with 0. `ahead` of the others have one a block ahead, which is fetched.
 template <int R = kSharing, class T>
 void row_products(int rows, const float* row, int64_t width, const T* from, int64_t stride, int count, int length,
@@ -761,7 +761,7 @@ struct Tile {
     queries = (int)smaller((int64_t)kPanel, s.queries - query);
     vectors = (queries + kLanes - 1) / kLanes;
     const int64_t last = query + queries - 1, end = key + kBlock;
-    keys = (int)(smaller(end, end_of_keys(a, s, last)) - key);
+    keys = (int)greater(smaller(end, end_of_keys(a, s, last)) - key, (int64_t)0);
     window = mask = Cover::nothing;
     if (keys <= 0 || end <= begin_of_keys(a, s, query)) return;
     const bool whole = begin_of_keys(a, s, last) <= key && key + keys <= end_of_keys(a, s, query);

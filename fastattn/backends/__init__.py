@@ -2,7 +2,7 @@
 
 A backend is a namespace of plain functions (no autograd, no checks, canonical shapes) with the
 names and signatures that ``docs/design.md`` lists. Choosing one reads the operands' device, dtypes and
-head sizes, and the backend that this thread may have been told to use; torch's dispatcher has no part in it.
+sizes, and the backend that this thread may have been told to use; torch's dispatcher has no part in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_HEAD_SIZE = 256
 MAX_DECODING_QUERIES = 16  # the cuda backend's attention is for decoding
 MAX_DECODING_KEYS = 2**29  # it counts keys and rows of queries in 32 bits
 MAX_DECODING_ROWS = 2**31 - 1
-MAX_POSITIONS = 2**31 - 2**16  # of queries and keys together, which the triton backend adds up in 32 bits
+MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence that triton adds up in 32 bits; not of packed ones
 OLDEST_GPU = (8, 0)
 _NATIVE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MASK_DTYPES = _NATIVE_DTYPES | {torch.bool}
@@ -210,7 +210,7 @@ def choose(
         attn_mask: the mask, whose dtype decides too.
         head_size: the largest head size, for attention.
         threshold: of attention's dropout, 0 for none.
-        siblings: attention's key and value, of the query's dtype and device.
+        siblings: attention's key and value, or the key alone, of the query's dtype and device.
 
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.

@@ -160,7 +160,7 @@ def attention_weights(
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
     scale = 1.0 / math.sqrt(q.size(3)) if scale is None else check.scale(name, scale)
-    backend = choose("softmax_dropout", (q,), attn_mask)
+    backend = choose("softmax_dropout", (q,), attn_mask, siblings=(k,))
     seed = check.draw_seed(seed, threshold, q.device)
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
