@@ -25,7 +25,7 @@ from fastattn import (
     softmax_dropout,
     varlen_attn,
 )
-from fastattn.backends import native
+from fastattn.backends import native, refusal
 
 X = torch.randn(1, 2, 5, 8)
 SEQUENCES = torch.tensor([0, 5], dtype=torch.int32)
@@ -93,6 +93,8 @@ def test_triton_refuses_positions_that_32_bits_do_not_count(function):
     operands = {softmax_dropout: (many,), attention_weights: (few, many.mT)}.get(function, (few, many.mT, many.mT))
     with backend("triton"), pytest.raises(RuntimeError, match=r"2\*\*31 - 2\*\*16 queries and keys .* 2147418113"):
         function(*operands)
+    assert refusal("triton", "softmax_dropout", (many[..., 1:],)) is None
+    assert refusal("triton", "attention", (few,), siblings=(many[..., 1:].mT,)) is None
 
 
 def test_unknown_backend():

@@ -72,11 +72,20 @@ def test_rows():
 
 @pytest.mark.parametrize("queries", [1, 9])
 def test_a_window_beyond_2_31_keys(queries):
-    """The keys are one and the same, and so is any mean of them."""
+    """The keys are one and the same, and so is any mean of them; how many are seen, the sum of exponentials tells."""
     key = torch.randn(8).expand(1, 1, 2**31 + 2**20, 8)
     query = torch.randn(1, 1, queries, 8)
-    out = scaled_dot_product_attention(query, key, key, window_size=(3, -1), causal_variant="lower_right")
-    torch.testing.assert_close(out, key[:, :, :queries], rtol=1e-6, atol=1e-6)
+    out, lse = scaled_dot_product_attention(
+        query, key, key, window_size=(3, -1), causal_variant="lower_right", return_lse=True
+    )
+    # Weights of 1, up to queries + 3 of them: so many sums, a reciprocal and its product are rounded.
+    torch.testing.assert_close(out, key[:, :, :queries], rtol=(queries + 5) * 2.0**-24, atol=0)
+    products = query.double() * key[0, 0, 0].double() / math.sqrt(8)
+    seen = 4 + torch.arange(queries - 1, -1, -1)  # from the third before the diagonal to the last key
+    wanted = products.sum(-1) + seen.log()
+    # Eight sums, the scale and its product on the way to a score, then a logarithm and a sum.
+    bound = 2.0**-24 * (10 * products.abs().sum(-1) + 2 * seen.log() + wanted.abs())
+    assert ((lse.double() - wanted).abs() <= bound).all()
 
 
 def test_more_than_2_31_keys_and_values():

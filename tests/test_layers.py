@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import fastattn
+
 ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
 # Lowest first. A module may import from its own layer and from those below.
@@ -103,6 +105,11 @@ def test_kernels_use_c_headers_only():
         if path.stem != "dispatch":
             system = set(re.findall(r"#include\s*<([^>]+)>", path.read_text()))
             assert system <= allowed, f"{path.relative_to(ROOT)} includes {sorted(system - allowed)}"
+
+
+def test_a_process_of_its_own_imports_what_is_tested(python):
+    """Not the checkout that pytest was started in, whose fastattn may have no compiled kernels."""
+    assert python("import fastattn; print(fastattn.__file__)") == f"{fastattn.__file__}\n"
 
 
 def test_import_is_light(python):
