@@ -5,10 +5,12 @@ instruction sets and flags from here. Only PyTorch's headers and its libtorch_cp
 libraries use PyTorch's stable ABI, so that one build serves every torch from 2.10 on and every Python.
 """
 
+import hashlib
 import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import site
@@ -110,6 +112,14 @@ def torch_for_building() -> Path:
     return torch
 
 
+def binding_flags(torch: Path) -> str:
+    """Preprocessor flags of the bindings: torch's headers and the contract, a hash of the backend functions' schemas."""
+    schemas = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["SCHEMAS"]
+    contract = hashlib.sha256("\n".join(schemas[name] for name in sorted(schemas)).encode()).hexdigest()[:12]
+    include = f"-isystem {shlex.quote(str(torch / 'include'))}"
+    return f"{TORCH_TARGET} {include} -DFASTATTN_CONTRACT='\"{contract}\"'"
+
+
 def kernel_objects(sources: list[Path], flags: str) -> list[tuple[str, Path, str]]:
     """(object, source, flags) of each kernel file for each instruction set."""
     return [
@@ -168,10 +178,9 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
     torch = torch_for_building()
     plain = f"{CXX_FLAGS} {OPTIMIZE}"
-    bindings = f"{plain} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
     kernels = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     dispatch = [source for source in kernels if source.stem == "dispatch"]
-    objects = [("bindings.o", ROOT / "csrc/bindings.cpp", bindings)]
+    objects = [("bindings.o", ROOT / "csrc/bindings/cpu.cpp", f"{plain} {binding_flags(torch)}")]
     objects += [(f"{source.stem}.o", source, plain) for source in dispatch]
     objects += kernel_objects([source for source in kernels if source not in dispatch], plain)
     # Registration happens in static constructors, so nothing needs exporting.
@@ -283,8 +292,8 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
 
     What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
     """
-    bindings = f"{CXX_FLAGS} {OPTIMIZE} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
-    objects = [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
+    bindings = f"{CXX_FLAGS} {OPTIMIZE} {binding_flags(torch)}"
+    objects = [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     flags = cuda_flags(names, len(kernels))
     objects += [(f"{source.stem}.o", source, flags) for source in kernels]

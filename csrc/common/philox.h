@@ -5,13 +5,7 @@
 // whose four words hold eight 16-bit values, low half first; the element's is number 4 * ((i / 8) % 2) + (j / 8) % 4.
 // It is kept where value >= threshold, and then scaled by 65536 / (65536 - threshold).
 #pragma once
-#include <stdint.h>
-
-#if defined(__CUDACC__)
-#define FASTATTN_HOST_DEVICE __host__ __device__
-#else
-#define FASTATTN_HOST_DEVICE
-#endif
+#include "arithmetic.h"
 
 namespace fastattn {
 

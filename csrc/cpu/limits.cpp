@@ -1,6 +1,4 @@
-// See limits.h.
-#include "limits.h"
-
+// The arithmetic limit of an instruction set.
 #include "amx.h"
 #include "kernels.h"
 #include "simd.h"

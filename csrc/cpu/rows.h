@@ -11,12 +11,8 @@ constexpr int64_t kElementsPerTask = 8192;
 constexpr int64_t kStreamedBytes = 8 << 20;
 constexpr uintptr_t kPrefetchDistance = 4096;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 inline int useful_workers(const Parallel& parallel, int64_t elements) {
-  return (int)larger(1, smaller(parallel.threads, elements / kElementsPerWorker));
+  return (int)max(1, min(parallel.threads, elements / kElementsPerWorker));
 }
 
 // Calls body(j, n) for the vectors of the columns [begin, end): n lanes from column j. n is a constant except for the
@@ -64,7 +60,7 @@ FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
 template <class Body>
 FASTATTN_INLINE void for_each_part(int64_t columns, const Body& body) {
   constexpr int64_t kPart = 512;
-  for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, smaller(columns, begin + kPart));
+  for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, min(columns, begin + kPart));
 }
 
 // Where a row of an output goes. Outputs that would push everything else out of the caches are streamed.
@@ -100,21 +96,21 @@ struct RowBlock {
 template <class Body>
 void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Parallel& parallel, const Body& body) {
   const int64_t blocks = ceil_div(rows, kTileRows);
-  const int64_t block_elements = smaller(rows, kTileRows) * columns;
+  const int64_t block_elements = min(rows, kTileRows) * columns;
   // Narrow rows: several blocks to a task. Wide ones: a block in 2, 4 or 8 tasks.
   int64_t splits = 1;
   while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
   const int64_t lines = 8 / splits, units = matrices * blocks * splits;
-  const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, block_elements));
+  const int64_t units_per_task = max(1, kElementsPerTask / max(1, block_elements));
   parallel_for_ranges(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
                       [&](int64_t task, int worker) {
-                        const int64_t end = smaller(units, (task + 1) * units_per_task);
+                        const int64_t end = min(units, (task + 1) * units_per_task);
                         for (int64_t unit = task * units_per_task; unit < end; ++unit) {
                           const int64_t block = unit / splits;
                           RowBlock part;
                           part.z = block / blocks;
                           part.first = block % blocks * kTileRows;
-                          part.rows = (int)smaller(kTileRows, rows - part.first);
+                          part.rows = (int)min(kTileRows, rows - part.first);
                           part.line_begin = (int)(unit % splits * lines);
                           part.line_end = part.line_begin + (int)lines;
                           if (part.line_begin < part.rows) body(part, worker);
@@ -129,7 +125,7 @@ FASTATTN_INLINE void keep_block(Seed seed, int threshold, const RowBlock& block,
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t bits[kTileRows];
     keep_tile(seed, threshold, (uint32_t)block.z, block.first / kTileRows, tile, block.line_begin,
-              (int)smaller(block.line_end, block.rows), bits);
+              (int)min(block.line_end, block.rows), bits);
     for (int row = 0; row < block.rows; ++row)
       if (block.has(row)) keep[row * stride + tile - tile_begin] = bits[row];
   }

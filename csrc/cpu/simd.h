@@ -62,18 +62,6 @@ FASTATTN_INLINE vf max(vf a, vf b) {
 #endif
 }
 
-FASTATTN_INLINE vf min(vf a, vf b) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#elif defined(__SSE2__)
-  return (vf)_mm_min_ps((__m128)a, (__m128)b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
 FASTATTN_INLINE float sum(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
@@ -304,6 +292,16 @@ FASTATTN_INLINE float load_scalar(const T* p) {
 template <class T>
 FASTATTN_INLINE void store_scalar(T* p, float x) {
   store(p, splat(x), 1);
+}
+
+// f(T{}) of the floating-point type that a dtype names.
+template <class F>
+FASTATTN_INLINE auto with_type(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::bfloat16: return f(bfloat16{});
+    case Dtype::float16: return f(float16{});
+    default: return f(float{});
+  }
 }
 
 // ---- the exponential: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----

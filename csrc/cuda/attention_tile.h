@@ -5,7 +5,7 @@
 // would take 160, before any conversion. Tensor cores take a tenth of their time for it. Of float32 it reads 5
 // elements, which 8 rows keep 40 lanes busy with.
 //
-// Which key, row or column a lane's elements of a matrix instruction belong to is free, as long as both factors agree.
+// Which key, row or column a lane's elements of a matrix instruction belong to is free, as long as both rescales agree.
 // So each lane reads 16 bytes at a time where they lie, of keys and of values, and uses them without an exchange.
 #pragma once
 #include "mma.h"
@@ -45,7 +45,7 @@ __device__ inline Line<T> load_line(const T* row, int column, int size, bool wan
   return line;
 }
 
-// The keys and values of a tile. Those that no row has `seen` may hold anything and count as zero.
+// The keys and values of a tile. Those that no row has `visible` may hold anything and count as zero.
 template <class T, int kSize, bool kAligned>
 struct Operands {
   static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // of a lane, for the keys
@@ -53,14 +53,15 @@ struct Operands {
   static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // as registers allow
   const T *key, *value;                                                    // the first of the tile
   int64_t key_row, value_row;
-  int depth, value_depth;
-  uint32_t seen;
+  int head_dim, value_head_dim;
+  uint32_t visible;
 
   __device__ Line<T> load_key(int j, int column) const {
-    return load_line<T, kAligned>(key + j * key_row, column, depth, seen >> j & 1);
+    return load_line<T, kAligned>(key + j * key_row, column, head_dim, visible >> j & 1);
   }
   __device__ Line<T> load_value(int j, int column) const {
-    return load_line<T, kAligned>(value + j * value_row, column, value_depth, seen >> j & 1);
+    return load_line<T, kAligned>(value + j * value_row, column, value_head_dim,
+                                  visible >> j & 1);  // fault: visible-values
   }
 };
 
@@ -70,7 +71,8 @@ template <class T, int kSize, bool kAligned>
 struct TensorTile {
   using Element = T;
   using Keys = Operands<T, kSize, kAligned>;
-  static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4, kNextLane = 1, kLastLane = 2;
+  static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4;
+  static constexpr int kNextLane = 1, kLastLane = 2;               // fault: last-lane
   static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // on a multiprocessor at a time, at least
   struct Shared {
     uint4 query[kSize / 32][2][32];  // A of two matrix instructions, by lanes
@@ -84,12 +86,12 @@ struct TensorTile {
   __device__ int key(int k) const { return 2 * c + k % 2 + k / 2 * 8; }
 
   template <class Row>
-  __device__ void start(const Row& query_row, int depth, Shared& shared) {
+  __device__ void start(const Row& query_row, int head_dim, Shared& shared) {
     g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     for (int q = threadIdx.x / 32; q < kSize / 32; q += kWarps) {
       const T *upper = query_row(row(0)), *lower = query_row(row(1));
-      const uint4 x = load_line<T, kAligned>(upper, 32 * q + 8 * c, depth, upper);
-      const uint4 y = load_line<T, kAligned>(lower, 32 * q + 8 * c, depth, lower);
+      const uint4 x = load_line<T, kAligned>(upper, 32 * q + 8 * c, head_dim, upper);
+      const uint4 y = load_line<T, kAligned>(lower, 32 * q + 8 * c, head_dim, lower);
       shared.query[q][0][threadIdx.x % 32] = {x.x, y.x, x.y, y.y};
       shared.query[q][1][threadIdx.x % 32] = {x.z, y.z, x.w, y.w};
     }
@@ -126,7 +128,7 @@ struct TensorTile {
   }
 
   __device__ void accumulate(const Keys& o, Shared&, const float (&weight)[kOwnRows][kOwnKeys],
-                             const float (&factor)[kOwnRows]) {
+                             const float (&rescale)[kOwnRows]) {
     const auto both = [&](int r, int k) {
       return from_float<T>(weight[r][k]).bits | (uint32_t)from_float<T>(weight[r][k + 1]).bits << 16;
     };
@@ -146,7 +148,7 @@ struct TensorTile {
           return column % 2 ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
         };
         float (&x)[4] = out[block][column];
-        x[0] *= factor[0], x[1] *= factor[0], x[2] *= factor[1], x[3] *= factor[1];
+        x[0] *= rescale[0], x[1] *= rescale[0], x[2] *= rescale[1], x[3] *= rescale[1];
         mma_16x8x16(x, weights, pair(0), pair(2), T{});
       }
     }
@@ -179,7 +181,7 @@ struct FmaTile {
   static constexpr int kChunks = kSize / (4 * kLanes), kKeysAtOnce = 32 / kLanes;
   struct Shared {
     float4 query[kRows][kSize / 4];
-    float weight[kWarps][kTileKeys][kRows], factor[kWarps][kRows];
+    float weight[kWarps][kTileKeys][kRows], rescale[kWarps][kRows];
   };
 
   int lane, g, c;
@@ -190,12 +192,12 @@ struct FmaTile {
   __device__ int key(int k) const { return g + 8 * k; }
 
   template <class Row>
-  __device__ void start(const Row& query_row, int depth, Shared& shared) {
+  __device__ void start(const Row& query_row, int head_dim, Shared& shared) {
     lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     for (int n = threadIdx.x; n < kRows * kSize / 4; n += kThreads) {
       const float* from = query_row(n / (kSize / 4));
       shared.query[n / (kSize / 4)][n % (kSize / 4)] =
-          load_line<float, kAligned>(from, n % (kSize / 4) * 4, depth, from);
+          load_line<float, kAligned>(from, n % (kSize / 4) * 4, head_dim, from);
     }
     __syncthreads();
 #pragma unroll
@@ -244,18 +246,18 @@ struct FmaTile {
   }
 
   __device__ void accumulate(const Keys& o, Shared& shared, const float (&weight)[kOwnRows][kOwnKeys],
-                             const float (&factor)[kOwnRows]) {
+                             const float (&rescale)[kOwnRows]) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       for (int k = 0; k < kOwnKeys; ++k) shared.weight[warp][key(k)][row(r)] = weight[r][k];
-      if (g == 0) shared.factor[warp][row(r)] = factor[r];
+      if (g == 0) shared.rescale[warp][row(r)] = rescale[r];
     }
-    __syncwarp();  // the weights are there
+    __syncwarp();  // fault: barrier-before-weights
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       for (auto& chunk : out[r])
-        for (float& x : chunk) x *= shared.factor[warp][r];
+        for (float& x : chunk) x *= shared.rescale[warp][r];
 #pragma unroll Keys::kAtOnce
     for (int n = 0; n < Keys::kLoads; ++n) {
       const float4 v = Keys::kHeld ? values[n] : load_value(o, n);
@@ -267,7 +269,7 @@ struct FmaTile {
         x[0] = fmaf(w, v.x, x[0]), x[1] = fmaf(w, v.y, x[1]), x[2] = fmaf(w, v.z, x[2]), x[3] = fmaf(w, v.w, x[3]);
       }
     }
-    __syncwarp();  // and have been read
+    __syncwarp();
   }
 
   template <class Put>
