@@ -44,6 +44,18 @@ OPTIMIZE = "-O3"
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 
 
+def contract() -> str:
+    """What fastattn/backends/native.py asks a library for: a hash of the schemas that it is built for."""
+    schemas = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["SCHEMAS"]
+    return hashlib.sha256("\n".join(schemas[name] for name in sorted(schemas)).encode()).hexdigest()[:12]
+
+
+def bindings_flags(torch: Path) -> str:
+    """Flags of the files that see torch."""
+    name = shlex.quote(f'-DFASTATTN_CONTRACT="{contract()}"')
+    return f"{CXX_FLAGS} {TORCH_TARGET} {name} -isystem {shlex.quote(str(torch / 'include'))}"
+
+
 # What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # of compilers, in $CXX before the compiler itself
@@ -112,14 +124,6 @@ def torch_for_building() -> Path:
     return torch
 
 
-def binding_flags(torch: Path) -> str:
-    """Preprocessor flags of the bindings: torch's headers and the contract, a hash of the backend functions' schemas."""
-    schemas = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["SCHEMAS"]
-    contract = hashlib.sha256("\n".join(schemas[name] for name in sorted(schemas)).encode()).hexdigest()[:12]
-    include = f"-isystem {shlex.quote(str(torch / 'include'))}"
-    return f"{TORCH_TARGET} {include} -DFASTATTN_CONTRACT='\"{contract}\"'"
-
-
 def kernel_objects(sources: list[Path], flags: str) -> list[tuple[str, Path, str]]:
     """(object, source, flags) of each kernel file for each instruction set."""
     return [
@@ -178,9 +182,10 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
     torch = torch_for_building()
     plain = f"{CXX_FLAGS} {OPTIMIZE}"
+    bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
     kernels = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     dispatch = [source for source in kernels if source.stem == "dispatch"]
-    objects = [("bindings.o", ROOT / "csrc/bindings/cpu.cpp", f"{plain} {binding_flags(torch)}")]
+    objects = [("bindings.o", ROOT / "csrc/bindings/cpu.cpp", bindings)]
     objects += [(f"{source.stem}.o", source, plain) for source in dispatch]
     objects += kernel_objects([source for source in kernels if source not in dispatch], plain)
     # Registration happens in static constructors, so nothing needs exporting.
@@ -292,7 +297,7 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
 
     What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
     """
-    bindings = f"{CXX_FLAGS} {OPTIMIZE} {binding_flags(torch)}"
+    bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
     objects = [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     flags = cuda_flags(names, len(kernels))

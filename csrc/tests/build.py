@@ -38,15 +38,15 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     """Compiles csrc/cuda for the host, the source `faulty` in the place of the one of its name. Returns the library."""
     torch = native_build.torch_for_building()
     emulation = ROOT / "csrc/tests/emulation"
-    torch_flags = native_build.binding_flags(torch)
+    include = f"-isystem {shlex.quote(str(torch / 'include'))}"
     # A wrong access that the compiler sees traps; the emulation tells where.
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
-    bindings = f"{native_build.CXX_FLAGS} -O1 {torch_flags}"
+    bindings = f"-O1 {native_build.bindings_flags(torch)}"
     objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     objects += [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
     objects += [
-        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {torch_flags}")
+        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include}")
         for source in sorted(emulation.glob("*.cpp"))
     ]
     link = f"-shared -Wl,--no-undefined -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -lc10"
