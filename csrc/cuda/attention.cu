@@ -269,9 +269,9 @@ int64_t pitch(const Attention& a) { return ceil_div(a.value_head_dim, 4) * 4; }
 
 // Whether every row begins at a multiple of 16 bytes and its length is one.
 bool is_aligned(const Attention& a) {
-  const auto fits = [&](const Heads& heads, int depth) {
-    return ((int64_t)heads.data | (heads.batch | heads.head | heads.row | depth) * size_of(a.dtype)) % 16 ==
-           0;  // fault: alignment
+  const auto fits = [&](const Heads& heads, int head_dim) {
+    const int64_t strides = heads.batch | heads.head | heads.row | head_dim;
+    return ((int64_t)heads.data | strides * size_of(a.dtype)) % 16 == 0;  // fault: alignment
   };
   return fits(a.query, a.head_dim) && fits(a.key, a.head_dim) && fits(a.value, a.value_head_dim);
 }

@@ -60,8 +60,8 @@ struct Operands {
     return load_line<T, kAligned>(key + j * key_row, column, head_dim, visible >> j & 1);
   }
   __device__ Line<T> load_value(int j, int column) const {
-    return load_line<T, kAligned>(value + j * value_row, column, value_head_dim,
-                                  visible >> j & 1);  // fault: visible-values
+    const bool wanted = visible >> j & 1;  // fault: visible-values
+    return load_line<T, kAligned>(value + j * value_row, column, value_head_dim, wanted);
   }
 };
 
