@@ -95,9 +95,9 @@ FAULTS = {
         "not close",
     ),
     "a key beyond the length": (
-        "attention.cu",
-        "visible-end",
-        "x = row_begin[r] <= j && j <= row_end[r] ? 0.0f : -kInfinity;",
+        "../common/visibility.h",
+        "length",
+        "return center - window_left <= j && j <= center + window_right && j <= length;",
         "attention",
         "not close",
     ),

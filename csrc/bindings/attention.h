@@ -6,13 +6,6 @@
 namespace fastattn {
 namespace {
 
-// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
-inline Heads heads_of(const Tensor& tensor) {
-  const Sizes strides = tensor.strides();
-  if (strides.size() == 3) return {writable(tensor), 0, strides[1], strides[0]};
-  return {writable(tensor), strides[0], strides[1], strides[2]};
-}
-
 // (batch, heads, length, size): heads lie inside positions where they do so in `like`, otherwise contiguous.
 inline Tensor empty_heads(const Tensor& like, int64_t length, int64_t size, Device device) {
   const Sizes like_sizes = like.sizes(), like_strides = like.strides();
@@ -21,22 +14,6 @@ inline Tensor empty_heads(const Tensor& like, int64_t length, int64_t size, Devi
   const bool inside = like_strides[1] > 0 && like_strides[1] < like_strides[2];  // expanded heads lie nowhere
   const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
   return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"), device);
-}
-
-inline AttentionMask mask_of(const std::optional<Tensor>& tensor) {
-  AttentionMask mask = {};
-  if (!tensor) return mask;
-  mask.data = writable(*tensor);
-  mask.dtype = dtype_of(*tensor, "attn_mask");
-  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
-    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
-    *size = *stride == 0 ? 1 : tensor->size(d);
-  };
-  dimension(0, &mask.batches, &mask.batch);
-  dimension(1, &mask.heads, &mask.head);
-  dimension(2, &mask.rows, &mask.row);
-  dimension(3, &mask.columns, &mask.column);
-  return mask;
 }
 
 // Operands with dense columns. Of packed ones the batch and the lengths of sequences follow from other arguments.
@@ -147,9 +124,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor grad_value = empty_heads(value, a.seqlen_k, a.value_head_dim, backend.device);
   Tensor grad_mask;
   if (mask_grad) {
-    // The gradient has all of the mask's elements, those too that share their memory.
-    a.mask.batches = attn_mask->size(0), a.mask.heads = attn_mask->size(1);
-    a.mask.rows = attn_mask->size(2), a.mask.columns = attn_mask->size(3);
+    set_all_elements(a.mask, *attn_mask);
     grad_mask = empty(attn_mask->sizes(), a.mask.dtype, backend.device);
     a.grad_mask = grad_mask.mutable_data_ptr();
   } else {

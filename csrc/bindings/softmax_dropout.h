@@ -6,24 +6,16 @@
 namespace fastattn {
 namespace {
 
-inline int64_t broadcast_stride(const Tensor& mask, int64_t dim) { return mask.size(dim) > 1 ? mask.stride(dim) : 0; }
-
 // `input` has dense columns.
 inline Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_mask,
                         const std::optional<Tensor>& key_lengths, double scale, int64_t window_left,
                         int64_t window_right, bool lower_right) {
   Scores scores = {};
-  scores.input = input.const_data_ptr();
+  const Sizes sizes = input.sizes();
+  scores.input = heads_of(input);
   scores.dtype = dtype_of(input, "input");
-  const Sizes strides = input.strides(), sizes = input.sizes();
-  scores.input_batch = strides[0], scores.input_head = strides[1], scores.input_row = strides[2];
+  scores.mask = mask_of(attn_mask);
   scores.batch = sizes[0], scores.heads = sizes[1], scores.rows = sizes[2], scores.columns = sizes[3];
-  if (attn_mask) {
-    scores.mask = attn_mask->const_data_ptr();
-    scores.mask_dtype = dtype_of(*attn_mask, "attn_mask");
-    scores.mask_batch = broadcast_stride(*attn_mask, 0), scores.mask_head = broadcast_stride(*attn_mask, 1);
-    scores.mask_row = broadcast_stride(*attn_mask, 2), scores.mask_column = broadcast_stride(*attn_mask, 3);
-  }
   scores.key_lengths = data_of<int64_t>(key_lengths);
   scores.scale = (float)scale;
   scores.window_left = window_left, scores.window_right = window_right;
@@ -63,8 +55,7 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
   check_dtype(grad_out, "grad_out", problem.scores.dtype);
   const Tensor grad_input = empty(x.sizes(), problem.scores.dtype, backend.device);
   set_dropout(problem, seed, threshold);
-  problem.grad_out = dy.const_data_ptr();
-  problem.grad_batch = dy.stride(0), problem.grad_head = dy.stride(1), problem.grad_row = dy.stride(2);
+  problem.grad_out = heads_of(dy);
   problem.stats = stats.const_data_ptr<float>();
   problem.grad_input = grad_input.mutable_data_ptr();
   if (!mask_grad) {
@@ -74,12 +65,11 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
 
   // Where the kernel cannot sum over what the mask broadcasts, torch sums the float32 gradient of all scores.
   std::vector<int64_t> broadcast;
-  for (int64_t d = 0; d < 4; ++d) {
-    problem.grad_mask_full[d] = attn_mask->size(d) == x.size(d);
-    if (!problem.grad_mask_full[d]) broadcast.push_back(d);
-  }
+  for (int64_t d = 0; d < 4; ++d)
+    if (attn_mask->size(d) != x.size(d)) broadcast.push_back(d);
+  set_all_elements(problem.scores.mask, *attn_mask);
   const bool torch_sums = !Backend::kSumsMaskGrad && !broadcast.empty();
-  problem.grad_mask_dtype = torch_sums ? Dtype::float32 : problem.scores.mask_dtype;
+  problem.grad_mask_dtype = torch_sums ? Dtype::float32 : problem.scores.mask.dtype;
   const Tensor grad_mask = empty(torch_sums ? x.sizes() : attn_mask->sizes(), problem.grad_mask_dtype, backend.device);
   problem.grad_mask = grad_mask.mutable_data_ptr();
   backend.run(problem);

@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../common/types.h"
+#include "../common/operands.h"
 
 namespace fastattn {
 namespace {
@@ -134,6 +134,34 @@ const T* data_of(const std::optional<Tensor>& tensor) {
 }
 
 inline void* writable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
+// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+inline Heads heads_of(const Tensor& tensor) {
+  const Sizes strides = tensor.strides();
+  if (strides.size() == 3) return {writable(tensor), 0, strides[1], strides[0]};
+  return {writable(tensor), strides[0], strides[1], strides[2]};
+}
+
+inline Mask mask_of(const std::optional<Tensor>& tensor) {
+  Mask mask = {};
+  if (!tensor) return mask;
+  mask.data = writable(*tensor);
+  mask.dtype = dtype_of(*tensor, "attn_mask");
+  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
+    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
+    *size = *stride == 0 ? 1 : tensor->size(d);
+  };
+  dimension(0, &mask.batches, &mask.batch);
+  dimension(1, &mask.heads, &mask.head);
+  dimension(2, &mask.rows, &mask.row);
+  dimension(3, &mask.columns, &mask.column);
+  return mask;
+}
+
+// Of a mask whose gradient is wanted: that has all of its elements, those too that share their memory.
+inline void set_all_elements(Mask& mask, const Tensor& tensor) {
+  mask.batches = tensor.size(0), mask.heads = tensor.size(1), mask.rows = tensor.size(2), mask.columns = tensor.size(3);
+}
 
 template <class Problem>
 void set_dropout(Problem& problem, const std::optional<Tensor>& seed, int64_t threshold) {

@@ -4,23 +4,10 @@
 //
 // over the keys j that query i sees (visibility.h, and the mask).
 #pragma once
-#include "types.h"
+#include "operands.h"
 #include "visibility.h"
 
 namespace fastattn {
-
-// (batch, head, row, column) in memory: strides in elements, columns are dense.
-struct Heads {
-  void* data;
-  int64_t batch, head, row;
-};
-
-struct AttentionMask {
-  void* data;  // null: no mask
-  Dtype dtype;
-  int64_t batches, heads, rows, columns;  // 1 where the mask is broadcast
-  int64_t batch, head, row, column;       // strides in elements, 0 where the mask is broadcast
-};
 
 struct Attention {
   Dtype dtype;
@@ -30,7 +17,7 @@ struct Attention {
   Heads query, key, value, out;
   const int64_t *cu_seq_q, *cu_seq_k;  // (batch + 1,), offsets into the rows of packed sequences; null: dense
   const int64_t* key_lengths;          // (batch,), within [0, keys of the sequence]; null: all keys
-  AttentionMask mask;
+  Mask mask;
   float scale;
   int64_t window_left, window_right;
   bool lower_right;

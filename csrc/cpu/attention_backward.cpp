@@ -544,7 +544,7 @@ struct Backward {
   float* take_mask_sums(Arena* arena) const { return arena->take<float>(round_up(a.mask.columns, kBlockN) * kBlockM); }
 
   void mask_task(int64_t index, const Scratch& scratch, float* sums) const {
-    const AttentionMask& m = a.mask;
+    const Mask& m = a.mask;
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
     const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = group_of(a);
     clear_row(sums, round_up(m.columns, kBlockN) * kBlockM);

@@ -26,11 +26,11 @@ struct BlockMask {
     hidden = arena->take<uint8_t>(masks * blocks);
   }
 
-  static int64_t index(const AttentionMask& m, int64_t batch, int64_t head) {
+  static int64_t index(const Mask& m, int64_t batch, int64_t head) {
     return (m.batches == 1 ? 0 : batch) * m.heads + (m.heads == 1 ? 0 : head);
   }
 
-  Coverage tile(const AttentionMask& m, int64_t batch, int64_t head, int64_t query, int64_t key) const {
+  Coverage tile(const Mask& m, int64_t batch, int64_t head, int64_t query, int64_t key) const {
     return coverage[(index(m, batch, head) * panels + (panels == 1 ? 0 : query / kBlockM)) * blocks + key / kBlockN];
   }
 
@@ -59,12 +59,8 @@ struct BlockMask {
   void read(const Attention& a, const Parallel& parallel, int workers) const;
 };
 
-FASTATTN_INLINE int64_t mask_offset(const AttentionMask& m, int64_t batch, int64_t head, int64_t row, int64_t column) {
-  return batch * m.batch + head * m.head + row * m.row + column * m.column;
-}
-
 // n values of a row of a float mask.
-FASTATTN_INLINE void load_mask_row(const AttentionMask& m, int64_t offset, int n, float* to) {
+FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* to) {
   with_type(m.dtype, [&](auto type) {
     const decltype(type)* from = (const decltype(type)*)m.data + offset;
     if (m.column != 1) {
@@ -78,7 +74,7 @@ FASTATTN_INLINE void load_mask_row(const AttentionMask& m, int64_t offset, int n
 }
 
 // The same row as bytes, 1 where the key is visible, in place or in `buffer` (kBlockN).
-FASTATTN_INLINE const uint8_t* visible_row(const AttentionMask& m, int64_t offset, int n, uint8_t* buffer) {
+FASTATTN_INLINE const uint8_t* visible_row(const Mask& m, int64_t offset, int n, uint8_t* buffer) {
   if (m.dtype == Dtype::boolean) {
     const uint8_t* from = (const uint8_t*)m.data + offset;
     if (m.column == 1) return from;
@@ -92,7 +88,7 @@ FASTATTN_INLINE const uint8_t* visible_row(const AttentionMask& m, int64_t offse
 }
 
 void BlockMask::read(const Attention& a, const Parallel& parallel, int workers) const {
-  const AttentionMask& m = a.mask;
+  const Mask& m = a.mask;
   if (!m.data) return;
   parallel_for(parallel, workers, m.batches * m.heads, [&](int64_t index, int) {
     memset(visible + index * keys, 0, (size_t)keys);

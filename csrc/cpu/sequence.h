@@ -10,7 +10,7 @@ namespace {
 struct Sequence {
   int64_t index, first_query, first_key, seqlen_q;
   int64_t seqlen_k;  // in memory: those beyond the length too
-  Visibility visibility;
+  Visibility<int64_t> visibility;
 
   int64_t length() const { return visibility.length; }
   int64_t begin(int64_t i) const { return visibility.begin(i); }
@@ -24,12 +24,12 @@ FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
   const int64_t seqlen_k = packed ? a.cu_seq_k[index + 1] - first_key : a.seqlen_k;
   const int64_t length = a.key_lengths ? a.key_lengths[index] : seqlen_k;
   return {index,    first_query, first_key,
-          seqlen_q, seqlen_k,    Visibility(length, seqlen_q, a.lower_right, a.window_left, a.window_right)};
+          seqlen_q, seqlen_k,    Visibility<int64_t>(length, seqlen_q, a.lower_right, a.window_left, a.window_right)};
 }
 
 template <class T>
 FASTATTN_INLINE T* row_pointer(const Heads& heads, int64_t batch, int64_t head, int64_t row) {
-  return (T*)heads.data + batch * heads.batch + head * heads.head + row * heads.row;
+  return (T*)heads.data + row_offset(heads, batch, head, row);
 }
 
 // Of a query's statistics.

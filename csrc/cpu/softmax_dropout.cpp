@@ -15,7 +15,7 @@ struct Range {
 };
 
 inline Range visible(const Scores& s, int64_t b, int64_t i) {
-  const Visibility visibility = visibility_of(s, b);
+  const Visibility<int64_t> visibility = visibility_of(s, b);
   const Range range = {visibility.begin(i), visibility.end(i)};
   return range.begin < range.end ? range : Range{0, 0};
 }
@@ -57,8 +57,8 @@ FASTATTN_INLINE vf apply_mask(vf s, const M* mask, int n) {
 
 template <class M>
 void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
-  const M* mask = (const M*)scores.mask + b * scores.mask_batch + h * scores.mask_head + i * scores.mask_row;
-  const int64_t stride = scores.mask_column;
+  const M* mask = (const M*)scores.mask.data + mask_offset(scores.mask, b, h, i, 0);
+  const int64_t stride = scores.mask.column;
   if (stride == 1)
     return for_each_vector(range, scores.columns, [&](int64_t j, int n) {
       prefetch_ahead(mask + j);
@@ -74,13 +74,13 @@ void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range
 // buffer[j] = score of column j for the vectors that cover the range; -inf in their lanes outside it.
 template <class T>
 void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
-  const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
+  const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
   for_each_vector(range, scores.columns,
                   [&](int64_t j, int n) { store(buffer + j, load_ahead(input + j, n) * scores.scale); });
-  if (scores.mask && scores.mask_dtype == Dtype::boolean)
+  if (scores.mask.data && scores.mask.dtype == Dtype::boolean)
     mask_row<uint8_t>(scores, b, h, i, range, buffer);
-  else if (scores.mask)
-    with_type(scores.mask_dtype, [&](auto type) { mask_row<decltype(type)>(scores, b, h, i, range, buffer); });
+  else if (scores.mask.data)
+    with_type(scores.mask.dtype, [&](auto type) { mask_row<decltype(type)>(scores, b, h, i, range, buffer); });
   for (int64_t j = align_down(range.begin); j < range.begin; ++j) buffer[j] = -INFINITY;
   for (int64_t j = range.end; j < align_up(range.end); ++j) buffer[j] = -INFINITY;
 }
@@ -91,11 +91,11 @@ void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range rang
 template <class T, class Body>
 FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer,
                                  const Body& body) {
-  if (scores.mask || range.begin > 0 || range.end < scores.columns) {
+  if (scores.mask.data || range.begin > 0 || range.end < scores.columns) {
     score_row<T>(scores, b, h, i, range, buffer);
     return body([&](int64_t j, int) { return load(buffer + j); });
   }
-  const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
+  const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
   body([&](int64_t j, int n) {
     const vf score = load_ahead(input + j, n) * scores.scale;
     return n == kLanes ? score : select_bits(first_lanes(n), score, splat(-INFINITY));
@@ -197,7 +197,7 @@ void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t
   const int64_t row = (b * scores.heads + h) * scores.rows + i;
   const float row_max = p.stats[row], row_sum = p.stats[scores.batch * scores.heads * scores.rows + row];
   const float inv_sum = row_sum == 0.0f ? 0.0f : 1.0f / row_sum, kept_scale = dropout_scale(p.threshold);
-  const T* grad_out = (const T*)p.grad_out + b * p.grad_batch + h * p.grad_head + i * p.grad_row;
+  const T* grad_out = (const T*)p.grad_out.data + row_offset(p.grad_out, b, h, i);
   const auto grad_probability = [&](int64_t j, int n, vf probability) {
     vf grad = load_ahead(grad_out + j, n) * kept_scale;
     if (keep) grad = keep_bits(keep[j / 32] >> j % 32, grad);
@@ -239,6 +239,7 @@ void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, cons
 // The gradient of the mask: a group is a block of mask rows (one row where the mask has no row dimension), and sums
 // over the blocks of scores that it is broadcast to, in a fixed number of splits that are then added in order.
 struct MaskGroups {
+  bool full[4];                 // the dimensions of the scores that the mask has
   int64_t groups[3], items[3];  // along batch, heads, blocks of rows: one of the two is 1
   int64_t group_count, item_count, splits, items_per_split;
   int64_t mask_rows;   // a group's, at most
@@ -246,18 +247,20 @@ struct MaskGroups {
 
   explicit MaskGroups(const SoftmaxDropoutBackward& p) {
     const Scores& s = p.scores;
+    full[0] = s.mask.batches == s.batch, full[1] = s.mask.heads == s.heads;
+    full[2] = s.mask.rows == s.rows, full[3] = s.mask.columns == s.columns;
     const int64_t sizes[3] = {s.batch, s.heads, ceil_div(s.rows, kTileRows)};
     group_count = item_count = 1;
     for (int d = 0; d < 3; ++d) {
-      groups[d] = p.grad_mask_full[d] ? sizes[d] : 1;
-      items[d] = p.grad_mask_full[d] ? 1 : sizes[d];
+      groups[d] = full[d] ? sizes[d] : 1;
+      items[d] = full[d] ? 1 : sizes[d];
       group_count *= groups[d];
       item_count *= items[d];
     }
     constexpr int64_t kTasks = 32;
     splits = max(1, min(kTasks / max(1, group_count), item_count / 4));
     items_per_split = ceil_div(item_count, splits);
-    mask_rows = p.grad_mask_full[2] ? kTileRows : 1;
+    mask_rows = full[2] ? kTileRows : 1;
     row_floats = Scratch::row_bytes(s.columns) / 4;
   }
   int64_t group_floats() const { return mask_rows * row_floats; }
@@ -277,14 +280,13 @@ void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
 
 // Rows of a group into the gradient.
 void write_mask_rows(const SoftmaxDropoutBackward& p, const MaskGroups& g, int64_t group, const float* sums) {
-  const int64_t first = p.grad_mask_full[2] ? group % g.groups[2] * kTileRows : 0,
-                all_rows = p.grad_mask_full[2] ? p.scores.rows : 1;
-  const int64_t row_size = p.grad_mask_full[3] ? p.scores.columns : 1;
+  const int64_t first = g.full[2] ? group % g.groups[2] * kTileRows : 0, all_rows = g.full[2] ? p.scores.rows : 1;
+  const int64_t row_size = g.full[3] ? p.scores.columns : 1;
   for (int64_t r = 0; r < min(g.mask_rows, all_rows - first); ++r) {
     const float* values = sums + r * g.row_floats;
     const int64_t at = (group / g.groups[2] * all_rows + first + r) * row_size;
     with_type(p.grad_mask_dtype, [&](auto type) {
-      store_mask_row(values, p.grad_mask_full[3], p.scores.columns, (decltype(type)*)p.grad_mask + at);
+      store_mask_row(values, g.full[3], p.scores.columns, (decltype(type)*)p.grad_mask + at);
     });
   }
 }
@@ -307,7 +309,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
       const int64_t first = (group % g.groups[2] + item % g.items[2]) * kTileRows;
       const RowBlock block = {b * s.heads + h, first, (int)min(kTileRows, s.rows - first), 0, 8};
       backward_block<T>(p, block, Scratch(workspace, worker, s.columns, p.threshold), sum,
-                        p.grad_mask_full[2] ? g.row_floats : 0);
+                        g.full[2] ? g.row_floats : 0);
     }
     if (g.splits == 1) write_mask_rows(p, g, group, sum);
     finish_stream();

@@ -93,7 +93,7 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
     const int64_t last = min(s.visibility.last_query(t.key + j) - t.query, kWord - 1);
     visible[j] = first > last ? 0 : queries & ~(uint64_t)0 >> (kWord - 1 - last) & ~(uint64_t)0 << first;
   }
-  const AttentionMask& m = a.mask;
+  const Mask& m = a.mask;
   const bool masked = m.data && (t.mask == Coverage::partial || m.dtype != Dtype::boolean);
   const bool floats = masked && m.dtype != Dtype::boolean;
   if (masked && m.rows == 1) {
@@ -137,7 +137,7 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
 // The same for one query and the keys [key, key + keys).
 inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
                      float* score) {
-  const AttentionMask& m = a.mask;
+  const Mask& m = a.mask;
   const int64_t offset = mask_offset(m, s.index, head, query, key);
   if (m.data && m.dtype == Dtype::boolean) {
     uint8_t buffer[kBlockN];

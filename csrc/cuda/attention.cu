@@ -29,9 +29,7 @@ struct Row {
     const unsigned queries = (unsigned)a.seqlen_q, heads = (unsigned)a.num_heads, all = (unsigned)index / queries;
     batch = all / heads, head = all % heads, query = (unsigned)index % queries;
   }
-  __device__ int64_t offset(const Heads& heads) const {
-    return batch * heads.batch + head * heads.head + query * heads.row;
-  }
+  __device__ int64_t offset(const Heads& heads) const { return row_offset(heads, batch, head, query); }
 };
 
 __device__ float exponential(float x) { return exp2f(x * kLog2e); }
@@ -41,7 +39,7 @@ __device__ float4 multiply_add(float factor, float4 x, float4 sum) {
 }
 
 // What the mask adds to a score; -inf hides the key.
-__device__ float mask_value(const AttentionMask& mask, int64_t at) {
+__device__ float mask_value(const Mask& mask, int64_t at) {
   switch (mask.dtype) {
     case Dtype::float32: return ((const float*)mask.data)[at];
     case Dtype::bfloat16: return to_float(((const bfloat16*)mask.data)[at]);
@@ -87,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
   const int count = min(group - in_group, kRows);
 
   const int64_t length = a.key_lengths ? a.key_lengths[batch] : a.seqlen_k;
-  const Visibility visibility(length, a.seqlen_q, a.lower_right, a.window_left, a.window_right);
+  const Visibility<int> visibility(length, a.seqlen_q, a.lower_right, a.window_left, a.window_right);
 
   Tile tile;
   tile.start(
@@ -95,20 +93,18 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
         return in_tile < count ? (const T*)a.query.data + Row(a, first_row + in_tile).offset(a.query) : nullptr;
       },
       a.head_dim, shared);
-  int row_begin[kOwnRows], row_end[kOwnRows];  // visible keys, but for the mask
+  int center[kOwnRows];  // the key on the diagonal, or one that nothing is near
   int64_t mask_row[kOwnRows];
   float own_max[kOwnRows], own_sum[kOwnRows];
   for (int r = 0; r < kOwnRows; ++r) {
     const Row row(a, first_row + tile.row(r));
-    const bool exists = tile.row(r) < count;
-    row_begin[r] = exists ? (int)visibility.begin(row.query) : 0;
-    row_end[r] = exists ? (int)visibility.end(row.query) : 0;
-    mask_row[r] = row.batch * a.mask.batch + row.head * a.mask.head + row.query * a.mask.row;
+    center[r] = tile.row(r) < count ? (int)row.query + visibility.diagonal : -2 * (int)kMaxKeys;
+    mask_row[r] = mask_offset(a.mask, row.batch, row.head, row.query, 0);
     own_max[r] = -kInfinity, own_sum[r] = 0;
   }
 
   // This block's split of the keys that any query sees.
-  const int begin = (int)visibility.begin(0), end = (int)visibility.end(a.seqlen_q - 1);
+  const int begin = visibility.begin(0), end = visibility.end((int)a.seqlen_q - 1);
   const int share = (int)ceil_div(end - begin, splits.count * kStep) * kStep;
   const int from = begin + split * share, until = min(from + share, end);
 
@@ -121,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
       for (int k = 0; k < kOwnKeys; ++k) {
         const int j = first + tile.key(k);
         float& x = bias[r][k];
-        x = row_begin[r] <= j && j < row_end[r] ? 0.0f : -kInfinity;  // fault: visible-end
+        x = visibility.is_visible(center[r], j) ? 0.0f : -kInfinity;
         if (a.mask.data && x == 0) x = mask_value(a.mask, mask_row[r] + j * a.mask.column);
         visible |= (uint32_t)(x != -kInfinity) << tile.key(k);
       }

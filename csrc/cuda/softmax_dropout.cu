@@ -14,9 +14,9 @@ struct Row {
   __device__ Row(const Scores& s, const RowPair& pair, int half) {
     const Quotient matrix = divide(pair.matrix, s.heads);
     const int64_t batch = matrix.quotient, head = matrix.remainder, i = pair.first + 8 * half;
-    const Visibility visibility = visibility_of(s, batch);
-    input = batch * s.input_batch + head * s.input_head + i * s.input_row;
-    mask = batch * s.mask_batch + head * s.mask_head + i * s.mask_row;
+    const Visibility<int64_t> visibility = visibility_of(s, batch);
+    input = row_offset(s.input, batch, head, i);
+    mask = mask_offset(s.mask, batch, head, i, 0);
     index = pair.matrix * s.rows + i;
     begin = visibility.begin(i);
     end = visibility.end(i);
@@ -32,21 +32,22 @@ struct Wide {
 };
 
 Wide with_mask(bool rows, const Scores& s) {
-  return {rows, s.mask_column == 1 && is_wide(s.mask, s.mask_dtype, s.columns, s.mask_batch, s.mask_head, s.mask_row)};
+  const Mask& m = s.mask;
+  return {rows, m.column == 1 && is_wide(m.data, m.dtype, s.columns, m.batch, m.head, m.row)};
 }
 
 // Eight columns' elements of a mask of type T, in words or one by one.
 template <class T>
 __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
-  const T* mask = (const T*)s.mask + row.mask;
+  const T* mask = (const T*)s.mask.data + row.mask;
   if (wide) return load_as(mask, true, column, s.columns, x);
-  mask += column * s.mask_column;  // incremented: eight 64-bit addresses at once raise register pressure
-  for (int e = 0; e < kVector; ++e, mask += s.mask_column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
+  mask += column * s.mask.column;  // incremented: eight 64-bit addresses at once raise register pressure
+  for (int e = 0; e < kVector; ++e, mask += s.mask.column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
 }
 
 // What the mask adds to the scores of eight columns; -inf hides one, whatever it is.
 __device__ void read_mask(const Scores& s, const Row& row, bool wide, int64_t column, float (&added)[kVector]) {
-  switch (s.mask_dtype) {
+  switch (s.mask.dtype) {
     case Dtype::float32: return read_elements<float>(s, row, wide, column, added);
     case Dtype::bfloat16: return read_elements<bfloat16>(s, row, wide, column, added);
     case Dtype::float16: return read_elements<float16>(s, row, wide, column, added);
@@ -62,9 +63,9 @@ __device__ void read_scores(const Scores& s, const Row& row, Wide wide, int64_t 
     for (int e = 0; e < kVector; ++e) x[e] = -INFINITY;
     return;
   }
-  load(s.input, s.dtype, row.input, wide.rows, column, s.columns, x);
+  load(s.input.data, s.dtype, row.input, wide.rows, column, s.columns, x);
   float added[kVector] = {};
-  if (s.mask) read_mask(s, row, wide.mask, column, added);
+  if (s.mask.data) read_mask(s, row, wide.mask, column, added);
   for (int e = 0; e < kVector; ++e) {
     const bool visible = column + e >= row.begin && column + e < row.end && added[e] != -INFINITY;
     x[e] = visible ? x[e] * s.scale + added[e] : -INFINITY;
@@ -152,8 +153,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
     const Row row(s, pair, half);
     const float row_max = p.stats[row.index], sum = p.stats[matrices * s.rows + row.index];
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
-    const int64_t grad_row =
-        matrix.quotient * p.grad_batch + matrix.remainder * p.grad_head + (pair.first + 8 * half) * p.grad_row;
+    const int64_t grad_row = row_offset(p.grad_out, matrix.quotient, matrix.remainder, pair.first + 8 * half);
     // P, and the gradient that reaches it; 0 where P is: a product with what is excluded may be NaN.
     const auto read = [&](int64_t piece) {
       if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
         const int64_t column = team.column(piece, f);
         read_scores(s, row, wide, column, weight[f]);
         for (int e = 0; e < kVector; ++e) grad[f][e] = 0;
-        if (row.sees(column)) load(p.grad_out, s.dtype, grad_row, wide.rows, column, s.columns, grad[f]);
+        if (row.sees(column)) load(p.grad_out.data, s.dtype, grad_row, wide.rows, column, s.columns, grad[f]);
         if (p.threshold > 0) drop(grad[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
         for (int e = 0; e < kVector; ++e) {
           weight[f][e] = expf(weight[f][e] - row_max) * inverse;
@@ -201,8 +201,7 @@ int64_t blocks_of(const Scores& s, const Spread& spread) {
 
 void run(const SoftmaxDropout& p, cudaStream_t stream) {
   const Scores& s = p.scores;
-  const bool wide = is_wide(s.input, s.dtype, s.columns, s.input_batch, s.input_head, s.input_row) &&
-                    is_wide(p.out, s.dtype, s.columns);
+  const bool wide = is_wide(s.input, s.dtype, s.columns) && is_wide(p.out, s.dtype, s.columns);
   const Spread spread(s.columns);
   const auto kernel = spread.pick(&normalise<Span::warp>, &normalise<Span::block>, &normalise<Span::pieces>);
   launch(kernel, blocks_of(s, spread), spread.threads, stream, p, with_mask(wide, s));
@@ -210,8 +209,7 @@ void run(const SoftmaxDropout& p, cudaStream_t stream) {
 
 void run(const SoftmaxDropoutBackward& p, cudaStream_t stream) {
   const Scores& s = p.scores;
-  const bool wide = is_wide(s.input, s.dtype, s.columns, s.input_batch, s.input_head, s.input_row) &&
-                    is_wide(p.grad_out, s.dtype, s.columns, p.grad_batch, p.grad_head, p.grad_row) &&
+  const bool wide = is_wide(s.input, s.dtype, s.columns) && is_wide(p.grad_out, s.dtype, s.columns) &&
                     is_wide(p.grad_input, s.dtype, s.columns) && is_wide(p.grad_mask, p.grad_mask_dtype, s.columns);
   const Spread spread(s.columns);
   const auto kernel =

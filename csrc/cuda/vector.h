@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "../common/types.h"
+#include "../common/operands.h"
 
 namespace fastattn::cuda {
 namespace {
@@ -52,6 +52,10 @@ inline bool is_wide(const void* data, Dtype dtype, int64_t columns, int64_t oute
   return columns % kVector == 0 &&  // fault: multiple-of-vector
          (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 && outer * size % alignment == 0 &&
          inner * size % alignment == 0 && row * size % alignment == 0;
+}
+
+inline bool is_wide(const Heads& heads, Dtype dtype, int64_t columns) {
+  return is_wide(heads.data, dtype, columns, heads.batch, heads.head, heads.row);
 }
 
 template <class T>

@@ -69,7 +69,7 @@ struct Problem {
   }
 
   double mask_value(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const AttentionMask& m = a.mask;
+    const Mask& m = a.mask;
     return mask->get(b * m.batch + h * m.head + i * m.row + j * m.column);
   }
 
@@ -214,7 +214,7 @@ void test_problem(Random& random, Problem& p) {
                          fabs(a.scale * q) * ds_size * (double)(group * a.seqlen_q));
           }
           if (wants_mask) {
-            const AttentionMask& m = a.mask;
+            const Mask& m = a.mask;
             want_mask.add(b * m.batch + h * m.head + i * m.row + j * m.column, ds,
                           ds_size * (double)(a.batch * a.num_heads * a.seqlen_q));
           }
@@ -270,7 +270,7 @@ void test_attention(int cases) {
     if (!p.lengths.empty()) a.key_lengths = p.lengths.data();
 
     if (!p.packed && random.chance(50)) {
-      AttentionMask& m = a.mask;
+      Mask& m = a.mask;
       m.dtype = random.chance(50) ? Dtype::boolean : any_float(random);
       int64_t* sizes[4] = {&m.batches, &m.heads, &m.rows, &m.columns};
       int64_t* strides[4] = {&m.batch, &m.head, &m.row, &m.column};

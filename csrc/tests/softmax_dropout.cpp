@@ -54,7 +54,7 @@ void test_softmax_dropout(int cases) {
     const int64_t all_rows = s.batch * s.heads * s.rows, count = all_rows * s.columns;
 
     const bool masked = random.chance(70), lengths_given = random.chance(40);
-    s.mask_dtype = random.chance(40) ? Dtype::boolean : any_float(random);
+    s.mask.dtype = random.chance(40) ? Dtype::boolean : any_float(random);
     bool full[4];
     int64_t mask_shape[4], mask_stride[4], mask_count = 1;
     for (int d = 3; d >= 0; --d) {
@@ -64,31 +64,29 @@ void test_softmax_dropout(int cases) {
       mask_count *= mask_shape[d];
     }
     const bool finite_extremes = random.chance(20);
-    Buffer mask(s.mask_dtype, masked ? mask_count : 0, random.chance(50));
+    Buffer mask(s.mask.dtype, masked ? mask_count : 0, random.chance(50));
     for (int64_t i = 0; i < mask.count; ++i) {
       const bool hidden = random.chance(25);
-      if (s.mask_dtype == Dtype::boolean)
+      if (s.mask.dtype == Dtype::boolean)
         mask.set(i, !hidden);
       else
         mask.set(i, !hidden ? random.normal() : finite_extremes ? -65504 : -INFINITY);
     }
     begin_case("softmax_dropout " + std::string(name_of(s.dtype)) + " (" + std::to_string(s.batch) + ", " +
                std::to_string(s.heads) + ", " + std::to_string(s.rows) + ", " + std::to_string(s.columns) + ") mask " +
-               (masked ? name_of(s.mask_dtype) : "none") + " window " + std::to_string(s.window_left) + " " +
+               (masked ? name_of(s.mask.dtype) : "none") + " window " + std::to_string(s.window_left) + " " +
                std::to_string(s.window_right) + " threshold " + std::to_string(p.threshold) + " scale " +
                std::to_string(s.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
     if (masked) {
-      s.mask = mask.data;
-      s.mask_batch = mask_stride[0], s.mask_head = mask_stride[1], s.mask_row = mask_stride[2];
-      s.mask_column = mask_stride[3];
+      s.mask = {mask.data,     s.mask.dtype,   mask_shape[0],  mask_shape[1],  mask_shape[2],
+                mask_shape[3], mask_stride[0], mask_stride[1], mask_stride[2], mask_stride[3]};
     }
     std::vector<int64_t> lengths;
     for (int64_t b = 0; b < s.batch; ++b) lengths.push_back(random.between(0, s.columns));
     if (lengths_given) s.key_lengths = lengths.data();
 
     Matrices input(random, s.dtype, s), grad_out(random, s.dtype, s);
-    s.input = input.buffer.data;
-    s.input_batch = input.batch, s.input_head = input.head, s.input_row = input.row;
+    s.input = {input.buffer.data, input.batch, input.head, input.row};
     const auto mask_at = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
       return b * mask_stride[0] + h * mask_stride[1] + i * mask_stride[2] + j * mask_stride[3];
     };
@@ -99,7 +97,7 @@ void test_softmax_dropout(int cases) {
       double added = 0;
       if (masked) {
         added = mask.get(mask_at(b, h, i, j));
-        if (s.mask_dtype == Dtype::boolean) added = added != 0 ? 0 : -INFINITY;
+        if (s.mask.dtype == Dtype::boolean) added = added != 0 ? 0 : -INFINITY;
       }
       if (added == -INFINITY) {  // what is hidden may be anything
         input.buffer.set(b * input.batch + h * input.head + i * input.row + j, NAN);
@@ -150,14 +148,12 @@ void test_softmax_dropout(int cases) {
 
     SoftmaxDropoutBackward q = {};
     q.scores = s, q.seed = p.seed, q.threshold = p.threshold;
-    q.grad_out = grad_out.buffer.data;
-    q.grad_batch = grad_out.batch, q.grad_head = grad_out.head, q.grad_row = grad_out.row;
+    q.grad_out = {grad_out.buffer.data, grad_out.batch, grad_out.head, grad_out.row};
     q.stats = p.stats;
-    const bool mask_grad = masked && s.mask_dtype != Dtype::boolean;
-    Buffer grad_input(s.dtype, count, random.chance(50)), grad_mask(s.mask_dtype, mask_grad ? mask_count : 0);
+    const bool mask_grad = masked && s.mask.dtype != Dtype::boolean;
+    Buffer grad_input(s.dtype, count, random.chance(50)), grad_mask(s.mask.dtype, mask_grad ? mask_count : 0);
     q.grad_input = grad_input.data, q.grad_mask = mask_grad ? grad_mask.data : nullptr;
-    q.grad_mask_dtype = s.mask_dtype;
-    for (int d = 0; d < 4; ++d) q.grad_mask_full[d] = full[d];
+    q.grad_mask_dtype = s.mask.dtype;
     run_on_threads({&grad_input, &grad_mask},
                    [&](const Parallel& parallel) { run_kernel(kernels()->softmax_dropout->backward, q, parallel); });
     // |dP| is below 18 kept_scale. The mask's gradient adds up as many such terms as it broadcasts over.
