@@ -59,8 +59,8 @@ Parallel torch_threads() {
           }};
 }
 
-// A call's scratch memory, 64-byte aligned: on the stack where it is small; of medium size, memory that the thread
-// keeps, since fresh pages would cost such a call more than its arithmetic.
+// A call's workspace, 64-byte aligned: on the stack where it is small; of medium size, memory that the thread keeps,
+// since page faults would cost such a call more than its arithmetic.
 struct Workspace {
   static constexpr int64_t kAlignment = 64, kLocal = 128 << 10, kKept = 1 << 20;
   struct Kept {
@@ -116,8 +116,8 @@ bool is_plain(const Tensor& tensor, Dtype* dtype) {
          *dtype != Dtype::boolean && tensor.dim() == 4 && has_dense_columns(tensor);
 }
 
-// A public call, whole, without checks in Python, gradient and statistics; undefined, in Python None, where it is not a
-// plain one: then Python looks closer, and finds the words for errors.
+// A whole public call without checks in Python, gradient and statistics. Undefined, None in Python, where it is not a
+// plain one: the public function then takes the usual path, which words the errors.
 Tensor attention_fast(const Tensor& query, const Tensor& key, const Tensor& value,
                       const std::optional<Tensor>& attn_mask, double dropout_p, bool is_causal,
                       std::optional<double> scale, bool enable_gqa) {

@@ -1,4 +1,4 @@
-// Dropout as torch ops. A Backend has the device, runs kernels on it and knows how (cpu.cpp, cuda.cpp).
+// Dropout as torch ops. A Backend (cpu.cpp, cuda.cpp) holds the device of an operand and runs kernels on it.
 #pragma once
 #include "../common/dropout.h"
 #include "tensors.h"

@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
     return {grad_input, empty({0}, problem.scores.dtype, backend.device)};
   }
 
-  // Where the kernel cannot sum over what the mask broadcasts, torch sums the float32 gradient of all scores.
+  // Where the kernel does not reduce over broadcast dimensions, torch sums the float32 gradient of all scores.
   std::vector<int64_t> broadcast;
   for (int64_t d = 0; d < 4; ++d)
     if (attn_mask->size(d) != x.size(d)) broadcast.push_back(d);

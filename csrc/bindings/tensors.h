@@ -66,7 +66,7 @@ inline int32_t shim_dtype(Dtype dtype) {
   return aoti_torch_dtype_bool();
 }
 
-// Fresh memory costs a page fault for every 4 KiB, more than the kernels' own work on it; huge pages cost 512 times
+// A page fault for every 4 KiB of fresh memory costs more than the kernels' own work on it; huge pages have 512 times
 // fewer.
 inline void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
   constexpr int64_t kWorthwhile = 4 << 20;

@@ -232,9 +232,9 @@ struct Forward {
   // For the task `index`, where it is one of many short ones.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
-    constexpr int64_t kMost = 128 << 10;
+    constexpr int64_t kMaxBytes = 128 << 10;
     const int64_t key_row = a.head_dim * (int64_t)sizeof(T), value_row = a.value_head_dim * (int64_t)sizeof(T);
-    if (index >= tasks || blocks > 1 || num_splits > 1 || a.seqlen_k * (key_row + value_row) > kMost) return next;
+    if (index >= tasks || blocks > 1 || num_splits > 1 || a.seqlen_k * (key_row + value_row) > kMaxBytes) return next;
     const int64_t head = index % a.num_heads, kv_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / a.num_heads);
     if (s.seqlen_q <= 0 || s.length() <= 0) return next;
@@ -523,15 +523,15 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   Arena here = arena;
   forward.take_scratch(&here);
   const uintptr_t size = here.at - arena.at;
-  parallel_for_ranges(parallel, workers, forward.tasks * forward.num_splits, [&](int64_t index, int worker) {
+  parallel_for(parallel, workers, forward.tasks * forward.num_splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
     if (forward.few) return forward.few_task(index, scratch);
     with_tiles<kUsesAmx<typename UnitOf<T>::Unit>>([&] { forward.task(index, scratch); });
   });
   if (forward.num_splits > 1)
-    parallel_for_ranges(parallel, forward.few ? 1 : workers, a.batch * a.num_heads * a.seqlen_q,
-                        [&](int64_t index, int) { forward.merge_splits(index); });
+    parallel_for(parallel, forward.few ? 1 : workers, a.batch * a.num_heads * a.seqlen_q,
+                 [&](int64_t index, int) { forward.merge_splits(index); });
 }
 
 void run_any(const Attention& a, const Parallel& parallel, char* workspace) {

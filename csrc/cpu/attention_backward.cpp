@@ -57,7 +57,7 @@ struct Backward {
     value_width = (int)round_up(a.value_head_dim, kLanes);
     key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.head_dim;
     value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_head_dim;
-    // Half as many keys as forward, since there is more than twice as much to do with each.
+    // Half as many keys as forward, since each takes more than twice the arithmetic.
     num_splits = min(min(kTasks / max(a.batch * a.num_kv_heads, 1), 8), 2 * a.seqlen_k / kSplitKeys);
     num_splits = max(num_splits, 1);
     range = round_up(ceil_div(a.seqlen_k, num_splits), kBlockN);
@@ -218,7 +218,7 @@ struct Backward {
     }
   }
 
-  // Two keys and a vector of queries at a time: use(key, vector, P, dS, P and dS of the next key, if there is one).
+  // Call use(key, vector, P, dS, P and dS of the next key, whether there is one) for two keys and a vector of queries.
   template <bool dropout, class Use>
   FASTATTN_INLINE void gradients(const Tile& t, const Scratch& scratch, const Use& use) const {
     for (int v = 0; v < t.vectors; ++v) {
@@ -622,15 +622,15 @@ void run(const AttentionBackward& a, const Parallel& parallel, char* workspace) 
   backward.take_scratch(&here);
   if (a.grad_mask) backward.take_mask_sums(&here);
   const uintptr_t size = here.at - arena.at;
-  parallel_for_ranges(parallel, workers, backward.tasks(), [&](int64_t index, int worker) {
+  parallel_for(parallel, workers, backward.tasks(), [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = backward.take_scratch(&own);
     if (backward.few) return backward.few_task(index, scratch);
     with_tiles<kUsesAmx<typename UnitOf<T>::Unit>>([&] { backward.task(index, scratch); });
   });
   if (backward.num_splits > 1)
-    parallel_for_ranges(parallel, workers, a.batch * a.num_heads * a.seqlen_q,
-                        [&](int64_t index, int) { backward.add_splits(index); });
+    parallel_for(parallel, workers, a.batch * a.num_heads * a.seqlen_q,
+                 [&](int64_t index, int) { backward.add_splits(index); });
   if (a.grad_mask)
     parallel_for(parallel, workers, backward.mask_tasks(), [&](int64_t index, int worker) {
       Arena own = {arena.at + (uintptr_t)worker * size};

@@ -21,22 +21,21 @@ void for_each_piece(const Dropout& p, const Parallel& parallel, const Row& row) 
   const int64_t units = matrices * blocks * chunks;
   const int64_t unit_elements = min(p.rows, kTileRows) * min(p.columns, kChunk);
   const int64_t units_per_task = max(1, kElementsPerTask / max(1, unit_elements));
-  parallel_for_ranges(parallel, useful_workers(parallel, matrices * p.rows * p.columns),
-                      ceil_div(units, units_per_task), [&](int64_t task, int) {
-                        const int64_t end = min(units, (task + 1) * units_per_task);
-                        for (int64_t unit = task * units_per_task; unit < end; ++unit) {
-                          const int64_t z = unit / (blocks * chunks), first = unit / chunks % blocks * kTileRows;
-                          const int64_t column = unit % chunks * kChunk;
-                          const RowBlock block = {z, first, (int)min(kTileRows, p.rows - first), 0, 8};
-                          const int n = (int)min(kChunk, p.columns - column);
-                          uint32_t keep[kTileRows][kChunkTiles];
-                          keep_block(seed, p.threshold, block, column / kTileColumns,
-                                     ceil_div(column + n, kTileColumns), keep[0], kChunkTiles);
-                          for (int r = 0; r < block.rows; ++r)
-                            row(z / p.inner, z % p.inner, first + r, column, n, keep[r]);
-                        }
-                        finish_stream();
-                      });
+  parallel_for(parallel, useful_workers(parallel, matrices * p.rows * p.columns), ceil_div(units, units_per_task),
+               [&](int64_t task, int) {
+                 const int64_t end = min(units, (task + 1) * units_per_task);
+                 for (int64_t unit = task * units_per_task; unit < end; ++unit) {
+                   const int64_t z = unit / (blocks * chunks), first = unit / chunks % blocks * kTileRows;
+                   const int64_t column = unit % chunks * kChunk;
+                   const RowBlock block = {z, first, (int)min(kTileRows, p.rows - first), 0, 8};
+                   const int n = (int)min(kChunk, p.columns - column);
+                   uint32_t keep[kTileRows][kChunkTiles];
+                   keep_block(seed, p.threshold, block, column / kTileColumns, ceil_div(column + n, kTileColumns),
+                              keep[0], kChunkTiles);
+                   for (int r = 0; r < block.rows; ++r) row(z / p.inner, z % p.inner, first + r, column, n, keep[r]);
+                 }
+                 finish_stream();
+               });
 }
 
 template <class T>

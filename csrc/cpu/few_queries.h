@@ -5,7 +5,7 @@
 namespace fastattn {
 namespace {
 
-constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // fewer leave most of a panel empty
+constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // so few leave most of a panel empty
 constexpr int kRowsAtOnce = kLanes < 16 ? 2 : 4;  // register blocking: rows that share each load of keys and values
 
 // A key-value cache is read once, faster than the hardware prefetcher follows: prefetch rows a block ahead.
@@ -32,7 +32,7 @@ FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* cons
   }
 }
 
-// Lane r * C + j: row_r . from_j, where j = count - 1 stands for all j beyond it.
+// Dot products, lane r * C + j: row_r . from_j, where j = count - 1 stands for all j beyond it.
 template <int R, int C, class T>
 FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* from, int64_t stride, int count,
                                     int length) {

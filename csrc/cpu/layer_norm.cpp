@@ -10,7 +10,7 @@ namespace {
 constexpr int kChunkTiles = 256;
 constexpr int kChunk = kChunkTiles * kTileColumns;
 
-// The keep bits of a block of rows for kChunk columns, which are all of most problems.
+// The keep bits of a block of rows for kChunk columns, all columns of most problems.
 struct KeepChunk {
   uint32_t bits[kTileRows][kChunkTiles];
   int64_t loaded = -1;
@@ -200,7 +200,7 @@ struct Chunks {
   explicit Chunks(const LayerNormBackward& p) : blocks_per_matrix(ceil_div(p.rows, kTileRows)) {
     const int64_t blocks = p.matrices * blocks_per_matrix;
     const int64_t block_elements = max(1, min(p.rows, kTileRows) * p.columns);
-    // Few blocks of wide rows: parts of them, so that all threads work.
+    // Few blocks of wide rows: split them, so that all threads work.
     int64_t splits = 1;
     while (splits < 8 && blocks * splits < kFewBlocks && block_elements / splits > 8 * kMinChunkElements) splits *= 2;
     part_lines = 8 / splits;
@@ -239,7 +239,8 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
   const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
   const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
-  if (p.columns > kChunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // bits that the next row cannot reuse
+  if (p.columns > kChunk)
+    block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row could not reuse the bits
   for (int64_t column = 0; column < p.columns; column += kChunk) {
     keep.load(p, block, column);
     const uint32_t* bits = keep.bits[r];
@@ -265,14 +266,14 @@ void from_float32(const float* values, Dtype dtype, int64_t count, void* out, in
   });
 }
 
-// workspace: for each chunk a row of grad_weight and a row of grad_bias, those that are wanted.
+// workspace: (chunks, 2, columns), a row of grad_weight and of grad_bias, those that are wanted.
 template <class T, class Input>
 void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* workspace) {
   const Chunks chunks(p);
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
   const int64_t chunk_row = weight_row + bias_row;
   const int workers = useful_workers(parallel, p.matrices * p.rows * p.columns);
-  parallel_for_ranges(parallel, workers, chunks.count, [&](int64_t chunk, int) {
+  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int) {
     float* sums = workspace + chunk * chunk_row;
     if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
     float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
@@ -293,25 +294,25 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
 
   constexpr int64_t kColumns = 1024;
   if (chunk_row)
-    parallel_for_ranges(parallel, (int)min(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
-                        ceil_div(p.columns, kColumns), [&](int64_t part, int) {
-                          const int64_t first = part * kColumns, count = min(kColumns, p.columns - first);
-                          float total[kColumns];
-                          const int64_t offset[2] = {0, weight_row};
-                          for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
-                            memset(total, 0, sizeof total);
-                            for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-                              const float* sums = workspace + chunk * chunk_row + offset[k] + first;
-                              for_each_vector(count, [&](int64_t j, int n) {
-                                store(total + j, load(total + j) + load_lanes(sums + j, n));
-                              });
-                            }
-                            if (k == 0)
-                              from_float32(total, p.grad_weight_dtype, count, p.grad_weight, first);
-                            else
-                              from_float32(total, p.grad_bias_dtype, count, p.grad_bias, first);
-                          }
-                        });
+    parallel_for(parallel, (int)min(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
+                 ceil_div(p.columns, kColumns), [&](int64_t part, int) {
+                   const int64_t first = part * kColumns, count = min(kColumns, p.columns - first);
+                   float total[kColumns];
+                   const int64_t offset[2] = {0, weight_row};
+                   for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
+                     memset(total, 0, sizeof total);
+                     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+                       const float* sums = workspace + chunk * chunk_row + offset[k] + first;
+                       for_each_vector(count, [&](int64_t j, int n) {
+                         store(total + j, load(total + j) + load_lanes(sums + j, n));
+                       });
+                     }
+                     if (k == 0)
+                       from_float32(total, p.grad_weight_dtype, count, p.grad_weight, first);
+                     else
+                       from_float32(total, p.grad_bias_dtype, count, p.grad_bias, first);
+                   }
+                 });
 }
 
 int64_t sum_bytes(const LayerNormBackward& p) {

@@ -15,8 +15,7 @@ inline int useful_workers(const Parallel& parallel, int64_t elements) {
   return (int)max(1, min(parallel.threads, elements / kElementsPerWorker));
 }
 
-// Calls body(j, n) for the vectors of the columns [begin, end): n lanes from column j. n is a constant except for the
-// last.
+// Call body(j, n) for the vectors of the columns [begin, end): n lanes from column j, a constant but for the remainder.
 template <class Body>
 FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
   int64_t j = begin;
@@ -34,8 +33,8 @@ FASTATTN_INLINE vf load_lanes(const T* p, int n) {
   return n == kLanes ? load(p) : load(p, n);
 }
 
-// Begins to fetch what lies a page after p, where later rows are: the processor's own prefetching ends with each page,
-// and while a row's other passes run in the caches the memory would wait. An address beyond the operand does no harm.
+// Prefetch a page ahead of p, where later rows are: the hardware prefetcher stops at each page, and memory would idle
+// while a row's other passes hit the caches. An address beyond the operand does no harm.
 FASTATTN_INLINE void prefetch_ahead(const void* p) {
   __builtin_prefetch((const void*)((uintptr_t)p + kPrefetchDistance));
 }
@@ -55,15 +54,15 @@ FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
     store(p, x, n);
 }
 
-// Calls body(begin, end) for parts of [0, columns). A float32 sum over a long row loses what is small beside it, so
-// each part is summed by itself, and the parts' sums are added in float64.
+// Call body(begin, end) for parts of [0, columns). Blocked summation: each part in float32, their sums in float64,
+// which bounds the rounding error of a long row.
 template <class Body>
 FASTATTN_INLINE void for_each_part(int64_t columns, const Body& body) {
   constexpr int64_t kPart = 512;
   for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, min(columns, begin + kPart));
 }
 
-// Where a row of an output goes. Outputs that would push everything else out of the caches are streamed.
+// A row of an output, written with non-temporal stores where the output would evict everything else from the caches.
 template <class T>
 struct OutputRow {
   T* data;
@@ -82,8 +81,8 @@ struct OutputRow {
   }
 };
 
-// Rows first .. first + rows - 1 of matrix z, or a part of them: a task takes the lines [line_begin, line_end), where
-// line l is the pair of rows first + l and first + l + 8, which share their Philox calls.
+// Rows first .. first + rows - 1 of matrix z, or a part of them: the lines [line_begin, line_end), where line l is the
+// rows first + l and first + l + 8, which share their Philox calls.
 struct RowBlock {
   int64_t z, first;
   int rows;
@@ -92,7 +91,7 @@ struct RowBlock {
   bool has(int row) const { return row < rows && row % 8 >= line_begin && row % 8 < line_end; }
 };
 
-// Calls body(block, worker) so that every row of every matrix is in exactly one block.
+// Call body(block, worker) with every row of every matrix in exactly one block.
 template <class Body>
 void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Parallel& parallel, const Body& body) {
   const int64_t blocks = ceil_div(rows, kTileRows);
@@ -102,21 +101,21 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
   while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
   const int64_t lines = 8 / splits, units = matrices * blocks * splits;
   const int64_t units_per_task = max(1, kElementsPerTask / max(1, block_elements));
-  parallel_for_ranges(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
-                      [&](int64_t task, int worker) {
-                        const int64_t end = min(units, (task + 1) * units_per_task);
-                        for (int64_t unit = task * units_per_task; unit < end; ++unit) {
-                          const int64_t block = unit / splits;
-                          RowBlock part;
-                          part.z = block / blocks;
-                          part.first = block % blocks * kTileRows;
-                          part.rows = (int)min(kTileRows, rows - part.first);
-                          part.line_begin = (int)(unit % splits * lines);
-                          part.line_end = part.line_begin + (int)lines;
-                          if (part.line_begin < part.rows) body(part, worker);
-                        }
-                        finish_stream();
-                      });
+  parallel_for(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
+               [&](int64_t task, int worker) {
+                 const int64_t end = min(units, (task + 1) * units_per_task);
+                 for (int64_t unit = task * units_per_task; unit < end; ++unit) {
+                   const int64_t block = unit / splits;
+                   RowBlock part;
+                   part.z = block / blocks;
+                   part.first = block % blocks * kTileRows;
+                   part.rows = (int)min(kTileRows, rows - part.first);
+                   part.line_begin = (int)(unit % splits * lines);
+                   part.line_end = part.line_begin + (int)lines;
+                   if (part.line_begin < part.rows) body(part, worker);
+                 }
+                 finish_stream();
+               });
 }
 
 // The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin].

@@ -206,8 +206,7 @@ FASTATTN_INLINE void store(T* p, vf x) {
   memcpy(p, &h, sizeof h);
 }
 
-// As store(), past the caches, for what is too large to stay in them: p is a multiple of the stored size.
-// The writes become visible with finish_stream().
+// Non-temporal store, for p a multiple of the stored size. finish_stream() is its fence.
 FASTATTN_INLINE void stream(float* p, vf x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)x);
@@ -312,11 +311,11 @@ FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) { return p * (vf)(((vu)shift
 constexpr float kLog2e = 1.44269504f;
 constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
 
-// 2^x, x <= 127. Relative error below 1.7e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); 2^0 is exactly 1, so that
-// a sum that is rescaled again and again by a maximum that stays does not drift.
+// 2^x, x <= 127. Relative error below 1.7e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); 2^0 is exactly 1: online
+// softmax rescales by it wherever the maximum stays, and must not drift.
 FASTATTN_INLINE vf exp2(vf x) {
 #if defined(__AVX512F__)
-  // Not by a limit of x: results that are not normal numbers, underflow to 0 too, take Intel's processors 100 cycles.
+  // Mask rather than clamp: a subnormal result, or underflow to 0, is a microcode assist of 100 cycles on Intel.
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ);
   const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else

@@ -23,7 +23,7 @@ inline Range visible(const Scores& s, int64_t b, int64_t i) {
 constexpr int64_t align_down(int64_t j) { return j / kLanes * kLanes; }
 constexpr int64_t align_up(int64_t j) { return ceil_div(j, kLanes) * kLanes; }
 
-// body(j, n) for the vectors that cover the range, of which n lanes lie within the row.
+// Call body(j, n) for the vectors that cover the range, of which n lanes lie within the row.
 template <class Body>
 FASTATTN_INLINE void for_each_vector(Range range, int64_t columns, const Body& body) {
   const int64_t whole = min(align_up(range.end), align_down(columns));
@@ -278,7 +278,7 @@ void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
   }
 }
 
-// Rows of a group into the gradient.
+// Store the rows of a group.
 void write_mask_rows(const SoftmaxDropoutBackward& p, const MaskGroups& g, int64_t group, const float* sums) {
   const int64_t first = g.full[2] ? group % g.groups[2] * kTileRows : 0, all_rows = g.full[2] ? p.scores.rows : 1;
   const int64_t row_size = g.full[3] ? p.scores.columns : 1;
@@ -298,7 +298,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
   const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
   float* sums = (float*)(workspace + workers * Scratch::bytes(s.columns, p.threshold));
 
-  parallel_for_ranges(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
+  parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
     const int64_t group = task / g.splits, split = task % g.splits;
     float* sum = sums + (g.splits > 1 ? task : worker) * g.group_floats();
     memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
@@ -315,7 +315,7 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
     finish_stream();
   });
   if (g.splits > 1)
-    parallel_for_ranges(parallel, workers, g.group_count, [&](int64_t group, int) {
+    parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
       float* total = sums + group * g.splits * g.group_floats();
       for (int64_t split = 1; split < g.splits; ++split)
         for (int64_t j = 0; j < g.group_floats(); j += kLanes)

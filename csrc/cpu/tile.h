@@ -35,7 +35,7 @@ struct Tile {
   }
 };
 
-// Bit i of word k becomes bit k of word i.
+// Transpose a 64 x 64 matrix of bits.
 FASTATTN_INLINE void transpose_bits(uint64_t word[kWord]) {
   uint64_t low = 0xffffffffu;
   for (int width = kWord / 2; width > 0; width /= 2, low ^= low << width)
@@ -59,7 +59,7 @@ FASTATTN_INLINE uint64_t pack_bits(const uint8_t* byte, int n) {
   return bits;
 }
 
-// Buffers of one worker for masks and dropout of a tile.
+// A worker's buffers for the mask and dropout of a tile.
 struct MaskBuffers {
   uint64_t* visible;      // (kBlockN): bit i of word j: query i of the panel sees key j
   uint64_t* kept;         // (kBlockN): dropout keeps it
@@ -155,7 +155,7 @@ inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_
   for (int j = last; j < keys; ++j) score[j] = -kInfinity;
 }
 
-// kept[j], bit i: dropout keeps query i, key j of the tile.
+// Compute kept[j], bit i: dropout keeps query i, key j of the tile.
 inline void draw_dropout(const Attention& a, const Sequence& s, int64_t head, const Tile& t, uint64_t* kept) {
   const Seed seed = make_seed(a.seed);
   const uint32_t z = (uint32_t)(s.index * a.num_heads + head);

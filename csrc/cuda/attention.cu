@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
   const int split = (int)(block % (unsigned)splits.count);
   block /= (unsigned)splits.count;
   const unsigned batch = block / (unsigned)a.num_kv_heads, kv_head = block % (unsigned)a.num_kv_heads;
-  const int group = (int)(a.num_heads / a.num_kv_heads * a.seqlen_q);  // rows that share a key head
+  const int group = (int)(a.num_heads / a.num_kv_heads * a.seqlen_q);  // rows that share a key/value head
   const int first_row = (int)block * group + in_group;
   const int count = min(group - in_group, kRows);
 
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
         return in_tile < count ? (const T*)a.query.data + Row(a, first_row + in_tile).offset(a.query) : nullptr;
       },
       a.head_dim, shared);
-  int center[kOwnRows];  // the key on the diagonal, or one that nothing is near
+  int center[kOwnRows];  // the key on the diagonal; of missing rows one that no window reaches
   int64_t mask_row[kOwnRows];
   float own_max[kOwnRows], own_sum[kOwnRows];
   for (int r = 0; r < kOwnRows; ++r) {

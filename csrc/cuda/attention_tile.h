@@ -1,12 +1,11 @@
-// A warp's tile of keys: the products with up to kRows rows of queries, in registers.
+// A warp's tile of keys: its products with up to kRows rows of queries, in registers.
 //
-// Reading the keys and values is the bound, so the arithmetic has to fit beside it. An H200 reads 10 elements of 16
-// bits in each cycle of a multiprocessor, and each takes part in one multiplication a row: of its 128 lanes, 16 rows
-// would take 160, before any conversion. Tensor cores take a tenth of their time for it. Of float32 it reads 5
-// elements, which 8 rows keep 40 lanes busy with.
+// The kernel is bound by memory bandwidth, and the arithmetic has to hide behind it. A multiprocessor of an H200 loads
+// 10 elements of 16 bits a cycle, each for one FMA a row: 16 rows would take 160 of its 128 lanes, before any
+// conversion, but a tenth of its tensor cores' time. Of float32 it loads 5 elements, for which 8 rows take 40 lanes.
 //
-// Which key, row or column a lane's elements of a matrix instruction belong to is free, as long as both rescales agree.
-// So each lane reads 16 bytes at a time where they lie, of keys and of values, and uses them without an exchange.
+// The mapping of a lane's fragments to keys, rows and columns is free as long as A and B agree. So each lane loads 16
+// bytes at a time, of keys and of values, and uses them without a shuffle.
 #pragma once
 #include "mma.h"
 #include "rows.h"
@@ -17,7 +16,7 @@ namespace {
 constexpr int kThreads = kWarp * kWarps;
 constexpr int kTileKeys = 16;
 
-// What a lane reads at once, 16 bytes.
+// A lane's vectorised load, 16 bytes.
 template <class T>
 struct LineOf {
   using Line = uint4;
@@ -29,7 +28,7 @@ struct LineOf<float> {
 template <class T>
 using Line = typename LineOf<T>::Line;
 
-// A row's elements from `column`: zeros beyond `size`, and where the row is not wanted.
+// A row's elements from `column`; zeros beyond `size`, and where the row is not wanted.
 template <class T, bool kAligned>
 __device__ inline Line<T> load_line(const T* row, int column, int size, bool wanted) {
   constexpr int kCount = sizeof(Line<T>) / sizeof(T);
@@ -45,11 +44,11 @@ __device__ inline Line<T> load_line(const T* row, int column, int size, bool wan
   return line;
 }
 
-// The keys and values of a tile. Those that no row has `visible` may hold anything and count as zero.
+// The keys and values of a tile. Those that are not `visible` to any row may hold NaN and count as zero.
 template <class T, int kSize, bool kAligned>
 struct Operands {
   static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // of a lane, for the keys
-  static constexpr bool kHeld = kLoads <= 8;  // all are on their way at once, those of the values too
+  static constexpr bool kHeld = kLoads <= 8;  // all loads are in flight at once, those of the values too
   static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // as registers allow
   const T *key, *value;                                                    // the first of the tile
   int64_t key_row, value_row;
@@ -65,17 +64,17 @@ struct Operands {
   }
 };
 
-// bfloat16 and float16. Of a matrix instruction's C, 16 rows x 8 keys, lane 4g + c has rows g and g + 8 and keys 2c and
-// 2c + 1, which is what it needs of A, the rows' weights, for the product with the values.
+// bfloat16 and float16, on tensor cores. Of C, 16 rows x 8 keys, lane 4g + c has rows g and g + 8 and keys 2c and 2c +
+// 1, which is what it needs of A, the weights, for the product with the values.
 template <class T, int kSize, bool kAligned>
 struct TensorTile {
   using Element = T;
   using Keys = Operands<T, kSize, kAligned>;
   static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4;
   static constexpr int kNextLane = 1, kLastLane = 2;               // fault: last-lane
-  static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // on a multiprocessor at a time, at least
+  static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // resident on a multiprocessor, at least
   struct Shared {
-    uint4 query[kSize / 32][2][32];  // A of two matrix instructions, by lanes
+    uint4 query[kSize / 32][2][32];  // A of two instructions, by lanes
   };
 
   int g, c;
@@ -154,7 +153,7 @@ struct TensorTile {
     }
   }
 
-  // Calls put(row, column, four neighbours) for all that this lane has.
+  // Call put(row, column, four neighbours) for all that this lane has.
   template <class Put>
   __device__ void results(const Put& put) {
 #pragma unroll
@@ -169,8 +168,8 @@ struct TensorTile {
   }
 };
 
-// float32. Lane 4g + c reads keys g and g + 8 and of each 16 columns 4; the four lanes' sums for all rows are added and
-// divided among them. The weights go through shared memory to the lanes that read the values' columns.
+// float32, on FMA units. Lane 4g + c loads 4 of each 16 columns of keys g and g + 8; four lanes reduce and scatter
+// their sums for all rows. The weights go through shared memory to the lanes that load the values' columns.
 template <int kSize, bool kAligned>
 struct FmaTile {
   using Element = float;

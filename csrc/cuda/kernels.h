@@ -1,5 +1,5 @@
-// How the CUDA kernels are started: run(problem, ..., stream), with operands in the device's memory. Workspaces are in
-// floats, 16-byte aligned.
+// Launches of the CUDA kernels: run(problem, ..., stream), with operands in device memory. Workspaces are in floats,
+// 16-byte aligned.
 #pragma once
 #include "../common/attention.h"
 #include "../common/dropout.h"

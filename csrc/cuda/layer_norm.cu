@@ -7,7 +7,7 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kMaxGroups = 512;  // of rows, whose sums of the parameters' gradients are then added up
+constexpr int kMaxGroups = 512;  // of rows, over whose sums the parameters' gradients are then reduced
 
 // The mean, less the first element, and the squared deviations from it of what a thread reads of a row in pieces,
 // merged piece by piece (Chan, Golub and LeVeque): neither a large mean nor pieces far apart cost accuracy.
@@ -122,9 +122,8 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
   }
 }
 
-// Teams take every count-th pair of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows
-// go to workspace[0][block] and workspace[1][block], (2, blocks, columns). Those sums take the registers of a block
-// more, and of rows in pieces are left to add_rows.
+// Grid-stride over pairs of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows go to
+// workspace (2, blocks, columns). They double the register pressure; of rows in pieces they are left to add_rows.
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 1)
     differentiate(const LayerNormBackward p, float* workspace, bool wide) {
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
     for (int half = 0; half < pair.count; ++half) {
       const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
       const float mean = p.mean[row], rstd = p.rstd[row];
-      // grad is 0 beyond the row's end, so xhat is of no account there.
+      // grad is 0 beyond the row's end, whatever xhat is there.
       const auto read = [&](int64_t piece) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
@@ -210,7 +209,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
   }
 
   if (!parameters) return;
-  if (kSpan == Span::warp) {  // the block's warps one after another, so that the order of the sums is fixed
+  if (kSpan == Span::warp) {  // one warp after another: the order of the sums is fixed
     __shared__ float shared[2][kWarp * kHeld];
     for (int warp = 0; warp < kWarps; ++warp) {
       if ((int)threadIdx.x / kWarp == warp)
@@ -234,7 +233,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
   }
 }
 
-// The same sums of rows in pieces: a thread has eight columns of a group, which is every count-th row.
+// The same sums of rows in pieces: a thread has eight columns of a group, a grid stride of rows.
 __global__ void __launch_bounds__(kMaxThreads)
     add_rows(const LayerNormBackward p, float* workspace, int64_t groups, bool wide) {
   const int64_t group = blockIdx.x % groups, column = (blockIdx.x / groups * blockDim.x + threadIdx.x) * kVector;
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     store(workspace, Dtype::float32, (n * groups + group) * p.columns, wide, column, p.columns, total[n]);
 }
 
-// The groups' sums added up: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
+// Reduce over groups: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
 __global__ void __launch_bounds__(kWarp* kWarp)
     add_groups(const LayerNormBackward p, const float* workspace, int64_t groups) {
   const int n = (int)(blockIdx.x % 2), lane = (int)threadIdx.x % kWarp, warp = (int)threadIdx.x / kWarp;

@@ -47,7 +47,7 @@ struct RowPair {
 // Who works on a row: a warp; a block; a block whose registers cannot hold all of it, and that reads it twice.
 enum class Span { warp, block, pieces };
 
-// How rows of so many columns are spread.
+// The launch shape for rows of so many columns.
 struct Spread {
   Span span;
   int threads;  // of a block
@@ -112,7 +112,7 @@ struct Team {
     return ((piece * kFragments + fragment) * threads + thread) * kVector;
   }
 
-  // Each x[n] combined over the team, the same for all of it.
+  // All-reduce each x[n] over the team.
   template <int N, class Operation>
   __device__ void reduce(float (&x)[N], Operation operation) const {
     for (int n = 0; n < N; ++n) x[n] = reduce_warp(x[n], operation);

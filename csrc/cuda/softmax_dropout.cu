@@ -22,7 +22,7 @@ struct Row {
     end = visibility.end(i);
   }
 
-  // Whether one of the eight columns from `column` is seen: the others' memory is not read.
+  // Whether one of the eight columns from `column` is visible; others are not loaded.
   __device__ bool sees(int64_t column) const { return column < end && column + kVector > begin; }
 };
 
@@ -36,7 +36,7 @@ Wide with_mask(bool rows, const Scores& s) {
   return {rows, m.column == 1 && is_wide(m.data, m.dtype, s.columns, m.batch, m.head, m.row)};
 }
 
-// Eight columns' elements of a mask of type T, in words or one by one.
+// Eight columns of a mask of type T, vectorised or one by one.
 template <class T>
 __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
   const T* mask = (const T*)s.mask.data + row.mask;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       for (int f = 0; f < kFragments; ++f) read_scores(s, row, wide, team.column(piece, f), x[f]);
     };
 
-    // Puts exp(x - row_max) in the place of x, and returns their sum.
+    // x = exp(x - row_max); returns the sum.
     const auto exponentiate = [&](float row_max) {
       float sum = 0;
 #pragma unroll
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
     const float row_max = p.stats[row.index], sum = p.stats[matrices * s.rows + row.index];
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     const int64_t grad_row = row_offset(p.grad_out, matrix.quotient, matrix.remainder, pair.first + 8 * half);
-    // P, and the gradient that reaches it; 0 where P is: a product with what is excluded may be NaN.
+    // P and dP; dP is 0 where P is, since that of a hidden key may be NaN.
     const auto read = [&](int64_t piece) {
       if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll
