@@ -312,13 +312,9 @@ struct Forward {
   void write(const Sequence& s, int64_t head, int64_t query, const float* out, float row_max, float row_sum) const {
     T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
     const vf factor = splat(dropout_scale(a.threshold) / row_sum);
-    for (int d = 0; d < a.value_head_dim; d += kLanes) {
-      const vf x = normalised(load(out + d), splat(row_sum), factor);
-      if (d + kLanes <= a.value_head_dim)
-        store(to + d, x);
-      else
-        store(to + d, x, a.value_head_dim - d);
-    }
+    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
+      store_lanes(to + d, normalised(load(out + d), splat(row_sum), factor), lanes);
+    });
     write_stats(stats_offset(a, s, head, query), row_max, row_sum);
   }
 

@@ -175,10 +175,9 @@ struct Backward {
 
   float dot(const T* grad, const T* out) const {
     vf total = {};
-    int d = 0;
-    for (; d + kLanes <= a.value_head_dim; d += kLanes) total = fma(load(grad + d), load(out + d), total);
-    if (d < a.value_head_dim)
-      total = fma(load(grad + d, a.value_head_dim - d), load(out + d, a.value_head_dim - d), total);
+    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
+      total = fma(load_lanes(grad + d, lanes), load_lanes(out + d, lanes), total);
+    });
     return sum(total);
   }
 
@@ -342,13 +341,7 @@ struct Backward {
   }
 
   FASTATTN_INLINE void write_row(const float* from, float factor, int length, T* to) const {
-    for (int d = 0; d < length; d += kLanes) {
-      const vf x = load(from + d) * factor;
-      if (d + kLanes <= length)
-        store(to + d, x);
-      else
-        store(to + d, x, length - d);
-    }
+    for_each_vector(length, [&](int64_t d, int lanes) { store_lanes(to + d, load(from + d) * factor, lanes); });
   }
 
   float* partial_row(int64_t split, const Sequence& s, int64_t head, int64_t query) const {
@@ -464,12 +457,8 @@ struct Backward {
         for (int n = 0; n < vectors; ++n) total[n] = fma(load(row + r * row_width + n * kLanes), splat(w), total[n]);
       }
 #pragma GCC unroll 4
-      for (int n = 0; n < vectors; ++n) {
-        if (n + 1 < vectors || last >= kLanes)
-          store(to + n * kLanes, total[n] * factor);
-        else
-          store(to + n * kLanes, total[n] * factor, last);
-      }
+      for (int n = 0; n < vectors; ++n)
+        store_lanes(to + n * kLanes, total[n] * factor, n + 1 < vectors ? kLanes : min(last, kLanes));
     }
   }
 
@@ -587,13 +576,9 @@ struct Backward {
         float* lines = scratch.mask.rows;
         transpose(block, kBlockM, kBlockN, kBlockM, lines, kBlockN);
         for (int i = 0; i < rows; ++i)
-          for (int j = 0; j < count; j += kLanes) {
-            const vf x = load(lines + i * kBlockN + j);
-            if (j + kLanes <= count)
-              store(to + i * m.columns + key + j, x);
-            else
-              store(to + i * m.columns + key + j, x, count - j);
-          }
+          for_each_vector(count, [&](int64_t j, int n) {
+            store_lanes(to + i * m.columns + key + j, load(lines + i * kBlockN + j), n);
+          });
       }
     });
   }

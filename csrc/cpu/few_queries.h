@@ -26,7 +26,7 @@ FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* cons
   for (int r = 0; r < R; ++r) left[r] = load(row + r * width + d);
 #pragma GCC unroll 16
   for (int j = 0; j < C; ++j) {
-    const vf right = n == kLanes ? load(other[j] + d) : load(other[j] + d, n);
+    const vf right = load_lanes(other[j] + d, n);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) x[r * C + j] = fma(right, left[r], x[r * C + j]);
   }

@@ -67,9 +67,7 @@ FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* 
       for (int i = 0; i < n; ++i) to[i] = load_scalar(from + i * m.column);
       return;
     }
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
-    if (i < n) store(to + i, load(from + i, n - i), n - i);
+    for_each_vector(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(from + i, lanes), lanes); });
   });
 }
 

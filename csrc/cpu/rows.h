@@ -15,24 +15,6 @@ inline int useful_workers(const Parallel& parallel, int64_t elements) {
   return (int)max(1, min(parallel.threads, elements / kElementsPerWorker));
 }
 
-// Call body(j, n) for the vectors of the columns [begin, end): n lanes from column j, a constant but for the remainder.
-template <class Body>
-FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
-  int64_t j = begin;
-  for (; j + kLanes <= end; j += kLanes) body(j, kLanes);
-  if (j < end) body(j, (int)(end - j));
-}
-
-template <class Body>
-FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
-  for_each_vector(0, columns, body);
-}
-
-template <class T>
-FASTATTN_INLINE vf load_lanes(const T* p, int n) {
-  return n == kLanes ? load(p) : load(p, n);
-}
-
 // Prefetch a page ahead of p, where later rows are: the hardware prefetcher stops at each page, and memory would idle
 // while a row's other passes hit the caches. An address beyond the operand does no harm.
 FASTATTN_INLINE void prefetch_ahead(const void* p) {
@@ -44,14 +26,6 @@ template <class T>
 FASTATTN_INLINE vf load_ahead(const T* p, int n) {
   prefetch_ahead(p);
   return load_lanes(p, n);
-}
-
-template <class T>
-FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
-  if (n == kLanes)
-    store(p, x);
-  else
-    store(p, x, n);
 }
 
 // Call body(begin, end) for parts of [0, columns). Blocked summation: each part in float32, their sums in float64,

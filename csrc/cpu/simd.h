@@ -276,6 +276,32 @@ FASTATTN_INLINE void store(T* p, vf x, int n) {
 #endif
 }
 
+// Call body(j, n) for the vectors of the columns [begin, end): n lanes from column j, a constant but for the remainder.
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
+  int64_t j = begin;
+  for (; j + kLanes <= end; j += kLanes) body(j, kLanes);
+  if (j < end) body(j, (int)(end - j));
+}
+
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
+  for_each_vector(0, columns, body);
+}
+
+template <class T>
+FASTATTN_INLINE vf load_lanes(const T* p, int n) {
+  return n == kLanes ? load(p) : load(p, n);
+}
+
+template <class T>
+FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
+  if (n == kLanes)
+    store(p, x);
+  else
+    store(p, x, n);
+}
+
 // Bytes as a mask: -1 where not 0.
 FASTATTN_INLINE vi load_nonzero(const uint8_t* p, int n) {
   vb x = {};
