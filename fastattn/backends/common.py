@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.schema import STEM_OF
 from fastattn.torch_private import is_autocast_enabled
 
 ALL = 65536  # the threshold that drops everything
@@ -59,6 +63,11 @@ def dense_strides(input: Tensor) -> tuple[int, ...]:
     for dim in reversed(range(input.dim() - 1)):
         contiguous[dim] = contiguous[dim + 1] * max(sizes[dim + 1], 1)
     return tuple(contiguous)
+
+
+def python_functions(package: str) -> dict[str, Callable[..., Any]]:
+    """The backend functions of a backend in Python, which has a module for each stem."""
+    return {name: getattr(importlib.import_module(f"{package}.{stem}"), name) for name, stem in STEM_OF.items()}
 
 
 # Why a backend refuses a call, or None
