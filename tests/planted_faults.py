@@ -89,7 +89,8 @@ def compared(conversions):
     """What is found in a kernel with these layout conversions beside one without dropout that has none."""
     plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
     plain = dataclasses.replace(plain, variant=(*plain.variant, ("dropout", "None")))
-    dropping = dataclasses.replace(plain, variant=(*plain.variant[:-1], ("dropout.seed", "*i64")), conversions=conversions)
+    variant = *plain.variant[:-1], ("dropout.seed", "*i64")
+    dropping = dataclasses.replace(plain, variant=variant, conversions=conversions)
     return aot.faults([plain, dropping])[dropping]
 
 

@@ -51,7 +51,7 @@ def _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIG
 
 @triton.jit
 def _rows_at(place, matrices, ALIGNED: tl.constexpr):
-    offset = place.batch * matrices.batch + place.head * matrices.head + place.i * matrices.row
+    offset = place.batch * matrices.batch + place.head * matrices.head + place.i.to(tl.int64) * matrices.row
     return rows_of(matrices.pointer, offset, ALIGNED)
 
 

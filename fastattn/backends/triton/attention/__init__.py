@@ -135,7 +135,7 @@ class _Call:
             **({} if level is None else {"ptx_options": f"--register-usage-level={level}"}),
         }  # fmt: skip
 
-    def _lists(self, tile: tiles.Tile, keys_own: bool) -> tuple[TileLists | None, SeenKeys | None]:
+    def lists(self, tile: tiles.Tile, keys_own: bool) -> tuple[TileLists | None, SeenKeys | None]:
         """What of a mask's tiles is visited, of size 1 in the dimensions that the mask broadcasts."""
         mask = self.problem.mask
         if mask is None:
@@ -167,7 +167,7 @@ class _Call:
             SeenKeys(seen, *(_stride(seen, dim) for dim in range(3))),
         )
 
-    def _descriptors(self, operands: tuple[Heads, ...], rows: int, block: int) -> tuple[TensorDescriptor | None, ...]:
+    def descriptors(self, operands: tuple[Heads, ...], rows: int, block: int) -> tuple[TensorDescriptor | None, ...]:
         """Tensor descriptors of tiles of ``block`` rows of operands that have this many rows a sequence; None, for
         pointers, where descriptors do not pay or cannot be."""
         if not (
@@ -195,9 +195,9 @@ class _Call:
         num_splits = tiles.num_splits(programs, tiles_k, self.device)
         result = Result(_heads(out), lse, *stats.unbind(), *_row_strides(lse))
         constants = self._constants(tile, result.out)
-        lists = self._lists(tile, keys_own=False)
+        lists = self.lists(tile, keys_own=False)
         if num_splits == 1:
-            descriptors = self._descriptors(self.problem[1:3], self.seqlen_k, tile.block_n)
+            descriptors = self.descriptors(self.problem[1:3], self.seqlen_k, tile.block_n)
             launch(
                 forward_kernel, (programs, 1), self.device, *descriptors, self.problem, *lists, result, Splits(0, 0),
                 tiles_q, PRESCALED=self.is_prescaled, **constants,
@@ -240,18 +240,18 @@ class _Call:
 
         tile = self._tile("grad_query")
         tiles_q = cdiv(self.seqlen_q, tile.block_m)
-        descriptors = self._descriptors(self.problem[1:3], self.seqlen_k, tile.block_n)
+        descriptors = self.descriptors(self.problem[1:3], self.seqlen_k, tile.block_n)
         lse_rows = None if grad_lse is None else Heads(grad_lse, *_row_strides(grad_lse))
         launch(
             grad_query_kernel, (tiles_q * self.num_heads * self.batch,), self.device, *descriptors, self.problem,
-            *self._lists(tile, keys_own=False), out_heads, grad_heads, lse_rows, query_heads, rows, tiles_q, **modes,
+            *self.lists(tile, keys_own=False), out_heads, grad_heads, lse_rows, query_heads, rows, tiles_q, **modes,
             **self._constants(tile, out_heads, grad_heads, query_heads),
         )  # fmt: skip
 
         tile = self._tile("grad_key_value")
         tiles_k = cdiv(self.seqlen_k, tile.block_n)
-        descriptors = self._descriptors((self.problem.query, grad_heads), self.seqlen_q, tile.block_m)
-        lists, _ = self._lists(tile, keys_own=True)
+        descriptors = self.descriptors((self.problem.query, grad_heads), self.seqlen_q, tile.block_m)
+        lists, _ = self.lists(tile, keys_own=True)
         launch(
             grad_key_value_kernel, (tiles_k * self.num_kv_heads * self.batch,), self.device, *descriptors,
             self.problem, lists, grad_heads, key_heads, value_heads, rows, tiles_k, **modes,
