@@ -41,7 +41,7 @@ def first_key(i, band):
 @triton.jit
 def end_key(i, band):
     """One more than the last key that query i sees; not above ``first_key`` if it sees none."""
-    return tl.minimum(i + band.diagonal + band.right + 1, band.length)
+    return tl.minimum(i + 1 + band.diagonal + band.right, band.length)
 
 
 @triton.jit
