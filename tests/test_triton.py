@@ -33,16 +33,17 @@ SEED = torch.tensor([4, 5])
 @triton.jit
 def _keep(out, seed, threshold, rows, columns, z, i, j, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
     """Writes the block of rows from i and columns from j of matrix z of `out` by the named function."""
+    dropout = philox.Dropout(seed, threshold, 1.0)
     rows_of = i + tl.arange(0, M)
     columns_of = j + tl.arange(0, N)
     pointers = out + z * rows * columns + rows_of[:, None] * columns + columns_of[None, :]
     inside = (rows_of[:, None] < rows) & (columns_of[None, :] < columns)
     if FORM == "tile":
-        kept = philox.keep(seed, z, i, j, threshold, M, N)
+        kept = philox.keep(dropout, z, i, j, M, N)
     elif FORM == "transposed":
-        kept = philox.keep_transposed(seed, z, i, j, threshold, M, N).trans()
+        kept = philox.keep_transposed(dropout, z, i, j, M, N).trans()
     else:
-        kept = philox.keep_rows(seed, z + rows_of * 0, rows_of, j, threshold, N)
+        kept = philox.keep_rows(dropout, z + rows_of * 0, rows_of, j, N)
     tl.store(pointers, kept, mask=inside)
 
 
@@ -231,7 +232,7 @@ def test_dry_launch():
     status, output = program(str(TESTS / "dry_launch.py"), "40")
     assert status == 0, output
     one = last_json(output)
-    attention = {"_forward", "_grad_query", "_grad_key_value"}
+    attention = {"forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
     wanted = {
         "layer_norm": {"_forward", "_backward", "_reduce"},
         "dropout_add_layer_norm": {"_forward", "_backward", "_reduce"},
@@ -240,8 +241,8 @@ def test_dry_launch():
         "dropout_mask": {"_dropout"},
         "attention": attention,
         "long_attention": attention,
-        "masked_attention": attention | {"_cover", "_list", "_grad_mask"},
-        "decoding": {"_forward", "_merge"},
+        "masked_attention": attention | {"cover_kernel", "list_kernel", "grad_mask_kernel"},
+        "decoding": {"forward_kernel", "merge_kernel"},
         "attention_weights": {"_forward", "_backward"},
         "varlen_attn": attention,
     }
