@@ -76,6 +76,17 @@ def test_imports_are_read_right(tmp_path):
     )
 
 
+def test_every_module_serves_users():
+    """The wheel holds all of the package; what only developers run stands in tools/."""
+    entries = {"fastattn", "fastattn.backends.triton", "fastattn.bench.__main__", "fastattn.cli"}
+    reached: set[str] = set()
+    while entries:
+        reached |= entries
+        entries = {name for path in MODULES if module_name(path) in entries for name in imports(path) & NAMES} - reached
+    idle = {name for name in NAMES - reached if not any(other.startswith(f"{name}.") for other in reached)}
+    assert not idle, f"nothing that a user starts imports {sorted(idle)}"
+
+
 def test_stems():
     """An operation has the same file name wherever it appears."""
 

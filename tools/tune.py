@@ -1,5 +1,5 @@
 """Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/configurations.py``:
-``python benchmarks/tune.py results.json``. Nothing is changed; a person takes over what is better.
+``python tools/tune.py results.json``. Nothing is changed; a person takes over what is better.
 """
 
 import itertools
