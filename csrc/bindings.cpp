@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "schemas.h"
 #include "tensors.h"
 
 namespace {
@@ -30,6 +29,8 @@ const InstructionSet& table() {
                   isas());
   return *current;
 }
+
+std::string contract() { return FASTATTN_CONTRACT; }
 
 std::string isa() { return table().name; }
 
@@ -132,10 +133,7 @@ Attention attention_problem(const Tensor& query, const Tensor& key, const Tensor
   a.depth = (int)q[q.size() - 1], a.value_depth = (int)v[v.size() - 1];
   a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);
   a.scale = (float)scale;
-  // Beyond all keys there is no bound; this keeps sums of positions from overflowing.
-  const int64_t far = a.queries + a.keys;
-  a.window_left = window_left < far ? window_left : -1;
-  a.window_right = window_right < far ? window_right : -1;
+  a.window_left = window_left, a.window_right = window_right;
   if (seed) a.seed = seed_of(*seed);
   a.threshold = (int)threshold;
   return a;
@@ -186,8 +184,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& stats, std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& out, const Tensor& stats, const Tensor& query,
+    const Tensor& key, const Tensor& value, std::optional<Tensor> attn_mask, std::optional<Tensor> key_lengths,
     std::optional<Tensor> seed, double scale, int64_t window_left, int64_t window_right, bool lower_right,
     int64_t threshold, bool mask_grad) {
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
@@ -264,8 +262,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention(const Tensor& query, const T
 }
 
 std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
-    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& stats, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& out, const Tensor& stats, const Tensor& query,
+    const Tensor& key, const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
     std::optional<Tensor> seqused_k, std::optional<Tensor> seed, int64_t max_q, int64_t max_k, double scale,
     int64_t window_left, int64_t window_right, int64_t threshold) {
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
@@ -335,10 +333,8 @@ LayerNorm layer_norm_problem(Sizes sizes, const Rows& input, const Rows* residua
   return problem;
 }
 
-// Optional: std::optional<Tensor>, or a Tensor that may be undefined.
-template <class Optional>
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const Optional& weight, const Optional& bias,
-                                              double eps) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, double eps) {
   const Sizes sizes = input.sizes();
   const Rows x(input, "input");
   const Parameter w(weight, "weight"), b(bias, "bias");
@@ -350,9 +346,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const Optiona
   return {out, mean, rstd};
 }
 
-template <class Optional>
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
-                                                                  const Optional& weight, const Optional& bias,
+                                                                  const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                                                   const std::optional<Tensor>& seed, int64_t threshold,
                                                                   double eps) {
   const Sizes sizes = input.sizes();
@@ -464,7 +459,7 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
   return {out, stats};
 }
 
-std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
+std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& stats, const Tensor& input,
                                                     const std::optional<Tensor>& attn_mask,
                                                     const std::optional<Tensor>& key_lengths,
                                                     const std::optional<Tensor>& seed, double scale,
@@ -491,12 +486,7 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
   return {grad_input, grad_mask};
 }
 
-// ---- the direct way: a public function's call, whole, where it is a plain one ----
-//
-// Takes the operands as the user gave them. NAME_direct computes the first result alone, NAME_kept what the backward
-// pass needs too. Undefined, in Python None, for whatever is not plain: the public function then looks closer, and
-// finds the words for errors. Where Python gives None for a tensor, it is undefined; that is how an absent weight
-// comes, since an optional argument takes longer.
+// ---- the fast path of decoding ----
 
 // A dense CPU tensor of a dtype that the kernels take.
 bool is_plain(const Tensor& tensor, Dtype* dtype) {
@@ -508,301 +498,29 @@ bool is_plain(const Tensor& tensor, Dtype* dtype) {
          *dtype != Dtype::boolean;
 }
 
-// As the public functions draw it: the same op, so the same numbers from torch's default generator.
-Seed draw_seed() {
-  using torch::stable::detail::from;
-  const std::optional<bool> unspecified;
-  StableIValue stack[7] = {from(INT64_MIN),
-                           from(INT64_MAX),
-                           from(std::vector<int64_t>{2}),
-                           from(std::optional<ScalarType>(ScalarType::Long)),
-                           from(unspecified),
-                           from(unspecified),
-                           from(unspecified)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::randint", "low", stack, TORCH_ABI_VERSION));
-  return seed_of(torch::stable::detail::to<Tensor>(stack[0]));
-}
-
-// The dropout of a direct call: nothing of `problem` changes where nothing is dropped.
-template <class Problem>
-void set_dropout(Problem& problem, int64_t threshold, const std::optional<Tensor>& seed) {
-  if (threshold == 0) return;
-  problem.threshold = (int)threshold;
-  problem.seed = seed ? seed_of(*seed) : draw_seed();
-}
-
-bool is_plain_seed(const std::optional<Tensor>& seed) {
-  if (!seed) return true;
-  int32_t device, dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(seed->get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(seed->get(), &dtype));
-  const Sizes sizes = seed->sizes();
-  return device == aoti_torch_device_type_cpu() && dtype == aoti_torch_dtype_int64() && sizes.size() == 1 &&
-         sizes[0] == 2;
-}
-
-bool is_plain_parameter(const Tensor& tensor, int64_t columns) {
-  Dtype dtype;
-  if (!tensor.defined()) return true;
-  const Sizes sizes = tensor.sizes();
-  return sizes.size() == 1 && sizes[0] == columns && is_plain(tensor, &dtype);
-}
-
-// The problem of a plain call, but for its results; nothing if it is not one.
-std::optional<Attention> plain_attention(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
-                                         std::optional<double> scale) {
-  constexpr int64_t kMaxHeadSize = 256;
+// scaled_dot_product_attention's arguments, as the user gave them; undefined, in Python None, for all but plain calls.
+Tensor attention_fast(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const std::optional<Tensor>& attn_mask, double dropout_p, bool is_causal,
+                      std::optional<double> scale, bool enable_gqa) {
+  constexpr int64_t kMaxHeadDim = 256;
   Dtype dtype, key_dtype, value_dtype;
-  if (!is_plain(query, &dtype) || !is_plain(key, &key_dtype) || !is_plain(value, &value_dtype) || key_dtype != dtype ||
-      value_dtype != dtype)
-    return std::nullopt;
+  if (attn_mask || dropout_p != 0 || enable_gqa || !is_plain(query, &dtype) || !is_plain(key, &key_dtype) ||
+      !is_plain(value, &value_dtype) || key_dtype != dtype || value_dtype != dtype)
+    return Tensor();
   const Sizes q = query.sizes(), k = key.sizes(), v = value.sizes();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4) return std::nullopt;
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4) return Tensor();
   for (int d = 0; d < 2; ++d)
-    if (k[d] != q[d] || v[d] != q[d]) return std::nullopt;
-  if (v[2] != k[2] || k[3] != q[3] || q[3] < 1 || q[3] > kMaxHeadSize || v[3] > kMaxHeadSize) return std::nullopt;
-  if (!has_dense_columns(query) || !has_dense_columns(key) || !has_dense_columns(value)) return std::nullopt;
+    if (k[d] != q[d] || v[d] != q[d]) return Tensor();
+  if (v[2] != k[2] || k[3] != q[3] || q[3] < 1 || q[3] > kMaxHeadDim || v[3] > kMaxHeadDim) return Tensor();
+  if (!has_dense_columns(query) || !has_dense_columns(key) || !has_dense_columns(value)) return Tensor();
   const double factor = scale.value_or(1 / sqrt((double)q[3]));
-  if (!(fabs(factor) < HUGE_VAL)) return std::nullopt;
-  return attention_problem(query, key, value, std::nullopt, factor, -1, is_causal ? 0 : -1, 0);
-}
-
-Tensor attention_direct(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
-                        std::optional<double> scale) {
-  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
-  if (!a) return Tensor();
-  const Tensor out = empty_heads(query, a->queries, a->value_depth);
-  a->out = heads_of(out);
-  run_attention(*a);
+  if (!(fabs(factor) <= __FLT_MAX__)) return Tensor();
+  Attention a = attention_problem(query, key, value, std::nullopt, fabs(factor) < __FLT_MIN__ ? 0 : factor, q[2],
+                                  is_causal ? 0 : k[2], 0);
+  const Tensor out = empty_heads(query, a.queries, a.value_depth);
+  a.out = heads_of(out);
+  run_attention(a);
   return out;
-}
-
-// The direct way of calls that want a gradient: (out, stats), and the three gradients. To keep a result costs more than
-// to compute it again where the problem is small: that keeps its operands alone, without stats.
-constexpr int64_t kSmallAttention = 4096;  // products
-
-bool is_small(const Attention& a) {
-  const int64_t rows = a.batch * a.heads * a.queries;
-  return rows * (a.keys > 1 ? a.keys : 1) * (a.depth + a.value_depth) <= kSmallAttention;
-}
-
-std::tuple<Tensor, Tensor> attention_kept(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
-                                          std::optional<double> scale) {
-  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
-  if (!a) return {Tensor(), Tensor()};
-  const int64_t rows[4] = {2, a->batch, a->heads, a->queries};
-  const Tensor out = empty_heads(query, a->queries, a->value_depth);
-  const Tensor stats = is_small(*a) ? Tensor() : empty(Sizes(rows, 4), Dtype::float32);
-  a->out = heads_of(out);
-  if (stats.defined()) set_rows(&*a, stats);
-  run_attention(*a);
-  return {out, stats};
-}
-
-std::tuple<Tensor, Tensor, Tensor> plain_attention_backward(const Attention& a, const Tensor& grad_out,
-                                                            const Tensor& query, const Tensor& key,
-                                                            const Tensor& value) {
-  const Tensor grad = with_dense_columns(grad_out);
-  const Tensor query_grad = empty_heads(query, a.queries, a.depth), key_grad = empty_heads(key, a.keys, a.depth);
-  const Tensor value_grad = empty_heads(value, a.keys, a.value_depth);
-  AttentionGradients g = {};
-  g.out_grad = heads_of(grad);
-  g.query_grad = heads_of(query_grad), g.key_grad = heads_of(key_grad), g.value_grad = heads_of(value_grad);
-  run_attention_backward(a, g);
-  return {query_grad, key_grad, value_grad};
-}
-
-std::tuple<Tensor, Tensor, Tensor> attention_kept_backward(const Tensor& grad_out, const Tensor& query,
-                                                           const Tensor& key, const Tensor& value, const Tensor& out,
-                                                           const Tensor& stats, bool is_causal,
-                                                           std::optional<double> scale) {
-  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
-  STD_TORCH_CHECK(a, "attention_kept_backward: not the operands of attention_kept");
-  a->out = heads_of(out);
-  set_rows(&*a, stats);
-  return plain_attention_backward(*a, grad_out, query, key, value);
-}
-
-std::tuple<Tensor, Tensor, Tensor> attention_direct_backward(const Tensor& grad_out, const Tensor& query,
-                                                             const Tensor& key, const Tensor& value, bool is_causal,
-                                                             std::optional<double> scale) {
-  std::optional<Attention> a = plain_attention(query, key, value, is_causal, scale);
-  STD_TORCH_CHECK(a && is_small(*a), "attention_direct_backward: not the operands of a small attention_kept");
-  const int64_t rows = a->batch * a->heads * a->queries, width = a->value_depth;
-  float forward[2 * kSmallAttention];  // rows * (2 + width)
-  set_rows(&*a, forward, forward + rows);
-  a->out = {forward + 2 * rows, a->row_batch * width, a->row_head * width, width};
-  run_attention(*a);
-  return plain_attention_backward(*a, grad_out, query, key, value);
-}
-
-bool is_plain_layer_norm(const Tensor& input, int64_t columns, const Tensor& weight, const Tensor& bias, double eps) {
-  Dtype dtype;
-  if (!is_plain(input, &dtype)) return false;
-  const Sizes sizes = input.sizes();
-  return sizes.size() > 0 && sizes[sizes.size() - 1] == columns && eps >= 0 && is_plain_parameter(weight, columns) &&
-         is_plain_parameter(bias, columns);
-}
-
-Tensor layer_norm_direct(const Tensor& input, int64_t columns, const Tensor& weight, const Tensor& bias, double eps) {
-  if (!is_plain_layer_norm(input, columns, weight, bias, eps)) return Tensor();
-  const Rows x(input, "input");
-  const Parameter w(weight, "weight"), b(bias, "bias");
-  const Tensor out = empty(input.sizes(), x.dtype);
-  table().layer_norm->forward(layer_norm_problem(input.sizes(), x, nullptr, w, b, eps, out), torch_threads());
-  return out;
-}
-
-// What is small keeps its operands alone, without statistics.
-bool is_small(const Tensor& input) {
-  constexpr int64_t kSmall = 8192;  // elements
-  return input.numel() <= kSmall;
-}
-
-std::tuple<Tensor, Tensor, Tensor> layer_norm_kept(const Tensor& input, int64_t columns, const Tensor& weight,
-                                                   const Tensor& bias, double eps) {
-  if (!is_plain_layer_norm(input, columns, weight, bias, eps)) return {Tensor(), Tensor(), Tensor()};
-  if (is_small(input)) return {layer_norm_direct(input, columns, weight, bias, eps), Tensor(), Tensor()};
-  return layer_norm(input, weight, bias, eps);
-}
-
-// All gradients that there may be.
-std::tuple<Tensor, Tensor, Tensor> layer_norm_direct_backward(const Tensor& grad_out, const Tensor& input,
-                                                              const Tensor& weight, const Tensor& bias, double eps) {
-  STD_TORCH_CHECK(is_plain_layer_norm(input, input.size(-1), weight, bias, eps),
-                  "layer_norm_direct_backward: not the operands of layer_norm_kept");
-  check_dtype(grad_out, "grad_out", input);
-  const Rows x(input, "input"), dy(grad_out, "grad_out");
-  const Parameter w(weight, "weight"), none(Tensor(), "bias");
-  const Tensor grad_input = empty(input.sizes(), x.dtype);
-  LayerNorm forward = layer_norm_problem(input.sizes(), x, nullptr, w, none, eps, grad_input);  // output overwritten
-  LayerNormBackward problem = {};
-  problem.matrices = 1, problem.rows = forward.rows, problem.columns = forward.columns;
-  problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
-  problem.x = x.data, problem.x_row = x.stride, problem.dtype = problem.input_dtype = x.dtype;
-  problem.weight = w.values;
-  problem.grad_x = grad_input.mutable_data_ptr();
-  Tensor grad_weight, grad_bias;
-  if (weight.defined()) {
-    problem.weight_dtype = dtype_of(weight, "weight");
-    grad_weight = empty(weight.sizes(), problem.weight_dtype);
-    problem.grad_weight = grad_weight.mutable_data_ptr();
-  }
-  if (bias.defined()) {
-    problem.bias_dtype = dtype_of(bias, "bias");
-    grad_bias = empty(bias.sizes(), problem.bias_dtype);
-    problem.grad_bias = grad_bias.mutable_data_ptr();
-  }
-  const int64_t own = table().layer_norm->workspace(problem);
-  const Workspace workspace((own + 2 * problem.rows) * 4);
-  problem.workspace = (float*)workspace.data;
-  problem.mean = forward.mean = problem.workspace + own;
-  problem.rstd = forward.rstd = forward.mean + problem.rows;
-  table().layer_norm->forward(forward, torch_threads());
-  table().layer_norm->backward(problem, torch_threads());
-  return {grad_input, grad_weight, grad_bias};
-}
-
-bool is_plain_dropout_add_layer_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
-                                     const Tensor& bias, double eps, const std::optional<Tensor>& seed) {
-  Dtype dtype;
-  if (!is_plain(input, &dtype) || !is_plain(residual, &dtype) || !is_plain_seed(seed)) return false;
-  const Sizes sizes = input.sizes(), others = residual.sizes();
-  if (sizes.size() == 0 || sizes.size() != others.size()) return false;
-  for (size_t d = 0; d < sizes.size(); ++d)
-    if (sizes[d] != others[d]) return false;
-  return is_plain_layer_norm(input, sizes[sizes.size() - 1], weight, bias, eps);
-}
-
-Tensor dropout_add_layer_norm_direct(const Tensor& input, const Tensor& residual, const Tensor& weight,
-                                     const Tensor& bias, double eps, int64_t threshold,
-                                     const std::optional<Tensor>& seed) {
-  if (!is_plain_dropout_add_layer_norm(input, residual, weight, bias, eps, seed)) return Tensor();
-  const Rows x(input, "input"), r(residual, "residual");
-  const Parameter w(weight, "weight"), b(bias, "bias");
-  const Tensor out = empty(input.sizes(), x.dtype == r.dtype ? x.dtype : Dtype::float32);
-  LayerNorm problem = layer_norm_problem(input.sizes(), x, &r, w, b, eps, out);
-  set_dropout(problem, threshold, seed);
-  table().layer_norm->forward(problem, torch_threads());
-  return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_kept(const Tensor& input, const Tensor& residual,
-                                                                       const Tensor& weight, const Tensor& bias,
-                                                                       double eps, int64_t threshold,
-                                                                       const std::optional<Tensor>& seed) {
-  if (!is_plain_dropout_add_layer_norm(input, residual, weight, bias, eps, seed))
-    return {Tensor(), Tensor(), Tensor(), Tensor()};
-  return dropout_add_layer_norm(input, residual, weight, bias, seed, threshold, eps);
-}
-
-// A tensor of up to four dimensions as a stack of rows, scale 1 and no masks; nothing if it is not plain.
-std::optional<Scores> plain_scores(const Tensor& input, const std::optional<Tensor>& seed) {
-  Scores scores = {};
-  if (!is_plain(input, &scores.dtype) || !is_plain_seed(seed)) return std::nullopt;
-  const Sizes sizes = input.sizes(), strides = input.strides();
-  const size_t dims = sizes.size();
-  if (dims == 0 || dims > 4) return std::nullopt;
-  if (strides[dims - 1] != 1 && sizes[dims - 1] > 1 && input.numel() > 0) return std::nullopt;
-  const auto size = [&](size_t d) { return d < dims ? sizes[dims - 1 - d] : 1; };
-  const auto stride = [&](size_t d) { return d < dims ? strides[dims - 1 - d] : 0; };
-  scores.input = input.const_data_ptr();
-  scores.batch = size(3), scores.heads = size(2), scores.rows = size(1), scores.columns = size(0);
-  scores.input_batch = stride(3), scores.input_head = stride(2), scores.input_row = stride(1);
-  scores.scale = 1, scores.window_left = scores.window_right = -1;
-  return scores;
-}
-
-Tensor softmax_dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
-  const std::optional<Scores> scores = plain_scores(input, seed);
-  if (!scores) return Tensor();
-  const Tensor out = empty(input.sizes(), scores->dtype);
-  SoftmaxDropout problem = {};
-  problem.scores = *scores;
-  set_dropout(problem, threshold, seed);
-  problem.out = out.mutable_data_ptr();
-  run_softmax_dropout(problem);
-  return out;
-}
-
-std::tuple<Tensor, Tensor> softmax_dropout_kept(const Tensor& input, int64_t threshold,
-                                                const std::optional<Tensor>& seed) {
-  const std::optional<Scores> scores = plain_scores(input, seed);
-  if (!scores) return {Tensor(), Tensor()};
-  const int64_t rows[4] = {2, scores->batch, scores->heads, scores->rows};
-  const Tensor out = empty(input.sizes(), scores->dtype), stats = empty(Sizes(rows, 4), Dtype::float32);
-  SoftmaxDropout problem = {};
-  problem.scores = *scores;
-  set_dropout(problem, threshold, seed);
-  problem.out = out.mutable_data_ptr();
-  problem.stats = stats.mutable_data_ptr<float>();
-  run_softmax_dropout(problem);
-  return {out, stats};
-}
-
-Tensor softmax_dropout_kept_backward(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
-                                     int64_t threshold, const std::optional<Tensor>& seed) {
-  const std::optional<Scores> scores = plain_scores(input, seed);
-  STD_TORCH_CHECK(scores, "softmax_dropout_kept_backward: not the operands of softmax_dropout_kept");
-  const Tensor grad = with_dense_columns(grad_out), grad_input = empty(input.sizes(), scores->dtype);
-  const std::optional<Scores> incoming = plain_scores(grad, std::nullopt);
-  STD_TORCH_CHECK(incoming && incoming->dtype == scores->dtype, "softmax_dropout_kept_backward: grad_out");
-  SoftmaxDropoutBackward problem = {};
-  problem.scores = *scores;
-  set_dropout(problem, threshold, seed);
-  problem.grad_out = incoming->input;
-  problem.grad_batch = incoming->input_batch, problem.grad_head = incoming->input_head;
-  problem.grad_row = incoming->input_row;
-  problem.stats = stats.const_data_ptr<float>();
-  problem.grad_input = grad_input.mutable_data_ptr();
-  run_softmax_dropout_backward(problem);
-  return grad_input;
-}
-
-Tensor dropout_direct(const Tensor& input, int64_t threshold, const std::optional<Tensor>& seed) {
-  Dtype dtype;
-  if (!is_plain(input, &dtype) || !is_plain_seed(seed)) return Tensor();
-  return dropout(input, seed ? seed_of(*seed) : draw_seed(), threshold);
 }
 
 // ---- limits ----
@@ -820,62 +538,13 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("set_isa(str name) -> ()");
-  m.def(
-      "attention_direct(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> "
-      "Tensor");
-  m.def(
-      "attention_kept(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None) -> "
-      "(Tensor, Tensor)");
-  m.def(
-      "attention_kept_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
-      "bool is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "attention_direct_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, bool is_causal=False, "
-      "float? scale=None) -> (Tensor, Tensor, Tensor)");
-  m.def("layer_norm_direct(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> Tensor");
-  m.def(
-      "layer_norm_kept(Tensor input, int columns, Tensor weight, Tensor bias, float eps=1e-5) -> (Tensor, Tensor, "
-      "Tensor)");
-  m.def(
-      "layer_norm_direct_backward(Tensor grad_out, Tensor input, Tensor weight, Tensor bias, float eps=1e-5) -> "
-      "(Tensor, Tensor, Tensor)");
-  m.def(
-      "dropout_add_layer_norm_direct(Tensor input, Tensor residual, Tensor weight, Tensor bias, float eps=1e-5, "
-      "int threshold=0, Tensor? seed=None) -> Tensor");
-  m.def(
-      "dropout_add_layer_norm_kept(Tensor input, Tensor residual, Tensor weight, Tensor bias, float eps=1e-5, "
-      "int threshold=0, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("softmax_dropout_direct(Tensor input, int threshold=0, Tensor? seed=None) -> Tensor");
-  m.def("softmax_dropout_kept(Tensor input, int threshold=0, Tensor? seed=None) -> (Tensor, Tensor)");
-  m.def(
-      "softmax_dropout_kept_backward(Tensor grad_out, Tensor input, Tensor stats, int threshold=0, Tensor? seed=None) "
-      "-> Tensor");
-  m.def("dropout_direct(Tensor input, int threshold, Tensor? seed=None) -> Tensor");
+  m.def("contract() -> str");
   m.def("multiply_add(int operations, bool bfloat16) -> ()");
-  m.def(schemas::kAttention);
-  m.def(schemas::kAttentionBackward);
-  m.def(schemas::kVarlenAttention);
-  m.def(schemas::kVarlenAttentionBackward);
-  m.def(schemas::kSoftmaxDropout);
-  m.def(schemas::kSoftmaxDropoutBackward);
-  m.def(schemas::kLayerNorm);
-  m.def(schemas::kLayerNormBackward);
-  m.def(schemas::kDropoutAddLayerNorm);
-  m.def(schemas::kDropoutAddLayerNormBackward);
-  m.def(schemas::kDropout);
-  m.def(schemas::kDropoutMask);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
-  m.impl("attention_direct", TORCH_BOX(&attention_direct));
-  m.impl("attention_kept", TORCH_BOX(&attention_kept));
-  m.impl("layer_norm_direct", TORCH_BOX(&layer_norm_direct));
-  m.impl("layer_norm_kept", TORCH_BOX(&layer_norm_kept));
-  m.impl("dropout_add_layer_norm_direct", TORCH_BOX(&dropout_add_layer_norm_direct));
-  m.impl("dropout_add_layer_norm_kept", TORCH_BOX(&dropout_add_layer_norm_kept));
-  m.impl("softmax_dropout_direct", TORCH_BOX(&softmax_dropout_direct));
-  m.impl("softmax_dropout_kept", TORCH_BOX(&softmax_dropout_kept));
-  m.impl("dropout_direct", TORCH_BOX(&dropout_direct));
+  m.impl("attention_fast", TORCH_BOX(&attention_fast));
+  m.impl("contract", TORCH_BOX(&contract));
   m.impl("isa", TORCH_BOX(&isa));
   m.impl("isas", TORCH_BOX(&isas));
   m.impl("set_isa", TORCH_BOX(&set_isa));
@@ -885,18 +554,14 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("attention_kept_backward", TORCH_BOX(&attention_kept_backward));
-  m.impl("attention_direct_backward", TORCH_BOX(&attention_direct_backward));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
   m.impl("dropout", TORCH_BOX(&dropout_op));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
-  m.impl("layer_norm", TORCH_BOX(&layer_norm<std::optional<Tensor>>));
-  m.impl("layer_norm_direct_backward", TORCH_BOX(&layer_norm_direct_backward));
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm<std::optional<Tensor>>));
+  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
   m.impl("softmax_dropout", TORCH_BOX(&softmax_dropout));
   m.impl("softmax_dropout_backward", TORCH_BOX(&softmax_dropout_backward));
-  m.impl("softmax_dropout_kept_backward", TORCH_BOX(&softmax_dropout_kept_backward));
 }

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -9,7 +10,6 @@
 #include "cuda/dropout.h"
 #include "cuda/layer_norm.h"
 #include "cuda/softmax_dropout.h"
-#include "schemas.h"
 #include "tensors.h"
 
 // torch declares it where it is built with CUDA itself; libtorch_cuda has it.
@@ -49,6 +49,8 @@ struct SeedNumbers {
     problem.seed = tensor ? tensor->const_data_ptr<int64_t>() : nullptr;
   }
 };
+
+std::string contract() { return FASTATTN_CONTRACT; }
 
 // ---- dropout ----
 
@@ -221,7 +223,7 @@ Tensor mask_gradient(const Tensor& grad_scores, const Tensor& mask) {
   return torch::stable::to(sum, mask.scalar_type());
 }
 
-std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& input, const Tensor& stats,
+std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& stats, const Tensor& input,
                                                     const std::optional<Tensor>& attn_mask,
                                                     const std::optional<Tensor>& key_lengths,
                                                     const std::optional<Tensor>& seed, double scale,
@@ -273,9 +275,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   if (key_lengths) a.key_lengths = lengths.const_data_ptr<int64_t>();
   a.mask = mask_of(attn_mask);
   a.scale = (float)scale;
-  const int64_t unbounded = a.queries + a.keys;
-  a.window_left = window_left < 0 || window_left > unbounded ? unbounded : window_left;
-  a.window_right = window_right < 0 || window_right > unbounded ? unbounded : window_right;
+  a.window_left = window_left, a.window_right = window_right;
   a.lower_right = lower_right;
   const int64_t rows[4] = {2, a.batch, a.heads, a.queries};
   const Tensor out = empty_heads(query, a.queries, a.value_depth, place.device);
@@ -294,19 +294,10 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(fastattn_cuda, m) {
-  m.def(schemas::kSoftmaxDropout);
-  m.def(schemas::kSoftmaxDropoutBackward);
-  m.def(schemas::kLayerNorm);
-  m.def(schemas::kLayerNormBackward);
-  m.def(schemas::kDropoutAddLayerNorm);
-  m.def(schemas::kDropoutAddLayerNormBackward);
-  m.def(schemas::kAttention);
-  m.def(schemas::kDropout);
-  m.def(schemas::kDropoutMask);
-}
+STABLE_TORCH_LIBRARY(fastattn_cuda, m) { m.def("contract() -> str"); }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cuda, CompositeExplicitAutograd, m) {
+  m.impl("contract", TORCH_BOX(&contract));
   m.impl("softmax_dropout", TORCH_BOX(&::softmax_dropout));
   m.impl("softmax_dropout_backward", TORCH_BOX(&::softmax_dropout_backward));
   m.impl("layer_norm", TORCH_BOX(&::layer_norm));

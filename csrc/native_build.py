@@ -5,10 +5,12 @@ instruction sets and flags from here. Only PyTorch's headers and its libtorch_cp
 libraries use PyTorch's stable ABI, so that one build serves every torch from 2.10 on and every Python.
 """
 
+import hashlib
 import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import site
@@ -40,6 +42,18 @@ INSTRUCTION_SETS = {
 CXX_FLAGS = "-std=gnu++17 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"
 OPTIMIZE = "-O3"
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
+
+
+def contract() -> str:
+    """What fastattn/backends/native.py asks a library for: a hash of the schemas that it is built for."""
+    schemas = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["SCHEMAS"]
+    return hashlib.sha256("\n".join(schemas[name] for name in sorted(schemas)).encode()).hexdigest()[:12]
+
+
+def bindings_flags(torch: Path) -> str:
+    """Flags of the files that see torch."""
+    name = shlex.quote(f'-DFASTATTN_CONTRACT="{contract()}"')
+    return f"{CXX_FLAGS} {TORCH_TARGET} {name} -isystem {shlex.quote(str(torch / 'include'))}"
 
 
 # What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
@@ -168,7 +182,7 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
     torch = torch_for_building()
     plain = f"{CXX_FLAGS} {OPTIMIZE}"
-    bindings = f"{plain} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
+    bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
     kernels = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     dispatch = [source for source in kernels if source.stem == "dispatch"]
     objects = [("bindings.o", ROOT / "csrc/bindings.cpp", bindings)]
@@ -283,7 +297,7 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
 
     What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
     """
-    bindings = f"{CXX_FLAGS} {OPTIMIZE} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
+    bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
     objects = [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     flags = cuda_flags(names, len(kernels))

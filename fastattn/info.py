@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fastattn import __version__
-from fastattn.backends import MISSING, native
+from fastattn.backends import native, triton
 
 
 def cpu_name() -> str:
@@ -30,7 +30,7 @@ def report() -> str:
         ("cuda", _cuda()),
         (
             "triton",
-            f"not used: {MISSING['triton']}" if "triton" in MISSING else f"{version('triton')}, for CUDA tensors",
+            f"not used: {triton.MISSING}" if triton.MISSING else f"{version('triton')}, for CUDA tensors",
         ),
     ]
     rows += [(f"_{name} library", _library(name)) for name in native.LIBRARIES]

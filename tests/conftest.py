@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 import emulation
 import fastattn
-from fastattn.backends import MISSING, TABLE, native
+from fastattn.backends import TABLE, native
 
 # Triton's kernels run in its interpreter, on CPU tensors, which it looks for when they are imported; or on a GPU.
 DEVICE = os.environ.get("FASTATTN_TEST_DEVICE", "cpu")
@@ -46,7 +46,7 @@ def missing(name):
     if name == "cuda" and DEVICE == "cpu":
         library = emulation.library()
         return library if isinstance(library, str) else None
-    return None if name in TABLE else MISSING[name]
+    return TABLE[name].MISSING or None
 
 
 def require(name, **options):

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -19,7 +20,8 @@ def load(path):
     controls = ctypes.CDLL(str(path))
     controls.guard_operands.restype = ctypes.c_char_p
     controls.seed_order.argtypes = [ctypes.c_uint64]
-    return backends._overloads(torch.ops.fastattn_cuda), controls
+    assert torch.ops.fastattn_cuda.contract() == backends.native.contract()
+    return backends.native.functions("cuda", backends.cuda.OPERATIONS), controls
 
 
 @functools.cache
@@ -43,14 +45,10 @@ def strict():
     """Inside, backend("cuda") takes CPU tensors. Threads and blocks run in a shuffled order; an access outside the
     operands, a misaligned one, a barrier or shuffle that CUDA leaves undefined raises RuntimeError."""
     functions, controls = library()
-    table, devices = dict(backends.TABLE), dict(backends._DEVICES)
-    backends.TABLE["cuda"], backends._DEVICES["cuda"] = functions, "cpu"
     controls.guard_operands(1)
     try:
-        yield
+        with mock.patch.multiple(backends.cuda, DEVICE="cpu", MISSING="", FUNCTIONS=functions):
+            yield
     finally:
         damage = controls.guard_operands(0).decode()
-        for current, previous in ((backends.TABLE, table), (backends._DEVICES, devices)):
-            current.clear()
-            current.update(previous)
     assert not damage, damage

@@ -1,8 +1,8 @@
 """Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
 
 import functools
+import inspect
 import platform
-import sys
 import threading
 
 import pytest
@@ -25,7 +25,9 @@ from fastattn import (
     softmax_dropout,
     varlen_attn,
 )
-from fastattn.backends import native, refusal
+from fastattn.backends import TABLE, native
+from fastattn.backends.schema import SCHEMAS, STEM_OF
+from fastattn.ops import register
 
 X = torch.randn(1, 2, 5, 8)
 SEQUENCES = torch.tensor([0, 5], dtype=torch.int32)
@@ -93,8 +95,9 @@ def test_triton_refuses_positions_that_32_bits_do_not_count(function):
     operands = {softmax_dropout: (many,), attention_weights: (few, many.mT)}.get(function, (few, many.mT, many.mT))
     with backend("triton"), pytest.raises(RuntimeError, match=r"2\*\*31 - 2\*\*16 queries and keys .* 2147418113"):
         function(*operands)
-    assert refusal("triton", "softmax_dropout", (many[..., 1:],)) is None
-    assert refusal("triton", "attention", (few,), siblings=(many[..., 1:].mT,)) is None
+    fits, rest = many[..., 1:], (None, None, None, 1.0, 1, 1, False, 0)
+    assert TABLE["triton"].refusal("softmax_dropout", (fits, *rest)) is None
+    assert TABLE["triton"].refusal("attention", (few, fits.mT, fits.mT, *rest)) is None
 
 
 def test_unknown_backend():
@@ -172,116 +175,106 @@ def test_public_names():
         dropout dropout_mask MultiHeadAttention MultiheadAttention KeyValueCache LayerNorm DropoutAddLayerNorm
         SoftmaxDropout Dropout backend explain
     """
-    assert set(names.split()) <= set(fastattn.__all__)
-    assert all(hasattr(fastattn, name) for name in fastattn.__all__)
+    assert [name for name in names.split() if not callable(getattr(fastattn, name))] == []
 
 
-DIRECT = {
-    scaled_dot_product_attention: lambda dtype: [torch.randn(2, 3, n, 8).to(dtype) for n in (4, 6, 6)],
-    softmax_dropout: lambda dtype: [torch.randn(2, 3, 4, 8).to(dtype), 0.3],
-    layer_norm: lambda dtype: [torch.randn(2, 4, 8).to(dtype), (8,), torch.randn(8), torch.randn(8).to(dtype)],
-    dropout_add_layer_norm: lambda dtype: [torch.randn(4, 8).to(dtype), torch.randn(4, 8), torch.randn(8), None, 0.3],
-    dropout: lambda dtype: [torch.randn(2, 4, 8).to(dtype), 0.3],
+# The fast path
+
+
+def no_choice(*args):
+    raise AssertionError("this call left the fast path")
+
+
+@needs_cpu
+@pytest.mark.parametrize("lengths", [(4, 6), (1, 32), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": -0.3}, {"scale": 1e-40}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_fast_path_is_the_same_operation(dtype, settings, lengths, monkeypatch):
+    """The same bits in the same layout, and plain calls take it, by position and by name."""
+    queries, keys = lengths
+    q = torch.randn(2, queries, 3, 8).to(dtype).transpose(1, 2)
+    k, v = torch.randn(2, 3, keys, 8).to(dtype), torch.randn(2, 3, keys, 5).to(dtype)
+    with backend("cpu"):
+        wanted = scaled_dot_product_attention(q, k, v, **settings)
+    monkeypatch.setattr(register, "choose", no_choice)
+    for out in (
+        scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, **settings),
+        scaled_dot_product_attention(q, k, v, None, 0.0, settings.get("is_causal", False), settings.get("scale")),
+    ):
+        assert torch.equal(out, wanted)
+        assert out.stride() == wanted.stride()
+
+
+OTHERWISE = {
+    "a mask": lambda t: scaled_dot_product_attention(t, t, t, torch.ones(5, 5).bool()),
+    "dropout": lambda t: scaled_dot_product_attention(t, t, t, dropout_p=0.1),
+    "grouped heads": lambda t: scaled_dot_product_attention(t, t[:, :1], t[:, :1], enable_gqa=True),
+    "a window": lambda t: scaled_dot_product_attention(t, t, t, window_size=(1, 1)),
+    "a gradient": lambda t: scaled_dot_product_attention(t.clone().requires_grad_(), t, t),
+    "a gradient of values": lambda t: scaled_dot_product_attention(t, t, t.clone().requires_grad_()),
+    "three dimensions": lambda t: scaled_dot_product_attention(t[0], t[0], t[0]),
+    "broadcast batches": lambda t: scaled_dot_product_attention(t.expand(3, 2, 5, 8), t, t),
+    "rows that are not dense": lambda t: scaled_dot_product_attention(*[t.mT.contiguous().mT] * 3),
+    "float64": lambda t: scaled_dot_product_attention(*[t.double()] * 3),
+    "autocast": torch.autocast("cpu", torch.bfloat16)(lambda t: scaled_dot_product_attention(t, t, t)),
+    "a wide head": lambda t: scaled_dot_product_attention(*[t.repeat(1, 1, 1, 33)] * 3),
 }
 
 
 @needs_cpu
-@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
-def test_the_direct_way_is_the_same_operation(function, dtype, grad, monkeypatch):
-    """It gives the same bits from the same draw of the seed, and plain calls take it."""
-    arguments = DIRECT[function](dtype)
-    leaves = [a.requires_grad_(grad) for a in arguments if isinstance(a, torch.Tensor)]
-
-    def results():
-        torch.manual_seed(3)
-        out = function(*arguments)
-        state = torch.random.get_rng_state()
-        return [out, state, *(torch.autograd.grad(out.float().square().sum(), leaves) if grad else ())]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(fastattn.backends.thread, "direct", False)
-        wanted = results()
-    with monkeypatch.context() as patched:
-        # What every other way goes through. (fastattn.ops.dropout is the function.)
-        for module in ("attention", "softmax_dropout", "layer_norm", "dropout"):
-            patched.setattr(sys.modules[f"fastattn.ops.{module}"], "choose", None)
-        direct = results()
-    for one, other in zip(direct, wanted, strict=True):
-        assert torch.equal(one, other)
-        assert one.stride() == other.stride()
-
-
-def assert_kept(monkeypatch, function, leaves, count):
-    """On the direct way ``function`` keeps so many tensors, and whatever is computed again, the bits are the same."""
-
-    def results(**options):
-        out = function(*leaves)
-        return len(out.grad_fn.saved_tensors), torch.autograd.grad(out.square().sum(), leaves, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(fastattn.backends.thread, "direct", False)
-        _, wanted = results()
-    for options in {}, {"create_graph": True}:
-        kept, grads = results(**options)
-        assert kept == count
-        assert all(map(torch.equal, grads, wanted))
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_leaves_the_fast_path(name, monkeypatch):
+    """Where the call is not a plain one the way with all checks is taken, whose result is the reference's."""
+    out = OTHERWISE[name](X)
+    if name != "dropout":
+        with backend("reference"):
+            torch.testing.assert_close(out, OTHERWISE[name](X), rtol=1e-5, atol=4e-3 if name == "autocast" else 1e-6)
+    monkeypatch.setattr(register, "choose", no_choice)
+    with pytest.raises(AssertionError, match="left the fast path"):
+        OTHERWISE[name](X)
 
 
 @needs_cpu
-@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
-@pytest.mark.parametrize(("length", "count"), [(5, 3), (40, 5)], ids=["small", "large"])
-def test_small_attention_keeps_its_operands_alone(length, count, settings, monkeypatch):
-    leaves = [torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
-    assert_kept(monkeypatch, functools.partial(scaled_dot_product_attention, **settings), leaves, count)
+@pytest.mark.parametrize(
+    ("arguments", "settings", "words"),
+    [
+        ((X, X, X), {"is_causal": 1}, "is_causal must be True or False, got 1"),
+        ((X, X, X), {"scale": True}, "scale must be a real number, got bool"),
+        ((X, X, X), {"is_causal": 2}, "is_causal must be True or False, got 2"),
+        ((X, X, X), {"scale": "1"}, "scale must be a real number, got str"),
+        ((X, X, X), {"scale": float("nan")}, "scale must be finite in float32, got nan"),
+        ((X, X, X), {"scale": 1e39}, "scale must be finite in float32, got 1e\\+39"),
+        ((X, X, X), {"dropout_p": -1.0}, r"dropout_p must be in \[0, 1\], got -1.0"),
+        ((X, X, None), {}, "value must be a Tensor, got NoneType"),
+        ((X, X, X[..., :4, :]), {}, "key and value must have the same length, got 5 and 4"),
+        ((X, X.int(), X), {}, "key must be float32, bfloat16, float16 or float64, got int32"),
+    ],
+)
+def test_errors_are_those_of_the_public_function(arguments, settings, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        scaled_dot_product_attention(*arguments, **settings)
+
+
+class Watch(TorchDispatchMode):
+    """Keeps the names of the ops that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @needs_cpu
-@pytest.mark.parametrize("parameters", [(), (torch.float32,), (torch.bfloat16, torch.float32)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "count"), [(5, 3), (200, 5)], ids=["small", "large"])
-def test_small_layer_norm_keeps_its_operands_alone(rows, count, dtype, parameters, monkeypatch):
-    leaves = [
-        torch.randn(*shape).to(t).requires_grad_()
-        for shape, t in zip([(rows, 60), (60,), (60,)], (dtype, *parameters), strict=False)
-    ]
-    assert_kept(monkeypatch, lambda x, *affine: layer_norm(x, (60,), *affine, eps=1e-3), leaves, count)
-
-
-@needs_cpu
-@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
-def test_the_direct_way_keeps_nothing_of_a_call_that_it_leaves(function, monkeypatch):
-    """What is kept may be moved elsewhere or computed again by a hook: each tensor once, of float64 operands too."""
-    arguments = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in DIRECT[function](torch.float64)]
-
-    def kept():
-        shapes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape), lambda packed: packed):
-            function(*arguments)
-        return shapes
-
-    direct = kept()
-    monkeypatch.setattr(fastattn.backends.thread, "direct", False)
-    assert direct == kept()
-
-
-@needs_cpu
-@pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
-def test_the_direct_way_is_left_where_somebody_watches(function):
-    arguments = DIRECT[function](torch.float32)
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Watch():
-        function(*arguments)
-    assert any(name.startswith("fastattn.") for name in seen)
-    assert not any("direct" in name for name in seen)
-    assert explain(function, *arguments).backend == "cpu"
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_whoever_listens_at_the_dispatcher_sees_the_call(function):
+    with torch.no_grad(), Watch() as watch:
+        function(*CALLS[function])
+    seen = [name for name in watch.seen if name.startswith("fastattn")]
+    assert len(seen) == 1
+    assert seen[0].startswith("fastattn.")  # not of a compiled library
 
 
 @needs_cpu
@@ -358,3 +351,91 @@ def test_the_registers_of_matrix_instructions_are_asked_for_where_they_may_be_us
     assert used == (held_to or best)
     if held_to:
         assert listed == "False"
+
+
+# The contract (fastattn/backends/schema.py)
+
+
+def arguments_of(schema):
+    """The names of a schema's arguments."""
+    return [argument.split()[1] for argument in schema.split("(", 1)[1].split(") ->")[0].split(", ")]
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize("operation", STEM_OF)
+def test_signatures_are_the_schemas(name, operation):
+    """The arguments of every Python backend function, by name and in order; others it may have are its own."""
+    require(name)
+    parameters = inspect.signature(TABLE[name].FUNCTIONS[operation]).parameters.values()
+    expected = arguments_of(SCHEMAS[operation])
+    assert [p.name for p in parameters][: len(expected)] == expected
+    assert all(p.default is not p.empty for p in list(parameters)[len(expected) :])
+
+
+@needs_cpu
+def test_the_library_has_every_operation():
+    assert set(TABLE["cpu"].FUNCTIONS) == set(SCHEMAS)
+    assert set(TABLE["cuda"].OPERATIONS) <= set(STEM_OF)
+
+
+def normalised(monkeypatch, operation, call):
+    """The arguments, by name, that the backend function gets of a public call."""
+    found, original = {}, TABLE["reference"].FUNCTIONS[operation]
+
+    def record(*args):
+        found.update(zip(arguments_of(SCHEMAS[operation]), args, strict=True))
+        return original(*args)
+
+    monkeypatch.setitem(TABLE["reference"].FUNCTIONS, operation, record)
+    with backend("reference"):
+        call()
+    return found
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("window_size", [(-1, -1), (0, 0), (3, -1), (-1, 2), (5, 9), (2**62, 2**70), [1, 1]], ids=str)
+@pytest.mark.parametrize("variant", ["upper_left", "lower_right"])
+def test_windows_are_finite(variant, window_size, is_causal, monkeypatch):
+    """Each side at least 0, no further than the last position, causal folded in; who sees whom is unchanged."""
+    queries, keys = 5, 9
+    got = normalised(
+        monkeypatch,
+        "attention",
+        lambda: scaled_dot_product_attention(
+            torch.randn(1, 2, queries, 8), *torch.randn(2, 1, 2, keys, 8), is_causal=is_causal,
+            causal_variant=variant, window_size=window_size, key_lengths=torch.tensor([7], dtype=torch.int32),
+        ),
+    )  # fmt: skip
+    reach = (queries, keys) if variant == "upper_left" else (keys, queries)
+    left, right = got["window_left"], got["window_right"]
+    assert 0 <= left <= reach[0]
+    assert 0 <= right <= reach[1]
+    assert got["lower_right"] is (variant == "lower_right")
+    assert got["key_lengths"].dtype == torch.int64
+    for length in range(keys + 1):
+        diagonal = length - queries if variant == "lower_right" else 0
+        for i in range(queries):
+            for j in range(length):
+                distance = j - i - diagonal
+                seen = window_size[0] == -1 or distance >= -window_size[0]
+                seen &= window_size[1] == -1 or distance <= window_size[1]
+                seen &= not is_causal or distance <= 0
+                assert (-left <= distance <= right) == seen
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-7, 0.1, 1.0])
+@pytest.mark.parametrize("seed", [None, torch.tensor([[1, 2], [3, 4]])[:, 0]], ids=["drawn", "given"])
+def test_a_seed_is_there_where_something_is_dropped(seed, p, monkeypatch):
+    got = normalised(monkeypatch, "softmax_dropout", lambda: softmax_dropout(X, p, seed=seed))
+    assert got["threshold"] == int(p * 65536 + 0.5)
+    assert (got["seed"] is None) == (got["threshold"] == 0)
+    if got["seed"] is not None:
+        assert got["seed"].is_contiguous()
+        assert seed is None or got["seed"].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(("given", "got"), [(1e-40, 0.0), (-1e-39, 0.0), (0, 0.0), (-2, -2.0), (2.0**-126, 2.0**-126)])
+def test_scales_that_float32_holds(given, got, monkeypatch):
+    call = normalised(monkeypatch, "attention", lambda: scaled_dot_product_attention(X, X, X, scale=given))
+    assert call["scale"] == got
+    assert isinstance(call["scale"], float)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,20 +178,20 @@ def test_launches(columns):
     x, seed, weight = torch.randn(17, columns), torch.tensor([4, 5]), torch.ones(columns)
     scores = x.view(1, 1, 17, columns)
 
-    def launches(function, *args):
+    def launches(name, *args):
         before = controls.launches()
-        return function(*args), controls.launches() - before
+        return functions[name](*args), controls.launches() - before
 
-    (_, total, mean, rstd), forward = launches(functions.dropout_add_layer_norm, x, x, weight, weight, seed, 6554, 1e-5)
+    (_, total, mean, rstd), forward = launches("dropout_add_layer_norm", x, x, weight, weight, seed, 6554, 1e-5)
     _, backward = launches(
-        functions.dropout_add_layer_norm_backward, x, x, total, mean, rstd, weight, seed, 6554, *[x.dtype] * 3
+        "dropout_add_layer_norm_backward", x, x, total, mean, rstd, weight, seed, 6554, *[x.dtype] * 3
     )
     assert (forward, backward) == (1, 2)
-    rest = None, None, seed, 1.0, -1, 0, False, 6554
-    (_, stats), forward = launches(functions.softmax_dropout, scores, *rest)
-    _, backward = launches(functions.softmax_dropout_backward, scores, scores, stats, *rest, False)
+    rest = None, None, seed, 1.0, 17, 0, False, 6554
+    (_, stats), forward = launches("softmax_dropout", scores, *rest)
+    _, backward = launches("softmax_dropout_backward", scores, stats, scores, *rest, False)
     assert (forward, backward) == (1, 1)
-    assert launches(functions.dropout, x, seed, 6554)[1] == 1
+    assert launches("dropout", x, seed, 6554)[1] == 1
 
 
 # Selection
@@ -201,15 +200,15 @@ def test_launches(columns):
 @pytest.fixture
 def hopper(monkeypatch):
     """Tensors on "cuda" are taken to be on a GPU of capability 9.0, which the library has code for."""
-    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(backends, "_CUDA_CAPABILITIES", (((9, 0), (9, 9)),))
+    monkeypatch.setattr(backends.cuda, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
+    monkeypatch.setattr(backends.cuda, "MISSING", "")
+    monkeypatch.setattr(backends.triton, "MISSING", "")
 
 
 def test_cuda_is_taken_before_triton(hopper, monkeypatch):
     """Where the library has the operation and serves the dtype; otherwise `explain` says why not."""
-    library = SimpleNamespace(layer_norm=None)
-    monkeypatch.setitem(backends.TABLE, "triton", SimpleNamespace(layer_norm=None, dropout=None))
-    monkeypatch.setitem(backends.TABLE, "cuda", library)
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"layer_norm": None})
     with FakeTensorMode():
         x = torch.empty(2, 8, device="cuda")
         chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
@@ -221,12 +220,11 @@ def test_cuda_is_taken_before_triton(hopper, monkeypatch):
         double = fastattn.explain(fastattn.layer_norm, x.double(), (8,))
         assert double.backend == "reference"
         assert "float64" in double.reasons["cuda"]
-        monkeypatch.setattr(backends, "_CUDA_CAPABILITIES", (((8, 0), (8, 9)), ((10, 0), (10, 9))))
+        monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((8, 0), (8, 9)), ((10, 0), (10, 9))))
         other = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert other.backend == "triton"
         assert other.reasons["cuda"] == "its library has no code for this GPU's compute capability, 9.0"
-        monkeypatch.delitem(backends.TABLE, "cuda")
-        monkeypatch.setitem(backends.MISSING, "cuda", "its library is not loaded: no nvcc")
+        monkeypatch.setattr(backends.cuda, "MISSING", "its library is not loaded: no nvcc")
         missing = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert missing.backend == "triton"
         assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
@@ -234,19 +232,19 @@ def test_cuda_is_taken_before_triton(hopper, monkeypatch):
 
 def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
     """One warning where the reference runs for want of Triton; none where Triton would not serve the call either."""
-    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(layer_norm=None, attention=None))
-    monkeypatch.delitem(backends.TABLE, "triton", raising=False)
-    monkeypatch.setitem(backends.MISSING, "triton", "triton is not installed")
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"layer_norm": None, "attention": None})
+    monkeypatch.setattr(backends.triton, "MISSING", "triton is not installed")
     monkeypatch.setattr(backends, "_warned", set())
+    settings = None, None, None, 0.25, 17, 17, False, 0
     with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         token, prompt = (torch.empty(1, 2, length, 16, device="cuda") for length in (1, 17))
-        assert backends.choose("layer_norm", (token,)) == "cuda"
-        assert backends.choose("layer_norm", (token.double(),)) == "reference"
-        assert backends.choose("attention", (token,), None, 16, 0, (prompt, prompt)) == "cuda"
+        assert backends.choose("layer_norm", (token, None, None, 1e-5)) == "cuda"
+        assert backends.choose("layer_norm", (token.double(), None, None, 1e-5)) == "reference"
+        assert backends.choose("attention", (token, prompt, prompt, *settings)) == "cuda"
         assert not caught
         for _ in range(2):
-            assert backends.choose("attention", (prompt,), None, 16, 0, (prompt, prompt)) == "reference"
+            assert backends.choose("attention", (prompt, prompt, prompt, *settings)) == "reference"
     assert [str(warning.message) for warning in caught] == [
         "fastattn runs its plain PyTorch reference on cuda tensors, slowly: triton is not installed"
     ]
@@ -275,29 +273,31 @@ def test_library_of_another_cuda(monkeypatch, tmp_path):
 
 def test_no_decoding_inside_functorch(monkeypatch):
     """Inside vmap the operands of a gradient do not say that one is wanted, and this attention has none."""
-    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(attention=None))
-    monkeypatch.setitem(backends._DEVICES, "cuda", "cpu")
+    monkeypatch.setattr(backends.cuda, "MISSING", "")
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None})
+    monkeypatch.setattr(backends.cuda, "DEVICE", "cpu")
     reasons = []
 
     def f(q):
-        reasons.append(backends.refusal("cuda", "attention", (q[None],)))
+        reasons.append(backends.cuda.refusal("attention", (*[q[None]] * 3, None, None, None, 0.25, 4, 4, False, 0)))
         return q.sum()
 
     q = torch.ones(2, 1, 4, 16, device="cpu")
-    assert backends.refusal("cuda", "attention", (q,)) is None
+    assert backends.cuda.refusal("attention", (q, q, q, None, None, None, 0.25, 4, 4, False, 0)) is None
     torch.func.grad(lambda q: torch.func.vmap(f)(q).sum())(q)
     assert reasons == ["its attention is not for functorch's transforms"]
 
 
 def test_what_is_counted_in_32_bits_is_refused(hopper, monkeypatch):
-    monkeypatch.setitem(backends.TABLE, "cuda", SimpleNamespace(attention=None))
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None})
+    settings = None, None, None, 0.25, 16, 16, False, 0
     with FakeTensorMode():
         q, fits, many = (torch.empty(rows, 1, 16, 16, device="cuda") for rows in (1, 2**27 - 1, 2**27))
         for keys, reason in ((2**29, None), (2**29 + 1, "it takes up to 2**29 keys, not 536870913")):
             key = torch.empty(1, 1, keys, 16, device="cuda")
-            assert backends.refusal("cuda", "attention", (q,), siblings=(key, key)) == reason
-        assert backends.refusal("cuda", "attention", (fits,)) is None
-        refused = backends.refusal("cuda", "attention", (many,))
+            assert backends.cuda.refusal("attention", (q, key, key, *settings)) == reason
+        assert backends.cuda.refusal("attention", (fits, fits, fits, *settings)) is None
+        refused = backends.cuda.refusal("attention", (many, many, many, *settings))
     assert refused == "it takes up to 2**31 - 1 rows of queries, not 2147483648"
 
 

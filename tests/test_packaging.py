@@ -347,11 +347,11 @@ def test_library_of_another_machine_has_a_reason(package):
     assert "\n" not in native.reason("cpu")
 
 
-def test_library_older_than_the_package_has_a_reason(package, library, monkeypatch):
+def test_library_of_another_version_has_a_reason(package, library, monkeypatch):
     (package / "_cpu.so").symlink_to(library)
-    monkeypatch.setitem(native.NEEDED, "cpu", (*native.NEEDED["cpu"], "of_tomorrow"))
+    monkeypatch.setitem(native.SCHEMAS, "of_tomorrow", "of_tomorrow(Tensor input) -> Tensor")
     assert native.library("cpu") is None
-    assert native.reason("cpu") == "_cpu.so is older than this package: it has no of_tomorrow; build it anew"
+    assert native.reason("cpu") == "_cpu.so is of another version of this package; build it anew"
 
 
 def test_old_torch_has_a_reason(package, monkeypatch):

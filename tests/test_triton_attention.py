@@ -18,8 +18,8 @@ from interpreter import strict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn import backend
-from fastattn.backends.triton import attention, attention_backward, configurations
-from fastattn.backends.triton.attention import _Problem
+from fastattn.backends.triton import configurations
+from fastattn.backends.triton.attention import _Problem, attention, attention_backward
 
 SEED = torch.tensor([5, 6])
 TILES = configurations.Tiles(32, 64, 4, 1)
@@ -173,7 +173,7 @@ def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
     }[layout]()
     with strict():
         out, _, stats = attention(query, key, value, *settings)
-        arguments = grad, None, query, key, value, out, stats, *settings, False
+        arguments = grad, None, out, stats, query, key, value, *settings, False
         described.clear()
         got = attention_backward(*arguments)
         assert ({t.shape for t in described} == {key.shape}) == (layout == "one for all heads")

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_gpu import SHARED_MEMORY, pretend
-from fastattn.backends import triton as kernels
-from fastattn.backends.triton import configurations
+from fastattn.backends.triton import FUNCTIONS, configurations
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -42,24 +41,24 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
     seed = _empty(2, dtype=torch.int64)
-    kernels.dropout(_empty(2, rows, columns, dtype=dtype), seed, 6554)
-    kernels.dropout(_empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
-    kernels.dropout_mask((2, rows, columns), seed, 6554)
+    FUNCTIONS["dropout"](_empty(2, rows, columns, dtype=dtype), seed, 6554)
+    FUNCTIONS["dropout"](_empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
+    FUNCTIONS["dropout_mask"]((2, rows, columns), seed, 6554)
 
 
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
-    _, mean, rstd = kernels.layer_norm(input, parameter, parameter, 1e-5)
-    kernels.layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
+    _, mean, rstd = FUNCTIONS["layer_norm"](input, parameter, parameter, 1e-5)
+    FUNCTIONS["layer_norm_backward"](input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
     input, parameter, seed = _empty(8, 64, columns, dtype=dtype), _empty(columns), _empty(2, dtype=torch.int64)
     residual = _empty(8, 64, columns)
-    out, total, mean, rstd = kernels.dropout_add_layer_norm(
+    out, total, mean, rstd = FUNCTIONS["dropout_add_layer_norm"](
         input, residual, parameter, parameter, seed, threshold, 1e-5
     )
-    kernels.dropout_add_layer_norm_backward(
+    FUNCTIONS["dropout_add_layer_norm_backward"](
         out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
     )
 
@@ -67,9 +66,9 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
     input, seed = _empty(2, 4, 64, columns, dtype=dtype), _empty(2, dtype=torch.int64)
     attn_mask = None if mask is None else _empty(2, 1, 1, columns, dtype=mask)
-    settings = attn_mask, None, seed, 0.125, -1, 0, False, threshold
-    out, stats = kernels.softmax_dropout(input, *settings)
-    kernels.softmax_dropout_backward(out, input, stats, *settings, mask is not None and mask != torch.bool)
+    settings = attn_mask, None, seed, 0.125, 64, 0, False, threshold
+    out, stats = FUNCTIONS["softmax_dropout"](input, *settings)
+    FUNCTIONS["softmax_dropout_backward"](out, stats, input, *settings, mask is not None and mask != torch.bool)
 
 
 def _attention(
@@ -82,13 +81,13 @@ def _attention(
     attn_mask = None if mask is None else _empty(32, 1, queries, mask_columns or keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     lengths = None if plain else _empty(32, dtype=torch.int64)
-    settings = attn_mask, lengths, seed, 0.125, -1, 0, not plain, threshold
+    settings = attn_mask, lengths, seed, 0.125, queries if plain else keys, 0, not plain, threshold
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        out, lse, stats = kernels.attention(query, key, value, *settings)
+        out, lse, stats = FUNCTIONS["attention"](query, key, value, *settings)
         grad_lse = None if plain else lse
-        kernels.attention_backward(out, grad_lse, query, key, value, out, stats, *settings, is_float)
+        FUNCTIONS["attention_backward"](out, grad_lse, out, stats, query, key, value, *settings, is_float)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -118,15 +117,15 @@ def _few_queries(
     attn_mask = None if mask is None else _empty(batch, 1, 1, keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     lengths = _empty(batch, dtype=torch.int64)
-    kernels.attention(query, key, key, attn_mask, lengths, seed, 0.125, -1, 0, True, threshold)
+    FUNCTIONS["attention"](query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
     query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
     starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
-    settings = starts, starts, None, seed, longest, 128, 0.125, -1, 0, threshold
-    out, lse, stats = kernels.varlen_attention(query, key, key, *settings)
-    kernels.varlen_attention_backward(out, lse, query, key, key, out, stats, *settings)
+    settings = starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold
+    out, lse, stats = FUNCTIONS["varlen_attention"](query, key, key, *settings)
+    FUNCTIONS["varlen_attention_backward"](out, lse, out, stats, query, key, key, *settings)
 
 
 CASES: dict[str, list[tuple[Any, ...]]] = {

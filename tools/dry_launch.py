@@ -33,7 +33,7 @@ class Dry(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastattn":
             with self:
-                return getattr(TABLE[args[-1]], func._schema.name.removeprefix("fastattn::"))(*args[:-1])
+                return TABLE[args[-1]].FUNCTIONS[func._schema.name.removeprefix("fastattn::")](*args[:-1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in COPIES and len({t.device for t in (out, *args) if isinstance(t, torch.Tensor)}) > 1:
             raise RuntimeError(f"a copy between devices: {func}")

@@ -9,8 +9,7 @@ import time
 import torch
 from triton.testing import do_bench
 
-from fastattn.backends import triton as kernels
-from fastattn.backends.triton import configurations
+from fastattn.backends.triton import FUNCTIONS, configurations
 from fastattn.bench import report
 
 DEVICE = "cuda"
@@ -25,14 +24,14 @@ def attention(dtype, size):
     """Calls of the attention kernels by name, for the head size."""
     query, key, value, grad = (torch.randn(*PROBLEM, size, device=DEVICE, dtype=dtype) for _ in range(4))
     seed = torch.tensor([1, 2], device=DEVICE)
-    settings = None, None, seed, size**-0.5, -1, 0, False, THRESHOLD
-    out, _, stats = kernels.attention(query, key, value, *settings)
+    settings = None, None, seed, size**-0.5, PROBLEM[-1], 0, False, THRESHOLD
+    out, _, stats = FUNCTIONS["attention"](query, key, value, *settings)
 
     def forward():
-        kernels.attention(query, key, value, *settings)
+        FUNCTIONS["attention"](query, key, value, *settings)
 
     def backward():
-        kernels.attention_backward(grad, None, query, key, value, out, stats, *settings, False)
+        FUNCTIONS["attention_backward"](grad, None, out, stats, query, key, value, *settings, False)
 
     return {"forward": forward, "grad_query": backward, "grad_key_value": backward}
 
@@ -42,18 +41,18 @@ def rows(columns):
     input, grad = (torch.randn(ELEMENTS // columns, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     scores, grad_weights = input[None, None], grad[None, None]
     weight, seed = torch.ones(columns, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
-    _, mean, rstd = kernels.layer_norm(input, weight, weight, 1e-5)
-    settings = None, None, seed, 1.0, -1, -1, False, THRESHOLD
-    _, stats = kernels.softmax_dropout(scores, *settings)
+    _, mean, rstd = FUNCTIONS["layer_norm"](input, weight, weight, 1e-5)
+    settings = None, None, seed, 1.0, *scores.shape[-2:], False, THRESHOLD
+    _, stats = FUNCTIONS["softmax_dropout"](scores, *settings)
     return {
-        "dropout": lambda: kernels.dropout(input, seed, THRESHOLD),
-        "layer_norm": lambda: kernels.layer_norm(input, weight, weight, 1e-5),
-        "layer_norm_backward": lambda: kernels.layer_norm_backward(
+        "dropout": lambda: FUNCTIONS["dropout"](input, seed, THRESHOLD),
+        "layer_norm": lambda: FUNCTIONS["layer_norm"](input, weight, weight, 1e-5),
+        "layer_norm_backward": lambda: FUNCTIONS["layer_norm_backward"](
             grad, input, mean, rstd, weight, *[weight.dtype] * 2
         ),
-        "softmax_dropout": lambda: kernels.softmax_dropout(scores, *settings),
-        "softmax_dropout_backward": lambda: kernels.softmax_dropout_backward(
-            grad_weights, scores, stats, *settings, False
+        "softmax_dropout": lambda: FUNCTIONS["softmax_dropout"](scores, *settings),
+        "softmax_dropout_backward": lambda: FUNCTIONS["softmax_dropout_backward"](
+            grad_weights, stats, scores, *settings, False
         ),
     }
 

@@ -42,7 +42,7 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     # A wrong access that the compiler sees traps; the emulation tells where.
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
-    bindings = f"{native_build.CXX_FLAGS} -O1 {native_build.TORCH_TARGET} {include}"
+    bindings = f"-O1 {native_build.bindings_flags(torch)}"
     objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     objects += [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
     objects += [

@@ -4,34 +4,21 @@
 """
 
 import functools
+import hashlib
 import json
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastattn.backends.schema import SCHEMAS
+from fastattn.torch_private import bind
+
 PACKAGE = Path(__file__).resolve().parent.parent
 LIBRARIES = ("cpu", "cuda")
 OLDEST_TORCH = (2, 10)
-NEEDED = {  # operations by which a library is known to be of this version
-    "cpu": (  # what the direct way needs beyond the backend's functions
-        "attention_direct",
-        "attention_direct_backward",
-        "attention_kept",
-        "attention_kept_backward",
-        "dropout_direct",
-        "dropout_add_layer_norm_direct",
-        "dropout_add_layer_norm_kept",
-        "layer_norm_direct",
-        "layer_norm_direct_backward",
-        "layer_norm_kept",
-        "softmax_dropout_direct",
-        "softmax_dropout_kept",
-        "softmax_dropout_kept_backward",
-    ),
-    "cuda": ("dropout", "dropout_mask", "layer_norm", "dropout_add_layer_norm"),
-}
 
 
 def build_record() -> dict[str, dict[str, Any]]:
@@ -84,11 +71,15 @@ def _load(name: str) -> tuple[Any, str]:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
         return None, f"{path.name} does not load: {str(error).splitlines()[0]}"
-    library = getattr(torch.ops, f"fastattn_{name}")
-    lacking = [operation for operation in NEEDED[name] if not hasattr(library, operation)]
-    if lacking:
-        return None, f"{path.name} is older than this package: it has no {lacking[0]}; build it anew"
-    return library, ""
+    loaded = getattr(torch.ops, f"fastattn_{name}")
+    if not hasattr(loaded, "contract") or loaded.contract() != contract():
+        return None, f"{path.name} is of another version of this package; build it anew"
+    return loaded, ""
+
+
+def contract() -> str:
+    """A hash of the schemas, which the build compiles into the libraries."""
+    return hashlib.sha256("\n".join(SCHEMAS[name] for name in sorted(SCHEMAS)).encode()).hexdigest()[:12]
 
 
 def library(name: str) -> Any:
@@ -99,3 +90,21 @@ def library(name: str) -> Any:
 def reason(name: str) -> str:
     """Why `library(name)` is None; "" where it is loaded."""
     return _load(name)[1]
+
+
+def missing(name: str) -> str:
+    """`reason(name)` as `explain` says it."""
+    return f"its library is not loaded: {reason(name)}" if reason(name) else ""
+
+
+_defined: list[torch.library.Library] = []  # schemas last as long as these do
+
+
+def functions(name: str, operations: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The operations of a loaded library by name. It has kernels for them, but no schemas."""
+    fragment = torch.library.Library(f"fastattn_{name}", "FRAGMENT")
+    _defined.append(fragment)
+    for operation in operations:
+        fragment.define(SCHEMAS[operation])
+    loaded = getattr(torch.ops, f"fastattn_{name}")
+    return {operation: bind(getattr(loaded, operation).default) for operation in operations}

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, compiled
-from fastattn.backends.reference.attention import empty_heads, without_autocast
-from fastattn.backends.reference.dropout import stat_dtype
-from fastattn.backends.reference.softmax_dropout import visibility
+from fastattn.backends import choose
+from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
+from fastattn.backends.visibility import visibility
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
+from fastattn.ops.register import Op, fast_path
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
+from fastattn.torch_private import is_autocast_enabled
 
-_is_autocast_enabled = torch._C._is_any_autocast_enabled  # a name less to look up
+__all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
+
 _VARIANTS = ("upper_left", "lower_right")
-_direct, _direct_backward = compiled("attention_direct"), compiled("attention_direct_backward")
-_kept, _kept_backward = compiled("attention_kept"), compiled("attention_kept_backward")
 
 
+@fast_path("attention_fast")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -70,31 +70,11 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if (
-        attn_mask is None
-        and key_lengths is None
-        and seed is None
-        and not (return_lse or enable_gqa)
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and window_size == (-1, -1)
-        and causal_variant == "upper_left"
-        and type(is_causal) is bool
-        and (scale is None or (type(scale) is float and -check.LARGEST <= scale <= check.LARGEST))
-        and (differentiate := wants_gradient(query, key, value)) is not None
-        and not _is_autocast_enabled()
-    ):
-        settings: tuple[Any, ...] = (True,) if is_causal else ()  # the fewer, the faster
-        if scale is not None:
-            settings = is_causal, scale
-        out = _apply_direct(query, key, value, settings) if differentiate else _direct(query, key, value, *settings)
-        if out is not None:
-            return out
     name = "scaled_dot_product_attention"
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
     q, k, v, batch = _heads(name, query, key, value, enable_gqa)
-    _, heads, rows, head_size = q.shape
+    _, heads, rows, head_dim = q.shape
     columns = k.shape[2]
     if attn_mask is not None:
         attn_mask, is_causal, causal_variant = _causal_bias(name, attn_mask, is_causal, causal_variant, rows, columns)
@@ -102,16 +82,12 @@ def scaled_dot_product_attention(
     if key_lengths is not None:
         key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
     lower_right = _lower_right(name, causal_variant)
-    check.flag(name, "is_causal", is_causal)
-    window_left, window_right = check.window(name, window_size, is_causal)
+    window = check.window(name, window_size, is_causal, lower_right, rows, columns)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = 1.0 / math.sqrt(head_size) if scale is None else check.scale(name, scale)
-    backend = choose("attention", (q,), attn_mask, max(head_size, v.shape[3]), threshold, (k, v))
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else check.scale(name, scale)
     seed = check.draw_seed(seed, threshold, q.device)
-    out, lse, _ = attention_op(
-        backend, q, k, v, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
-    )
+    out, lse, _ = attention_op(q, k, v, attn_mask, key_lengths, seed, scale, *window, lower_right, threshold)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         rank = max(query.dim(), key.dim(), value.dim())
         out, lse = _as_given(out, batch, rank), _as_given(lse, batch, rank)
@@ -153,26 +129,25 @@ def attention_weights(
         name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
     )
     lower_right = _lower_right(name, causal_variant)
-    check.flag(name, "is_causal", is_causal)
-    window_left, window_right = check.window(name, window_size, is_causal)
+    window = check.window(name, window_size, is_causal, lower_right, q.size(2), k.size(2))
     attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
     key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
     scale = 1.0 / math.sqrt(q.size(3)) if scale is None else check.scale(name, scale)
-    backend = choose("softmax_dropout", (q,), attn_mask, siblings=(k,))
     seed = check.draw_seed(seed, threshold, q.device)
-    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    settings = attn_mask, key_lengths, seed, scale, *window, lower_right, threshold
+    unmade = q.new_empty((), dtype=stat_dtype(q.dtype)).expand(*q.shape[:3], k.size(2))  # takes no memory
+    backend = choose("softmax_dropout", (unmade, *settings))
+    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, *window, lower_right)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
         seen = visible[(None,) * (4 - visible.dim())].any(2).any(1, keepdim=True)
         k = k.masked_fill(~seen.unsqueeze(-1), 0.0)
     with without_autocast(q.device):  # in float32, as attention's own scores are
         groups = (k.size(1), q.size(1) // max(k.size(1), 1))
-        grouped = q.to(stat_dtype(q.dtype)).unflatten(1, groups)
-        scores = (grouped @ k.to(stat_dtype(q.dtype)).mT.unsqueeze(2)).flatten(1, 2)
-    weights, _ = softmax_dropout_op(
-        backend, scores, attn_mask, key_lengths, seed, scale, window_left, window_right, lower_right, threshold
-    )
+        grouped = q.to(unmade.dtype).unflatten(1, groups)
+        scores = (grouped @ k.to(unmade.dtype).mT.unsqueeze(2)).flatten(1, 2)
+    weights, _ = softmax_dropout_op.on(backend, scores, *settings)
     return _as_given(weights.to(q.dtype), batch, max(query.dim(), key.dim()))
 
 
@@ -249,16 +224,12 @@ def varlen_attn(
                 f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
             )
         used = torch.minimum(used, own)
-    check.flag(name, "is_causal", is_causal)
-    window_left, window_right = check.window(name, window_size, is_causal)
+    window = check.window(name, window_size, is_causal, True, max_q, max_k)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
     scale = 1.0 / math.sqrt(q.size(2)) if scale is None else check.scale(name, scale)
-    backend = choose("varlen_attention", (q,), None, max(q.size(2), v.size(2)))
-    out, lse, _ = varlen_attention_op(
-        backend, q, k, v, cu_seq_q, cu_seq_k, used, check.draw_seed(seed, threshold, q.device), max_q, max_k,
-        scale, window_left, window_right, threshold,
-    )  # fmt: skip
+    seed = check.draw_seed(seed, threshold, q.device)
+    out, lse, _ = varlen_attention_op(q, k, v, cu_seq_q, cu_seq_k, used, seed, max_q, max_k, scale, *window, threshold)
     return (out, lse) if return_lse else out
 
 
@@ -281,7 +252,7 @@ def _heads(
             and query.dtype is key.dtype is value.dtype
             and query.dtype in check.FLOATS
             and query.device == key.device == value.device
-            and not _is_autocast_enabled()
+            and not is_autocast_enabled()
         ):
             return query, key, value, (batch,)  # nothing to convert or broadcast: the short way for small problems
     for label, tensor in (("query", query), ("key", key), ("value", value)):
@@ -426,80 +397,35 @@ def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 
 def _fake_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = tuple(empty_heads(t, t.size(2), t.size(3)) for t in (query, key, value))
     return *grads, fake_mask_grad(query, attn_mask, rest[-1])
 
 
-attention_backward_op = BackwardOp(
-    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, SymInt window_left, "
-    "SymInt window_right, bool lower_right, int threshold, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_attention_backward,
-)
+attention_backward_op = Op("attention_backward", _fake_attention_backward)
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, key_lengths, seed, *ctx.settings, ctx.backend = inputs
+    query, key, value, attn_mask, key_lengths, seed, *ctx.settings = inputs
     out, _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, out, stats, attn_mask, key_lengths, seed)
+    ctx.save_for_backward(out, stats, query, key, value, attn_mask, key_lengths, seed)
 
 
-def _attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
-    query, key, value, out, stats, attn_mask, key_lengths, seed = ctx.saved_tensors
+def _attention_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
+    saved, mask_grad = ctx.saved_tensors, ctx.needs_input_grad[3]
     if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    mask_grad = ctx.needs_input_grad[3]
-    grads = attention_backward_op(
-        ctx.backend, grad_out, grad_lse, query, key, value, out, stats, attn_mask, key_lengths, seed, *ctx.settings,
-        mask_grad,
-    )  # fmt: skip
-    return *grads[:3], grads[3] if mask_grad else None, *(None,) * 8
+        grad_out = torch.zeros_like(saved[0])
+    *grads, grad_mask = attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings, mask_grad)
+    return *grads, grad_mask if mask_grad else None
 
 
-attention_op = Op(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, "
-    "float scale, SymInt window_left, SymInt window_right, bool lower_right, int threshold) "
-    "-> (Tensor, Tensor, Tensor)",
-    _fake_attention,
-    _setup_attention,
-    _attention_backward,
-)
-
-
-class _Direct(torch.autograd.Function):
-    """The direct way of a call that wants a gradient: nothing but the output is a result."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]) -> Tensor | None:
-        out, stats = _kept(query, key, value, *settings)
-        if stats is not None:
-            ctx.save_for_backward(query, key, value, out, stats)
-        elif out is not None:  # what is small is computed again
-            ctx.save_for_backward(query, key, value)
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        saved, settings = ctx.saved_tensors, ctx.settings
-        if is_plain_backward(grad_out):
-            run = _direct_backward if len(saved) == 3 else _kept_backward
-            return *run(grad_out, *saved, *settings), None
-        query, key, value, *kept = saved
-        is_causal, scale = (*settings, None)[:2] if settings else (False, None)
-        scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
-        call = None, None, None, scale, -1, 0 if is_causal else -1, False, 0
-        out, stats = kept or attention_op("cpu", query, key, value, *call)[::2]
-        grads = attention_backward_op("cpu", grad_out, None, query, key, value, out, stats, *call, False)
-        return *grads[:3], None
-
-
-_apply_direct = plain_apply(_Direct)
+attention_op = Op("attention", _fake_attention, _setup_attention, _attention_backward)
 
 
 def _fake_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -513,40 +439,32 @@ def _fake_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any
 
 
 def _fake_varlen_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-varlen_attention_backward_op = BackwardOp(
-    "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor stats, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, SymInt max_q, SymInt max_k, "
-    "float scale, SymInt window_left, SymInt window_right, int threshold) -> (Tensor, Tensor, Tensor)",
-    _fake_varlen_attention_backward,
-)
+varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_attention_backward)
 
 
 def _setup_varlen_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, *ctx.settings, ctx.backend = inputs
+    query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, *ctx.settings = inputs
     out, _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, out, stats, cu_seq_q, cu_seq_k, seqused_k, seed)
+    ctx.save_for_backward(out, stats, query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed)
 
 
-def _varlen_attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
-    query, key, value, out, *rest = ctx.saved_tensors
+def _varlen_attention_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Tensor, ...]:
+    saved = ctx.saved_tensors
     if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grads = varlen_attention_backward_op(ctx.backend, grad_out, grad_lse, query, key, value, out, *rest, *ctx.settings)
-    return *grads, *(None,) * 11
+        grad_out = torch.zeros_like(saved[0])
+    return varlen_attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings)
 
 
 varlen_attention_op = Op(
-    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, "
-    "Tensor? seed, SymInt max_q, SymInt max_k, float scale, SymInt window_left, SymInt window_right, int threshold) "
-    "-> (Tensor, Tensor, Tensor)",
-    _fake_varlen_attention,
-    _setup_varlen_attention,
-    _varlen_attention_backward,
+    "varlen_attention", _fake_varlen_attention, _setup_varlen_attention, _varlen_attention_backward
 )

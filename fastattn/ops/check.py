@@ -9,8 +9,10 @@ from torch import Tensor
 
 LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
 LEAST = 2.0**-126  # float32's least normal number: a GPU may take less for 0, and -inf times 0 is NaN
-_FAR = 2**62  # beyond every position, within int64
 _NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
+_AUTOCAST_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "mps", "xpu", "mtia", "hpu", "xla") if torch.amp.is_autocast_available(device)
+)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -79,18 +81,27 @@ def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, shape, dtype=torch.int64, device=device)
 
 
-def window(function: str, window_size: tuple[int, int], is_causal: bool) -> tuple[int, int]:
-    """(left, right) with causal folded in: no column to the right of the diagonal."""
+def window(
+    function: str, window_size: tuple[int, int], is_causal: bool, lower_right: bool, queries: int, keys: int
+) -> tuple[int, int]:
+    """(left, right), finite, with causal folded in: no column to the right of the diagonal.
+
+    A side that bounds nothing reaches every position and no further (``backends/schema.py``).
+    """
+    flag(function, "is_causal", is_causal)
+    reach = (keys, queries) if lower_right else (queries, keys)
     if window_size == (-1, -1):
-        return -1, 0 if is_causal else -1
+        return reach[0], 0 if is_causal else reach[1]
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}")
-    left, right = window_size
-    if not all(isinstance(side, numbers.Integral) and not isinstance(side, bool) for side in (left, right)):
+    if not all(isinstance(side, numbers.Integral) and not isinstance(side, bool) for side in window_size):
         raise TypeError(f"{function}: window_size must be two integers, got {window_size!r}")
-    if left < -1 or right < -1:
+    if min(window_size) < -1:
         raise ValueError(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
-    return min(int(left), _FAR), 0 if is_causal else min(int(right), _FAR)
+    left, right = (
+        most if side == -1 else torch.sym_min(int(side), most) for side, most in zip(window_size, reach, strict=True)
+    )
+    return left, 0 if is_causal else right
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -153,7 +164,7 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The low-precision dtype of an active autocast on this tensor's device, else None."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, compiled
-from fastattn.backends.reference.dropout import dense_strides
+from fastattn.backends.common import dense_strides
 from fastattn.ops import check
-from fastattn.ops.register import Op, plain_apply, wants_gradient
+from fastattn.ops.register import Op
 
-_direct = compiled("dropout_direct")
+__all__ = ["dropout", "dropout_mask"]
 
 
 def dropout(
@@ -39,22 +38,14 @@ def dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if training is True and inplace is False and (differentiate := wants_gradient(input, seed)) is not None:
-        threshold = check.threshold("dropout", p, "p")
-        if differentiate and seed is None:
-            seed = check.draw_seed(None, threshold, input.device)
-        out = (_apply_direct if differentiate else _direct)(input, threshold, seed) if threshold > 0 else None
-        if out is not None:
-            return out
     check.float_tensor("dropout", "input", input)
     check.flag("dropout", "training", training)
     check.flag("dropout", "inplace", inplace)
     threshold = check.threshold("dropout", p, "p")
     check.check_seed("dropout", seed, input.device)
-    backend = choose("dropout", (input,))
     if not training or threshold == 0:
         return input
-    out = dropout_op(backend, input, check.draw_seed(seed, threshold, input.device), threshold)
+    out = dropout_op(input, check.draw_seed(seed, threshold, input.device), threshold)
     return input.copy_(out) if inplace else out
 
 
@@ -83,7 +74,7 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
     if not all(isinstance(size, int | torch.SymInt) and size >= 0 for size in shape):
         raise ValueError(f"{name}: shape must hold integers of at least 0, got {shape!r}")
     threshold = check.threshold(name, dropout_p)
-    return dropout_mask_op(choose("dropout_mask", (seed,)), shape, seed.contiguous(), threshold)
+    return dropout_mask_op(shape, seed.contiguous(), threshold)
 
 
 def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
@@ -91,41 +82,20 @@ def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seed, ctx.threshold, ctx.backend = inputs
+    _, seed, ctx.threshold = inputs
     ctx.save_for_backward(seed)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     # Dropout is linear and symmetric: its own transpose.
-    (seed,) = ctx.saved_tensors
-    return dropout_op(ctx.backend, grad, seed, ctx.threshold), None, None, None
+    return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, ctx.threshold),)
 
 
-dropout_op = Op("dropout(Tensor input, Tensor seed, int threshold) -> Tensor", _fake_dropout, _setup, _backward)
-
-
-class _Direct(torch.autograd.Function):
-    """The direct way of a call that wants a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, threshold: int, seed: Tensor) -> Tensor | None:
-        out = _direct(input, threshold, seed)
-        if out is not None:
-            ctx.threshold = threshold
-            ctx.save_for_backward(seed)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (seed,) = ctx.saved_tensors
-        return dropout_op("cpu", grad, seed, ctx.threshold), None, None
-
-
-_apply_direct = plain_apply(_Direct)
+dropout_op = Op("dropout", _fake_dropout, _setup, _backward)
 
 
 def _fake_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
     return seed.new_empty(shape, dtype=torch.bool)
 
 
-dropout_mask_op = Op("dropout_mask(SymInt[] shape, Tensor seed, int threshold) -> Tensor", _fake_dropout_mask)
+dropout_mask_op = Op("dropout_mask", _fake_dropout_mask)

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import choose, compiled
-from fastattn.backends.reference.dropout import stat_dtype
+from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import BackwardOp, Op, is_plain_backward, plain_apply, wants_gradient
+from fastattn.ops.register import Op
+
+__all__ = ["dropout_add_layer_norm", "layer_norm"]
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
-_direct, _kept = compiled("layer_norm_direct"), compiled("layer_norm_kept")
-_direct_backward, _kept_backward = compiled("layer_norm_direct_backward"), compiled("layer_norm_backward")
-_direct_residual, _kept_residual = compiled("dropout_add_layer_norm_direct"), compiled("dropout_add_layer_norm_kept")
 
 
 def layer_norm(
@@ -44,20 +42,6 @@ def layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if (
-        isinstance(normalized_shape, tuple)
-        and len(normalized_shape) == 1
-        and type(normalized_shape[0]) is int
-        and type(eps) is float
-        and (differentiate := wants_gradient(input, weight, bias)) is not None
-    ):
-        columns = normalized_shape[0]
-        if differentiate:
-            out = _apply_direct(input, weight, bias, columns, eps)
-        else:
-            out = _direct(input, columns, weight, bias, eps)
-        if out is not None:
-            return out
     name = "layer_norm"
     check.float_tensor(name, "input", input)
     shape = normalized_shape
@@ -77,8 +61,7 @@ def layer_norm(
     if dims > 1:
         x = x.flatten(-dims)
         weight, bias = (p if p is None else p.flatten() for p in (weight, bias))
-    backend = choose("layer_norm", _given(x, weight, bias))
-    out, _, _ = layer_norm_op(backend, x, weight, bias, eps)
+    out, _, _ = layer_norm_op(x, weight, bias, eps)
     return out if dims == 1 else out.view(input.shape)
 
 
@@ -114,18 +97,6 @@ def dropout_add_layer_norm(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
     name = "dropout_add_layer_norm"
-    if (
-        prenorm is False
-        and type(eps) is float
-        and (differentiate := wants_gradient(input, residual, weight, bias, seed)) is not None
-    ):
-        threshold = check.threshold(name, dropout_p)
-        if differentiate and seed is None and input is not None:
-            seed = check.draw_seed(None, threshold, input.device)
-        arguments = input, residual, weight, bias, eps, threshold, seed
-        out = _apply_direct_residual(*arguments)[0] if differentiate else _direct_residual(*arguments)
-        if out is not None:
-            return out
     check.flag(name, "prenorm", prenorm)
     check.float_tensor(name, "input", input)
     check.float_tensor(name, "residual", residual)
@@ -140,10 +111,8 @@ def dropout_add_layer_norm(
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
-    backend = choose("dropout_add_layer_norm", _given(input, residual, weight, bias))
-    out, total, _, _ = dropout_add_layer_norm_op(
-        backend, input, residual, weight, bias, check.draw_seed(seed, threshold, input.device), threshold, eps
-    )
+    seed = check.draw_seed(seed, threshold, input.device)
+    out, total, _, _ = dropout_add_layer_norm_op(input, residual, weight, bias, seed, threshold, eps)
     return (out, total) if prenorm else out
 
 
@@ -155,10 +124,6 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
         if parameter.shape != shape:
             raise ValueError(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
         check.same_device(name, label, parameter, input.device)
-
-
-def _given(*operands: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(operand for operand in operands if operand is not None)
 
 
 def _eps(name: str, eps: float) -> float:
@@ -181,20 +146,16 @@ def _fake_parameter_grads(input: Tensor, *dtypes: torch.dtype | None) -> list[Te
 
 def _fake_layer_norm_backward(
     grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    weight_grad: torch.dtype | None, bias_grad: torch.dtype | None,
+    *parameter_dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return input.new_empty(input.shape), *_fake_parameter_grads(input, weight_grad, bias_grad)
+    return input.new_empty(input.shape), *_fake_parameter_grads(input, *parameter_dtypes)
 
 
-layer_norm_backward_op = BackwardOp(
-    "layer_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-    "ScalarType? weight_grad, ScalarType? bias_grad) -> (Tensor, Tensor, Tensor)",
-    _fake_layer_norm_backward,
-)
+layer_norm_backward_op = Op("layer_norm_backward", _fake_layer_norm_backward)
 
 
 def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    input, weight, bias, _, ctx.backend = inputs
+    input, weight, bias, _ = inputs
     _, mean, rstd = output
     ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
@@ -202,13 +163,16 @@ def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.save_for_backward(input, mean, rstd, weight)
 
 
-def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: None) -> tuple[Any, ...]:
+def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 5
+        return ()
     needed = ctx.needs_input_grad[1:3]
     dtypes = _where(needed, ctx.parameter_dtypes)
-    grad_input, *grads = layer_norm_backward_op(ctx.backend, grad_out, *ctx.saved_tensors, *dtypes)
-    return grad_input, *_where(needed, grads), None, None
+    grad_input, *grads = layer_norm_backward_op.on(ctx.backend, grad_out, *ctx.saved_tensors, *dtypes)
+    return grad_input, *_where(needed, grads)
+
+
+layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_norm_backward)
 
 
 def _dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -218,45 +182,6 @@ def _dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | N
 def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     """The values whose gradients are needed, None in the place of the others."""
     return [value if need else None for need, value in zip(needed, values, strict=True)]
-
-
-layer_norm_op = Op(
-    "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-    _fake_layer_norm,
-    _setup_layer_norm,
-    _layer_norm_backward,
-)
-
-
-class _Direct(torch.autograd.Function):
-    """The direct way of a call that wants a gradient: nothing but the output is a result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
-    ) -> Tensor | None:
-        out, mean, rstd = _kept(input, columns, weight, bias, eps)
-        if rstd is not None:
-            ctx.save_for_backward(input, weight, bias, mean, rstd)
-        elif out is not None:  # what is small is computed again
-            ctx.save_for_backward(input, weight, bias)
-        ctx.eps = eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        saved, plain = ctx.saved_tensors, is_plain_backward(grad_out)
-        if plain and len(saved) == 3:
-            return (*_direct_backward(grad_out, *saved, ctx.eps), None, None)
-        input, weight, bias, *kept = saved
-        mean, rstd = kept or layer_norm_op("cpu", input, weight, bias, ctx.eps)[1:]
-        needed = ctx.needs_input_grad[1:3]
-        arguments = (grad_out, input, mean, rstd, weight, *_where(needed, _dtypes(weight, bias)))
-        grad_input, *grads = _kept_backward(*arguments) if plain else layer_norm_backward_op("cpu", *arguments)
-        return grad_input, *_where(needed, grads), None, None
-
-
-_apply_direct = plain_apply(_Direct)
 
 
 def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -272,87 +197,44 @@ def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) ->
 
 def _fake_dropout_add_layer_norm_backward(
     grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, *parameter_dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         sum.new_empty(sum.shape, dtype=input_dtype),
         sum.new_empty(sum.shape),
-        *_fake_parameter_grads(sum, weight_grad, bias_grad),
+        *_fake_parameter_grads(sum, *parameter_dtypes),
     )
 
 
-dropout_add_layer_norm_backward_op = BackwardOp(
-    "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, "
-    "Tensor? weight, Tensor? seed, int threshold, ScalarType input_dtype, ScalarType? weight_grad, "
-    "ScalarType? bias_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_dropout_add_layer_norm_backward,
-)
+dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake_dropout_add_layer_norm_backward)
 
 
 def _setup_dropout_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, residual, weight, bias, seed, threshold, _, ctx.backend = inputs
+    input, residual, weight, bias, seed, ctx.threshold, _ = inputs
     _, total, mean, rstd = output
+    ctx.input_dtype, ctx.residual_dtype, ctx.parameter_dtypes = input.dtype, residual.dtype, _dtypes(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    _keep_dropout_add_layer_norm(ctx, input, residual, weight, bias, seed, threshold, total, mean, rstd)
-
-
-def _keep_dropout_add_layer_norm(
-    ctx: Any, input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None,
-    threshold: int, total: Tensor, mean: Tensor, rstd: Tensor,
-) -> None:  # fmt: skip
-    ctx.threshold, ctx.input_dtype, ctx.residual_dtype = threshold, input.dtype, residual.dtype
-    ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.save_for_backward(total, mean, rstd, weight, seed)
 
 
 def _dropout_add_layer_norm_backward(
     ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _mean: None, _rstd: None
-) -> tuple[Any, ...]:
-    return _dropout_add_layer_norm_grads(ctx, ctx.backend, grad_out, grad_sum)
-
-
-def _dropout_add_layer_norm_grads(
-    ctx: Any, backend: str, grad_out: Tensor | None, grad_sum: Tensor | None
-) -> tuple[Any, ...]:
+) -> tuple[Tensor | None, ...]:
     total, mean, rstd, weight, seed = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(total)
     needed = ctx.needs_input_grad[2:4]
-    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op(
-        backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype,
+    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op.on(
+        ctx.backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype,
         *_where(needed, ctx.parameter_dtypes),
     )  # fmt: skip
-    return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads), *(None,) * 4
+    return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads)
 
 
 dropout_add_layer_norm_op = Op(
-    "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, "
-    "float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "dropout_add_layer_norm",
     _fake_dropout_add_layer_norm,
     _setup_dropout_add_layer_norm,
     _dropout_add_layer_norm_backward,
 )
-
-
-class _DirectResidual(torch.autograd.Function):
-    """As _Direct, but rstd is a result too: by it, as no operand is kept, a double backward finds its way to them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-        threshold: int, seed: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        out, total, mean, rstd = _kept_residual(input, residual, weight, bias, eps, threshold, seed)
-        if out is not None:
-            ctx.set_materialize_grads(False)
-            _keep_dropout_add_layer_norm(ctx, input, residual, weight, bias, seed, threshold, total, mean, rstd)
-        return out, rstd
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _rstd: None) -> tuple[Any, ...]:
-        return _dropout_add_layer_norm_grads(ctx, "cpu", grad_out, None)
-
-
-_apply_direct_residual = plain_apply(_DirectResidual)

@@ -1,166 +1,179 @@
-"""How an operation becomes a torch op: schema, fake, autograd, and the shortest way from Python to the kernel."""
+"""How an operation becomes a torch op, and the two ways to its kernel: through torch's dispatcher and past it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fastattn.backends import TABLE, thread
+from fastattn.backends import TABLE, choose, thread
+from fastattn.backends.cpu import FUNCTIONS as CPU_FUNCTIONS
+from fastattn.backends.schema import SCHEMAS
+from fastattn.torch_private import (
+    SingleLevelFunction,
+    below_autograd,
+    bind_apply,
+    is_autocast_enabled,
+    is_observed,
+    single_level_autograd,
+)
 
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # a name less to look up
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_transformed = torch._C._are_functorch_transforms_active
 _PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
 
 
 class Op:
-    """One operation of the table as ``torch.ops.fastattn.<name>``.
+    """A backend function as ``torch.ops.fastattn.<name>``, with autograd.
 
-    The schema is the backend function's with ``str backend`` appended. Inside the op the table picks that backend's
-    plain function. Calls go through torch's dispatcher only where somebody listens there (torch.compile, fake
-    tensors, functorch, dispatch modes); otherwise straight to the function, by way of autograd if a gradient is wanted.
+    Its schema is the backend function's with ``str backend`` appended. A call goes through torch's dispatcher where
+    somebody listens there (torch.compile, fake tensors, torch.func, dispatch modes), otherwise straight to the
+    backend's function, by way of the same ``autograd.Function`` if a gradient is wanted.
 
     Args:
-        schema: ``name(arguments) -> results`` without the backend.
-        fake: takes the schema's arguments, returns tensors with the results' shapes, dtypes and strides.
-        setup_context, backward: as of ``torch.autograd.Function``; without them the op is a backward pass itself,
-            which is differentiable on the reference alone.
+        name: of the backend function.
+        fake: takes the function's arguments, returns tensors with the results' shapes, dtypes and strides.
+        setup_context: as of ``autograd.Function``, its ``inputs`` the function's arguments.
+        backward: as of ``autograd.Function``; returns the gradients of the leading arguments, as many as it has any of.
+            An op without is a backward pass itself, which only the reference, being differentiable, differentiates.
     """
 
     def __init__(
         self,
-        schema: str,
+        name: str,
         fake: Callable[..., Any],
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
     ) -> None:
-        name, arguments = schema.split("(", 1)
-        arguments, results = arguments.rsplit(") ->", 1)
+        arguments, results = SCHEMAS[name].split(") ->")
         self.name = name
-        _library.define(f"{name}({arguments}, str backend) ->{results}")
+        self._tensors = arguments.count("Tensor")  # they come first
+        self._is_backward = backward is None
+        _library.define(f"{arguments}, str backend) ->{results}")
         _library.impl(name, self._run, "CompositeExplicitAutograd")
+        _library.impl(name, self._differentiate, "Autograd")
         torch.library.register_fake(f"fastattn::{name}", lambda *args: fake(*args[:-1]), lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
-        self._tensors = arguments.count("Tensor")  # they come first
-        self._apply = plain_apply(_autograd_function(name, self._below_autograd, setup_context, backward))
-        self._apply_plain = plain_apply(_autograd_function(name, self._run, setup_context, backward))
-        _library.impl(name, self._differentiate, "Autograd")
+        self._apply = bind_apply(_autograd_function(name, setup_context, backward))
 
-    def __call__(self, backend: str, *args: Any) -> Any:
-        if _is_observed():
+    def __call__(self, *args: Any) -> Any:
+        """The results, from the backend that serves the call or that this thread is told to use."""
+        return self.on(choose(self.name, args), *args)
+
+    def on(self, backend: str, *args: Any) -> Any:
+        """The results, from this backend."""
+        if is_observed():
             return self._overload(*args, backend)
-        grad, wants_grad = _is_grad_enabled(), False
+        wants_grad, grad_enabled = False, torch.is_grad_enabled()
         for arg in args[: self._tensors]:
-            kind = type(arg)
-            if kind is Tensor or kind is Parameter:
-                if grad and arg.requires_grad:
-                    wants_grad = True
-            elif arg is not None and isinstance(arg, Tensor):  # a subclass, which may have its own idea of the call
+            if type(arg) in _PLAIN:
+                wants_grad = wants_grad or (grad_enabled and arg.requires_grad)
+            elif isinstance(arg, Tensor):
                 return self._overload(*args, backend)
-        if wants_grad:
-            return self._differentiate_plain(*args, backend)
-        return getattr(TABLE[backend], self.name)(*args)
+        function = TABLE[backend].FUNCTIONS[self.name]
+        if wants_grad and not (self._is_backward and backend == "reference"):
+            return self._apply(*args, backend, function)
+        return function(*args)
 
     def _run(self, *args: Any) -> Any:
-        return getattr(TABLE[args[-1]], self.name)(*args[:-1])
+        """The op below autograd."""
+        return TABLE[args[-1]].FUNCTIONS[self.name](*args[:-1])
 
     def _differentiate(self, *args: Any) -> Any:
-        # functorch's transforms are above this key and have had their turn; of a transform that differentiates, this
-        # is the autograd of one level, which ``apply`` would hand back to functorch.
-        with enable_single_level_autograd_function():
-            return self._apply(*args)
+        """The op at the autograd key. Transforms of torch.func are above it and have had their turn: this is the
+        autograd of one level."""
+        backend = args[-1]
 
-    def _differentiate_plain(self, *args: Any) -> Any:
-        return self._apply_plain(*args)
+        def redispatch(*args: Any) -> Any:
+            with below_autograd():
+                return self._overload(*args, backend)
 
-    def _below_autograd(self, *args: Any) -> Any:
-        if _is_plain(args):
-            return self._run(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self._overload(*args)
-
-
-def wants_gradient(*operands: Tensor | None) -> bool | None:
-    """Whether a call that may take the direct way wants a gradient; None where it may not take it.
-
-    It may not where somebody watches it or asks for another backend, or away from the CPU.
-    """
-    if not thread.direct or _is_observed():
-        return None
-    wanted = False
-    for operand in operands:
-        if type(operand) in _PLAIN:
-            wanted = wanted or operand.requires_grad  # type: ignore[union-attr]
-        elif operand is not None:
-            return None
-    return wanted and _is_grad_enabled() if getattr(operands[0], "is_cpu", False) else None
-
-
-def is_plain_backward(grad_out: Tensor) -> bool:
-    """Whether a backward pass may take the direct way: nobody differentiates it (create_graph) or watches it."""
-    return not _is_grad_enabled() and not _is_observed() and type(grad_out) in _PLAIN
-
-
-def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for calls that nobody transforms: without what functorch needs, a signature's inspection.
-
-    Its backward pass is what autograd calls, without torch's look at which other one (``vjp``) it may have.
-    """
-    function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-
-def _is_observed() -> bool:
-    """Whether compilation, a dispatch mode, functorch or forward-mode differentiation has to see every call."""
-    return _is_compiling() or _dispatch_modes() > 0 or _is_transformed() or forward_ad._current_level >= 0
-
-
-def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether nothing but autograd has to see this call."""
-    return not _is_observed() and all(type(a) in (Tensor, Parameter) for a in args if isinstance(a, Tensor))
+        with single_level_autograd():
+            return self._apply(*args, redispatch)
 
 
 def _autograd_function(
-    name: str,
-    forward: Callable[..., Any],
-    setup_context: Callable[..., None] | None,
-    backward: Callable[..., Any] | None,
-) -> type[torch.autograd.Function]:
-    class Function(torch.autograd.Function):
-        pass
+    name: str, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
+) -> type[SingleLevelFunction]:
+    """Takes the op's arguments, the backend's name among them, and the function that computes the results."""
 
-    Function.forward = staticmethod(forward)  # type: ignore[method-assign]
-    if setup_context is None or backward is None:
+    class Function(SingleLevelFunction):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return args[-1](*args[:-2])
 
-        def refuse(ctx: Any, *grads: Tensor | None) -> Any:
-            raise RuntimeError(
-                f"fastattn: {name} has no derivative on this backend (double backward); "
-                'run the forward pass inside fastattn.backend("reference"), where it has one'
-            )
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.count, ctx.backend = len(inputs), inputs[-2]
+            if setup_context is not None:
+                setup_context(ctx, inputs[:-2], output)
 
-        Function.setup_context = staticmethod(lambda ctx, inputs, output: None)  # type: ignore[method-assign]
-        Function.backward = staticmethod(refuse)  # type: ignore[method-assign]
-    else:
-        Function.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
-        Function.backward = staticmethod(backward)  # type: ignore[method-assign]
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            if backward is None:
+                raise RuntimeError(
+                    f"fastattn: {name} has no derivative on this backend (double backward); "
+                    'run the forward pass inside fastattn.backend("reference"), where it has one'
+                )
+            found = backward(ctx, *grads)
+            return *found, *(None,) * (ctx.count - len(found))
+
     Function.__name__ = Function.__qualname__ = f"fastattn_{name}"
     return Function
 
 
-class BackwardOp(Op):
-    """The backward pass of an operation. Autograd sees into the reference's, run eagerly: double backward works."""
+# The Python types that a fast path takes for a schema's.
+_TYPES = {
+    "Tensor": _PLAIN,
+    "Tensor?": _PLAIN | {type(None)},
+    "float": frozenset((float,)),
+    "float?": frozenset((float, type(None))),
+    "bool": frozenset((bool,)),
+}
 
-    def _differentiate(self, *args: Any) -> Any:
-        if args[-1] == "reference" and _is_plain(args):
-            return self._run(*args)
-        return super()._differentiate(*args)
 
-    def _differentiate_plain(self, *args: Any) -> Any:
-        return self._run(*args) if args[-1] == "reference" else super()._differentiate_plain(*args)
+def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a public function: small calls go to the compiled ``name`` with the user's own arguments.
+
+    The compiled function checks them itself and returns None for all but plain calls, which the decorated function
+    then serves, or finds the words for. It is not asked where a gradient is wanted, a backend is forced, autocast is on
+    or somebody listens at torch's dispatcher.
+    """
+    compiled = CPU_FUNCTIONS.get(name)
+    arguments = [argument.split() for argument in SCHEMAS[name].split("(")[1].split(")")[0].split(", ")]
+    types = {label.split("=")[0]: _TYPES[kind] for kind, label in arguments}
+    positional = tuple(types.values())
+    required = sum("=" not in label for _, label in arguments)
+
+    def is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not required <= len(args) <= len(positional):
+            return False
+        grad_enabled = torch.is_grad_enabled()
+        for arg, kinds in zip(args, positional, strict=False):
+            if type(arg) not in kinds or (grad_enabled and kinds is _PLAIN and arg.requires_grad):
+                return False
+        return all(label in types and type(arg) in types[label] for label, arg in kwargs.items())
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if compiled is None:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if (
+                thread.forced is None
+                and not thread.explaining
+                and not is_observed()
+                and not is_autocast_enabled()
+                and is_plain(args, kwargs)
+                and (result := compiled(*args, **kwargs)) is not None
+            ):
+                return result
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

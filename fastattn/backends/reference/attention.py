@@ -6,7 +6,6 @@ value (B, Hk, Lk, Ev), Hk dividing Hq.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -15,15 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.common import heads_inside, without_autocast
 from fastattn.backends.reference.dropout import drop, opmath
-from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward, visibility
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """A region in which products run in their operands' dtype, whatever autocast is active around it."""
-    if not torch._C._is_any_autocast_enabled():
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward
+from fastattn.backends.visibility import visibility
 
 
 def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,22 +31,9 @@ def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _heads_inside(like: Tensor) -> bool:
-    """Whether positions are the outer dimension of (B, H, L, E) in memory; expanded heads lie nowhere."""
-    return 0 < like.stride(1) < like.stride(2)
-
-
-def empty_heads(like: Tensor, length: int, size: int) -> Tensor:
-    """(B, H, length, size) in ``like``'s memory layout: heads inside positions if it has them so, else contiguous."""
-    batch, heads = like.shape[:2]
-    if _heads_inside(like):
-        return like.new_empty(batch, length, heads, size).transpose(1, 2)
-    return like.new_empty(batch, heads, length, size)
-
-
 def _in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
     tensor = tensor.to(like.dtype)
-    if _heads_inside(like):
+    if heads_inside(like):
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor.contiguous()
 
@@ -116,11 +97,11 @@ def attention(
 def attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    stats: Tensor,
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
@@ -194,11 +175,11 @@ def varlen_attention(
 def varlen_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    stats: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
     seqused_k: Tensor | None,
@@ -213,8 +194,8 @@ def varlen_attention_backward(
     grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
     for s, (q, k) in enumerate(_sequences(cu_seq_q, cu_seq_k, seqused_k)):
         sequence = attention_backward(
-            _as_batch(grad_out, q), None if grad_lse is None else grad_lse[q].T.unsqueeze(0), _as_batch(query, q),
-            _as_batch(key, k), _as_batch(value, k), _as_batch(out, q), stats[:, q].mT.unsqueeze(1), None, None, seed,
+            _as_batch(grad_out, q), None if grad_lse is None else grad_lse[q].T.unsqueeze(0), _as_batch(out, q),
+            stats[:, q].mT.unsqueeze(1), _as_batch(query, q), _as_batch(key, k), _as_batch(value, k), None, None, seed,
             scale, window_left, window_right, True, threshold, False, s * query.size(1),
         )  # fmt: skip
         for grad, rows, part in zip(grads, (q, k, k), sequence[:3], strict=True):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastattn.backends.common import ALL, dense_strides, dropout_scale, stat_dtype
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _LOW = 0xFFFFFFFF  # words are kept in int64, whose products wrap modulo 2**64 with the right bits
-
-ALL = 65536  # the threshold that drops everything
 
 
 def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,7 +60,7 @@ def drop(input: Tensor, seed: Tensor | None, threshold: int, first_matrix: int =
     if threshold == ALL:
         return torch.zeros_like(input)
     keep = dropout_mask(input.shape, seed, threshold, first_matrix)
-    return torch.where(keep, input * (ALL / (ALL - threshold)), 0.0)
+    return torch.where(keep, input * dropout_scale(threshold), 0.0)
 
 
 def opmath(tensor: Tensor) -> Tensor:
@@ -68,29 +68,6 @@ def opmath(tensor: Tensor) -> Tensor:
     return tensor.to(stat_dtype(tensor.dtype))
 
 
-def stat_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32: the dtype of sums and statistics."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
     out = drop(opmath(input), seed, threshold).to(input.dtype)
     return torch.empty_strided(input.shape, dense_strides(input), dtype=input.dtype, device=input.device).copy_(out)
-
-
-def dense_strides(input: Tensor) -> tuple[int, ...]:
-    """input's own strides where it is dense in some order of its dimensions, else contiguous ones."""
-    sizes, strides = input.shape, input.stride()
-    expected = 1
-    for dim in sorted(range(input.dim()), key=lambda d: (strides[d], sizes[d])):
-        if sizes[dim] == 1:
-            continue
-        if strides[dim] != expected:
-            break
-        expected *= sizes[dim]
-    else:
-        return strides
-    contiguous = [1] * input.dim()
-    for dim in reversed(range(input.dim() - 1)):
-        contiguous[dim] = contiguous[dim + 1] * max(sizes[dim + 1], 1)
-    return tuple(contiguous)

@@ -36,8 +36,8 @@ def layer_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+    bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
     grad, x = opmath(grad_out), opmath(input)
@@ -55,8 +55,8 @@ def layer_norm_backward(
     nothing = grad.new_empty(0, dtype=torch.float32)
     return (
         grad_input.to(input.dtype).contiguous(),
-        nothing if weight_grad is None else grad_weight.to(weight_grad),
-        nothing if bias_grad is None else grad_bias.to(bias_grad),
+        nothing if weight_grad_dtype is None else grad_weight.to(weight_grad_dtype),
+        nothing if bias_grad_dtype is None else grad_bias.to(bias_grad_dtype),
     )
 
 
@@ -85,10 +85,12 @@ def dropout_add_layer_norm_backward(
     seed: Tensor | None,
     threshold: int,
     input_dtype: torch.dtype,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+    bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_total, grad_weight, grad_bias = layer_norm_backward(grad_out, sum, mean, rstd, weight, weight_grad, bias_grad)
+    grad_total, grad_weight, grad_bias = layer_norm_backward(
+        grad_out, sum, mean, rstd, weight, weight_grad_dtype, bias_grad_dtype
+    )
     if grad_sum is not None:
         grad_total = (opmath(grad_total) + opmath(grad_sum)).to(sum.dtype)
     grad_input = drop(opmath(grad_total), seed, threshold).to(input_dtype)

@@ -9,39 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.reference.dropout import drop, opmath
-
-
-def visibility(
-    rows: int,
-    columns: int,
-    device: torch.device,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-) -> Tensor | None:
-    """bool, broadcastable to (B, H, rows, columns), True where a row sees a column; None where all see all."""
-    visible = None
-    j = torch.arange(columns, device=device)
-    length: Tensor | int = columns
-    if key_lengths is not None:
-        length = key_lengths[:, None, None, None]
-        visible = j < length
-    if window_left >= 0 or window_right >= 0:
-        i = torch.arange(rows, device=device)[:, None]
-        distance = j - i - (length - rows if lower_right else 0)
-        if window_left >= 0:
-            visible = _both(visible, distance >= -window_left)
-        if window_right >= 0:
-            visible = _both(visible, distance <= window_right)
-    if attn_mask is not None:
-        visible = _both(visible, attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf)
-    return visible
-
-
-def _both(first: Tensor | None, second: Tensor) -> Tensor:
-    return second if first is None else first & second
+from fastattn.backends.visibility import visibility
 
 
 def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -103,8 +71,8 @@ def softmax_dropout(
 
 def softmax_dropout_backward(
     grad_out: Tensor,
-    input: Tensor,
     stats: Tensor,
+    input: Tensor,
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,

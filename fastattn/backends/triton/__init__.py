@@ -1,31 +1,50 @@
-"""CUDA tensors, in Triton (docs/design.md, "Backend functions"). Under TRITON_INTERPRET=1, CPU tensors."""
+"""CUDA tensors, in Triton. Under TRITON_INTERPRET=1, CPU tensors, where this backend is forced.
 
-from fastattn.backends.triton.attention import (
-    attention,
-    attention_backward,
-    varlen_attention,
-    varlen_attention_backward,
-)
-from fastattn.backends.triton.dropout import dropout, dropout_mask
-from fastattn.backends.triton.layer_norm import (
-    dropout_add_layer_norm,
-    dropout_add_layer_norm_backward,
-    layer_norm,
-    layer_norm_backward,
-)
-from fastattn.backends.triton.softmax_dropout import softmax_dropout, softmax_dropout_backward
+Triton is imported with the first function that is needed, not with this package.
+"""
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "dropout",
-    "dropout_add_layer_norm",
-    "dropout_add_layer_norm_backward",
-    "dropout_mask",
-    "layer_norm",
-    "layer_norm_backward",
-    "softmax_dropout",
-    "softmax_dropout_backward",
-    "varlen_attention",
-    "varlen_attention_backward",
-]
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastattn.backends.common import device_of, float64_operand, large_head, other_device, python_functions
+from fastattn.backends.cuda import old_gpu
+
+DEVICE = "cuda"
+MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones
+
+if importlib.util.find_spec("triton") is None:
+    MISSING = "triton is not installed"
+elif torch.version.hip is not None:
+    MISSING = "it is for NVIDIA GPUs, and this torch is built for AMD's"
+else:
+    MISSING = ""
+
+
+class _Functions(dict[str, Callable[..., Any]]):
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        self.update(python_functions(__name__))
+        return self[name]
+
+
+FUNCTIONS = _Functions()
+
+
+def refusal(op: str, args: tuple) -> str | None:
+    """Why this backend does not serve ``op(*args)``, or None."""
+    device = device_of(args)
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    wrong = None if interpreted else other_device(DEVICE, device)
+    reason = wrong or float64_operand(args) or large_head(op, args) or MISSING or old_gpu(device)
+    if reason:
+        return reason
+    if op in ("attention", "softmax_dropout"):
+        positions = args[0].size(2) + (args[1].size(2) if op == "attention" else args[0].size(3))
+        if positions > MAX_POSITIONS:
+            return f"it takes up to 2**31 - 2**16 queries and keys together, not {positions}"
+    return None

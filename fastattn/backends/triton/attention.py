@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastattn.backends.reference.attention import empty_heads
+from fastattn.backends.common import empty_heads
 from fastattn.backends.triton import configurations
 from fastattn.backends.triton.kernel import bounded, cdiv, dropout_scale, kernel, launch
 from fastattn.backends.triton.philox import keep, keep_transposed
@@ -963,7 +963,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tupl
 
 
 def attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     *shared, mask_grad = settings
@@ -977,7 +977,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *settings: Any) 
 
 
 def varlen_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _packed(query, key, value, *settings).backward(grad_out, grad_lse, out, stats, False)[:3]

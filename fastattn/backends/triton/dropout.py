@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends.reference.dropout import dense_strides
+from fastattn.backends.common import dense_strides
 from fastattn.backends.triton import philox
 from fastattn.backends.triton.configurations import row_tile
 from fastattn.backends.triton.kernel import are_aligned, are_few, cdiv, divide, dropout_scale, kernel, launch, rows_of

@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastattn.backends.reference.dropout import ALL
+from fastattn.backends.common import dropout_scale as dropout_scale
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -101,11 +101,6 @@ def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def cdiv(size: int, block: int) -> int:
     """How many blocks cover a size. Triton's own function of this name takes as long as an allocation."""
     return -(-size // block)
-
-
-def dropout_scale(threshold: int) -> float:
-    """What kept elements are multiplied by."""
-    return ALL / (ALL - threshold) if threshold < ALL else 0.0
 
 
 def bounded(left: int, right: int, lower_right: bool, queries: int, keys: int) -> tuple[int, int]:

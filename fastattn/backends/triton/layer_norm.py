@@ -339,8 +339,8 @@ def _run_backward(
     grad_input: Tensor | None,
     grad_total: Tensor,
     threshold: int,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+    bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
     rows, columns = mean.numel(), total.size(-1)
@@ -348,7 +348,7 @@ def _run_backward(
     tile = row_tile("layer_norm_backward", columns)
     programs = min(cdiv(rows, tile.rows), ROW_GROUPS)
     partial = None
-    if weight_grad or bias_grad:
+    if weight_grad_dtype or bias_grad_dtype:
         partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
     (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
     s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
@@ -362,7 +362,7 @@ def _run_backward(
     )  # fmt: skip
     grads = [
         torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device)
-        for dtype in (weight_grad, bias_grad)
+        for dtype in (weight_grad_dtype, bias_grad_dtype)
     ]
     if partial is not None:
         launch(
@@ -393,11 +393,13 @@ def layer_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+    bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = empty_like(input)
-    parameters = _run_backward(grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad, bias_grad)
+    parameters = _run_backward(
+        grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad_dtype, bias_grad_dtype
+    )
     return grad, *parameters
 
 
@@ -426,13 +428,13 @@ def dropout_add_layer_norm_backward(
     seed: Tensor | None,
     threshold: int,
     input_dtype: torch.dtype,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+    bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_input = empty_like(sum, input_dtype)
     grad_total = empty_like(sum)
     parameters = _run_backward(
         grad_out, grad_sum, sum, mean, rstd, weight, seed if threshold else None, grad_input, grad_total, threshold,
-        weight_grad, bias_grad,
+        weight_grad_dtype, bias_grad_dtype,
     )  # fmt: skip
     return grad_input, grad_total, *parameters

@@ -297,8 +297,8 @@ def softmax_dropout(
 
 def softmax_dropout_backward(
     grad_out: Tensor,
-    input: Tensor,
     stats: Tensor,
+    input: Tensor,
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,

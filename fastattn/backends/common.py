@@ -1,0 +1,100 @@
+"""What several backends and the fakes of the ops share: dtypes, memory layouts, dropout's scale, reasons to refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.schema import STEM_OF
+from fastattn.torch_private import is_autocast_enabled
+
+ALL = 65536  # the threshold that drops everything
+MAX_HEAD_DIM = 256
+
+
+def dropout_scale(threshold: int) -> float:
+    """What kept elements are multiplied by."""
+    return ALL / (ALL - threshold) if threshold < ALL else 0.0
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: the dtype of sums and statistics."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """A region in which products run in their operands' dtype, whatever autocast is active around it."""
+    if not is_autocast_enabled():
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def heads_inside(like: Tensor) -> bool:
+    """Whether positions are the outer dimension of (B, H, L, E) in memory; expanded heads lie nowhere."""
+    return 0 < like.stride(1) < like.stride(2)
+
+
+def empty_heads(like: Tensor, length: int, size: int) -> Tensor:
+    """(B, H, length, size) in ``like``'s memory layout: heads inside positions if it has them so, else contiguous."""
+    batch, heads = like.shape[:2]
+    if heads_inside(like):
+        return like.new_empty(batch, length, heads, size).transpose(1, 2)
+    return like.new_empty(batch, heads, length, size)
+
+
+def dense_strides(input: Tensor) -> tuple[int, ...]:
+    """input's own strides where it is dense in some order of its dimensions, else contiguous ones."""
+    sizes, strides = input.shape, input.stride()
+    expected = 1
+    for dim in sorted(range(input.dim()), key=lambda d: (strides[d], sizes[d])):
+        if sizes[dim] == 1:
+            continue
+        if strides[dim] != expected:
+            break
+        expected *= sizes[dim]
+    else:
+        return strides
+    contiguous = [1] * input.dim()
+    for dim in reversed(range(input.dim() - 1)):
+        contiguous[dim] = contiguous[dim + 1] * max(sizes[dim + 1], 1)
+    return tuple(contiguous)
+
+
+def python_functions(package: str) -> dict[str, Callable[..., Any]]:
+    """The backend functions of a backend in Python, which has a module for each stem."""
+    return {name: getattr(importlib.import_module(f"{package}.{stem}"), name) for name, stem in STEM_OF.items()}
+
+
+# Why a backend refuses a call, or None
+
+
+def device_of(args: tuple) -> torch.device:
+    """The device of a backend function's operands, of which the first tensor is one."""
+    return next(arg for arg in args if isinstance(arg, Tensor)).device
+
+
+def other_device(expected: str, device: torch.device) -> str | None:
+    return None if device.type == expected else f"it takes {expected} tensors, the operands are on {device.type}"
+
+
+def float64_operand(args: tuple) -> str | None:
+    """The kernels compute in float32. The tensors of a backend function come first."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if arg.dtype is torch.float64:
+                return "it takes float32, bfloat16 and float16, not float64"
+        elif arg is not None:
+            break
+    return None
+
+
+def large_head(op: str, args: tuple) -> str | None:
+    if op not in ("attention", "varlen_attention"):
+        return None
+    head_dim = max(args[0].shape[-1], args[2].shape[-1])
+    return None if head_dim <= MAX_HEAD_DIM else f"it takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}"

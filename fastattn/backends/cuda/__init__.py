@@ -1,0 +1,76 @@
+"""CUDA tensors, in CUDA C++: ``csrc/cuda``, compiled into ``_cuda.so``. Its attention is for decoding."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import native
+from fastattn.backends.common import device_of, float64_operand, large_head, other_device
+from fastattn.torch_private import is_transformed
+
+DEVICE = "cuda"
+MISSING = native.missing("cuda")
+OPERATIONS = (
+    "attention",
+    "softmax_dropout",
+    "softmax_dropout_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "dropout_add_layer_norm",
+    "dropout_add_layer_norm_backward",
+    "dropout",
+    "dropout_mask",
+)
+FUNCTIONS = {} if MISSING else native.functions("cuda", OPERATIONS)
+
+OLDEST_GPU = (8, 0)
+CAPABILITIES = native.capabilities()  # that the library has code for
+MAX_QUERIES = 16
+MAX_KEYS = 2**29  # counted in 32 bits, and so are rows of queries
+MAX_ROWS = 2**31 - 1
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def old_gpu(device: torch.device) -> str | None:
+    if device.type != "cuda" or capability(device) >= OLDEST_GPU:
+        return None
+    oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, capability(device)))
+    return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
+
+
+def refusal(op: str, args: tuple) -> str | None:
+    """Why this backend does not serve ``op(*args)``, or None."""
+    device = device_of(args)
+    reason = other_device(DEVICE, device) or float64_operand(args) or large_head(op, args) or MISSING or old_gpu(device)
+    if reason:
+        return reason
+    if device.type == "cuda" and not any(first <= capability(device) <= last for first, last in CAPABILITIES):
+        return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
+    if op not in FUNCTIONS:
+        return f"it has no {op}"
+    return _beyond_decoding(*args) if op == "attention" else None
+
+
+def _beyond_decoding(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: object) -> str | None:
+    batch, heads, queries = query.shape[:3]
+    if queries > MAX_QUERIES:
+        return f"it takes up to {MAX_QUERIES} queries, not {queries}"
+    if batch * heads * queries > MAX_ROWS:
+        return f"it takes up to 2**31 - 1 rows of queries, not {batch * heads * queries}"
+    if key.size(2) > MAX_KEYS:
+        return f"it takes up to 2**29 keys, not {key.size(2)}"
+    if rest[-1] != 0:
+        return "its attention has no dropout"
+    operands = (query, key, value, attn_mask)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+        return "its attention has no gradient"
+    if is_transformed():  # inside vmap a tensor does not say whether a gradient is wanted
+        return "its attention is not for functorch's transforms"
+    return None

@@ -1,0 +1,100 @@
+"""The backend functions: names, arguments and results, each written once.
+
+The ops, the compiled libraries' registrations and a test of every backend's signatures follow from ``SCHEMAS``. This
+module imports nothing, since the build reads it too.
+
+A backend function has no autograd and no checks. It relies on what ``ops`` has normalised:
+
+- query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) of one dtype, or packed: (Tq, Hq, E), (Tk, Hk, E),
+  (Tk, Hk, Ev); softmax_dropout's input (B, H, L, S). Any strides.
+- attn_mask is 4-D with sizes 1 or full, bool (True = takes part) or float (added to the scaled scores).
+- key_lengths (B,), seqused_k (N,), cu_seq_q and cu_seq_k (N + 1,) are contiguous int64 and within range.
+- Query i sees key j iff j < length, -window_left <= j - i - diagonal <= window_right and the mask lets it, where
+  length is key_lengths[b] or Lk, and diagonal is length - Lq if lower_right (packed sequences are) else 0.
+- Both sides of the window are at least 0, and is_causal is window_right = 0. A side that bounds nothing reaches every
+  position and no further: left Lq and right Lk of the upper-left diagonal, left Lk and right Lq of the lower-right one.
+- scale is finite, and 0 or at least float32's least normal number. seed is contiguous int64 (2,), None iff threshold
+  is 0. An element is kept iff its 16 bits are at least threshold, 0 to 65536.
+
+Results:
+
+- A result "like" a (B, H, L, E) operand lies in memory as that operand does: (B, L, H, E).transpose(1, 2) if its stride
+  of H is below that of L and not 0 (expanded), else contiguous. dropout's result keeps the strides of a dense input.
+  Everything else is contiguous.
+- lse (B, Hq, Lq), mean, rstd and stats are float32, of float64 operands float64. stats (2, B, Hq, Lq) are each row's
+  row_max, finite, and row_sum = sum(exp(s - row_max)), 0 and 0 of a fully masked row: P = exp(s - row_max) / row_sum.
+  lse alone would not do: of a row all at finfo.min it loses the log of the sum.
+- Gradients have their operand's dtype; an unwanted one is an empty tensor of shape (0,). weight_grad_dtype and
+  bias_grad_dtype are None where that gradient is not wanted.
+"""
+
+_ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
+    "SymInt window_left, SymInt window_right, bool lower_right, int threshold"
+)
+_VARLEN_ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, "
+    "SymInt max_q, SymInt max_k, float scale, SymInt window_left, SymInt window_right, int threshold"
+)
+_SOFTMAX_DROPOUT = (
+    "Tensor input, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, SymInt window_left, "
+    "SymInt window_right, bool lower_right, int threshold"
+)
+_PARAMETER_GRADS = "ScalarType? weight_grad_dtype, ScalarType? bias_grad_dtype"
+
+# stem: {backend function: its signature}. An operation's files have the stem's name wherever they stand.
+_STEMS = {
+    "attention": {
+        "attention": f"({_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
+        "attention_backward": (
+            f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_ATTENTION}, bool mask_grad) "
+            "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)"
+        ),
+        "varlen_attention": f"({_VARLEN_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
+        "varlen_attention_backward": (
+            f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_VARLEN_ATTENTION}) "
+            "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+    },
+    "softmax_dropout": {
+        "softmax_dropout": f"({_SOFTMAX_DROPOUT}) -> (Tensor out, Tensor stats)",
+        "softmax_dropout_backward": (
+            f"(Tensor grad_out, Tensor stats, {_SOFTMAX_DROPOUT}, bool mask_grad) "
+            "-> (Tensor grad_input, Tensor grad_attn_mask)"
+        ),
+    },
+    "layer_norm": {
+        "layer_norm": (
+            "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)"
+        ),
+        "layer_norm_backward": (
+            f"(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, {_PARAMETER_GRADS}) "
+            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        ),
+        "dropout_add_layer_norm": (
+            "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps) "
+            "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
+        ),
+        "dropout_add_layer_norm_backward": (
+            "(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, "
+            f"int threshold, ScalarType input_dtype, {_PARAMETER_GRADS}) "
+            "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)"
+        ),
+    },
+    "dropout": {
+        "dropout": "(Tensor input, Tensor seed, int threshold) -> Tensor",  # its own backward pass
+        "dropout_mask": "(SymInt[] shape, Tensor seed, int threshold) -> Tensor",  # bool, True = kept
+    },
+}
+# The fast path of a public function, with its arguments (ops/register.py): of the cpu library alone.
+_FAST_PATHS = {
+    "attention_fast": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+        "float? scale=None, bool enable_gqa=False) -> Tensor"
+    ),
+}
+
+STEM_OF = {name: stem for stem, functions in _STEMS.items() for name in functions}
+SCHEMAS = {
+    name: name + signature for functions in (*_STEMS.values(), _FAST_PATHS) for name, signature in functions.items()
+}
