@@ -99,6 +99,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, dtype):
@@ -247,6 +248,7 @@ def test_mask_gradient_of_wide_heads(backend, dtype, e, ev):
     check(*tensors, torch.randn(2, 1, 40), enable_gqa=True)
 
 
+@pytest.mark.torch_version
 @pytest.mark.representative
 def test_causal_bias(backend):
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -541,6 +543,7 @@ def test_dropout_is_unbiased(backend):
     assert z.abs().amax() < 6
 
 
+@pytest.mark.torch_version
 def test_seeds_are_drawn_from_torchs_generator(backend):
     tensors = operands((1, 2, 2, 19, 45, 8, 8))
     call = functools.partial(scaled_dot_product_attention, *tensors, dropout_p=0.5)
@@ -632,6 +635,7 @@ def test_halves_merged_by_lse_are_the_whole(backend):
         assert_accurate(direct, e.double(), p)
 
 
+@pytest.mark.torch_version
 @pytest.mark.parametrize("needed", [c for c in itertools.product((False, True), repeat=3) if any(c)], ids=str)
 def test_subsets_of_gradients(backend, needed):
     tensors = operands((1, 2, 2, 9, 21, 8, 12))
@@ -664,6 +668,7 @@ def test_gradients_of_any_layout(backend):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.torch_version
 def test_gradcheck():
     """The reference in float64: first and second derivatives, of the LSE and the mask too."""
     query, key, value = (t.requires_grad_() for t in operands((1, 2, 1, 3, 5, 3, 2), torch.float64))
@@ -678,11 +683,13 @@ def test_gradcheck():
         assert torch.autograd.gradgradcheck(call, (query, key, value, mask))
 
 
+@pytest.mark.torch_version
 def test_double_backward_names_the_reference(backend):
     tensors = [t.requires_grad_() for t in operands((1, 2, 2, 5, 7, 8, 8))]
     assert_reference_alone_differentiates_twice(backend, scaled_dot_product_attention(*tensors), *tensors[:2])
 
 
+@pytest.mark.torch_version
 def test_autocast(backend):
     tensors = operands((2, 2, 2, 9, 21, 8, 8))
     for dtype in (torch.bfloat16, torch.float16):
@@ -714,6 +721,7 @@ def test_same_bits_every_run_and_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.torch_version
 def test_activation_checkpointing(backend):
     from torch.utils.checkpoint import checkpoint
 

@@ -125,6 +125,7 @@ def test_a_process_of_its_own_imports_what_is_tested(python):
     assert python("import fastattn; print(fastattn.__file__)") == f"{fastattn.__file__}\n"
 
 
+@pytest.mark.torch_version
 def test_import_is_light(python):
     """`import fastattn` starts no CUDA, imports no Triton, and needs none of the `train` extra."""
     python("""

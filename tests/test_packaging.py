@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def nm(*arguments) -> list[tuple[str, str]]:
 # The library
 
 
+@pytest.mark.torch_version
 def test_undefined_symbols_are_stable(library):
     """From outside the library takes PyTorch's C shims, declared in the headers of the stable ABI, and the C and C++
     run time. No CPython symbol, no C++ symbol of torch's."""
@@ -55,6 +57,16 @@ def test_undefined_symbols_are_stable(library):
     assert not undeclared
     runtime = {symbol.split("@")[1].split("_")[0] for symbol in undefined if "@" in symbol}
     assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
+
+
+@pytest.mark.slow
+@pytest.mark.torch_version
+@pytest.mark.parametrize("source", sorted((ROOT / "csrc").glob("bindings*.cpp")), ids=lambda path: path.stem)
+def test_bindings_compile_with_this_torchs_headers(source):
+    flags = shlex.split(native_build.bindings_flags(native_build.torch_for_building()))
+    command = [*native_build.compiler(), *flags, "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_library_exports_nothing(library):
