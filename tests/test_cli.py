@@ -239,6 +239,23 @@ def test_no_traceback_reaches_the_user(tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.torch_version
+def test_trained_and_translated_by_the_command(small, tmp_path):
+    """In whatever precision this machine is fastest."""
+    options = ["--vocab-size", "200", "--batch-tokens", "300", "--max-steps", "3"]
+    process = start(["train", "--train", *small, "--valid", *small, "--out", str(tmp_path / "run"), *options])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "update 3: loss " in err
+    (tmp_path / "line").write_text(f"{read_lines(small[0])[0]}\n", encoding="utf-8")
+    files = ["--input", str(tmp_path / "line"), "--output", str(tmp_path / "translation")]
+    process = start(["translate", str(tmp_path / "run"), *files])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert len(read_lines(tmp_path / "translation")) == 1
+
+
 def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
     """SIGKILL in the middle of an epoch, wherever the run then is; resumed twice over; the same bits at the end."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -20,6 +20,7 @@ from fastattn import (
     varlen_attn,
 )
 
+pytestmark = pytest.mark.torch_version
 SEED = torch.tensor([3, 4])
 
 

@@ -175,6 +175,7 @@ def test_gradients_of_any_layout(backend):
         torch.testing.assert_close(got, grad * factor, rtol=3e-7, atol=0)
 
 
+@pytest.mark.torch_version
 def test_twice_differentiable(backend):
     """Dropout is linear: its backward is itself, differentiable on every backend."""
     input = torch.randn(9, 33, requires_grad=True)
@@ -223,6 +224,7 @@ def test_zero_times_infinity_is_dropped(backend):
     assert (dropout(input, 1.0) == 0).all()
 
 
+@pytest.mark.torch_version
 def test_seeds_are_drawn_from_torchs_generator(backend):
     input = torch.ones(40, 50)
     torch.manual_seed(1)
@@ -264,6 +266,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
+@pytest.mark.torch_version
 def test_autocast_keeps_the_dtype(backend):
     with torch.autocast(DEVICE, torch.bfloat16):
         assert dropout(torch.randn(3, 4)).dtype == F.dropout(torch.randn(3, 4)).dtype == torch.float32

@@ -1,5 +1,5 @@
-"""What benchmarks/ has for a machine with a GPU, as far as it runs without: every case's operands and contestants, the
-tuner's candidates, stages that fail."""
+"""What there is for a machine with a GPU, as far as it runs without: every case's operands and contestants, the tuner's
+candidates, stages that fail."""
 
 import dataclasses
 import functools
@@ -21,11 +21,12 @@ import fastattn
 from fastattn.bench import peers, report, timer
 
 TIMEOUT = shutil.which("timeout")
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+def load(path):
+    """A module of its own."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -40,7 +41,7 @@ def small(case):
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu.py on the CPU, timed by the clock, its peers not compiled."""
-    module = load("gpu")
+    module = load("benchmarks/gpu.py")
     for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0, "replay": timer.wall_clock}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
@@ -102,7 +103,7 @@ def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
 
 
 def test_calls_are_timed_as_replayed_graphs(monkeypatch):
-    module, called = load("gpu"), []
+    module, called = load("benchmarks/gpu.py"), []
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph", "Event"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     torch.cuda.Event.return_value.elapsed_time.return_value = 6.0
@@ -139,7 +140,7 @@ def test_tuner(monkeypatch, tmp_path):
     require("triton")
     if DEVICE != "cpu":
         pytest.skip("for Triton's interpreter")
-    tune = load("tune")
+    tune = load("tools/tune.py")
     from fastattn.backends.triton import rows
     from fastattn.backends.triton.attention import tiles
 
@@ -182,7 +183,7 @@ def test_tuner(monkeypatch, tmp_path):
 
 def stages(out, *names, **variables):
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
-    command = ["bash", BENCHMARKS / "run_gpu.sh", "--out", out, *names]
+    command = ["bash", ROOT / "benchmarks/run_gpu.sh", "--out", out, *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout + result.stderr
 

@@ -251,6 +251,7 @@ def test_fused_extremes(backend):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.torch_version
 def test_subsets_of_gradients(backend):
     names = "input", "residual", "weight", "bias"
     tensors = torch.randn(9, 33), torch.randn(9, 33), torch.randn(33), torch.randn(33)
@@ -293,6 +294,7 @@ def test_nan_stays_in_its_row(backend):
     assert not out[[0, 1, 2, 3, 5, 7, 8]].isnan().any()
 
 
+@pytest.mark.torch_version
 def test_gradcheck():
     double = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
     tensors = double(2, 3, 4), double(2, 3, 4), double(4), double(4)
@@ -302,6 +304,7 @@ def test_gradcheck():
             assert check_derivative(lambda *t: dropout_add_layer_norm(*t, 0.3, prenorm=True, seed=SEED), tensors)
 
 
+@pytest.mark.torch_version
 def test_double_backward_names_the_reference(backend):
     input = torch.randn(3, 9, requires_grad=True)
     for function in (lambda t: layer_norm(t, (9,)), lambda t: dropout_add_layer_norm(t, t, dropout_p=0.2)):
@@ -321,6 +324,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[1]))
 
 
+@pytest.mark.torch_version
 def test_autocast(backend):
     """The dtypes that torch's layer_norm gives under autocast: float32 on a GPU, the input's on the CPU."""
     weight, bias = affine((33,), "wb", torch.float32)

@@ -77,6 +77,18 @@ def test_imports_are_read_right(tmp_path):
     )
 
 
+def test_every_module_serves_users():
+    """The wheel holds all of the package; what only developers run stands in tools/."""
+    entries = {"fastattn", "fastattn.bench.__main__", "fastattn.cli"}
+    entries |= {name for name in NAMES if name.rpartition(".")[2] in STEMS}  # a backend's are imported by name
+    reached: set[str] = set()
+    while entries:
+        reached |= entries
+        entries = {name for path in MODULES if module_name(path) in entries for name in imports(path) & NAMES} - reached
+    idle = {name for name in NAMES - reached if not any(other.startswith(f"{name}.") for other in reached)}
+    assert not idle, f"nothing that a user starts imports {sorted(idle)}"
+
+
 def test_stems():
     """An operation has the same file name wherever it appears."""
 
@@ -113,6 +125,7 @@ def test_a_process_of_its_own_imports_what_is_tested(python):
     assert python("import fastattn; print(fastattn.__file__)") == f"{fastattn.__file__}\n"
 
 
+@pytest.mark.torch_version
 def test_import_is_light(python):
     """`import fastattn` starts no CUDA, imports no Triton, and needs none of the `train` extra."""
     python("""

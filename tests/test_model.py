@@ -229,6 +229,7 @@ def test_logits_begin_with_variance_one(scale_logits):
     assert logits[..., 1:].std().item() == pytest.approx(1, rel=0.2)
 
 
+@pytest.mark.torch_version
 @torch.no_grad()
 def test_built_without_memory(model):
     """On the meta device, then given memory and weights by either of torch's ways: the same model."""
@@ -247,6 +248,7 @@ def test_built_without_memory(model):
     assert torch.equal(second(*batch()), wanted)
 
 
+@pytest.mark.torch_version
 @pytest.mark.parametrize("norm_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_as_one_graph(norm_first):
     """Training with dropout, at two sizes: the eager numbers and gradients."""

@@ -16,6 +16,7 @@ from oracle import assert_accurate, dropout_mask, largest
 import fastattn
 from fastattn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention, SoftmaxDropout
 
+pytestmark = pytest.mark.torch_version  # the modules are drop-ins for torch's
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}
 SEED = torch.tensor([17, 0])
 

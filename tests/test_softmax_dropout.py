@@ -205,6 +205,7 @@ def test_gradients_of_any_layout(backend):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.torch_version
 def test_gradcheck():
     input = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(3, 1, dtype=torch.float64, requires_grad=True)
@@ -214,6 +215,7 @@ def test_gradcheck():
         assert torch.autograd.gradgradcheck(lambda t, m: call(t, 0.3, m), (input, mask))
 
 
+@pytest.mark.torch_version
 def test_double_backward_names_the_reference(backend):
     input = torch.randn(3, 9, requires_grad=True)
     assert_reference_alone_differentiates_twice(backend, softmax_dropout(input), input)
@@ -232,6 +234,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.torch_version
 def test_autocast(backend):
     """A softmax stays in float32 under autocast, like torch's."""
     with torch.autocast(DEVICE, torch.bfloat16):

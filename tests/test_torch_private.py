@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import torch_private
 
+pytestmark = pytest.mark.torch_version
 X = torch.ones(3)
 
 

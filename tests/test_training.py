@@ -363,6 +363,7 @@ def test_search_refuses_bad_numbers(verses):
 # --- checkpoints ---
 
 
+@pytest.mark.torch_version
 def test_a_checkpoint_restores_model_and_training(tmp_path, verses, text):
     _, _, tokenizer = verses
     trainer = Trainer(small_model(), text, OPTIONS)

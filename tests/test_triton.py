@@ -23,10 +23,12 @@ import triton.language as tl
 from interpreter import strict
 from triton.runtime.errors import InterpreterError
 
+import fake_gpu
 import fastattn
-from fastattn.backends.triton import dry, kernel, philox
+from fastattn.backends.triton import kernel, philox
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "tools"
 SEED = torch.tensor([4, 5])
 
 
@@ -159,7 +161,7 @@ def test_planted_boundary_and_order_faults():
 def program(*arguments, seconds=900):
     """(exit status, output) of a Python program for which Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment["PYTHONPATH"] = str(ROOT)
     result = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
     )
@@ -174,7 +176,7 @@ def last_json(output):
 def test_planted_compile_faults():
     """The ahead-of-time checks find each fault, and nothing in a sound kernel, whose matrix instructions they see on
     every architecture."""
-    status, output = program(str(TESTS / "planted_faults.py"))
+    status, output = program(str(TOOLS / "planted_faults_triton.py"))
     assert status == 0, output
     found = last_json(output)
     assert found["sound"] == [[]] * 4
@@ -197,15 +199,15 @@ def test_planted_compile_faults():
 @pytest.mark.slow
 def test_ahead_of_time():
     """Of the gate, one operation and architecture."""
-    status, output = program("-m", "fastattn.backends.triton.aot", "--arch", "90", "--operation", "dropout")
+    status, output = program(str(TOOLS / "aot_gate.py"), "--arch", "90", "--operation", "dropout")
     assert status == 0, output
     assert "0 faults" in output
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("capability", dry.SHARED_MEMORY)
+@pytest.mark.parametrize("capability", fake_gpu.SHARED_MEMORY)
 def test_ahead_of_time_on_every_architecture(capability):
-    status, output = program("-m", "fastattn.backends.triton.aot", "--arch", str(capability), seconds=3600)
+    status, output = program(str(TOOLS / "aot_gate.py"), "--arch", str(capability), seconds=3600)
     assert status == 0, output
 
 
@@ -229,7 +231,7 @@ def test_what_a_compiled_kernel_is_started_for():
 def test_dry_launch():
     """The public functions on fake CUDA tensors, through Triton's launcher: nothing waits for the device, grids are
     within limits, many lengths share a few kernels."""
-    status, output = program(str(TESTS / "dry_launch.py"), "40")
+    status, output = program(str(TOOLS / "dry_launch.py"), "40")
     assert status == 0, output
     one = last_json(output)
     attention = {"forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
@@ -262,7 +264,7 @@ def test_dry_launch():
     assert one["device afterwards"] == 0
     assert one["descriptors"] == {"90": [2], "80": [0]}  # of each kernel of long attention, forward and backward
     status, output = program(
-        str(TESTS / "dry_launch.py"), "40", "1", "16", "33", "48", "63", "64", "100", "256", "1000"
+        str(TOOLS / "dry_launch.py"), "40", "1", "16", "33", "48", "63", "64", "100", "256", "1000"
     )
     assert status == 0, output
     assert last_json(output)["specialisations"] <= 3 * one["specialisations"]
@@ -271,6 +273,6 @@ def test_dry_launch():
 @pytest.mark.slow
 def test_cost_of_a_call_on_the_host():
     """The benchmark runs; its figures are for a quiet machine."""
-    status, output = program(str(TESTS.parent / "benchmarks" / "launch.py"), "--repeats", "2")
+    status, output = program(str(TOOLS / "launch_cost.py"), "--repeats", "2")
     assert status == 0, output
     assert min(json.loads(output[output.index("{") :])["microseconds"].values()) > 0

@@ -51,6 +51,7 @@ def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options
     return ours
 
 
+@pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 16, 16), (4, 2, 59, 24), (3, 1, 64, 64)], ids=str)
 def test_matches_each_sequence_alone(backend, heads, dtype):
@@ -148,6 +149,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.torch_version
 def test_gradcheck():
     lengths, keys = (2, 0, 3), (3, 2, 4)
     query, key, value = (
@@ -170,6 +172,7 @@ def test_gradcheck():
         assert torch.autograd.gradgradcheck(finite, (query, key, value))
 
 
+@pytest.mark.torch_version
 def test_double_backward_names_the_reference(backend):
     tensors = [packed((5,), 2, 8).requires_grad_() for _ in range(3)]
     out = varlen_attn(*tensors, boundaries((5,)), boundaries((5,)), 5, 5)

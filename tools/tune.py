@@ -1,5 +1,5 @@
 """Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/attention/tiles.py``
-and ``rows.py``: ``python benchmarks/tune.py results.json``. Nothing is changed; a person takes over what is better.
+and ``rows.py``: ``python tools/tune.py results.json``. Nothing is changed; a person takes over what is better.
 """
 
 import itertools

@@ -5,18 +5,21 @@ or where the emulation finds something wrong.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 
-from emulation import load
 from fastattn.backends import reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from emulation import load
 
 SEED, THRESHOLD = torch.tensor([4, 5]), 20000
 
 
 def dropout(functions):
     input = torch.randn(3, 36, 41)  # in all a multiple of 16 bytes
-    return [(f.dropout(input, SEED, THRESHOLD),) for f in (functions, reference)]
+    return [(f["dropout"](input, SEED, THRESHOLD),) for f in (functions, reference.FUNCTIONS)]
 
 
 def layer_norm(functions):
@@ -25,9 +28,9 @@ def layer_norm(functions):
     for columns in (41, 600):
         input, residual, grad = torch.randn(3, 10, columns)
         weight, bias = torch.randn(2, columns)
-        for f, result in zip((functions, reference), results, strict=True):
-            out, total, mean, rstd = f.dropout_add_layer_norm(input, residual, weight, bias, SEED, THRESHOLD, 1e-5)
-            grads = f.dropout_add_layer_norm_backward(
+        for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
+            out, total, mean, rstd = f["dropout_add_layer_norm"](input, residual, weight, bias, SEED, THRESHOLD, 1e-5)
+            grads = f["dropout_add_layer_norm_backward"](
                 grad, None, total, mean, rstd, weight, SEED, THRESHOLD, *[torch.float32] * 3
             )
             result.extend([out, total, mean, rstd, *grads])
@@ -38,10 +41,10 @@ def softmax_dropout(functions):
     results = [], []
     for columns in (44, 600):
         input, grad = torch.randn(2, 1, 2, 10, columns)
-        rest = torch.rand(1, 1, 10, columns) > 0.3, None, SEED, 0.5, -1, 0, True, THRESHOLD
-        for f, result in zip((functions, reference), results, strict=True):
-            out, stats = f.softmax_dropout(input, *rest)
-            result.extend([out, *f.softmax_dropout_backward(grad, input, stats, *rest, False)])
+        rest = torch.rand(1, 1, 10, columns) > 0.3, None, SEED, 0.5, columns, 0, True, THRESHOLD
+        for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
+            out, stats = f["softmax_dropout"](input, *rest)
+            result.extend([out, *f["softmax_dropout_backward"](grad, input, stats, *rest, False)])
     return results
 
 
@@ -54,9 +57,9 @@ def attention(functions):
         for tensor in (key, value):
             tensor[1, :, 37:] = torch.nan
         mask = torch.rand(1, 1, 1, 300) < 0.7
-        for rest in ((None, lengths, None, 0.3, -1, -1, False, 0), (mask, lengths, None, 0.3, 250, 0, True, 0)):
-            for f, result in zip((functions, reference), results, strict=True):
-                result.extend(f.attention(query, key, value, *rest)[:2])
+        for rest in ((None, lengths, None, 0.3, 3, 300, False, 0), (mask, lengths, None, 0.3, 250, 0, True, 0)):
+            for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
+                result.extend(f["attention"](query, key, value, *rest)[:2])
     return results
 
 

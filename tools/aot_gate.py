@@ -1,9 +1,9 @@
-"""The kernels compiled ahead of time and examined, with no GPU: ``python -m fastattn.backends.triton.aot``.
+"""Triton's kernels compiled ahead of time and examined, with no GPU: ``python tools/aot_gate.py``.
 
 The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
-that are not there (``dry``). What Triton has compiled then is what a GPU would run: printed are registers, bytes of
-stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix instructions
-in its machine code. Exit status 1 on a fault.
+that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run: printed are registers, bytes
+of stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix
+instructions in its machine code. Exit status 1 on a fault.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fake_gpu import SHARED_MEMORY, pretend
 from fastattn.backends.triton.attention import (
     attention,
     attention_backward,
@@ -35,7 +36,6 @@ from fastattn.backends.triton.attention import (
     varlen_attention_backward,
 )
 from fastattn.backends.triton.dropout import dropout, dropout_mask
-from fastattn.backends.triton.dry import SHARED_MEMORY, pretend
 from fastattn.backends.triton.layer_norm import (
     dropout_add_layer_norm,
     dropout_add_layer_norm_backward,
@@ -485,7 +485,7 @@ def narrow_offsets(ir: str) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fastattn.backends.triton.aot", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
@@ -516,5 +516,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("aot: unset TRITON_INTERPRET, under which nothing is compiled")
+        sys.exit("aot_gate: unset TRITON_INTERPRET, under which nothing is compiled")
     sys.exit(main())

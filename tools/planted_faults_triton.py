@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastattn.backends.triton import aot
+import aot_gate
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def converted(a, out, size: tl.int64):
 def report(function, types, constants, capability=90, warps=4):
     source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return aot.examine(function, kernel, capability)
+    return aot_gate.examine(function, kernel, capability)
 
 
 def faults(*arguments, **options):
@@ -91,7 +91,7 @@ def compared(conversions):
     plain = dataclasses.replace(plain, variant=(*plain.variant, ("dropout", "None")))
     variant = *plain.variant[:-1], ("dropout.seed", "*i64")
     dropping = dataclasses.replace(plain, variant=variant, conversions=conversions)
-    return aot.faults([plain, dropping])[dropping]
+    return aot_gate.faults([plain, dropping])[dropping]
 
 
 def main():
@@ -100,12 +100,12 @@ def main():
     found = {
         "sound": [
             faults(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"}, arch)
-            for arch in aot.SHARED_MEMORY
+            for arch in aot_gate.SHARED_MEMORY
         ],
         "no products": dataclasses.replace(whole, products=0).faults(),
         "no matrix instructions": dataclasses.replace(whole, matrix_instructions=()).faults(),
         "mma": report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"}, warps=2).faults(),
-        "nothing beside it": aot.faults([whole])[whole],
+        "nothing beside it": aot_gate.faults([whole])[whole],
         "too large": dataclasses.replace(whole, shared=(227 << 10) + 1).faults(),
         "converted": compared(report(converted, halves | {"size": "i64"}, {}).conversions),
         "not converted": compared(whole.conversions),
