@@ -159,7 +159,7 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
     assert source.count(text) == 1 or found is None, f"{file} has changed: choose another place for this fault"
     path.write_text(source.replace(text, fault) if found else source)
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
-    program = [sys.executable, Path(__file__).with_name("planted_faults_cuda.py"), library, operation]
+    program = [sys.executable, ROOT / "tools/planted_faults_cuda.py", library, operation]
     done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     if found is None:
         assert done.returncode == 0, done.stdout

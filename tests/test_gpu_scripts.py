@@ -141,17 +141,18 @@ def test_tuner(monkeypatch, tmp_path):
     if DEVICE != "cpu":
         pytest.skip("for Triton's interpreter")
     tune = load("tools/tune.py")
-    from fastattn.backends.triton import configurations
+    from fastattn.backends.triton import rows
+    from fastattn.backends.triton.attention import tiles
 
     def tables():
-        return repr([value for name, value in vars(configurations).items() if name.startswith(("ATTENTION", "ROWS"))])
+        return repr([rows.LIMITS, *(table for name, table in vars(tiles).items() if name.isupper())])
 
     before, chosen = tables(), set()
     tried, raised = [], []
 
-    def choose(*arguments, attention=configurations.attention):
-        chosen.add(attention(*arguments))
-        return attention(*arguments)
+    def record(*arguments, choose=tiles.choose):
+        chosen.add(choose(*arguments))
+        return choose(*arguments)
 
     def time_once(call, **options):
         tried.append(call)
@@ -161,18 +162,18 @@ def test_tuner(monkeypatch, tmp_path):
             raise RuntimeError("out of resource")
         return 1.0 / len(tried)
 
-    for name, value in {"DEVICE": "cpu", "PROBLEM": (1, 1, 20), "ELEMENTS": 2**13, "HELD": (1024,)}.items():
+    for name, value in {"DEVICE": "cpu", "PROBLEM": (1, 1, 20), "ELEMENTS": 2**13, "BLOCK_ELEMENTS": (1024,)}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "TILES", tune.TILES[:1])
     monkeypatch.setattr(tune, "do_bench", time_once)
-    monkeypatch.setattr(configurations, "capability", lambda device: (12, 0))
-    monkeypatch.setattr(configurations, "attention", choose)
+    monkeypatch.setattr(tiles, "capability", lambda device: (12, 0))
+    monkeypatch.setattr(tiles, "choose", record)
     failures = tune.run(tmp_path / "results.json", {}, seconds=1000)
-    tiles = json.loads((tmp_path / "results.json").read_text())["tiles"]
-    assert len(tiles) == 3 * 2 + 5 * 2
-    timed = [[entry["milliseconds"] for entry in entries if "error" not in entry] for entries in tiles.values()]
+    found = json.loads((tmp_path / "results.json").read_text())["tiles"]
+    assert len(found) == 3 * 2 + 5 * 2
+    timed = [[entry["milliseconds"] for entry in entries if "error" not in entry] for entries in found.values()]
     assert all(times == sorted(times) for times in timed)
-    errors = [entry["error"] for entries in tiles.values() for entry in entries if "error" in entry]
+    errors = [entry["error"] for entries in found.values() for entry in entries if "error" in entry]
     assert errors == ["RuntimeError out of resource"] * len(raised)
     assert 0 < len(failures) < len(errors)  # the present choices among them
     assert all("out of resource" in failure for failure in failures)
