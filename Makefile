@@ -1,7 +1,7 @@
 # The menu. Each target uses what the PATH has: activate an environment first.
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 install:  ## editable install with everything that the targets below need; torch must be there first
 	pip install "setuptools>=77" ninja
@@ -33,9 +33,28 @@ slow:  ## the longer tests: every instruction set, sanitizers, fresh installs
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
 	pytest -m triton
 
-ci: lint demo slow report  ## all that comes after the tests
+aot-gate:  ## Triton's kernels compiled for every architecture and examined, with no GPU
+	python tools/aot_gate.py
+
+compile-gate:  ## the CUDA C++ kernels, the same
+	python tools/compile_gate.py
+
+dry-launch:  ## every operation on CUDA tensors down to a driver that starts nothing
+	python tools/dry_launch.py 40 1 16 33 48 63 64 100 256 1000
+
+planted-faults:  ## whether the gates and the emulation find the faults planted for them
+	pytest -m slow -k planted
+
+launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
+	python tools/launch_cost.py
+
+torch-versions:  ## what depends on torch's version, on the oldest and the newest
+	python tools/torch_versions.py
+
+ci: lint demo slow torch-versions report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
-.PHONY: help install lint format test bench demo slow triton ci report
+.PHONY: help install lint format test bench demo slow triton aot-gate compile-gate dry-launch planted-faults launch-cost \
+	torch-versions ci report

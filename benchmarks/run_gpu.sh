@@ -63,7 +63,7 @@ check() {
     tests/test_{dropout,softmax_dropout,layer_norm,attention,varlen,cuda_attention}.py
 }
 benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 105; }
-tuning() { "$python" benchmarks/tune.py "$out/tuning.json" --seconds 65; }
+tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 65; }
 # One exit status for several: a failure before the end of the time, which is timeout's 124 or 137, before success.
 combined() {
   local status all=0

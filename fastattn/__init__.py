@@ -1,48 +1,15 @@
-"""Fused attention, softmax-dropout and LayerNorm for PyTorch, and the Transformer built on them."""
+"""Fused attention, softmax-dropout and LayerNorm for PyTorch, and the Transformer built on them.
 
-from fastattn.backends import backend, explain
-from fastattn.nn import (
-    Dropout,
-    DropoutAddLayerNorm,
-    KeyValueCache,
-    LayerNorm,
-    MultiHeadAttention,
-    MultiheadAttention,
-    SoftmaxDropout,
-)
-from fastattn.ops import (
-    attention_weights,
-    dropout,
-    dropout_add_layer_norm,
-    dropout_mask,
-    layer_norm,
-    scaled_dot_product_attention,
-    softmax_dropout,
-    varlen_attn,
-)
-from fastattn.translation.config import TransformerConfig
-from fastattn.translation.model import Transformer
+Each module below lists the public names that it gives, in ``__all__``.
+"""
+
+from fastattn.backends import *
+from fastattn.nn import *
+from fastattn.ops.attention import *
+from fastattn.ops.dropout import *
+from fastattn.ops.layer_norm import *
+from fastattn.ops.softmax_dropout import *
+from fastattn.translation.config import TransformerConfig as TransformerConfig
+from fastattn.translation.model import Transformer as Transformer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Dropout",
-    "DropoutAddLayerNorm",
-    "KeyValueCache",
-    "LayerNorm",
-    "MultiHeadAttention",
-    "MultiheadAttention",
-    "SoftmaxDropout",
-    "Transformer",
-    "TransformerConfig",
-    "attention_weights",
-    "backend",
-    "dropout",
-    "dropout_add_layer_norm",
-    "dropout_mask",
-    "explain",
-    "layer_norm",
-    "scaled_dot_product_attention",
-    "softmax_dropout",
-    "varlen_attn",
-]

@@ -10,8 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fastattn import ops
 from fastattn.ops import check
+from fastattn.ops.attention import attention_weights, scaled_dot_product_attention
+from fastattn.ops.dropout import dropout
+from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
+from fastattn.ops.softmax_dropout import softmax_dropout
+
+__all__ = [
+    "Dropout",
+    "DropoutAddLayerNorm",
+    "KeyValueCache",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "MultiheadAttention",
+    "SoftmaxDropout",
+]
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -193,7 +206,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         if dropout_p > 0.0 and seed is None:
             seed = check.new_seeds((2,), q.device)
-        out = ops.scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, causal_variant=causal_variant,
             key_lengths=key_lengths, window_size=window_size, seed=seed,
         )  # fmt: skip
@@ -204,7 +217,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             out = out.transpose(0, 1)
         if not need_weights:
             return out, None
-        weights = ops.attention_weights(
+        weights = attention_weights(
             q, k, mask, dropout_p, is_causal, causal_variant=causal_variant,
             key_lengths=key_lengths, window_size=window_size, seed=seed,
         )  # fmt: skip
@@ -392,7 +405,7 @@ class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` on fastattn's ``layer_norm``: the same constructor, parameters and state dict."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class DropoutAddLayerNorm(nn.LayerNorm):
@@ -430,7 +443,7 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor, seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """input, residual: (..., D). Returns the normalised sum, with ``prenorm`` also the sum."""
-        return ops.dropout_add_layer_norm(
+        return dropout_add_layer_norm(
             input, residual, self.weight, self.bias, self.p if self.training else 0.0, self.eps, prenorm=self.prenorm,
             seed=seed,
         )  # fmt: skip
@@ -457,7 +470,7 @@ class SoftmaxDropout(nn.Module):
         seed: Tensor | None = None,
     ) -> Tensor:
         """input: (..., L, S) scores; the arguments are ``softmax_dropout``'s."""
-        return ops.softmax_dropout(input, self.p if self.training else 0.0, attn_mask, is_causal, scale, seed=seed)
+        return softmax_dropout(input, self.p if self.training else 0.0, attn_mask, is_causal, scale, seed=seed)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -468,4 +481,4 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
         """input: any shape."""
-        return ops.dropout(input, self.p, self.training, self.inplace, seed=seed)
+        return dropout(input, self.p, self.training, self.inplace, seed=seed)

@@ -17,7 +17,9 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # On whatever device. The public question asks for one, which a tensor has to be asked for first.
 is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# A region in which an autograd.Function may run inside a transform of torch.func, as autograd of that one level.
+# autograd.Function without torch.func, which inspects a signature at every call: it differentiates at one level, inside
+# a transform only within the region that allows it.
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 single_level_autograd = enable_single_level_autograd_function
 # A region in which an op's call goes on to the dispatch keys below autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -33,10 +35,7 @@ def bind(overload: Any) -> Callable[..., Any]:
     return overload._op
 
 
-def bind_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without what torch.func needs, which inspects a signature at every call.
-
-    Its backward pass is what autograd calls, without torch's search for an override (``vjp``).
-    """
+def bind_apply(function: type[SingleLevelFunction]) -> Callable[..., Any]:
+    """``function.apply``, whose backward pass is what autograd calls, without a search for an override (``vjp``)."""
     function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return function.apply  # type: ignore[attr-defined]

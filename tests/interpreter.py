@@ -8,6 +8,18 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _with_index(tensor, scope):
+    """A scalar in the place of a Python integer: Triton 3.6 asks this of an array of one element, as NumPy no longer
+    allows."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _with_index
+
 
 @contextlib.contextmanager
 def strict(twice=False):

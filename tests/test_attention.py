@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.attention.bias
 import torch.nn.functional as F
 from conftest import DEVICE, interpreted
 from hypothesis import given
@@ -99,6 +100,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, dtype):
@@ -131,18 +133,21 @@ def test_reference_serves_float64_and_wide_heads():
 
 @pytest.mark.representative
 @pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
-def test_empty(backend, shape):
+@pytest.mark.parametrize("mask", [None, "full", "keys", "queries", "expanded"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool], ids=str)
+def test_empty(backend, shape, mask, kind):
     b, h, _, lq, lk, _, ev = shape
-    sizes = (b, h, lq, lk), (b, 1, 1, lk), (1, h, lq, 1)
-    masks = [m for size in sizes for m in (torch.ones(size), torch.ones(size) > 0)]
-    for mask in (None, *masks, torch.ones(1, 1, 1, lk).expand(b, h, lq, lk)):
-        function = functools.partial(scaled_dot_product_attention, return_lse=True)
-        (out, lse), grads = gradients(function, [*operands(shape), mask])
-        assert out.shape == (b, h, lq, ev)
-        assert lse.shape == (b, h, lq)
-        assert (out == 0).all()
-        assert (lse == -math.inf).all()
-        assert all((g == 0).all() for g in grads)
+    sizes = {"full": (b, h, lq, lk), "keys": (b, 1, 1, lk), "queries": (1, h, lq, 1), "expanded": (1, 1, 1, lk)}
+    attn_mask = None if mask is None else torch.ones(sizes[mask], dtype=kind)
+    if mask == "expanded":
+        attn_mask = attn_mask.expand(b, h, lq, lk)
+    function = functools.partial(scaled_dot_product_attention, return_lse=True)
+    (out, lse), grads = gradients(function, [*operands(shape), attn_mask])
+    assert out.shape == (b, h, lq, ev)
+    assert lse.shape == (b, h, lq)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert all((g == 0).all() for g in grads)
 
 
 MASKS = {
@@ -161,29 +166,29 @@ WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 @pytest.mark.parametrize("queries", [21, 7, 3])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_combine(backend, mask, diagonal, queries):
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=["all keys", "lengths"])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
     """Every kind of mask with either diagonal, key lengths, windows and dropout, all at once, with all gradients."""
-    shape = (3, 2, queries, 43)
-    query, key, value = operands((3, 2, 1, queries, 43, 16, 24))
-    for window, lengths, p in itertools.product(WINDOWS, (None, torch.tensor([43, 0, 18])), (0.0, 0.4)):
-        options = {"window_size": window, "key_lengths": lengths, "dropout_p": p, "seed": SEED if p else None}
-        check(query, key, value, MASKS[mask](shape), enable_gqa=True, **options, **DIAGONALS[diagonal])
+    tensors = *operands((3, 2, 1, queries, 43, 16, 24)), MASKS[mask]((3, 2, queries, 43))
+    options = {"window_size": window, "key_lengths": lengths and torch.tensor(lengths), **DIAGONALS[diagonal]}
+    check(*tensors, enable_gqa=True, dropout_p=p, seed=SEED if p else None, **options)
 
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_masks_combine_in_16_bits(backend, dtype, diagonal):
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_combine_in_16_bits(backend, kind, dtype, diagonal):
     query, key, value = operands((2, 4, 2, 37, 75, 64, 64), dtype)
-    lengths = torch.tensor([60, 33])
-    for name, make in MASKS.items():
-        mask = make((2, 4, 37, 75))
-        if name == "float":
-            mask = mask.to(dtype)
-        options = {"key_lengths": lengths, "enable_gqa": True, **DIAGONALS[diagonal]}
-        check(query, key, value, mask, window_size=(20, 9), **options)
-        check(query, key, value, mask, dropout_p=0.2, seed=SEED, **options)
-        if mask is None or mask.dtype == torch.bool:
-            check(query, key, value, mask, lse=False, **options)
+    mask = MASKS[kind]((2, 4, 37, 75))
+    if kind == "float":
+        mask = mask.to(dtype)
+    options = {"key_lengths": torch.tensor([60, 33]), "enable_gqa": True, **DIAGONALS[diagonal]}
+    check(query, key, value, mask, window_size=(20, 9), **options)
+    check(query, key, value, mask, dropout_p=0.2, seed=SEED, **options)
+    if mask is None or mask.dtype == torch.bool:
+        check(query, key, value, mask, lse=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -209,30 +214,31 @@ def test_mask_broadcasts(backend, shape, kind):
     check(*operands((3, 4, 4, 21, 43, 8, 8), torch.bfloat16 if kind == torch.bfloat16 else torch.float32), mask)
 
 
-def test_mask_strides(backend):
-    tensors = operands((2, 4, 4, 21, 43, 8, 8))
-    full = torch.randn(2, 4, 43, 21)
-    for mask in (
-        full.mT,
-        full.mT > 0,
-        torch.randn(2, 4, 21, 86)[..., ::2],
-        torch.randn(2, 4, 22, 50)[:, :, 1:, 7:],
-        torch.randn(21, 43).expand(2, 4, 21, 43),
-        (torch.randn(2, 1, 1, 43) > 0).expand(2, 4, 21, 43),
-        torch.randn(4, 2, 43).transpose(0, 1)[:, :, None],
-    ):
-        check(*tensors, mask)
+STRIDED_MASKS = {
+    "transposed": lambda: torch.randn(2, 4, 43, 21).mT,
+    "transposed bool": lambda: torch.randn(2, 4, 43, 21).mT > 0,
+    "step": lambda: torch.randn(2, 4, 21, 86)[..., ::2],
+    "offset": lambda: torch.randn(2, 4, 22, 50)[:, :, 1:, 7:],
+    "expanded": lambda: torch.randn(21, 43).expand(2, 4, 21, 43),
+    "expanded bool": lambda: (torch.randn(2, 1, 1, 43) > 0).expand(2, 4, 21, 43),
+    "heads outside": lambda: torch.randn(4, 2, 43).transpose(0, 1)[:, :, None],
+}
 
 
-def test_mask_may_need_the_only_gradient(backend):
+@pytest.mark.parametrize("mask", STRIDED_MASKS)
+def test_mask_strides(backend, mask):
+    check(*operands((2, 4, 4, 21, 43, 8, 8)), STRIDED_MASKS[mask]())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mask_may_need_the_only_gradient(backend, dtype):
     query, key, value = operands((2, 2, 2, 9, 21, 8, 8))
-    for dtype in (torch.float32, torch.bfloat16):
-        mask = torch.randn(2, 1, 21).to(dtype).requires_grad_()
-        wanted = torch.autograd.grad(exact(query, key, value, mask)[0].sum(), mask)[0]
-        got = torch.autograd.grad(scaled_dot_product_attention(query, key, value, mask).sum(), mask)[0]
-        assert got.dtype == dtype
-        assert got.shape == mask.shape
-        torch.testing.assert_close(got, wanted, rtol=8 * torch.finfo(dtype).eps, atol=1e-5)
+    mask = torch.randn(2, 1, 21).to(dtype).requires_grad_()
+    wanted = torch.autograd.grad(exact(query, key, value, mask)[0].sum(), mask)[0]
+    got = torch.autograd.grad(scaled_dot_product_attention(query, key, value, mask).sum(), mask)[0]
+    assert got.dtype == dtype
+    assert got.shape == mask.shape
+    torch.testing.assert_close(got, wanted, rtol=8 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -247,14 +253,14 @@ def test_mask_gradient_of_wide_heads(backend, dtype, e, ev):
     check(*tensors, torch.randn(2, 1, 40), enable_gqa=True)
 
 
+@pytest.mark.torch_version
 @pytest.mark.representative
-def test_causal_bias(backend):
-    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-
+@pytest.mark.parametrize("variant", ["upper_left", "lower_right"])
+def test_causal_bias(backend, variant):
+    bias = getattr(torch.nn.attention.bias, f"causal_{variant}")(5, 9)
     tensors = operands((2, 2, 2, 5, 9, 8, 8))
-    for bias, variant in (causal_upper_left(5, 9), "upper_left"), (causal_lower_right(5, 9), "lower_right"):
-        wanted = exact(*tensors, is_causal=True, causal_variant=variant)[0]
-        assert_accurate(scaled_dot_product_attention(*tensors, bias), wanted, wanted)
+    wanted = exact(*tensors, is_causal=True, causal_variant=variant)[0]
+    assert_accurate(scaled_dot_product_attention(*tensors, bias), wanted, wanted)
 
 
 @pytest.mark.parametrize(
@@ -277,41 +283,40 @@ def test_batch_dimensions(backend, shapes):
     check(*tensors, is_causal=True, dropout_p=0.5, seed=SEED)
 
 
-def test_strides(backend):
+LAYOUTS = {
+    "transposed": lambda b, h, n, e: torch.randn(b, n, h, e).transpose(1, 2),
+    "packed": lambda b, h, n, e: torch.randn(b, n, 3, h, e)[:, :, 1].transpose(1, 2),
+    "last": lambda b, h, n, e: torch.randn(b, h, e, n).mT,
+    "step": lambda b, h, n, e: torch.randn(b, h, n, 2 * e)[..., ::2],
+    "expanded": lambda b, h, n, e: torch.randn(1, 1, n, e).expand(b, h, n, e),
+    "row": lambda b, h, n, e: torch.randn(b, h, 1, e).expand(b, h, n, e),
+    "offset": lambda b, h, n, e: torch.randn(b + 1, h + 2, n + 3, e + 5)[1:, 1:-1, 3:, 2:-3],  # and odd strides
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_strides(backend, kind):
     """Transposed, sliced, expanded, offset and last-stride-not-1 operands; gradients go back through every one."""
-
-    def lay(kind, b, h, n, e):
-        if kind == "transposed":
-            return torch.randn(b, n, h, e).transpose(1, 2)
-        if kind == "packed":
-            return torch.randn(b, n, 3, h, e)[:, :, 1].transpose(1, 2)
-        if kind == "last":
-            return torch.randn(b, h, e, n).mT
-        if kind == "step":
-            return torch.randn(b, h, n, 2 * e)[..., ::2]
-        if kind == "expanded":
-            return torch.randn(1, 1, n, e).expand(b, h, n, e)
-        if kind == "row":
-            return torch.randn(b, h, 1, e).expand(b, h, n, e)
-        return torch.randn(b + 1, h + 2, n + 3, e + 5)[1:, 1:-1, 3:, 2:-3]  # odd storage offset and strides
-
-    kinds = ["transposed", "packed", "last", "step", "expanded", "row", "offset"]
-    for n, kind in enumerate(kinds):
-        other = kinds[(n + 3) % len(kinds)]
-        tensors = lay(kind, 2, 3, 33, 20), lay(other, 2, 3, 41, 20), lay(kind, 2, 3, 41, 24)
-        check(*tensors, lse=False)
-        check(*(t.bfloat16() for t in tensors), is_causal=True)
+    kinds = list(LAYOUTS)
+    other = kinds[(kinds.index(kind) + 3) % len(kinds)]
+    tensors = LAYOUTS[kind](2, 3, 33, 20), LAYOUTS[other](2, 3, 41, 20), LAYOUTS[kind](2, 3, 41, 24)
+    check(*tensors, lse=False)
+    check(*(t.bfloat16() for t in tensors), is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_output_layout_is_querys(backend, dtype):
-    dense, transposed = torch.randn(2, 3, 5, 8, dtype=dtype), torch.randn(2, 5, 3, 8, dtype=dtype).transpose(1, 2)
-    for query, key in itertools.product((dense, transposed), repeat=2):
-        (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
-        assert out.stride() == query.stride()
-        if DEVICE == "cpu":  # on a GPU torch's layout depends on which of its kernels runs
-            assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
-        assert [g.stride() for g in grads] == [query.stride(), key.stride(), key.stride()]
+@pytest.mark.parametrize("layouts", list(itertools.product(["dense", "transposed"], repeat=2)), ids="-".join)
+def test_output_layout_is_querys(backend, layouts, dtype):
+    operand = {
+        "dense": torch.randn(2, 3, 5, 8, dtype=dtype),
+        "transposed": torch.randn(2, 5, 3, 8, dtype=dtype).transpose(1, 2),
+    }
+    query, key = (operand[layout] for layout in layouts)
+    (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
+    assert out.stride() == query.stride()
+    if DEVICE == "cpu":  # on a GPU torch's layout depends on which of its kernels runs
+        assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
+    assert [g.stride() for g in grads] == [query.stride(), key.stride(), key.stride()]
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (1, 3, 5, 8), (1, 1, 5, 8)], ids=["heads", "batch", "both"])
@@ -335,59 +340,71 @@ def test_operands_are_left_alone(backend):
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_rows_with_nothing_to_see(backend, dtype):
-    query, key, value = operands((2, 2, 2, 19, 40, 16, 16), dtype)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_rows_with_nothing_to_see(backend, p, kind, dtype):
     mask = torch.ones(2, 1, 19, 40, dtype=torch.bool)
     mask[0, :, 3] = False
     mask[1, :, 16:] = False
     empty = (~mask.any(-1)).expand(2, 2, 19)
-    for options in ({"attn_mask": mask}, {"attn_mask": torch.zeros(mask.shape).masked_fill(~mask, -math.inf)}):
-        for p in (0.0, 0.3):
-            (out, lse), (grad, *_) = check(query, key, value, **options, dropout_p=p, seed=SEED)
-            assert (out[empty] == 0).all()
-            assert (grad[empty] == 0).all()
-            assert (lse[empty] == -math.inf).all()
-            assert lse[~empty].isfinite().all()
-    for options in (
-        {"key_lengths": torch.tensor([0, 0])},
-        {"attn_mask": torch.zeros(1, 1, 1, 40, dtype=torch.bool)},
-        {"attn_mask": torch.full((40,), -math.inf)},
-        {"key_lengths": torch.tensor([0, 0]), "is_causal": True, "causal_variant": "lower_right"},
-    ):
-        mask = options.pop("attn_mask", None)
-        (out, lse), grads = check(query, key, value, mask, **options)
-        assert (out == 0).all()
-        assert (lse == -math.inf).all()
-        assert all((g == 0).all() for g in grads)
+    if kind != torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    (out, lse), (grad, *_) = check(*operands((2, 2, 2, 19, 40, 16, 16), dtype), mask, dropout_p=p, seed=SEED)
+    assert (out[empty] == 0).all()
+    assert (grad[empty] == 0).all()
+    assert (lse[empty] == -math.inf).all()
+    assert lse[~empty].isfinite().all()
+
+
+NOTHING = {
+    "lengths": lambda: {"key_lengths": torch.tensor([0, 0])},
+    "bool": lambda: {"attn_mask": torch.zeros(1, 1, 1, 40, dtype=torch.bool)},
+    "float": lambda: {"attn_mask": torch.full((40,), -math.inf)},
+    "lengths, lower right": lambda: NOTHING["lengths"]() | DIAGONALS["lower"],
+}
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("options", NOTHING)
+def test_nothing_to_see(backend, options, dtype):
+    (out, lse), grads = check(*operands((2, 2, 2, 19, 40, 16, 16), dtype), **NOTHING[options]())
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert all((g == 0).all() for g in grads)
+
+
+EXCLUDING = {
+    "lengths": lambda lengths, padding: {"key_lengths": lengths},
+    "lengths, lower right": lambda lengths, padding: {"key_lengths": lengths, **DIAGONALS["lower"]},
+    "causal": lambda lengths, padding: DIAGONALS["causal"],
+    "window": lambda lengths, padding: {"window_size": (3, 2)},
+    "window, lower right": lambda lengths, padding: {"window_size": (3, -1), "causal_variant": "lower_right"},
+    "padding": lambda lengths, padding: {"attn_mask": padding},
+    "bool": lambda lengths, padding: {"attn_mask": padding & (torch.rand(padding.shape) < 0.8)},
+    "padding, causal": lambda lengths, padding: {"attn_mask": padding, "is_causal": True},
+    "float": lambda lengths, padding: {
+        "attn_mask": torch.zeros(2, 1, 1, 70).masked_fill(~padding[:, :1, :1], -math.inf)
+    },
+    "bias, lengths": lambda lengths, padding: {"attn_mask": torch.randn(70), "key_lengths": lengths},
+}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("queries", [9, 2])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_excluded_keys_may_hold_anything(backend, dtype, queries, bad):
+@pytest.mark.parametrize("kind", EXCLUDING)
+def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
     lengths = torch.tensor([37, 64])
-    padding = torch.arange(70) < lengths[:, None, None, None]
-    for options in (
-        {"key_lengths": lengths},
-        {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"},
-        {"is_causal": True},
-        {"window_size": (3, 2)},
-        {"window_size": (3, -1), "causal_variant": "lower_right"},
-        {"attn_mask": padding},
-        {"attn_mask": padding & (torch.rand(2, 4, queries, 70) < 0.8)},
-        {"attn_mask": padding.expand(2, 4, queries, 70), "is_causal": True},
-        {"attn_mask": torch.zeros(2, 1, 1, 70).masked_fill(~padding, -math.inf)},
-        {"attn_mask": torch.randn(70), "key_lengths": lengths, "dropout_p": 0.2, "seed": SEED},
-    ):
-        query, key, value = operands((2, 4, 2, queries, 70, 16, 24), dtype)
-        masks = {name: what for name, what in options.items() if name not in ("dropout_p", "seed")}
-        gone = ~visible((2, 4, queries, 70), **masks).unflatten(1, (2, 2)).any(3).any(2)
-        for tensor in (key, value):
-            tensor[gone] = bad
-        mask = options.pop("attn_mask", None)
-        _, (_, grad_key, grad_value, *_) = check(query, key, value, mask, enable_gqa=True, **options)
-        assert (grad_key[gone] == 0).all()
-        assert (grad_value[gone] == 0).all()
+    padding = (torch.arange(70) < lengths[:, None, None, None]).expand(2, 4, queries, 70)
+    masks = EXCLUDING[kind](lengths, padding)
+    query, key, value = operands((2, 4, 2, queries, 70, 16, 24), dtype)
+    gone = ~visible((2, 4, queries, 70), **masks).unflatten(1, (2, 2)).any(3).any(2)
+    for tensor in (key, value):
+        tensor[gone] = bad
+    dropout = {"dropout_p": 0.2, "seed": SEED} if kind == "bias, lengths" else {}
+    _, (_, grad_key, grad_value, *_) = check(query, key, value, enable_gqa=True, **masks, **dropout)
+    assert (grad_key[gone] == 0).all()
+    assert (grad_value[gone] == 0).all()
 
 
 def test_nan_reaches_what_attends_to_it(backend):
@@ -419,12 +436,12 @@ def test_largest_scale(backend, scale):
 
 
 @pytest.mark.parametrize("scale", [0, 0.0, 1, -0.7, 1e-3, 3.5, 1e-50, -1e-50])
-def test_scale(backend, scale):
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors = operands((1, 2, 2, 21, 43, 16, 16), dtype)
-        check(*tensors, scale=scale, lse=False)
-        check(*tensors, torch.randn(43), scale=scale, is_causal=True)
-        check(*tensors, scale=scale, is_causal=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scale(backend, dtype, scale):
+    tensors = operands((1, 2, 2, 21, 43, 16, 16), dtype)
+    check(*tensors, scale=scale, lse=False)
+    check(*tensors, torch.randn(43), scale=scale, is_causal=True)
+    check(*tensors, scale=scale, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -477,31 +494,30 @@ def test_mask_that_leaves_one_key(backend, dtype):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_identity_value_shows_the_zero_pattern(backend, dtype, p):
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("window", [(-1, -1), (30, 17)], ids=str)
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["all keys", "lengths"])
+def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, diagonal, kind, dtype, p):
     """With V = identity the output is P itself: exactly zero where masked or dropped, and nowhere else."""
     b, h, lq, lk = (1, 2, 37, 75) if interpreted(backend) else (2, 4, 70, 113)
     query, key, _ = operands((b, h, h // 2, lq, lk, 16, 1), dtype)
     query, key = query / 4, key / 4
     value = torch.eye(lk, dtype=dtype).expand(b, h // 2, lk, lk)
-    for name, diagonal, window, lengths in itertools.product(
-        MASKS, DIAGONALS, [(-1, -1), (30, 17)], [None, torch.tensor([50, lk][:b])]
-    ):
-        mask = MASKS[name]((b, h, lq, lk))
-        masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
-        out = scaled_dot_product_attention(
-            query, key, value, mask, p, enable_gqa=True, seed=SEED if p else None, **masks
-        )
-        kept = visible((b, h, lq, lk), mask, **masks)
-        if p:
-            kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
-        assert torch.equal(out != 0, kept), (name, masks)
-        # The gradient of V is P transposed times the output gradient: identity again.
-        leaf = value[:, :, :, :lq].clone().requires_grad_()
-        out = scaled_dot_product_attention(
-            query, key, leaf, mask, p, enable_gqa=True, seed=SEED if p else None, **masks
-        )
-        (grad,) = torch.autograd.grad(out, leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
-        assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT), (name, masks)
+    mask = MASKS[kind]((b, h, lq, lk))
+    lengths = torch.tensor([50, lk][:b]) if has_lengths else None
+    masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
+    call = functools.partial(
+        scaled_dot_product_attention, query, key, dropout_p=p, enable_gqa=True, seed=SEED if p else None, **masks
+    )
+    kept = visible((b, h, lq, lk), mask, **masks)
+    if p:
+        kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
+    assert torch.equal(call(value, mask) != 0, kept)
+    # The gradient of V is P transposed times the output gradient: identity again.
+    leaf = value[:, :, :, :lq].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(call(leaf, mask), leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
+    assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -541,6 +557,7 @@ def test_dropout_is_unbiased(backend):
     assert z.abs().amax() < 6
 
 
+@pytest.mark.torch_version
 def test_seeds_are_drawn_from_torchs_generator(backend):
     tensors = operands((1, 2, 2, 19, 45, 8, 8))
     call = functools.partial(scaled_dot_product_attention, *tensors, dropout_p=0.5)
@@ -560,48 +577,49 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_attention_weights(backend, dtype):
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_attention_weights(backend, p, kind, diagonal, dtype):
     query, key, value = operands((2, 4, 2, 37, 75, 16, 8), dtype)
-    for name, diagonal, p in itertools.product(MASKS, DIAGONALS, (0.0, 0.3)):
-        mask = MASKS[name]((2, 4, 37, 75))
-        options = {
-            "enable_gqa": True,
-            "key_lengths": torch.tensor([75, 20]),
-            "window_size": (30, -1),
-            "dropout_p": p,
-            "seed": SEED if p else None,
-            **DIAGONALS[diagonal],
-        }
-        got = gradients(functools.partial(attention_weights, **options), (query, key, mask))
-        wanted = gradients(lambda q, k, m, o=options: exact(q, k, value, m, **o)[2], (query, key, mask))
-        peer = gradients(
-            lambda q, k, m, o=options: exact(q, k, value, m, dtype=dtype, **o)[2].to(dtype), (query, key, mask)
-        )
-        terms = gradients(
-            lambda q, k, m, o=options: exact(q, k, value, m, softmax=SizesOfTerms.apply, **o)[2], (query, key, mask)
-        )
-        assert got[0][0].dtype == dtype
-        assert got[0][0].shape == (2, 4, 37, 75)
-        assert torch.equal(got[0][0] == 0, wanted[0][0] == 0) or dtype == torch.float16  # float16 underflows
-        for a, e, q, t in zip(*((*o, *g) for o, g in (got, wanted, peer, terms)), strict=True):
-            assert_accurate(a, e.double(), q, f"{name} {diagonal} {p}", magnitude=largest(t))
+    mask = MASKS[kind]((2, 4, 37, 75))
+    options = {
+        "enable_gqa": True,
+        "key_lengths": torch.tensor([75, 20]),
+        "window_size": (30, -1),
+        "dropout_p": p,
+        "seed": SEED if p else None,
+        **DIAGONALS[diagonal],
+    }
+    got = gradients(functools.partial(attention_weights, **options), (query, key, mask))
+    wanted = gradients(lambda q, k, m: exact(q, k, value, m, **options)[2], (query, key, mask))
+    peer = gradients(lambda q, k, m: exact(q, k, value, m, dtype=dtype, **options)[2].to(dtype), (query, key, mask))
+    terms = gradients(
+        lambda q, k, m: exact(q, k, value, m, softmax=SizesOfTerms.apply, **options)[2], (query, key, mask)
+    )
+    assert got[0][0].dtype == dtype
+    assert got[0][0].shape == (2, 4, 37, 75)
+    assert torch.equal(got[0][0] == 0, wanted[0][0] == 0) or dtype == torch.float16  # float16 underflows
+    for a, e, q, t in zip(*((*o, *g) for o, g in (got, wanted, peer, terms)), strict=True):
+        assert_accurate(a, e.double(), q, magnitude=largest(t))
 
 
-def test_keys_that_weights_exclude_may_be_nan(backend):
-    for options in (
-        {"window_size": (3, 2)},
-        {"window_size": (3, -1), "causal_variant": "lower_right"},
-        {"is_causal": True, "key_lengths": torch.tensor([37, 64])},
-    ):
-        query, key, _ = operands((2, 2, 2, 9, 70, 16, 16))
-        gone = ~visible((2, 2, 9, 70), **options).expand(2, 2, 9, 70).any(2)
-        spoiled = key.masked_fill(gone[..., None], math.nan)
-        call = functools.partial(attention_weights, **options)
-        (wanted,), (grad_wanted, _) = gradients(call, (query, key))
-        (weights,), (grad_query, grad_key) = gradients(call, (query, spoiled))
-        assert torch.equal(weights, wanted)
-        assert torch.equal(grad_query, grad_wanted)
-        assert not grad_key.isnan().any()
+@pytest.mark.parametrize("kind", ["window", "window, lower right", "causal, lengths"])
+def test_keys_that_weights_exclude_may_be_nan(backend, kind):
+    options = {
+        "window": {"window_size": (3, 2)},
+        "window, lower right": {"window_size": (3, -1), "causal_variant": "lower_right"},
+        "causal, lengths": {"is_causal": True, "key_lengths": torch.tensor([37, 64])},
+    }[kind]
+    query, key, _ = operands((2, 2, 2, 9, 70, 16, 16))
+    gone = ~visible((2, 2, 9, 70), **options).expand(2, 2, 9, 70).any(2)
+    spoiled = key.masked_fill(gone[..., None], math.nan)
+    call = functools.partial(attention_weights, **options)
+    (wanted,), (grad_wanted, _) = gradients(call, (query, key))
+    (weights,), (grad_query, grad_key) = gradients(call, (query, spoiled))
+    assert torch.equal(weights, wanted)
+    assert torch.equal(grad_query, grad_wanted)
+    assert not grad_key.isnan().any()
 
 
 def test_halves_merged_by_lse_are_the_whole(backend):
@@ -632,6 +650,7 @@ def test_halves_merged_by_lse_are_the_whole(backend):
         assert_accurate(direct, e.double(), p)
 
 
+@pytest.mark.torch_version
 @pytest.mark.parametrize("needed", [c for c in itertools.product((False, True), repeat=3) if any(c)], ids=str)
 def test_subsets_of_gradients(backend, needed):
     tensors = operands((1, 2, 2, 9, 21, 8, 12))
@@ -643,27 +662,29 @@ def test_subsets_of_gradients(backend, needed):
         assert torch.equal(t.grad, g) if n else t.grad is None
 
 
-def test_gradients_of_any_layout(backend):
+@pytest.mark.parametrize("layout", ["expanded", "last", "transposed", "step", "of the LSE alone"])
+def test_gradients_of_any_layout(backend, layout):
     """An expanded gradient (from .sum()), a transposed one, a sliced one, and one for the LSE alone."""
     tensors = [t.requires_grad_() for t in operands((2, 2, 2, 9, 21, 8, 8))]
-    out, lse = scaled_dot_product_attention(*tensors, return_lse=True)
-    wanted, wanted_lse, _ = exact(*tensors)
-    for grad in (
-        torch.ones(()).expand(out.shape),
-        torch.randn(2, 2, 8, 9).mT,
-        torch.randn(2, 9, 2, 8).transpose(1, 2),
-        torch.randn(2, 2, 9, 16)[..., ::2],
-    ):
-        got = torch.autograd.grad(out, tensors, grad, retain_graph=True)
-        expected = torch.autograd.grad(wanted, tensors, grad.double(), retain_graph=True)
-        for a, e in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
-    got = torch.autograd.grad(lse.sum(), tensors, materialize_grads=True)
-    expected = torch.autograd.grad(wanted_lse.sum(), tensors, materialize_grads=True)
+    results = scaled_dot_product_attention(*tensors, return_lse=True), exact(*tensors)[:2]
+    grad = {
+        "expanded": torch.ones(()).expand(2, 2, 9, 8),
+        "last": torch.randn(2, 2, 8, 9).mT,
+        "transposed": torch.randn(2, 9, 2, 8).transpose(1, 2),
+        "step": torch.randn(2, 2, 9, 16)[..., ::2],
+        "of the LSE alone": None,
+    }[layout]
+    got, expected = (
+        torch.autograd.grad(lse.sum(), tensors, materialize_grads=True)
+        if grad is None
+        else torch.autograd.grad(out, tensors, grad.to(out.dtype))
+        for out, lse in results
+    )
     for a, e in zip(got, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.torch_version
 def test_gradcheck():
     """The reference in float64: first and second derivatives, of the LSE and the mask too."""
     query, key, value = (t.requires_grad_() for t in operands((1, 2, 1, 3, 5, 3, 2), torch.float64))
@@ -678,22 +699,22 @@ def test_gradcheck():
         assert torch.autograd.gradgradcheck(call, (query, key, value, mask))
 
 
+@pytest.mark.torch_version
 def test_double_backward_names_the_reference(backend):
     tensors = [t.requires_grad_() for t in operands((1, 2, 2, 5, 7, 8, 8))]
     assert_reference_alone_differentiates_twice(backend, scaled_dot_product_attention(*tensors), *tensors[:2])
 
 
-def test_autocast(backend):
+@pytest.mark.torch_version
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(backend, dtype):
     tensors = operands((2, 2, 2, 9, 21, 8, 8))
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast(DEVICE, dtype):
-            out = scaled_dot_product_attention(*tensors)
-            theirs = F.scaled_dot_product_attention(*tensors)
-        assert out.dtype == theirs.dtype == dtype
-        assert torch.equal(out, scaled_dot_product_attention(*(t.to(dtype) for t in tensors)))
-        with torch.autocast(DEVICE, dtype):
-            mixed = scaled_dot_product_attention(tensors[0].to(dtype), *tensors[1:], torch.randn(21))
-        assert mixed.dtype == dtype
+    with torch.autocast(DEVICE, dtype):
+        out = scaled_dot_product_attention(*tensors)
+        theirs = F.scaled_dot_product_attention(*tensors)
+        mixed = scaled_dot_product_attention(tensors[0].to(dtype), *tensors[1:], torch.randn(21))
+    assert out.dtype == theirs.dtype == mixed.dtype == dtype
+    assert torch.equal(out, scaled_dot_product_attention(*(t.to(dtype) for t in tensors)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -714,6 +735,7 @@ def test_same_bits_every_run_and_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.torch_version
 def test_activation_checkpointing(backend):
     from torch.utils.checkpoint import checkpoint
 
@@ -773,11 +795,12 @@ def test_every_head_size(backend, dtype, e):
     ("lq", "lk"),
     list(itertools.product([1, 2, 7, 8, 15, 16, 17, 31, 48, 49, 96], [1, 7, 31, 32, 33, 48, 63, 64, 65, 97, 512])),
 )
-def test_every_tile_edge(backend, lq, lk):
-    for dtype, p in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.5)):
-        tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
-        for diagonal, masked in itertools.product(DIAGONALS.values(), (False, True)):
-            if interpreted(backend) and masked == (p > 0):
-                continue  # each of the two at every edge; both together, test_any_problem's
-            masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)} if masked else {}
-            check(*tensors, dropout_p=p, seed=SEED, **masks, **diagonal)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_every_tile_edge(backend, p, dtype, lq, lk):
+    tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
+    for diagonal, masked in itertools.product(DIAGONALS.values(), (False, True)):
+        if interpreted(backend) and masked == (p > 0):
+            continue  # each of the two at every edge; both together, test_any_problem's
+        masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)} if masked else {}
+        check(*tensors, dropout_p=p, seed=SEED, **masks, **diagonal)

@@ -26,7 +26,7 @@ from fastattn import (
     varlen_attn,
 )
 from fastattn.backends import TABLE, native
-from fastattn.backends.schema import OPERATIONS, SCHEMAS
+from fastattn.backends.schema import SCHEMAS, STEM_OF
 from fastattn.ops import register
 
 X = torch.randn(1, 2, 5, 8)
@@ -175,8 +175,7 @@ def test_public_names():
         dropout dropout_mask MultiHeadAttention MultiheadAttention KeyValueCache LayerNorm DropoutAddLayerNorm
         SoftmaxDropout Dropout backend explain
     """
-    assert set(names.split()) <= set(fastattn.__all__)
-    assert all(hasattr(fastattn, name) for name in fastattn.__all__)
+    assert [name for name in names.split() if not callable(getattr(fastattn, name))] == []
 
 
 # The fast path
@@ -363,7 +362,7 @@ def arguments_of(schema):
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", STEM_OF)
 def test_signatures_are_the_schemas(name, operation):
     """The arguments of every Python backend function, by name and in order; others it may have are its own."""
     require(name)
@@ -376,7 +375,7 @@ def test_signatures_are_the_schemas(name, operation):
 @needs_cpu
 def test_the_library_has_every_operation():
     assert set(TABLE["cpu"].FUNCTIONS) == set(SCHEMAS)
-    assert set(TABLE["cuda"].OPERATIONS) <= set(OPERATIONS)
+    assert set(TABLE["cuda"].OPERATIONS) <= set(STEM_OF)
 
 
 def normalised(monkeypatch, operation, call):

@@ -160,7 +160,7 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
         assert count == 1, f"{file} has {count} lines marked {marker}"
         path.write_text(source)
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
-    program = [sys.executable, Path(__file__).with_name("planted_faults_cuda.py"), library, operation]
+    program = [sys.executable, ROOT / "tools/planted_faults_cuda.py", library, operation]
     done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     if found is None:
         assert done.returncode == 0, done.stdout
@@ -201,7 +201,8 @@ def test_launches(columns):
 @pytest.fixture
 def hopper(monkeypatch):
     """Tensors on "cuda" are taken to be on a GPU of capability 9.0, which the library has code for."""
-    monkeypatch.setattr(backends.cuda, "capability", lambda device: (9, 0))
+    for module in (backends.cuda, backends.common):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
     monkeypatch.setattr(backends.cuda, "MISSING", "")
     monkeypatch.setattr(backends.triton, "MISSING", "")

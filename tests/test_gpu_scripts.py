@@ -1,5 +1,5 @@
-"""What benchmarks/ has for a machine with a GPU, as far as it runs without: every case's operands and contestants, the
-tuner's candidates, stages that fail."""
+"""What there is for a machine with a GPU, as far as it runs without: every case's operands and contestants, the tuner's
+candidates, stages that fail."""
 
 import dataclasses
 import functools
@@ -21,11 +21,12 @@ import fastattn
 from fastattn.bench import peers, report, timer
 
 TIMEOUT = shutil.which("timeout")
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+def load(path):
+    """A module of its own."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -40,7 +41,7 @@ def small(case):
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu.py on the CPU, timed by the clock, its peers not compiled."""
-    module = load("gpu")
+    module = load("benchmarks/gpu.py")
     for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0, "replay": timer.wall_clock}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
@@ -102,7 +103,7 @@ def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
 
 
 def test_calls_are_timed_as_replayed_graphs(monkeypatch):
-    module, called = load("gpu"), []
+    module, called = load("benchmarks/gpu.py"), []
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph", "Event"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     torch.cuda.Event.return_value.elapsed_time.return_value = 6.0
@@ -139,18 +140,19 @@ def test_tuner(monkeypatch, tmp_path):
     require("triton")
     if DEVICE != "cpu":
         pytest.skip("for Triton's interpreter")
-    tune = load("tune")
-    from fastattn.backends.triton import configurations
+    tune = load("tools/tune.py")
+    from fastattn.backends.triton import rows
+    from fastattn.backends.triton.attention import tiles
 
     def tables():
-        return repr([value for name, value in vars(configurations).items() if name.startswith(("ATTENTION", "ROWS"))])
+        return repr([rows.LIMITS, *(table for name, table in vars(tiles).items() if name.isupper())])
 
     before, chosen = tables(), set()
     tried, raised = [], []
 
-    def choose(*arguments, attention=configurations.attention):
-        chosen.add(attention(*arguments))
-        return attention(*arguments)
+    def record(*arguments, choose=tiles.choose):
+        chosen.add(choose(*arguments))
+        return choose(*arguments)
 
     def time_once(call, **options):
         tried.append(call)
@@ -160,18 +162,18 @@ def test_tuner(monkeypatch, tmp_path):
             raise RuntimeError("out of resource")
         return 1.0 / len(tried)
 
-    for name, value in {"DEVICE": "cpu", "PROBLEM": (1, 1, 20), "ELEMENTS": 2**13, "HELD": (1024,)}.items():
+    for name, value in {"DEVICE": "cpu", "PROBLEM": (1, 1, 20), "ELEMENTS": 2**13, "BLOCK_ELEMENTS": (1024,)}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "TILES", tune.TILES[:1])
     monkeypatch.setattr(tune, "do_bench", time_once)
-    monkeypatch.setattr(configurations, "capability", lambda device: (12, 0))
-    monkeypatch.setattr(configurations, "attention", choose)
+    monkeypatch.setattr(tiles, "capability", lambda device: (12, 0))
+    monkeypatch.setattr(tiles, "choose", record)
     failures = tune.run(tmp_path / "results.json", {}, seconds=1000)
-    tiles = json.loads((tmp_path / "results.json").read_text())["tiles"]
-    assert len(tiles) == 3 * 2 + 5 * 2
-    timed = [[entry["milliseconds"] for entry in entries if "error" not in entry] for entries in tiles.values()]
+    found = json.loads((tmp_path / "results.json").read_text())["tiles"]
+    assert len(found) == 3 * 2 + 5 * 2
+    timed = [[entry["milliseconds"] for entry in entries if "error" not in entry] for entries in found.values()]
     assert all(times == sorted(times) for times in timed)
-    errors = [entry["error"] for entries in tiles.values() for entry in entries if "error" in entry]
+    errors = [entry["error"] for entries in found.values() for entry in entries if "error" in entry]
     assert errors == ["RuntimeError out of resource"] * len(raised)
     assert 0 < len(failures) < len(errors)  # the present choices among them
     assert all("out of resource" in failure for failure in failures)
@@ -181,7 +183,7 @@ def test_tuner(monkeypatch, tmp_path):
 
 def stages(out, *names, **variables):
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
-    command = ["bash", BENCHMARKS / "run_gpu.sh", "--out", out, *names]
+    command = ["bash", ROOT / "benchmarks/run_gpu.sh", "--out", out, *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout + result.stderr
 

@@ -67,6 +67,35 @@ def test_imports_go_down(path):
     assert not up, f"{name} imports from a layer above its own: {sorted(up)}"
 
 
+def test_imports_have_no_circle():
+    """What remains when modules that import nothing of what remains are taken away, again and again."""
+    left = {module_name(path): imports(path) & NAMES for path in MODULES}
+    while left:
+        free = {name for name, wanted in left.items() if not wanted & left.keys() - {name}}
+        assert free, f"circles among {sorted(left)}"
+        left = {name: wanted for name, wanted in left.items() if name not in free}
+
+
+# Lowest first. A folder may include files of its own and of those below; cpu and cuda are beside each other.
+FOLDERS = {"common": 0, "cpu": 1, "cuda": 1, "bindings": 2}
+
+
+def test_includes_go_down():
+    checked = 0
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        folder = path.relative_to(ROOT / "csrc").parts[0]
+        if folder not in FOLDERS or path.suffix not in {".h", ".cpp", ".cu"}:
+            continue
+        for included in re.findall(r'#include "([^"]+)"', path.read_text()):
+            target = (path.parent / included).resolve()
+            if not target.exists():
+                target = (ROOT / "csrc" / included).resolve()
+            below = target.relative_to(ROOT / "csrc").parts[0]
+            assert below == folder or FOLDERS[below] < FOLDERS[folder], f"{path} includes {included}"
+            checked += 1
+    assert checked > 50
+
+
 def test_imports_are_read_right(tmp_path):
     """The reader behind the test above, on the forms that an import can take."""
     assert layer("fastattn.ops.attention") == 2
@@ -75,6 +104,18 @@ def test_imports_are_read_right(tmp_path):
     assert "fastattn.ops" in imports(ROOT / "fastattn/nn.py") or any(
         name.startswith("fastattn.ops.") for name in imports(ROOT / "fastattn/nn.py")
     )
+
+
+def test_every_module_serves_users():
+    """The wheel holds all of the package; what only developers run stands in tools/."""
+    entries = {"fastattn", "fastattn.bench.__main__", "fastattn.cli"}
+    entries |= {name for name in NAMES if name.rpartition(".")[2] in STEMS}  # a backend's are imported by name
+    reached: set[str] = set()
+    while entries:
+        reached |= entries
+        entries = {name for path in MODULES if module_name(path) in entries for name in imports(path) & NAMES} - reached
+    idle = {name for name in NAMES - reached if not any(other.startswith(f"{name}.") for other in reached)}
+    assert not idle, f"nothing that a user starts imports {sorted(idle)}"
 
 
 def test_stems():
@@ -99,14 +140,18 @@ def test_torch_headers_only_in_bindings():
     assert including == {"bindings/cuda.cpp", "bindings/tensors.h", "tests/emulation/torch.cpp"}
 
 
-def test_kernels_use_c_headers_only():
+@pytest.mark.parametrize(
+    "path",
+    [path for folder in ("common", "cpu") for path in sorted((ROOT / "csrc" / folder).glob("*"))],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_kernels_use_c_headers_only(path):
     """Code compiled for a wide instruction set has no template of the standard library in it: the linker could choose
     that copy for everyone, and an older machine would meet an illegal instruction."""
     allowed = {"stddef.h", "stdint.h", "string.h", "math.h", "float.h", "limits.h", "immintrin.h", "arm_neon.h"}
-    for path in [*(ROOT / "csrc/common").glob("*"), *(ROOT / "csrc/cpu").glob("*")]:
-        if path.stem != "dispatch":
-            system = set(re.findall(r"#include\s*<([^>]+)>", path.read_text()))
-            assert system <= allowed, f"{path.relative_to(ROOT)} includes {sorted(system - allowed)}"
+    if path.stem != "dispatch":
+        system = set(re.findall(r"#include\s*<([^>]+)>", path.read_text()))
+        assert system <= allowed
 
 
 def test_a_process_of_its_own_imports_what_is_tested(python):
@@ -114,6 +159,7 @@ def test_a_process_of_its_own_imports_what_is_tested(python):
     assert python("import fastattn; print(fastattn.__file__)") == f"{fastattn.__file__}\n"
 
 
+@pytest.mark.torch_version
 def test_import_is_light(python):
     """`import fastattn` starts no CUDA, imports no Triton, and needs none of the `train` extra."""
     python("""

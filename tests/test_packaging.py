@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def nm(*arguments) -> list[tuple[str, str]]:
 # The library
 
 
+@pytest.mark.torch_version
 def test_undefined_symbols_are_stable(library):
     """From outside the library takes PyTorch's C shims, declared in the headers of the stable ABI, and the C and C++
     run time. No CPython symbol, no C++ symbol of torch's."""
@@ -55,6 +57,16 @@ def test_undefined_symbols_are_stable(library):
     assert not undeclared
     runtime = {symbol.split("@")[1].split("_")[0] for symbol in undefined if "@" in symbol}
     assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
+
+
+@pytest.mark.slow
+@pytest.mark.torch_version
+@pytest.mark.parametrize("source", sorted((ROOT / "csrc").glob("bindings*.cpp")), ids=lambda path: path.stem)
+def test_bindings_compile_with_this_torchs_headers(source):
+    flags = shlex.split(native_build.bindings_flags(native_build.torch_for_building()))
+    command = [*native_build.compiler(), *flags, "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_library_exports_nothing(library):
@@ -393,7 +405,7 @@ def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
         path.relative_to(checkout).as_posix()
-        for folder in ("csrc", "fastattn", "tests", "benchmarks", "docs")
+        for folder in ("csrc", "fastattn", "tests", "tools", "benchmarks", "docs")
         for path in (checkout / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -402,7 +414,7 @@ def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
 
 
 def test_pure_wheel(checkout, tmp_path):
-    """FASTATTN_BUILD=0: all modules, the corpus, the reason, no library."""
+    """FASTATTN_BUILD=0: all modules, the corpus, the reason, no library, and nothing else."""
     wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="0")
     assert re.fullmatch(r"fastattn-[^-]+-py3-none-any\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
@@ -411,8 +423,7 @@ def test_pure_wheel(checkout, tmp_path):
         reason = json.loads(archive.read("fastattn/_build.json"))["cpu"]["reason"]
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn").rglob("*.py")}
     corpus = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn/verses").iterdir()}
-    assert modules | corpus <= names
-    assert not [name for name in names if name.endswith(".so")]
+    assert {name for name in names if ".dist-info/" not in name} == modules | corpus | {"fastattn/_build.json"}
     assert reason == "installed with FASTATTN_BUILD=0"
     # No bound, which could make pip replace a user's torch.
     required = map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE))

@@ -23,26 +23,29 @@ import triton.language as tl
 from interpreter import strict
 from triton.runtime.errors import InterpreterError
 
+import fake_gpu
 import fastattn
-from fastattn.backends.triton import dry, kernel, philox
+from fastattn.backends.triton import kernel, philox
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "tools"
 SEED = torch.tensor([4, 5])
 
 
 @triton.jit
 def _keep(out, seed, threshold, rows, columns, z, i, j, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
     """Writes the block of rows from i and columns from j of matrix z of `out` by the named function."""
+    dropout = philox.Dropout(seed, threshold, 1.0)
     rows_of = i + tl.arange(0, M)
     columns_of = j + tl.arange(0, N)
     pointers = out + z * rows * columns + rows_of[:, None] * columns + columns_of[None, :]
     inside = (rows_of[:, None] < rows) & (columns_of[None, :] < columns)
     if FORM == "tile":
-        kept = philox.keep(seed, z, i, j, threshold, M, N)
+        kept = philox.keep(dropout, z, i, j, M, N)
     elif FORM == "transposed":
-        kept = philox.keep_transposed(seed, z, i, j, threshold, M, N).trans()
+        kept = philox.keep_transposed(dropout, z, i, j, M, N).trans()
     else:
-        kept = philox.keep_rows(seed, z + rows_of * 0, rows_of, j, threshold, N)
+        kept = philox.keep_rows(dropout, z + rows_of * 0, rows_of, j, N)
     tl.store(pointers, kept, mask=inside)
 
 
@@ -158,7 +161,7 @@ def test_planted_boundary_and_order_faults():
 def program(*arguments, seconds=900):
     """(exit status, output) of a Python program for which Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment["PYTHONPATH"] = str(ROOT)
     result = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
     )
@@ -173,7 +176,7 @@ def last_json(output):
 def test_planted_compile_faults():
     """The ahead-of-time checks find each fault, and nothing in a sound kernel, whose matrix instructions they see on
     every architecture."""
-    status, output = program(str(TESTS / "planted_faults.py"))
+    status, output = program(str(TOOLS / "planted_faults_triton.py"))
     assert status == 0, output
     found = last_json(output)
     assert found["sound"] == [[]] * 4
@@ -196,15 +199,15 @@ def test_planted_compile_faults():
 @pytest.mark.slow
 def test_ahead_of_time():
     """Of the gate, one operation and architecture."""
-    status, output = program("-m", "fastattn.backends.triton.aot", "--arch", "90", "--operation", "dropout")
+    status, output = program(str(TOOLS / "aot_gate.py"), "--arch", "90", "--operation", "dropout")
     assert status == 0, output
     assert "0 faults" in output
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("capability", dry.SHARED_MEMORY)
+@pytest.mark.parametrize("capability", fake_gpu.SHARED_MEMORY)
 def test_ahead_of_time_on_every_architecture(capability):
-    status, output = program("-m", "fastattn.backends.triton.aot", "--arch", str(capability), seconds=3600)
+    status, output = program(str(TOOLS / "aot_gate.py"), "--arch", str(capability), seconds=3600)
     assert status == 0, output
 
 
@@ -228,10 +231,10 @@ def test_what_a_compiled_kernel_is_started_for():
 def test_dry_launch():
     """The public functions on fake CUDA tensors, through Triton's launcher: nothing waits for the device, grids are
     within limits, many lengths share a few kernels."""
-    status, output = program(str(TESTS / "dry_launch.py"), "40")
+    status, output = program(str(TOOLS / "dry_launch.py"), "40")
     assert status == 0, output
     one = last_json(output)
-    attention = {"_forward", "_grad_query", "_grad_key_value"}
+    attention = {"forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
     wanted = {
         "layer_norm": {"_forward", "_backward", "_reduce"},
         "dropout_add_layer_norm": {"_forward", "_backward", "_reduce"},
@@ -240,8 +243,8 @@ def test_dry_launch():
         "dropout_mask": {"_dropout"},
         "attention": attention,
         "long_attention": attention,
-        "masked_attention": attention | {"_cover", "_list", "_grad_mask"},
-        "decoding": {"_forward", "_merge"},
+        "masked_attention": attention | {"cover_kernel", "list_kernel", "grad_mask_kernel"},
+        "decoding": {"forward_kernel", "merge_kernel"},
         "attention_weights": {"_forward", "_backward"},
         "varlen_attn": attention,
     }
@@ -261,7 +264,7 @@ def test_dry_launch():
     assert one["device afterwards"] == 0
     assert one["descriptors"] == {"90": [2], "80": [0]}  # of each kernel of long attention, forward and backward
     status, output = program(
-        str(TESTS / "dry_launch.py"), "40", "1", "16", "33", "48", "63", "64", "100", "256", "1000"
+        str(TOOLS / "dry_launch.py"), "40", "1", "16", "33", "48", "63", "64", "100", "256", "1000"
     )
     assert status == 0, output
     assert last_json(output)["specialisations"] <= 3 * one["specialisations"]
@@ -270,6 +273,6 @@ def test_dry_launch():
 @pytest.mark.slow
 def test_cost_of_a_call_on_the_host():
     """The benchmark runs; its figures are for a quiet machine."""
-    status, output = program(str(TESTS.parent / "benchmarks" / "launch.py"), "--repeats", "2")
+    status, output = program(str(TOOLS / "launch_cost.py"), "--repeats", "2")
     assert status == 0, output
     assert min(json.loads(output[output.index("{") :])["microseconds"].values()) > 0

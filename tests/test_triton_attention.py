@@ -1,4 +1,4 @@
-"""What only Triton's attention has: lists of the tiles that a mask leaves, keys in parts, tensor descriptors."""
+"""What only Triton's attention has: lists of the tiles that a mask leaves, split-KV, tensor descriptors."""
 
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
@@ -14,20 +14,37 @@ from test_attention import check
 
 require("triton", allow_module_level=True)
 
+import triton
+import triton.language as tl
 from interpreter import strict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn import backend
-from fastattn.backends.triton import configurations
-from fastattn.backends.triton.attention import _Problem, attention, attention_backward
+from fastattn.backends.triton.attention import _Call, attention, attention_backward, tiles
+from fastattn.backends.triton.attention.operands import Sequences
+from fastattn.backends.triton.kernel import cdiv
+from fastattn.backends.triton.visibility import Window, band_of, owned, visible_part, visible_tiles
 
 SEED = torch.tensor([5, 6])
-TILES = configurations.Tiles(32, 64, 4, 1)
+TILE = tiles.Tile(32, 64, 4, 1)
+
+
+def finite(window, m, n, lower_right=False):
+    """The window as the backend functions get it: -1 has become the distance that reaches every position."""
+    return tuple(
+        most if side < 0 else side for side, most in zip(window, (n, m) if lower_right else (m, n), strict=True)
+    )
 
 
 def call(query, key, value, attn_mask=None, lengths=None, seed=None, window=(-1, -1), lower_right=False, p=0.0):
-    scale = 1 / math.sqrt(query.size(-1))
+    scale, window = 1 / math.sqrt(query.size(-1)), finite(window, query.size(2), key.size(2), lower_right)
     return attention(query, key, value, attn_mask, lengths, seed, scale, *window, lower_right, int(p * 65536 + 0.5))
+
+
+def attention_call(query, key, value, attn_mask=None, lengths=None, window=(-1, -1)):
+    m, n = query.size(2), key.size(2)
+    sequences, window = Sequences(m, n, None, None, lengths), Window(*finite(window, m, n))
+    return _Call(query, key, value, attn_mask, sequences, None, 1.0, window, False, 0)
 
 
 MASKS = {
@@ -48,33 +65,34 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", [(-1, -1), (70, 10)])
 def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
-    """Each visible pair is in a listed tile, plain tiles hide nothing, no listed tile's mask hides everything."""
+    """Each visible pair is in a listed tile, full tiles hide nothing, no listed tile's mask hides everything."""
     b, h, m, n = 2, 2, 100, 300
     lengths = torch.tensor([200, 300])
     tensors = [torch.empty(b, h, size, 8) for size in (m, n, n)]
     attn_mask = MASKS[mask](b, h, m, n)
     with strict():
-        problem = _Problem(*tensors, attn_mask, lengths, None, 1.0, *window, False, 0)
-        (lists, *strides, count), _ = problem.lists(TILES, keys_own)
-    full = (b, h, m, n)
-    masked, seen = (visible(full, attn_mask, **o) for o in ({}, {"key_lengths": lengths, "window_size": window}))
-    adds = torch.zeros(full) if attn_mask.dtype == torch.bool else attn_mask.expand(full)
+        (lists, *strides, count), _ = attention_call(*tensors, attn_mask, lengths, window).lists(TILE, keys_own)
+    shape = (b, h, m, n)
+    masked, seen = (visible(shape, attn_mask, **o) for o in ({}, {"key_lengths": lengths, "window_size": window}))
+    adds = torch.zeros(shape) if attn_mask.dtype == torch.bool else attn_mask.expand(shape)
     own, other = (-(-n // 64), -(-m // 32)) if keys_own else (-(-m // 32), -(-n // 64))
     assert count == other
     for z in range(b):
         for head in range(h):
             for tile in range(own):
                 place = z * strides[0] + head * strides[1] + tile * strides[2]
-                plain, edges, *listed = lists.flatten()[place : place + 2 + count].tolist()
-                plain_tiles, edge_tiles = listed[:plain], listed[count - edges :]
-                assert len({*plain_tiles, *edge_tiles}) == plain + edges <= count
+                full_tiles, partial_tiles, *listed = lists.flatten()[place : place + 2 + count].tolist()
+                full, partial = listed[:full_tiles], listed[count - partial_tiles :]
+                assert len({*full, *partial}) == full_tiles + partial_tiles <= count
                 for step in range(other):
                     i, j = (step, tile) if keys_own else (tile, step)
                     at = z, head, slice(32 * i, 32 * i + 32), slice(64 * j, 64 * j + 64)
-                    if step in plain_tiles:
+                    if keys_own and step in full:  # of a key beyond the length the program stores zeros
+                        at = *at[:3], slice(64 * j, min(64 * j + 64, int(lengths[z])))
+                    if step in full:
                         assert seen[at].all()
                         assert (adds[at] == 0).all()
-                    elif step in edge_tiles:
+                    elif step in partial:
                         assert masked[at].any()
                     else:
                         assert not seen[at].any()
@@ -83,10 +101,71 @@ def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
         assert lists[1, 0, 0, :2].tolist() == [4, 1]
 
 
+@triton.jit
+def _tiles_of(
+    ranges, parts, seqlen_q, length, left, right, count,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, LOWER_RIGHT: tl.constexpr, KEYS_OWN: tl.constexpr,
+):  # fmt: skip
+    """(tiles, 4) what ``visible_tiles`` says of each owned tile, and (tiles, count, 2) ``visible_part``."""
+    tile = tl.program_id(0)
+    band = band_of(length, seqlen_q, Window(left, right), LOWER_RIGHT)
+    last, band = owned(tile * SIZE, SIZE, seqlen_q, band, KEYS_OWN)
+    begin, full_begin, full_end, end = visible_tiles(tile * SIZE, last, band, BLOCK)
+    tl.store(ranges + 4 * tile, begin)
+    tl.store(ranges + 4 * tile + 1, full_begin)
+    tl.store(ranges + 4 * tile + 2, full_end)
+    tl.store(ranges + 4 * tile + 3, end)
+    for other in range(count):
+        some, every = visible_part(tile * SIZE, last, other * BLOCK, other * BLOCK + BLOCK - 1, band)
+        tl.store(parts + 2 * (tile * count + other), some)
+        tl.store(parts + 2 * (tile * count + other) + 1, every)
+
+
+@pytest.mark.parametrize("keys_own", [False, True])
+@pytest.mark.parametrize("lower_right", [False, True])
+@pytest.mark.parametrize(("m", "n", "length"), [(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)])
+def test_tiles_that_a_window_leaves(m, n, length, lower_right, keys_own):
+    """Against every pair: a tile is full iff it exists and each of its pairs with what exists of the owned tile is
+    visible, however ragged that is, and no tile of a visible pair is missing."""
+    size, block = 32, 16
+    own_count, other_count, other_end = (n, m, m) if keys_own else (m, n, length)
+    for window in ((-1, -1), (-1, 0), (40, 0), (20, 45), (0, -1), (0, 0), (63, 31)):
+        pairs = visible(
+            (1, 1, m, n), None, window_size=window, key_lengths=torch.tensor([length]),
+            causal_variant="lower_right" if lower_right else "upper_left",
+        )[0, 0]  # fmt: skip
+        pairs, exist = (pairs.mT, length) if keys_own else (pairs, m)
+        ranges = torch.zeros(cdiv(own_count, size), 4, dtype=torch.int32)
+        parts = torch.zeros(len(ranges), cdiv(other_count, block), 2, dtype=torch.bool)
+        _tiles_of[(len(ranges),)](
+            ranges,
+            parts,
+            m,
+            length,
+            *finite(window, m, n, lower_right),
+            parts.size(1),
+            size,
+            block,
+            lower_right,
+            keys_own,
+        )
+        for tile, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
+            assert 0 <= begin <= full_begin <= full_end <= end <= parts.size(1)
+            rows = pairs[tile * size : min((tile + 1) * size, exist)]
+            for other in range(parts.size(1)):
+                block_pairs = rows[:, other * block : (other + 1) * block]
+                every = len(rows) > 0 and (other + 1) * block <= other_end and bool(block_pairs.all())
+                some, all_visible = parts[tile, other].tolist()
+                assert (some and all_visible) == every == (full_begin <= other < full_end), (window, tile, other)
+                if block_pairs.any():
+                    assert some, (window, tile, other)
+                    assert begin <= other < end, (window, tile, other)
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-def test_parts_of_the_keys_merge(dtype, monkeypatch):
-    """Few queries against many keys: each program takes a part of the keys, which may be empty."""
-    monkeypatch.setattr(configurations, "parts", lambda programs, key_tiles, device: 3)
+def test_splits_of_the_keys_merge(dtype, monkeypatch):
+    """Few queries against many keys: each program takes a split of the keys, which may be empty."""
+    monkeypatch.setattr(tiles, "num_splits", lambda programs, key_tiles, device: 3)
     query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((4, 5, 32), (2, 300, 32), (2, 300, 24)))
     lengths = torch.tensor([300, 0, 130])
     key[2, :, 130:] = math.nan
@@ -98,7 +177,7 @@ def test_parts_of_the_keys_merge(dtype, monkeypatch):
         {"seed": SEED, "p": 0.3},
     ):
         with strict(twice=not options):
-            out, lse, (point, total) = call(query, key, value, lengths=lengths, **options)
+            out, lse, (row_max, row_sum) = call(query, key, value, lengths=lengths, **options)
         wanted, wanted_lse, _ = exact(
             query, key, value, options.get("attn_mask"), options.get("p", 0.0), seed=SEED, enable_gqa=True,
             key_lengths=lengths, window_size=options.get("window", (-1, -1)),
@@ -107,7 +186,7 @@ def test_parts_of_the_keys_merge(dtype, monkeypatch):
         # Values of order 1: a few roundings of the weights and the result to the dtype; float32 scores of order 10.
         torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
         torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(point + total.log(), lse, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
 
 
 DESCRIBED = {
@@ -129,8 +208,8 @@ DESCRIBED = {
 def described(monkeypatch):
     """The tensors that descriptors are made of, however few rows they have."""
     tensors, examine = [], TensorDescriptor.__post_init__
-    monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", 1)
-    if not configurations.has_descriptors(1, torch.get_default_device()):
+    monkeypatch.setattr(tiles, "DESCRIPTOR_ROWS", 1)
+    if not tiles.has_descriptors(1, torch.get_default_device()):
         pytest.skip("everything is read by pointers on this GPU")
     monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: (examine(self), tensors.append(self.base))[0])
     return tensors
@@ -139,7 +218,7 @@ def described(monkeypatch):
 @pytest.mark.parametrize("sizes", [pytest.param((64, 64), marks=pytest.mark.slow), (80, 24)], ids=str)
 @pytest.mark.parametrize("options", DESCRIBED)
 def test_tensor_descriptors(options, sizes, described):
-    """Plain tiles read through tensor descriptors, forward and backward: padded head sizes, tiles beyond the last key
+    """Full tiles read through tensor descriptors, forward and backward: padded head sizes, tiles beyond the last key
     and query, and keys that hold NaN where nothing sees them. The heads of a query and of a key lie within a row of
     memory, those of values one by one."""
     options = dict(DESCRIBED[options])
@@ -164,7 +243,7 @@ def test_tensor_descriptors(options, sizes, described):
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
     """The gradients through descriptors are those through pointers, whatever the strides of the output's gradient."""
     query, key, value = (torch.randn(2, 4, n, 64).bfloat16() for n in (80, 150, 150))
-    settings = None, None, None, 0.125, -1, -1, False, 0
+    settings = None, None, None, 0.125, 80, 150, False, 0
     grad = {
         "heads within rows": lambda: torch.randn(2, 80, 4, 64).bfloat16().transpose(1, 2),
         "one for all heads": lambda: torch.randn(2, 1, 80, 64).bfloat16().expand(2, 4, 80, 64),
@@ -177,7 +256,7 @@ def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
         described.clear()
         got = attention_backward(*arguments)
         assert ({t.shape for t in described} == {key.shape}) == (layout == "one for all heads")
-        monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", 10**9)
+        monkeypatch.setattr(tiles, "DESCRIPTOR_ROWS", 10**9)
         wanted = attention_backward(*arguments)
     for g, w in zip(got, wanted, strict=True):  # the same products in the same order, so the same bits
         torch.testing.assert_close(g, w, rtol=0, atol=0)
@@ -187,10 +266,10 @@ def test_what_has_descriptors(monkeypatch):
     """What is read through descriptors, and what by pointers, as on a device without descriptors and where short."""
 
     def is_described(key, rows=1, capability=(9, 0), size=None, mask=None):
-        monkeypatch.setattr(configurations, "DESCRIPTOR_ROWS", rows)
-        monkeypatch.setattr(configurations, "capability", lambda device: capability)
-        problem = _Problem(key, key, key[..., :size], mask, None, None, 1.0, -1, -1, False, 0)
-        found = problem.descriptors(problem.operands[1:3], problem.keys, 32)
+        monkeypatch.setattr(tiles, "DESCRIPTOR_ROWS", rows)
+        monkeypatch.setattr(tiles, "capability", lambda device: capability)
+        described = attention_call(key, key, key[..., :size], mask)
+        found = described.descriptors(described.problem[1:3], key.size(2), 32)
         assert found == (None, None) or all(isinstance(one, TensorDescriptor) for one in found)
         return found != (None, None)
 
@@ -215,13 +294,13 @@ def test_what_has_descriptors(monkeypatch):
     assert not is_described(torch.empty(2, 3, 40, 68, dtype=torch.bfloat16)[..., :64])
 
 
-def test_number_of_parts():
+def test_number_of_splits():
     device = torch.device("cpu")
-    assert configurations.parts(1, 3, device) == 1  # few keys
-    assert configurations.parts(1000, 500, device) == 1  # many programs
-    assert configurations.parts(8, 500, device) == configurations.processors(device) // 8
-    assert configurations.parts(1, 10**6, device) == 64
-    assert configurations.parts(0, 3, device) == 1  # and no programs
+    assert tiles.num_splits(1, 3, device) == 1  # few keys
+    assert tiles.num_splits(1000, 500, device) == 1  # many programs
+    assert tiles.num_splits(8, 500, device) == tiles.multiprocessors(device) // 8
+    assert tiles.num_splits(1, 10**6, device) == 64
+    assert tiles.num_splits(0, 3, device) == 1  # and no programs
 
 
 @pytest.fixture
@@ -253,7 +332,7 @@ def test_tf32_where_torch_allows_it(precisions, name, value):
 
 @pytest.mark.parametrize(("capability", "largest"), [((9, 0), 128), ((10, 0), 64), ((12, 0), 64)])
 def test_tf32_where_it_fits(monkeypatch, precisions, capability, largest):
-    monkeypatch.setattr(configurations, "capability", lambda device: capability)
+    monkeypatch.setattr(tiles, "capability", lambda device: capability)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     query, mask = torch.randn(1, 1, 4, 128), torch.ones(4, 4, dtype=torch.bool).tril().expand(1, 1, 4, 4)
     for size in (64, 128):

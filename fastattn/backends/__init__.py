@@ -20,6 +20,8 @@ import torch
 from fastattn.backends import cpu, cuda, reference, triton
 from fastattn.backends.common import device_of
 
+__all__ = ["backend", "explain"]
+
 TABLE: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}
 # The most specialised first, before the reference, which serves everything. Others are taken only where forced.
 _ORDER = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}

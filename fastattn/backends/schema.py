@@ -42,41 +42,50 @@ _SOFTMAX_DROPOUT = (
 )
 _PARAMETER_GRADS = "ScalarType? weight_grad_dtype, ScalarType? bias_grad_dtype"
 
-_SIGNATURES = {
-    "attention": f"({_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
-    "attention_backward": (
-        f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_ATTENTION}, bool mask_grad) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)"
-    ),
-    "varlen_attention": f"({_VARLEN_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
-    "varlen_attention_backward": (
-        f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_VARLEN_ATTENTION}) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-    ),
-    "softmax_dropout": f"({_SOFTMAX_DROPOUT}) -> (Tensor out, Tensor stats)",
-    "softmax_dropout_backward": (
-        f"(Tensor grad_out, Tensor stats, {_SOFTMAX_DROPOUT}, bool mask_grad) "
-        "-> (Tensor grad_input, Tensor grad_attn_mask)"
-    ),
-    "layer_norm": ("(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)"),
-    "layer_norm_backward": (
-        f"(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, {_PARAMETER_GRADS}) "
-        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
-    ),
-    "dropout_add_layer_norm": (
-        "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps) "
-        "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
-    ),
-    "dropout_add_layer_norm_backward": (
-        "(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, "
-        f"int threshold, ScalarType input_dtype, {_PARAMETER_GRADS}) "
-        "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)"
-    ),
-    "dropout": "(Tensor input, Tensor seed, int threshold) -> Tensor",  # its own backward pass
-    "dropout_mask": "(SymInt[] shape, Tensor seed, int threshold) -> Tensor",  # bool, True = kept
+# stem: {backend function: its signature}. An operation's files have the stem's name wherever they stand.
+_STEMS = {
+    "attention": {
+        "attention": f"({_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
+        "attention_backward": (
+            f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_ATTENTION}, bool mask_grad) "
+            "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)"
+        ),
+        "varlen_attention": f"({_VARLEN_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
+        "varlen_attention_backward": (
+            f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_VARLEN_ATTENTION}) "
+            "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+    },
+    "softmax_dropout": {
+        "softmax_dropout": f"({_SOFTMAX_DROPOUT}) -> (Tensor out, Tensor stats)",
+        "softmax_dropout_backward": (
+            f"(Tensor grad_out, Tensor stats, {_SOFTMAX_DROPOUT}, bool mask_grad) "
+            "-> (Tensor grad_input, Tensor grad_attn_mask)"
+        ),
+    },
+    "layer_norm": {
+        "layer_norm": (
+            "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)"
+        ),
+        "layer_norm_backward": (
+            f"(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, {_PARAMETER_GRADS}) "
+            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        ),
+        "dropout_add_layer_norm": (
+            "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps) "
+            "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
+        ),
+        "dropout_add_layer_norm_backward": (
+            "(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, "
+            f"int threshold, ScalarType input_dtype, {_PARAMETER_GRADS}) "
+            "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)"
+        ),
+    },
+    "dropout": {
+        "dropout": "(Tensor input, Tensor seed, int threshold) -> Tensor",  # its own backward pass
+        "dropout_mask": "(SymInt[] shape, Tensor seed, int threshold) -> Tensor",  # bool, True = kept
+    },
 }
-OPERATIONS = tuple(_SIGNATURES)
-
 # The fast path of a public function, with its arguments (ops/register.py): of the cpu library alone.
 _FAST_PATHS = {
     "attention_fast": (
@@ -84,4 +93,8 @@ _FAST_PATHS = {
         "float? scale=None, bool enable_gqa=False) -> Tensor"
     ),
 }
-SCHEMAS = {name: name + signature for name, signature in (_SIGNATURES | _FAST_PATHS).items()}
+
+STEM_OF = {name: stem for stem, functions in _STEMS.items() for name in functions}
+SCHEMAS = {
+    name: name + signature for functions in (*_STEMS.values(), _FAST_PATHS) for name, signature in functions.items()
+}

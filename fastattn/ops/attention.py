@@ -20,6 +20,8 @@ from fastattn.ops.register import Op, fast_path
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 from fastattn.torch_private import is_autocast_enabled
 
+__all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
+
 _VARIANTS = ("upper_left", "lower_right")
 
 

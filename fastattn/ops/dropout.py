@@ -15,6 +15,8 @@ from fastattn.backends.common import dense_strides
 from fastattn.ops import check
 from fastattn.ops.register import Op
 
+__all__ = ["dropout", "dropout_mask"]
+
 
 def dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor | None = None

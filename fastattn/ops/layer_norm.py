@@ -16,6 +16,8 @@ from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
 from fastattn.ops.register import Op
 
+__all__ = ["dropout_add_layer_norm", "layer_norm"]
+
 _SIZES = (int, numbers.Integral, torch.SymInt)
 
 

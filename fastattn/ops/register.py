@@ -14,6 +14,7 @@ from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.cpu import FUNCTIONS as CPU_FUNCTIONS
 from fastattn.backends.schema import SCHEMAS
 from fastattn.torch_private import (
+    SingleLevelFunction,
     below_autograd,
     bind_apply,
     is_autocast_enabled,
@@ -96,10 +97,10 @@ class Op:
 
 def _autograd_function(
     name: str, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
-) -> type[torch.autograd.Function]:
+) -> type[SingleLevelFunction]:
     """Takes the op's arguments, the backend's name among them, and the function that computes the results."""
 
-    class Function(torch.autograd.Function):
+    class Function(SingleLevelFunction):
         @staticmethod
         def forward(*args: Any) -> Any:
             return args[-1](*args[:-2])

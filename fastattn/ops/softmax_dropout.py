@@ -13,6 +13,8 @@ from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
 from fastattn.ops.register import Op
 
+__all__ = ["softmax_dropout"]
+
 
 def softmax_dropout(
     input: Tensor,

@@ -28,6 +28,7 @@ from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 PRECISIONS = ("auto", "bf16", "fp32")
+BFLOAT16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}  # as the kernel names them, on x86 and on Arm
 METRICS = "metrics.jsonl"
 KEPT_CHECKPOINTS = 3
 REPORT_EVERY = 20  # updates
@@ -275,8 +276,9 @@ def fastest_precision() -> str:
     """ "bf16" where this machine multiplies bfloat16 matrices in hardware, else "fp32"."""
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    has = torch.cpu.get_capabilities()
-    return "bf16" if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")) else "fp32"
+    information = Path("/proc/cpuinfo")
+    words = information.read_text().split() if information.is_file() else ()
+    return "fp32" if BFLOAT16_INSTRUCTIONS.isdisjoint(words) else "bf16"
 
 
 class _Run:

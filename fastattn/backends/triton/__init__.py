@@ -5,7 +5,6 @@ Triton is imported with the first function that is needed, not with this package
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -13,9 +12,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.common import device_of, float64_operand, large_head, other_device
-from fastattn.backends.cuda import old_gpu
-from fastattn.backends.schema import OPERATIONS
+from fastattn.backends.common import device_of, float64_operand, large_head, old_gpu, other_device, python_functions
 
 DEVICE = "cuda"
 MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones
@@ -30,9 +27,7 @@ else:
 
 class _Functions(dict[str, Callable[..., Any]]):
     def __missing__(self, name: str) -> Callable[..., Any]:
-        for stem in ("attention", "softmax_dropout", "layer_norm", "dropout"):
-            module = importlib.import_module(f"{__name__}.{stem}")
-            self.update((op, getattr(module, op)) for op in OPERATIONS if hasattr(module, op))
+        self.update(python_functions(__name__))
         return self[name]
 
 

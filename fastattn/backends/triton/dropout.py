@@ -3,65 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends.common import dense_strides
-from fastattn.backends.triton import philox
-from fastattn.backends.triton.configurations import row_tile
-from fastattn.backends.triton.kernel import are_aligned, are_few, cdiv, divide, dropout_scale, kernel, launch, rows_of
+from fastattn.backends.common import dense_strides, dropout_scale
+from fastattn.backends.triton.kernel import cdiv, kernel, launch
+from fastattn.backends.triton.philox import Dropout, keep_rows
+from fastattn.backends.triton.rows import are_aligned, divide, fits_int32, row_tile, rows_of
+
+
+class Matrices(NamedTuple):
+    """(outer, inner, matrix_rows, columns)"""
+
+    pointer: Any
+    outer: Any  # strides
+    inner: Any
+    row: Any
+    column: Any
 
 
 @kernel
 def _dropout(
-    input,
-    out,
-    seed,
-    rows: tl.int64,
-    columns: tl.int64,
-    matrix_rows: tl.int64,
-    inner_matrices: tl.int64,
-    input_outer: tl.int64,
-    input_inner: tl.int64,
-    input_row: tl.int64,
-    input_column: tl.int64,
-    out_outer: tl.int64,
-    out_inner: tl.int64,
-    out_row: tl.int64,
-    out_column: tl.int64,
-    threshold: tl.int32,
-    scale: tl.float32,
-    FEW: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Matrices (outer, inner, matrix_rows, columns) of any strides. Without an input, out is the mask."""
-    if UNIT:
-        input_column, out_column = 1, 1
+    input, out, dropout, rows: tl.int64, columns: tl.int64, matrix_rows: tl.int64, inner_matrices: tl.int64,
+    INT32: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """UNIT: columns are dense. Without an input, out is the mask."""
     if ALIGNED:
         columns = columns // 16 * 16  # which it is: so the compiler sees it
-    group, block = divide(tl.program_id(0), tl.cdiv(columns, BLOCK), True)
-    row = group.to(tl.int64) * R + tl.arange(0, R)
-    first = block.to(tl.int64) * BLOCK
-    column = (first + tl.arange(0, BLOCK))[None, :]
+    group, block = divide(tl.program_id(0), tl.cdiv(columns, BLOCK_N), True)
+    row = group.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = block.to(tl.int64) * BLOCK_N
+    column = (first + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < rows)[:, None] & (column < columns)
-    matrix, i = divide(row, matrix_rows, FEW)
-    outer, inner = divide(matrix, inner_matrices, FEW)
+    matrix, i = divide(row, matrix_rows, INT32)
+    outer, inner = divide(matrix, inner_matrices, INT32)
+    place = outer.to(tl.int64), inner.to(tl.int64), i.to(tl.int64)
 
-    kept = philox.keep_rows(seed, matrix, i, first, threshold, BLOCK)
-    out_rows = rows_of(
-        out, outer.to(tl.int64) * out_outer + inner.to(tl.int64) * out_inner + i.to(tl.int64) * out_row, ALIGNED
-    )
+    kept = keep_rows(dropout, matrix, i, first, BLOCK_N)
+    out_columns = column if UNIT else column * out.column
+    out_rows = rows_of(out.pointer, place[0] * out.outer + place[1] * out.inner + place[2] * out.row, ALIGNED)
     if input is None:
-        tl.store(out_rows + column * out_column, kept, mask=inside)
+        tl.store(out_rows + out_columns, kept, mask=inside)
     else:
-        input_rows = rows_of(input, outer * input_outer + inner * input_inner + i * input_row, ALIGNED)
-        x = tl.load(input_rows + column * input_column, mask=inside).to(tl.float32)
-        tl.store(out_rows + column * out_column, tl.where(kept, x * scale, 0.0), mask=inside)
+        offset = place[0] * input.outer + place[1] * input.inner + place[2] * input.row
+        input_columns = column if UNIT else column * input.column
+        x = tl.load(rows_of(input.pointer, offset, ALIGNED) + input_columns, mask=inside).to(tl.float32)
+        tl.store(out_rows + out_columns, tl.where(kept, x * dropout.scale, 0.0), mask=inside)
 
 
 def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> None:
@@ -72,16 +62,16 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
         out = out.view(-1, *out.shape[-2:])
         input = input if input is None else input.view(out.shape)
     outer, inner, matrix_rows, columns = _four(out.shape, 1)
-    out_strides = _four(out.stride(), 0)
-    input_strides = out_strides if input is None else _four(input.stride(), 0)
-    unit = input_strides[3] == out_strides[3] == 1
+    out_matrices = Matrices(out, *_four(out.stride(), 0))
+    input_matrices = None if input is None else Matrices(input, *_four(input.stride(), 0))
+    is_unit = out_matrices.column == 1 and (input_matrices is None or input_matrices.column == 1)
     rows = outer * inner * matrix_rows
     tile = row_tile("dropout", columns)
     launch(
-        _dropout, (cdiv(rows, tile.rows) * cdiv(columns, tile.columns),), out.device,
-        input, out, seed, rows, columns, matrix_rows, inner, *input_strides, *out_strides, threshold,
-        dropout_scale(threshold), FEW=are_few(rows), UNIT=unit, ALIGNED=unit and are_aligned(columns, input, out),
-        R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        _dropout, (cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n),), out.device,
+        input_matrices, out_matrices, Dropout(seed, threshold, dropout_scale(threshold)), rows, columns, matrix_rows,
+        inner, INT32=fits_int32(rows), UNIT=is_unit, ALIGNED=is_unit and are_aligned(columns, input, out),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How a kernel is declared and started, and what the row kernels share."""
+"""How a kernel is declared and started."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
-from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from fastattn.backends.common import dropout_scale as dropout_scale
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -70,9 +66,9 @@ class _Pointer(MockTensor):
 def _unknown(argument: Any) -> Any:
     """What a kernel is compiled for in an argument's place: its type alone. In tuples Triton looks at more whatever it
     is told: numbers that are 1 or multiples of 16, the alignment of pointers."""
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_unknown, argument))
     kind = type(argument)
-    if kind is tuple:
-        return tuple(map(_unknown, argument))
     if kind is int:
         return 3 if -(2**31) <= argument < 2**31 else 2**32 + 3
     if argument is None or kind is float or kind is TensorDescriptor:
@@ -87,10 +83,10 @@ def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         kind = type(argument)
         if kind is int:
             types.append(-(2**31) <= argument < 2**31)
-        elif kind is tuple:
-            types.append(_types(argument))
         elif argument is None or kind is float:
             types.append(kind)
+        elif isinstance(argument, tuple):
+            types.append(_types(argument))
         elif kind is TensorDescriptor:
             types.append(argument.base.dtype)
         else:
@@ -101,57 +97,3 @@ def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def cdiv(size: int, block: int) -> int:
     """How many blocks cover a size. Triton's own function of this name takes as long as an allocation."""
     return -(-size // block)
-
-
-def bounded(left: int, right: int, lower_right: bool, queries: int, keys: int) -> tuple[int, int]:
-    """The window (-1: unbounded) in numbers that reach beyond every position, and what a tile has beyond the last, but
-    not so far that their sums with positions would need more than 32 bits."""
-    most_left, most_right = (keys + 256, queries + 256) if lower_right else (queries + 256, keys + 256)
-    return (min(left, most_left) if left >= 0 else most_left), (min(right, most_right) if right >= 0 else most_right)
-
-
-def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous; the quickest of torch's ways to one."""
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor of the same numbers whose rows, the last dimension, are dense and begin this far from each other."""
-    if tensor.is_contiguous():  # at once, without a view
-        return tensor, tensor.size(-1)
-    rows = tensor.reshape(-1, tensor.size(-1))
-    return (rows, rows.stride(0)) if rows.stride(1) == 1 or rows.size(1) == 1 else (rows.contiguous(), rows.size(1))
-
-
-def are_aligned(columns: int, *operands: Tensor | None) -> bool:
-    """Whether every row of these operands, and of a contiguous result, begins at a multiple of 16 bytes."""
-    bits = columns
-    for tensor in operands:
-        if tensor is not None:
-            bits |= tensor.data_ptr()
-            if not tensor.is_contiguous():
-                for stride in tensor.stride()[:-1]:
-                    bits |= stride
-    return bits % 16 == 0
-
-
-def are_few(rows: int) -> bool:
-    """Whether rows can be counted in 32 bits, in which a division takes a tenth of the instructions."""
-    return rows < 2**31
-
-
-@triton.jit
-def divide(row, size, FEW: tl.constexpr):
-    """(row // size, row % size)"""
-    if FEW:
-        row, size = row.to(tl.uint32), size.to(tl.uint32)
-    return row // size, row % size
-
-
-@triton.jit
-def rows_of(pointer, offset, ALIGNED: tl.constexpr):
-    """Pointers (R, 1) to the rows at these offsets (R,)."""
-    rows = (pointer + offset)[:, None]
-    if ALIGNED:
-        rows = tl.multiple_of(rows, (16, 16))
-    return rows

@@ -7,40 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends.triton import philox
-from fastattn.backends.triton.configurations import ROW_GROUPS, row_tile
-from fastattn.backends.triton.kernel import (
-    are_aligned,
-    are_few,
-    as_rows,
-    cdiv,
-    divide,
-    dropout_scale,
-    empty_like,
-    kernel,
-    launch,
-    rows_of,
-)
+from fastattn.backends.triton.kernel import cdiv, kernel, launch
+from fastattn.backends.triton.philox import Dropout, dropout_of, keep_rows
+from fastattn.backends.triton.rows import are_aligned, as_rows, divide, empty_like, fits_int32, row_tile, rows_of
+
+# Programs among which the rows of a weight gradient are divided, the same on every device: all add in the same order.
+MAX_PROGRAMS = 512
 
 
 @triton.jit
-def _drop(x, seed, row, first, matrix_rows, threshold, scale, FEW: tl.constexpr):
-    """dropout of x, the columns from ``first`` of these rows; x itself without a seed."""
-    if seed is not None:
-        matrix, i = divide(row, matrix_rows, FEW)
-        kept = philox.keep_rows(seed, matrix, i, first, threshold, x.shape[1])
-        x = tl.where(kept, x * scale, 0.0)
+def _drop(x, dropout, row, first, matrix_rows, INT32: tl.constexpr):
+    """dropout of x, the columns from ``first`` of these rows."""
+    if dropout is not None:
+        matrix, i = divide(row, matrix_rows, INT32)
+        x = tl.where(keep_rows(dropout, matrix, i, first, x.shape[1]), x * dropout.scale, 0.0)
     return x
 
 
 @triton.jit
-def _total(
-    input_rows, residual_rows, seed, row, first, column, inside, matrix_rows, threshold, scale, dtype: tl.constexpr,
-    FEW: tl.constexpr,
+def _sum(
+    input_rows, residual_rows, dropout, row, first, column, inside, matrix_rows, dtype: tl.constexpr,
+    INT32: tl.constexpr,
 ):  # fmt: skip
     """residual + dropout(input) in float32, rounded to dtype as the backward pass will find it, 0 outside."""
     x = tl.load(input_rows + column, mask=inside, other=0.0).to(tl.float32)
-    x = _drop(x, seed, row, first, matrix_rows, threshold, scale, FEW)
+    x = _drop(x, dropout, row, first, matrix_rows, INT32)
     if residual_rows is not None:
         x += tl.load(residual_rows + column, mask=inside, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32)
@@ -49,7 +40,7 @@ def _total(
 
 @triton.jit
 def _parameter(pointer, column, columns, ALIGNED: tl.constexpr):
-    """These columns of a weight or bias (1, BLOCK) in float32."""
+    """These columns of a weight or bias (1, BLOCK_N) in float32."""
     places = pointer + column
     if ALIGNED:
         places = tl.multiple_of(places, (16, 16))
@@ -71,7 +62,7 @@ def _forward(
     residual,
     weight,
     bias,
-    seed,
+    dropout,
     out,
     total,
     mean,
@@ -81,32 +72,28 @@ def _forward(
     matrix_rows: tl.int64,
     input_stride: tl.int64,
     residual_stride: tl.int64,
-    threshold: tl.int32,
-    scale: tl.float32,
     eps: tl.float32,
-    FEW: tl.constexpr,
+    INT32: tl.constexpr,
     ALIGNED: tl.constexpr,
-    FITS: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROW_FITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """out = (x - mean) * rstd * weight + bias, x = total = residual + dropout(input)."""
     if ALIGNED:
         columns = columns // 16 * 16  # which it is: so the compiler sees it
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    column = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)[None, :]
     valid = (row < rows)[:, None]
     input_rows = rows_of(input, row * input_stride, ALIGNED)
     residual_rows = None
     if residual is not None:
         residual_rows = rows_of(residual, row * residual_stride, ALIGNED)
     out_rows = rows_of(out, row * columns, ALIGNED)
-    if FITS:
+    dtype: tl.constexpr = out.dtype.element_ty
+    if ROW_FITS:
         inside = valid & (column < columns)
-        x = _total(
-            input_rows, residual_rows, seed, row, 0, column, inside, matrix_rows, threshold, scale,
-            out.dtype.element_ty, FEW,
-        )  # fmt: skip
+        x = _sum(input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32)
         # What the division and the sum have rounded off a large mean shows in the deviations' own mean.
         origin = tl.sum(x, 1) / columns
         deviations = tl.where(inside, x - origin[:, None], 0.0)
@@ -116,17 +103,14 @@ def _forward(
     else:
         # Each block's sums, merged: Chan, Golub and LeVeque 1983, equations 2.1. What is summed are the deviations from
         # the first block's mean: a large mean costs no digits, however many blocks there are.
-        origin = tl.zeros([R], tl.float32)
-        shift = tl.zeros([R], tl.float32)
-        squares = tl.zeros([R], tl.float32)
-        for first in range(0, columns, BLOCK):
+        origin = tl.zeros([BLOCK_M], tl.float32)
+        shift = tl.zeros([BLOCK_M], tl.float32)
+        squares = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, columns, BLOCK_N):
             here = first + column
             inside = valid & (here < columns)
-            x = _total(
-                input_rows, residual_rows, seed, row, first, here, inside, matrix_rows, threshold, scale,
-                out.dtype.element_ty, FEW,
-            )  # fmt: skip
-            count = tl.minimum(columns - first, BLOCK).to(tl.float32)
+            x = _sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
+            count = tl.minimum(columns - first, BLOCK_N).to(tl.float32)
             if first == 0:
                 origin = tl.sum(x, 1) / count
             deviations = tl.where(inside, x - origin[:, None], 0.0)
@@ -139,19 +123,16 @@ def _forward(
     scaling = 1.0 / tl.sqrt_rn(squares / columns + eps)
     tl.store(mean + row, center, mask=row < rows)
     tl.store(rstd + row, scaling, mask=row < rows)
-    if FITS:
+    if ROW_FITS:
         normal = _affine(centred * scaling[:, None], weight, bias, column, columns, ALIGNED)
         tl.store(out_rows + column, normal, mask=inside)
         if total is not None:
             tl.store(rows_of(total, row * columns, ALIGNED) + column, x, mask=inside)
     else:
-        for first in range(0, columns, BLOCK):
+        for first in range(0, columns, BLOCK_N):
             here = first + column
             inside = valid & (here < columns)
-            x = _total(
-                input_rows, residual_rows, seed, row, first, here, inside, matrix_rows, threshold, scale,
-                out.dtype.element_ty, FEW,
-            )  # fmt: skip
+            x = _sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
             normal = (x - origin[:, None] - shift[:, None]) * scaling[:, None]
             tl.store(out_rows + here, _affine(normal, weight, bias, here, columns, ALIGNED), mask=inside)
             if total is not None:
@@ -168,15 +149,15 @@ def _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside):
 
 @triton.jit
 def _store_grads(
-    grad, sum_rows, seed, grad_input, grad_total, row, first, column, inside, columns, matrix_rows, threshold, scale,
-    FEW: tl.constexpr, ALIGNED: tl.constexpr,
+    grad, sum_rows, dropout, grad_input, grad_total, row, first, column, inside, columns, matrix_rows,
+    INT32: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the sum, with what reaches it from elsewhere, and through the dropout that of the input."""
     if sum_rows is not None:
         grad += tl.load(sum_rows + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(rows_of(grad_total, row * columns, ALIGNED) + column, grad, mask=inside)
     if grad_input is not None:
-        grad = _drop(grad, seed, row, first, matrix_rows, threshold, scale, FEW)
+        grad = _drop(grad, dropout, row, first, matrix_rows, INT32)
         tl.store(rows_of(grad_input, row * columns, ALIGNED) + column, grad, mask=inside)
 
 
@@ -188,7 +169,7 @@ def _backward(
     mean,
     rstd,
     weight,
-    seed,
+    dropout,
     grad_input,
     grad_total,
     partial,
@@ -198,13 +179,11 @@ def _backward(
     grad_stride: tl.int64,
     sum_stride: tl.int64,
     total_stride: tl.int64,
-    threshold: tl.int32,
-    scale: tl.float32,
-    FEW: tl.constexpr,
+    INT32: tl.constexpr,
     ALIGNED: tl.constexpr,
-    FITS: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROW_FITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight.
 
@@ -214,14 +193,14 @@ def _backward(
     if ALIGNED:
         columns = columns // 16 * 16  # which it is: so the compiler sees it
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK_N)[None, :]
     if partial is not None:
         weight_sums = partial + program * columns
         bias_sums = weight_sums + programs * columns
-    weight_products = tl.zeros([R, BLOCK], tl.float32)
-    bias_products = tl.zeros([R, BLOCK], tl.float32)
-    for top in range(program * R, rows, programs * R):
-        row = top + tl.arange(0, R)
+    weight_products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    bias_products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for top in range(program * BLOCK_M, rows, programs * BLOCK_M):
+        row = top + tl.arange(0, BLOCK_M)
         valid = (row < rows)[:, None]
         center = tl.load(mean + row, mask=row < rows, other=0.0)
         scaling = tl.load(rstd + row, mask=row < rows, other=0.0)
@@ -230,7 +209,7 @@ def _backward(
         sum_rows = None
         if grad_sum is not None:
             sum_rows = rows_of(grad_sum, row * sum_stride, ALIGNED)
-        if FITS:
+        if ROW_FITS:
             inside = valid & (column < columns)
             normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside)
             if partial is not None:
@@ -240,17 +219,17 @@ def _backward(
             grad_mean, product_mean = tl.sum(grad, 1) / columns, tl.sum(grad * normal, 1) / columns
             grad = scaling[:, None] * (grad - grad_mean[:, None] - normal * product_mean[:, None])
             _store_grads(
-                grad, sum_rows, seed, grad_input, grad_total, row, 0, column, inside, columns, matrix_rows,
-                threshold, scale, FEW, ALIGNED,
+                grad, sum_rows, dropout, grad_input, grad_total, row, 0, column, inside, columns, matrix_rows,
+                INT32, ALIGNED,
             )  # fmt: skip
         else:
-            grad_mean, product_mean = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
-            for first in range(0, columns, BLOCK):
+            grad_mean, product_mean = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+            for first in range(0, columns, BLOCK_N):
                 here = first + column
                 inside = valid & (here < columns)
                 normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside)
-                if partial is not None:  # a row at a time, R = 1: the sums so far are this program's own
-                    more = inside & (row != program * R)[:, None]
+                if partial is not None:  # a row at a time, BLOCK_M = 1: the sums so far are this program's own
+                    more = inside & (row != program * BLOCK_M)[:, None]
                     sums = tl.load(weight_sums + here, mask=more, other=0.0) + grad * normal
                     tl.store(weight_sums + here, sums, mask=inside)
                     sums = tl.load(bias_sums + here, mask=more, other=0.0) + grad
@@ -258,21 +237,21 @@ def _backward(
                 grad = _affine(grad, weight, None, here, columns, ALIGNED)
                 grad_mean += tl.sum(grad, 1) / columns
                 product_mean += tl.sum(grad * normal, 1) / columns
-            for first in range(0, columns, BLOCK):
+            for first in range(0, columns, BLOCK_N):
                 here = first + column
                 inside = valid & (here < columns)
                 normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside)
                 grad = _affine(grad, weight, None, here, columns, ALIGNED)
                 grad = scaling[:, None] * (grad - grad_mean[:, None] - normal * product_mean[:, None])
                 _store_grads(
-                    grad, sum_rows, seed, grad_input, grad_total, row, first, here, inside, columns, matrix_rows,
-                    threshold, scale, FEW, ALIGNED,
+                    grad, sum_rows, dropout, grad_input, grad_total, row, first, here, inside, columns, matrix_rows,
+                    INT32, ALIGNED,
                 )  # fmt: skip
             tl.debug_barrier()  # the next row adds to what this one's threads have stored
-    if FITS and partial is not None:
-        inside = tl.arange(0, BLOCK) < columns
-        tl.store(weight_sums + tl.arange(0, BLOCK), tl.sum(weight_products, 0), mask=inside)
-        tl.store(bias_sums + tl.arange(0, BLOCK), tl.sum(bias_products, 0), mask=inside)
+    if ROW_FITS and partial is not None:
+        inside = tl.arange(0, BLOCK_N) < columns
+        tl.store(weight_sums + tl.arange(0, BLOCK_N), tl.sum(weight_products, 0), mask=inside)
+        tl.store(bias_sums + tl.arange(0, BLOCK_N), tl.sum(bias_products, 0), mask=inside)
 
 
 @kernel
@@ -282,15 +261,15 @@ def _reduce(
     grad_bias,
     programs: tl.int64,
     columns: tl.int64,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """The sums of ``partial`` (2, programs, columns) over the programs: programs (., 0) here weight, (., 1) bias."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     table = partial + tl.program_id(1) * programs * columns
-    sums = tl.zeros([R, BLOCK], tl.float32)
-    for first in range(0, programs, R):
-        row = (first + tl.arange(0, R))[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, programs, BLOCK_M):
+        row = (first + tl.arange(0, BLOCK_M))[:, None]
         sums += tl.load(table + row * columns + column, mask=(row < programs) & (column < columns), other=0.0)
     if tl.program_id(1) == 0:
         if grad_weight is not None:
@@ -305,10 +284,9 @@ def _run_forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    seed: Tensor | None,
+    dropout: Dropout | None,
     out: Tensor,
     total: Tensor | None,
-    threshold: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Fills ``out`` and ``total``; returns mean and rstd."""
@@ -320,10 +298,10 @@ def _run_forward(
     w, b = _packed(weight), _packed(bias)
     tile = row_tile("layer_norm", columns)
     launch(
-        _forward, (cdiv(rows, tile.rows),), input.device,
-        x, r, w, b, seed, out, total, mean, rstd, rows, columns, _matrix_rows(input), x_stride, r_stride,
-        threshold, dropout_scale(threshold), eps, FEW=are_few(rows), ALIGNED=are_aligned(columns, x, r, w, b),
-        FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        _forward, (cdiv(rows, tile.block_m),), input.device,
+        x, r, w, b, dropout, out, total, mean, rstd, rows, columns, _matrix_rows(input), x_stride, r_stride,
+        eps, INT32=fits_int32(rows), ALIGNED=are_aligned(columns, x, r, w, b),
+        ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     return mean, rstd
 
@@ -335,10 +313,9 @@ def _run_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    seed: Tensor | None,
+    dropout: Dropout | None,
     grad_input: Tensor | None,
     grad_total: Tensor,
-    threshold: int,
     weight_grad_dtype: torch.dtype | None,
     bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
@@ -346,7 +323,7 @@ def _run_backward(
     rows, columns = mean.numel(), total.size(-1)
     device = total.device
     tile = row_tile("layer_norm_backward", columns)
-    programs = min(cdiv(rows, tile.rows), ROW_GROUPS)
+    programs = min(cdiv(rows, tile.block_m), MAX_PROGRAMS)
     partial = None
     if weight_grad_dtype or bias_grad_dtype:
         partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
@@ -355,10 +332,9 @@ def _run_backward(
     w = _packed(weight)
     launch(
         _backward, (programs,), device,
-        g, s, x, mean, rstd, w, seed, grad_input, grad_total, partial, rows, columns, _matrix_rows(total),
-        g_stride, s_stride, x_stride, threshold, dropout_scale(threshold), FEW=are_few(rows),
-        ALIGNED=are_aligned(columns, g, s, x, w), FITS=columns <= tile.columns, R=tile.rows, BLOCK=tile.columns,
-        num_warps=tile.warps,
+        g, s, x, mean, rstd, w, dropout, grad_input, grad_total, partial, rows, columns, _matrix_rows(total),
+        g_stride, s_stride, x_stride, INT32=fits_int32(rows), ALIGNED=are_aligned(columns, g, s, x, w),
+        ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     grads = [
         torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device)
@@ -367,7 +343,7 @@ def _run_backward(
     if partial is not None:
         launch(
             _reduce, (cdiv(columns, 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
-            programs, columns, R=32, BLOCK=64, num_warps=4,
+            programs, columns, BLOCK_M=32, BLOCK_N=64, num_warps=4,
         )  # fmt: skip
     return grads[0], grads[1]
 
@@ -383,7 +359,7 @@ def _packed(parameter: Tensor | None) -> Tensor | None:
 
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_like(input)
-    mean, rstd = _run_forward(input, None, weight, bias, None, out, None, 0, eps)
+    mean, rstd = _run_forward(input, None, weight, bias, None, out, None, eps)
     return out, mean, rstd
 
 
@@ -398,7 +374,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = empty_like(input)
     parameters = _run_backward(
-        grad_out, None, input, mean, rstd, weight, None, None, grad, 0, weight_grad_dtype, bias_grad_dtype
+        grad_out, None, input, mean, rstd, weight, None, None, grad, weight_grad_dtype, bias_grad_dtype
     )
     return grad, *parameters
 
@@ -414,7 +390,7 @@ def dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(input.dtype, residual.dtype)
     out, total = empty_like(input, dtype), empty_like(input, dtype)
-    mean, rstd = _run_forward(input, residual, weight, bias, seed if threshold else None, out, total, threshold, eps)
+    mean, rstd = _run_forward(input, residual, weight, bias, dropout_of(seed, threshold), out, total, eps)
     return out, total, mean, rstd
 
 
@@ -434,7 +410,7 @@ def dropout_add_layer_norm_backward(
     grad_input = empty_like(sum, input_dtype)
     grad_total = empty_like(sum)
     parameters = _run_backward(
-        grad_out, grad_sum, sum, mean, rstd, weight, seed if threshold else None, grad_input, grad_total, threshold,
+        grad_out, grad_sum, sum, mean, rstd, weight, dropout_of(seed, threshold), grad_input, grad_total,
         weight_grad_dtype, bias_grad_dtype,
     )  # fmt: skip
     return grad_input, grad_total, *parameters

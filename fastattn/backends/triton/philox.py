@@ -1,18 +1,35 @@
 """Which elements dropout keeps: Philox4x32-7 on the element's position, the formula of docs/design.md, section 2.
 
 One call gives the eight 16-bit values of rows i, i + 8 and columns j, j + 8, j + 16, j + 24 of a 16x32 tile. The forms
-below make a block of them by join, reshape and permute alone. All take ``seed``, a pointer to (key, offset), the
-matrix number ``z`` and ``threshold``; True = kept.
+below make a block of them of matrix ``z`` by join, reshape and permute alone; True = kept.
 """
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from fastattn.backends.common import dropout_scale
+
+
+class Dropout(NamedTuple):
+    seed: Any  # (key, offset)
+    threshold: Any
+    scale: Any  # of what is kept
+
+
+def dropout_of(seed: Tensor | None, threshold: int) -> Dropout | None:
+    """A kernel's argument; None: no dropout."""
+    return Dropout(seed, threshold, dropout_scale(threshold)) if threshold else None
 
 
 @triton.jit
-def _words(seed, z, x, y):
+def _words(dropout, z, x, y):
     """The call's four 32-bit words for the tile coordinates x (of columns) and y (of rows), which broadcast with z."""
-    key, offset = tl.load(seed), tl.load(seed + 1)
+    key, offset = tl.load(dropout.seed), tl.load(dropout.seed + 1)
     zeros = tl.zeros_like(x + y + z).to(tl.uint32)
     return tl.philox_impl(
         zeros + x.to(tl.uint32),
@@ -26,26 +43,26 @@ def _words(seed, z, x, y):
 
 
 @triton.jit
-def _halves(word, threshold):
+def _halves(word, dropout):
     """Value 2w (low half) and 2w + 1 (high half) of word w against the threshold, in a new last dimension."""
-    return tl.join((word & 0xFFFF).to(tl.int32) >= threshold, (word >> 16).to(tl.int32) >= threshold)
+    return tl.join((word & 0xFFFF).to(tl.int32) >= dropout.threshold, (word >> 16).to(tl.int32) >= dropout.threshold)
 
 
 @triton.jit
-def keep(seed, z, i, j, threshold, M: tl.constexpr, N: tl.constexpr):
+def keep(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
     """(M, N): rows from i, columns from j, where 16 divides i and M, 32 divides j and N. One call for 8 elements."""
     y = i // 2 + tl.arange(0, M // 2)[:, None]
     x = j // 4 + tl.arange(0, N // 4)[None, :]
-    w0, w1, w2, w3 = _words(seed, z, x, y)
-    rows = tl.join(_halves(w0, threshold), _halves(w2, threshold))
-    rows_right = tl.join(_halves(w1, threshold), _halves(w3, threshold))
+    w0, w1, w2, w3 = _words(dropout, z, x, y)
+    rows = tl.join(_halves(w0, dropout), _halves(w2, dropout))
+    rows_right = tl.join(_halves(w1, dropout), _halves(w3, dropout))
     # (16-row tile, i % 8, 32-column tile, j % 8, j // 8 % 2, i // 8 % 2, j // 16 % 2)
     values = tl.join(rows, rows_right).reshape(M // 16, 8, N // 32, 8, 2, 2, 2)
     return values.permute(0, 5, 1, 2, 6, 4, 3).reshape(M, N)
 
 
 @triton.jit
-def keep_transposed(seed, z, i, j, threshold, M: tl.constexpr, N: tl.constexpr):
+def keep_transposed(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
     """``keep`` transposed, (N, M), for blocks whose columns are the rows of the matrix, as in dK and dV.
 
     There a thread owns two of the four columns of a call: words are chosen by j // 16 % 2, one call for 4 elements.
@@ -53,22 +70,22 @@ def keep_transposed(seed, z, i, j, threshold, M: tl.constexpr, N: tl.constexpr):
     y = i // 2 + tl.arange(0, M // 2)[None, :]
     row = tl.arange(0, N // 2)[:, None]  # (32-column tile, j // 16 % 2, j % 8)
     x = j // 4 + row // 16 * 8 + row % 8
-    w0, w1, w2, w3 = _words(seed, z, x, y)
+    w0, w1, w2, w3 = _words(dropout, z, x, y)
     left = row // 8 % 2 == 0
     upper, lower = tl.where(left, w0, w1), tl.where(left, w2, w3)
     # (j // 16, j % 8, 16-row tile, i % 8, j // 8 % 2, i // 8 % 2)
-    values = tl.join(_halves(upper, threshold), _halves(lower, threshold)).reshape(N // 16, 8, M // 16, 8, 2, 2)
+    values = tl.join(_halves(upper, dropout), _halves(lower, dropout)).reshape(N // 16, 8, M // 16, 8, 2, 2)
     return values.permute(0, 4, 1, 2, 5, 3).reshape(N, M)
 
 
 @triton.jit
-def keep_rows(seed, z, i, j, threshold, N: tl.constexpr):
-    """(R, N): the rows i (R,) of the matrices z (R,), any ones, columns from j; 32 divides j and N. One call for 4."""
+def keep_rows(dropout, z, i, j, N: tl.constexpr):
+    """(M, N): the rows i (M,) of the matrices z (M,), any ones, columns from j; 32 divides j and N. One call for 4."""
     x = j // 4 + tl.arange(0, N // 4)[None, :]
     y = (i // 16 * 8 + i % 8)[:, None]
-    w0, w1, w2, w3 = _words(seed, z[:, None], x, y)
+    w0, w1, w2, w3 = _words(dropout, z[:, None], x, y)
     upper = (i // 8 % 2 == 0)[:, None]
     left, right = tl.where(upper, w0, w2), tl.where(upper, w1, w3)
     # (row, 32-column tile, j % 8, j // 8 % 2, j // 16 % 2)
-    values = tl.join(_halves(left, threshold), _halves(right, threshold)).reshape(i.shape[0], N // 32, 8, 2, 2)
+    values = tl.join(_halves(left, dropout), _halves(right, dropout)).reshape(i.shape[0], N // 32, 8, 2, 2)
     return values.permute(0, 1, 4, 3, 2).reshape(i.shape[0], N)

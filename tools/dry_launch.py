@@ -17,9 +17,10 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import aot_gate
+import fake_gpu
 import fastattn
 from fastattn.backends import TABLE
-from fastattn.backends.triton import aot, dry
 
 HALF, FLOAT, LONG = torch.bfloat16, torch.float32, torch.int64
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
@@ -200,7 +201,7 @@ def lookups():
 
 def main(lengths):
     guard_nothing()
-    fake = dry.pretend(90, 80)
+    fake = fake_gpu.pretend(90, 80)
     fake.streams = [5, 7]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *args, **options: True
@@ -211,9 +212,9 @@ def main(lengths):
             for length in lengths:
                 run(call, length)
             found["started"][call.__name__] = sorted({start.kernel for start in fake.started})
-        compiled = list(aot.specialisations(0))
+        compiled = list(aot_gate.specialisations(0))
         found["specialisations"] = len(compiled)
-        found["faults"] = [fault for one in compiled for fault in aot.examine(*one, 90).faults()]
+        found["faults"] = [fault for one in compiled for fault in aot_gate.examine(*one, 90).faults()]
         run(multihead, 40)
         extremes()
         found["descriptors"] = {}

@@ -1,9 +1,18 @@
-"""The kernels compiled ahead of time and examined, with no GPU: ``python -m fastattn.backends.triton.aot``.
+"""Triton's kernels compiled ahead of time and examined, with no GPU: ``python tools/aot_gate.py``.
 
 The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
-that are not there (``dry``). What Triton has compiled then is what a GPU would run: printed are registers, bytes of
-stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix instructions
-in its machine code. Exit status 1 on a fault.
+that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run: printed are registers, bytes
+of stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix
+instructions in its machine code. Exit status 1 on a fault.
+
+Faults: spills; shared memory above the architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in
+the main loop (wgmma's on sm_90 where a tile has the 64 rows for it); no bulk loads where there are tensor descriptors;
+tf32 unasked; 32-bit offsets; layout conversions that dropout adds, by comparison with the kernel without dropout.
+
+Dropout adds none where a thread's part of a product fits dropout's tiles: always for wgmma, for mma where a tile has as
+many rows as a head has columns. So have all tiles of regular operands up to head size 128 (16-bit, no mask, aligned
+rows of a power of 2, not packed) but those of few queries. Others may have fewer rows, for want of registers or shared
+memory; float32 without tf32 and sm_100's tensor memory have other layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,8 +36,22 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn.backends.triton import FUNCTIONS, configurations
-from fastattn.backends.triton.dry import SHARED_MEMORY, pretend
+from fake_gpu import SHARED_MEMORY, pretend
+from fastattn.backends.triton.attention import (
+    attention,
+    attention_backward,
+    tiles,
+    varlen_attention,
+    varlen_attention_backward,
+)
+from fastattn.backends.triton.dropout import dropout, dropout_mask
+from fastattn.backends.triton.layer_norm import (
+    dropout_add_layer_norm,
+    dropout_add_layer_norm_backward,
+    layer_norm,
+    layer_norm_backward,
+)
+from fastattn.backends.triton.softmax_dropout import softmax_dropout, softmax_dropout_backward
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -41,24 +64,22 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
     seed = _empty(2, dtype=torch.int64)
-    FUNCTIONS["dropout"](_empty(2, rows, columns, dtype=dtype), seed, 6554)
-    FUNCTIONS["dropout"](_empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
-    FUNCTIONS["dropout_mask"]((2, rows, columns), seed, 6554)
+    dropout(_empty(2, rows, columns, dtype=dtype), seed, 6554)
+    dropout(_empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
+    dropout_mask((2, rows, columns), seed, 6554)
 
 
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
-    _, mean, rstd = FUNCTIONS["layer_norm"](input, parameter, parameter, 1e-5)
-    FUNCTIONS["layer_norm_backward"](input, input, mean, rstd, parameter, torch.float32, torch.float32)
+    _, mean, rstd = layer_norm(input, parameter, parameter, 1e-5)
+    layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
     input, parameter, seed = _empty(8, 64, columns, dtype=dtype), _empty(columns), _empty(2, dtype=torch.int64)
     residual = _empty(8, 64, columns)
-    out, total, mean, rstd = FUNCTIONS["dropout_add_layer_norm"](
-        input, residual, parameter, parameter, seed, threshold, 1e-5
-    )
-    FUNCTIONS["dropout_add_layer_norm_backward"](
+    out, total, mean, rstd = dropout_add_layer_norm(input, residual, parameter, parameter, seed, threshold, 1e-5)
+    dropout_add_layer_norm_backward(
         out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
     )
 
@@ -66,9 +87,9 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
     input, seed = _empty(2, 4, 64, columns, dtype=dtype), _empty(2, dtype=torch.int64)
     attn_mask = None if mask is None else _empty(2, 1, 1, columns, dtype=mask)
-    settings = attn_mask, None, seed, 0.125, 64, 0, False, threshold
-    out, stats = FUNCTIONS["softmax_dropout"](input, *settings)
-    FUNCTIONS["softmax_dropout_backward"](out, stats, input, *settings, mask is not None and mask != torch.bool)
+    arguments = input, attn_mask, None, seed, 0.125, 64, 0, False, threshold
+    out, stats = softmax_dropout(*arguments)
+    softmax_dropout_backward(out, stats, *arguments, mask is not None and mask != torch.bool)
 
 
 def _attention(
@@ -81,13 +102,12 @@ def _attention(
     attn_mask = None if mask is None else _empty(32, 1, queries, mask_columns or keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     lengths = None if plain else _empty(32, dtype=torch.int64)
-    settings = attn_mask, lengths, seed, 0.125, queries if plain else keys, 0, not plain, threshold
+    arguments = query, key, value, attn_mask, lengths, seed, 0.125, queries if plain else keys, 0, not plain, threshold
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        out, lse, stats = FUNCTIONS["attention"](query, key, value, *settings)
-        grad_lse = None if plain else lse
-        FUNCTIONS["attention_backward"](out, grad_lse, out, stats, query, key, value, *settings, is_float)
+        out, lse, stats = attention(*arguments)
+        attention_backward(out, None if plain else lse, out, stats, *arguments, is_float)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -104,7 +124,7 @@ def _attention_of_columns(dtype: torch.dtype, size: int, threshold: int) -> None
 
 def _long_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
     """Long enough for tensor descriptors, where the device has them."""
-    rows = configurations.DESCRIPTOR_ROWS
+    rows = tiles.DESCRIPTOR_ROWS
     _attention(dtype, size, mask, threshold, queries=rows, keys=rows)
 
 
@@ -117,15 +137,15 @@ def _few_queries(
     attn_mask = None if mask is None else _empty(batch, 1, 1, keys, dtype=mask)
     seed = _empty(2, dtype=torch.int64) if threshold else None
     lengths = _empty(batch, dtype=torch.int64)
-    FUNCTIONS["attention"](query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold)
+    attention(query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
     query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
     starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
-    settings = starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold
-    out, lse, stats = FUNCTIONS["varlen_attention"](query, key, key, *settings)
-    FUNCTIONS["varlen_attention_backward"](out, lse, out, stats, query, key, key, *settings)
+    arguments = query, key, key, starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold
+    out, lse, stats = varlen_attention(*arguments)
+    varlen_attention_backward(out, lse, out, stats, *arguments)
 
 
 CASES: dict[str, list[tuple[Any, ...]]] = {
@@ -205,38 +225,39 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-def run(operations: list[str], device: int) -> list[configurations.Tiles]:
+def run(operations: list[str], device: int) -> list[tiles.Tile]:
     """Start every kernel of these operations' cases on this device; the tiles that attention's tables gave."""
-    choose, chosen = configurations.attention, []
+    choose, chosen = tiles.choose, []
 
-    def record(*arguments: Any) -> configurations.Tiles:
+    def record(*arguments: Any) -> tiles.Tile:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    with torch.cuda.device(device), FakeTensorMode(), mock.patch.object(configurations, "attention", record):
+    with torch.cuda.device(device), FakeTensorMode(), mock.patch.object(tiles, "choose", record):
         for operation in operations:
             for function, *arguments in CASES[operation]:
                 function(*arguments)
     return chosen
 
 
-def unread(chosen: list[configurations.Tiles], device: int) -> list[str]:
+def unread(chosen: list[tiles.Tile], device: int) -> list[str]:
     """What attention's tables for this device have that no case was given."""
     operands = (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)
     return [
         f"{dtype}{'' if is_aligned else ', not aligned'}: {kernel}, head {size}"
         for dtype, is_aligned in operands
-        for kernel, line in configurations.attention_table(dtype, is_aligned, torch.device("cuda", device)).items()
-        for size, tiles in line.items()
-        if not any(tiles is one for one in chosen)
+        for kernel, line in tiles.table(dtype, is_aligned, torch.device("cuda", device)).items()
+        for size, tile in line.items()
+        if not any(tile is one for one in chosen)
     ]
 
 
 def specialisations(device: int) -> Iterator[tuple[Any, Any]]:
     """(jit function, compiled kernel) of everything that has been started on this device."""
-    for operation in CASES:
-        for function in vars(sys.modules[f"fastattn.backends.triton.{operation}"]).values():
-            if isinstance(function, triton.JITFunction) and device in function.device_caches:
+    for name, module in list(sys.modules.items()):
+        for function in vars(module).values() if name.startswith("fastattn.backends.triton.") else ():
+            is_own = isinstance(function, triton.JITFunction) and function.__module__ == name
+            if is_own and device in function.device_caches:
                 yield from ((function, kernel) for kernel in function.device_caches[device][0].values())
 
 
@@ -268,12 +289,12 @@ class Report:
     def operands(self) -> str:
         """The dtype, padded head size and tile that it was compiled for, and what else takes registers."""
         known = dict(self.variant)
-        pointers = (known[name] for name in ("query", "input", "part_out", "mask") if "*" in known.get(name, ""))
-        dtype = re.findall(r"\*(\w+)", next(pointers, ""))[:1]
-        head = [f"head {known['E']}"] if "E" in known else []
-        tile = [f"{known['ROWS']}x{known['COLUMNS']}"] if {"ROWS", "COLUMNS"} <= known.keys() else []
-        dropout = ["dropout"] if "seed" in known and self.is_dropping else []
-        mask = ["mask"] if known.get("mask", "None") != "None" and head else []
+        names = "problem.query.pointer", "input.pointer", "input", "mask.pointer"
+        dtype = [known[name].removeprefix("*") for name in names if "*" in known.get(name, "")][:1]
+        head = [f"head {known['BLOCK_D']}"] if "BLOCK_D" in known else []
+        tile = [f"{known['BLOCK_M']}x{known['BLOCK_N']}"] if {"BLOCK_M", "BLOCK_N"} <= known.keys() else []
+        dropout = ["dropout"] if any("dropout" in name for name in known) and self.is_dropping else []
+        mask = ["mask"] if "problem.mask.pointer" in known and head else []
         described = ["descriptors"] if self.has_descriptors else []
         return " ".join(dtype + head + tile + dropout + mask + described)
 
@@ -286,19 +307,20 @@ class Report:
         kinds = {instruction.partition(".")[0] for instruction in self.matrix_instructions}
         if "HMMA" not in kinds:
             return "HGMMA" in kinds
-        return int(dict(self.variant).get("E", 0)) <= (128 if self.is_regular and self.rows > 16 else self.rows)
+        return int(dict(self.variant).get("BLOCK_D", 0)) <= (128 if self.is_regular and self.rows > 16 else self.rows)
 
     @property
     def rows(self) -> int:
         """Of a program's own side in attention, and of its products."""
-        return int(dict(self.variant).get("COLUMNS" if self.name.endswith("key_value") else "ROWS", 0))
+        return int(dict(self.variant).get("BLOCK_N" if "key_value" in self.name else "BLOCK_M", 0))
 
     @property
     def is_regular(self) -> bool:
         """16-bit operands without a mask, in aligned rows of a power of 2, not packed."""
         known = dict(self.variant)
-        wanted = {"ALIGNMENT": "8", "EXACT": "True", "mask": "None", "EV": known.get("E", "")}
-        return wanted.items() <= known.items() and known["sequences"].split("'")[5] == "constexpr"
+        wanted = {"ALIGNMENT": "8", "EVEN": "True", "BLOCK_DV": known.get("BLOCK_D", "")}
+        wanted |= {"problem.mask": "None", "problem.sequences.cu_seq_q": "None"}
+        return wanted.items() <= known.items()
 
     @property
     def is_tf32_allowed(self) -> bool:
@@ -310,12 +332,12 @@ class Report:
 
     @property
     def is_dropping(self) -> bool:
-        return ("seed", "None") not in self.variant
+        return not {("dropout", "None"), ("problem.dropout", "None")} & {*self.variant}
 
     @property
     def without_dropout(self) -> tuple[Any, ...]:
         """What this kernel has in common with its variants with and without dropout."""
-        rest = tuple(item for item in self.variant if item[0] != "seed")
+        rest = tuple(item for item in self.variant if "dropout" not in item[0].split("."))
         return self.name, self.capability, rest
 
     def faults(self) -> list[str]:
@@ -330,7 +352,13 @@ class Report:
             found.append("no matrix products found in Triton's IR")
         if self.products > 0 and (halves or self.is_tf32_allowed) and not self.matrix_instructions:
             found.append("no matrix instructions in the main loop")
-        if self.capability == 90 and halves and self.rows >= 64 and "HGMMA" not in " ".join(self.matrix_instructions):
+        if (
+            self.capability == 90
+            and halves
+            and self.products
+            and self.rows >= 64
+            and "HGMMA" not in " ".join(self.matrix_instructions)
+        ):
             found.append("no wgmma in the main loop")
         if self.has_descriptors and not self.bulk_loads:
             found.append("no bulk loads by tensor descriptors in the main loop")
@@ -357,11 +385,7 @@ def faults(reports: list[Report]) -> dict[Report, list[str]]:
 
 
 def examine(function: Any, kernel: Any, capability: int) -> Report:
-    types = kernel.src.signature
-    constants = {
-        function.arg_names[place[0]]: value for place, value in kernel.src.constants.items() if len(place) == 1
-    }
-    variant = {**types, **{name: getattr(value, "__name__", str(value)) for name, value in constants.items()}}
+    variant = _variant("", tuple(kernel.src.signature.values()), function.arg_names, (), kernel.src.constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -374,7 +398,7 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
     return Report(
         name=f"{function.__module__.rpartition('.')[2]}.{function.__name__}",
         capability=capability,
-        variant=tuple(sorted((name, str(value)) for name, value in variant.items())),
+        variant=tuple(sorted(variant)),
         registers=registers,
         stack=stack,
         shared=kernel.metadata.shared,
@@ -385,6 +409,19 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
         tf32=bool(re.search(r"\bmma\S*\.tf32|kind::tf32", kernel.asm["ptx"])),
         narrow_offsets=narrow_offsets(kernel.asm["ttir"]),
     )
+
+
+def _variant(
+    prefix: str, types: tuple[Any, ...], names: Sequence[str], path: tuple[int, ...], constants: dict[Any, Any]
+) -> Iterator[tuple[str, str]]:
+    """(name, type or constant) of all arguments, those in tuples by dotted names."""
+    for place, (name, type) in enumerate(zip(names, types, strict=True)):
+        here = (*path, place)
+        if isinstance(type, tuple):
+            yield from _variant(f"{prefix}{name}.", type, type._fields, here, constants)  # type: ignore[attr-defined]
+        else:
+            value = constants.get(here, type)
+            yield f"{prefix}{name}", getattr(value, "__name__", str(value))
 
 
 _PRODUCT = re.compile(r"= (tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b|ttng\.tc_gen5_mma\b")
@@ -457,7 +494,7 @@ def narrow_offsets(ir: str) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fastattn.backends.triton.aot", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
@@ -488,5 +525,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("aot: unset TRITON_INTERPRET, under which nothing is compiled")
+        sys.exit("aot_gate: unset TRITON_INTERPRET, under which nothing is compiled")
     sys.exit(main())

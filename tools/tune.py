@@ -1,5 +1,5 @@
-"""Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/configurations.py``:
-``python benchmarks/tune.py results.json``. Nothing is changed; a person takes over what is better.
+"""Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/attention/tiles.py``
+and ``rows.py``: ``python tools/tune.py results.json``. Nothing is changed; a person takes over what is better.
 """
 
 import itertools
@@ -9,30 +9,31 @@ import time
 import torch
 from triton.testing import do_bench
 
-from fastattn.backends import triton as kernels
-from fastattn.backends.triton import configurations
+from fastattn.backends.triton import FUNCTIONS
+from fastattn.backends.triton.attention import tiles
+from fastattn.backends.triton.rows import LIMITS
 from fastattn.bench import report
 
 DEVICE = "cuda"
 THRESHOLD = 6554
 PROBLEM = (2, 16, 4096)  # batch, heads and length of the attention that is timed
 ELEMENTS = 2**25  # of the rows that are timed
-TILES = [configurations.Tiles(*tile) for tile in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))]
-HELD = (1024, 2048, 4096, 8192)
+TILES = [tiles.Tile(*tile) for tile in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))]
+BLOCK_ELEMENTS = (1024, 2048, 4096, 8192)
 
 
 def attention(dtype, size):
     """Calls of the attention kernels by name, for the head size."""
     query, key, value, grad = (torch.randn(*PROBLEM, size, device=DEVICE, dtype=dtype) for _ in range(4))
     seed = torch.tensor([1, 2], device=DEVICE)
-    settings = None, None, seed, size**-0.5, -1, 0, False, THRESHOLD
-    out, _, stats = kernels.attention(query, key, value, *settings)
+    arguments = query, key, value, None, None, seed, size**-0.5, PROBLEM[2], 0, False, THRESHOLD
+    out, _, stats = FUNCTIONS["attention"](*arguments)
 
     def forward():
-        kernels.attention(query, key, value, *settings)
+        FUNCTIONS["attention"](*arguments)
 
     def backward():
-        kernels.attention_backward(grad, None, query, key, value, out, stats, *settings, False)
+        FUNCTIONS["attention_backward"](grad, None, out, stats, *arguments, False)
 
     return {"forward": forward, "grad_query": backward, "grad_key_value": backward}
 
@@ -42,33 +43,33 @@ def rows(columns):
     input, grad = (torch.randn(ELEMENTS // columns, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     scores, grad_weights = input[None, None], grad[None, None]
     weight, seed = torch.ones(columns, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
-    _, mean, rstd = kernels.layer_norm(input, weight, weight, 1e-5)
-    settings = None, None, seed, 1.0, -1, -1, False, THRESHOLD
-    _, stats = kernels.softmax_dropout(scores, *settings)
+    _, mean, rstd = FUNCTIONS["layer_norm"](input, weight, weight, 1e-5)
+    arguments = scores, None, None, seed, 1.0, *scores.shape[2:], False, THRESHOLD
+    _, stats = FUNCTIONS["softmax_dropout"](*arguments)
     return {
-        "dropout": lambda: kernels.dropout(input, seed, THRESHOLD),
-        "layer_norm": lambda: kernels.layer_norm(input, weight, weight, 1e-5),
-        "layer_norm_backward": lambda: kernels.layer_norm_backward(
+        "dropout": lambda: FUNCTIONS["dropout"](input, seed, THRESHOLD),
+        "layer_norm": lambda: FUNCTIONS["layer_norm"](input, weight, weight, 1e-5),
+        "layer_norm_backward": lambda: FUNCTIONS["layer_norm_backward"](
             grad, input, mean, rstd, weight, *[weight.dtype] * 2
         ),
-        "softmax_dropout": lambda: kernels.softmax_dropout(scores, *settings),
-        "softmax_dropout_backward": lambda: kernels.softmax_dropout_backward(
-            grad_weights, scores, stats, *settings, False
+        "softmax_dropout": lambda: FUNCTIONS["softmax_dropout"](*arguments),
+        "softmax_dropout_backward": lambda: FUNCTIONS["softmax_dropout_backward"](
+            grad_weights, stats, *arguments, False
         ),
     }
 
 
 def candidates():
     """(name, table, its key, the values to try, the call to time), the narrowest choice first."""
-    table = configurations.attention_table(torch.bfloat16, is_aligned=True, device=torch.device(DEVICE))
+    table = tiles.table(torch.bfloat16, is_aligned=True, device=torch.device(DEVICE))
     for size in (64, 128):
         for kernel, call in attention(torch.bfloat16, size).items():
             yield f"attention {kernel} bfloat16 {size}", table[kernel], size, TILES, call
     for columns in (512, 4096):
         for kernel, call in rows(columns).items():
-            now = configurations.ROWS[kernel]
-            values = [now._replace(held=held) for held in HELD]
-            yield f"{kernel} {columns} columns", configurations.ROWS, kernel, values, call
+            now = LIMITS[kernel]
+            values = [now._replace(elements=elements) for elements in BLOCK_ELEMENTS]
+            yield f"{kernel} {columns} columns", LIMITS, kernel, values, call
 
 
 def best(table, key, values, call, deadline):

@@ -5,11 +5,14 @@ or where the emulation finds something wrong.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 
-from emulation import load
 from fastattn.backends import reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from emulation import load
 
 SEED, THRESHOLD = torch.tensor([4, 5]), 20000
 

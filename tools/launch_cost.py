@@ -1,4 +1,4 @@
-"""What a call on CUDA tensors costs the host, on a machine without a GPU: ``python benchmarks/launch.py``.
+"""What a call on CUDA tensors costs the host, on a machine without a GPU: ``python tools/launch_cost.py``.
 
 The operands lie on the CPU and kernels pass through Triton's launcher to a driver that starts nothing, so what is timed
 is the way there: checks, allocations, autograd, the choice of the compiled kernel. Not timed are CUDA's allocator in
@@ -11,9 +11,9 @@ import json
 import torch
 import triton
 
+import fake_gpu
 import fastattn
-from fastattn import backends
-from fastattn.backends.triton import dry
+from fastattn.backends import triton as kernels
 from fastattn.bench.cases import OPERATIONS, Case
 from fastattn.bench.timer import wall_clock
 
@@ -50,9 +50,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=300, help="calls of each of the 7 samples, of which the least")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dry.pretend(90)
-    torch.cuda.current_device = lambda: None  # the CPU's index
-    backends.is_interpreted = lambda: True  # lets Triton take CPU tensors
+    fake_gpu.pretend(90)
+    vars(torch.cuda).update(current_device=lambda: None)  # the CPU's index
+    kernels.DEVICE = "cpu"
     microseconds = {}
     with fastattn.backend("triton"):
         for case in CASES:

@@ -1,6 +1,6 @@
 """Compiles the CUDA library for several architectures, with no GPU, and says what became of each kernel.
 
-Usage: python csrc/tests/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. Exit status 1 where a kernel
+Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. Exit status 1 where a kernel
 spills or uses local memory, or one that should has no 128-bit loads and stores.
 """
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "csrc"))
 import native_build  # noqa: E402
 

@@ -11,16 +11,16 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastattn.backends.triton import aot
+import aot_gate
 
 
 @triton.jit
-def sound(a, out, size: tl.int64, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    i = tl.arange(0, ROWS)
-    tile = i[:, None] * ROWS + i[None, :]
-    sums = tl.zeros([ROWS, ROWS], tl.float32)
+def sound(a, out, size: tl.int64, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):
+    i = tl.arange(0, BLOCK_M)
+    tile = i[:, None] * BLOCK_M + i[None, :]
+    sums = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     for k in range(size):
-        x = tl.load(a + k * ROWS * ROWS + tile)
+        x = tl.load(a + k * BLOCK_M * BLOCK_M + tile)
         sums = tl.dot(x, x, sums, input_precision=PRECISION)
     tl.store(out + tile, sums)
 
@@ -78,7 +78,7 @@ def converted(a, out, size: tl.int64):
 def report(function, types, constants, capability=90, warps=4):
     source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return aot.examine(function, kernel, capability)
+    return aot_gate.examine(function, kernel, capability)
 
 
 def faults(*arguments, **options):
@@ -87,30 +87,31 @@ def faults(*arguments, **options):
 
 def compared(conversions):
     """What is found in a kernel with these layout conversions beside one without dropout that has none."""
-    plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"})
-    plain = dataclasses.replace(plain, variant=(*plain.variant, ("seed", "None")))
-    dropping = dataclasses.replace(plain, variant=(*plain.variant[:-1], ("seed", "*i64")), conversions=conversions)
-    return aot.faults([plain, dropping])[dropping]
+    plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
+    plain = dataclasses.replace(plain, variant=(*plain.variant, ("dropout", "None")))
+    variant = *plain.variant[:-1], ("dropout.seed", "*i64")
+    dropping = dataclasses.replace(plain, variant=variant, conversions=conversions)
+    return aot_gate.faults([plain, dropping])[dropping]
 
 
 def main():
     halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
-    whole = report(sound, halves | {"size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"})
+    whole = report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
     found = {
         "sound": [
-            faults(sound, halves | {"size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"}, arch)
-            for arch in aot.SHARED_MEMORY
+            faults(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"}, arch)
+            for arch in aot_gate.SHARED_MEMORY
         ],
         "no products": dataclasses.replace(whole, products=0).faults(),
         "no matrix instructions": dataclasses.replace(whole, matrix_instructions=()).faults(),
-        "mma": report(sound, halves | {"size": "i64"}, {"ROWS": 64, "PRECISION": "ieee"}, warps=2).faults(),
-        "nothing beside it": aot.faults([whole])[whole],
+        "mma": report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"}, warps=2).faults(),
+        "nothing beside it": aot_gate.faults([whole])[whole],
         "too large": dataclasses.replace(whole, shared=(227 << 10) + 1).faults(),
         "converted": compared(report(converted, halves | {"size": "i64"}, {}).conversions),
         "not converted": compared(whole.conversions),
         "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),
         "tf32": faults(tf32, singles | {"size": "i64"}, {}),
-        "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"ROWS": 64, "PRECISION": "tf32"}),
+        "tf32 asked for": faults(sound, singles | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "tf32"}),
         "described": faults(described, {"a": "tensordesc<fp16[64, 64]>", "out": "*fp32", "size": "i64"}, {}),
         "narrow": faults(narrow, singles | {"row": "i32", "stride": "i32"}, {}),
     }

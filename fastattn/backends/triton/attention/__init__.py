@@ -1,0 +1,310 @@
+"""Scaled dot-product attention, out = dropout(softmax(scale * Q K^T + mask)) V (Vaswani et al. 2017, equation 1).
+
+i counts the queries of a sequence and j its keys. A program owns a tile of one side and visits the tiles of the other
+that see any of it: first the full ones, of which every pair is visible and nothing is added, then the partial ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastattn.backends.common import empty_heads
+from fastattn.backends.triton.attention import tiles
+from fastattn.backends.triton.attention.backward import (
+    MaskGrad,
+    Rows,
+    grad_key_value_kernel,
+    grad_mask_kernel,
+    grad_query_kernel,
+)
+from fastattn.backends.triton.attention.block_mask import Cover, TileLists, cover_kernel, list_kernel
+from fastattn.backends.triton.attention.forward import Result, Splits, forward_kernel, merge_kernel
+from fastattn.backends.triton.attention.operands import Heads, Problem, Sequences
+from fastattn.backends.triton.attention.scores import Mask, SeenKeys
+from fastattn.backends.triton.kernel import cdiv, launch
+from fastattn.backends.triton.philox import dropout_of
+from fastattn.backends.triton.visibility import Window
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sequences = Sequences(query.size(2), key.size(2), None, None, key_lengths)
+    window = Window(window_left, window_right)
+    return _Call(query, key, value, attn_mask, sequences, seed, scale, window, lower_right, threshold).forward()
+
+
+def attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sequences = Sequences(query.size(2), key.size(2), None, None, key_lengths)
+    window = Window(window_left, window_right)
+    call = _Call(query, key, value, attn_mask, sequences, seed, scale, window, lower_right, threshold)
+    grad_heads = call.grad_heads(grad_out)
+    grads, rows = call.backward(grad_heads, grad_lse, out, stats)
+    if attn_mask is None or not mask_grad:
+        return *grads, query.new_empty(0)
+    return *grads, call.grad_mask(attn_mask, grad_heads, rows)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sequences = Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k)
+    window = Window(window_left, window_right)
+    return _Call(query, key, value, None, sequences, seed, scale, window, True, threshold).forward()
+
+
+def varlen_attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sequences = Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k)
+    window = Window(window_left, window_right)
+    call = _Call(query, key, value, None, sequences, seed, scale, window, True, threshold)
+    return call.backward(call.grad_heads(grad_out), grad_lse, out, stats)[0]
+
+
+class _Call:
+    """What the launches of a call share."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sequences: Sequences,
+        seed: Tensor | None, scale: float, window: Window, lower_right: bool, threshold: int,
+    ) -> None:  # fmt: skip
+        self.operands = query, key, value
+        self.seqlen_q, self.seqlen_k = sequences.seqlen_q, sequences.seqlen_k
+        self.is_packed = sequences.cu_seq_q is not None
+        self.batch = sequences.cu_seq_q.size(0) - 1 if self.is_packed else query.size(0)
+        self.num_heads, self.num_kv_heads = query.size(1), key.size(1)
+        self.head_dim, self.value_head_dim = query.size(-1), value.size(-1)
+        self.lower_right, self.dtype, self.device = lower_right, query.dtype, query.device
+        # The largest scales times log2(e) are infinite; scores to which a float mask is added go without that factor.
+        is_huge = abs(scale) > torch.finfo(torch.float32).max / 1.5
+        self.is_prescaled = is_huge or (attn_mask is not None and attn_mask.dtype != torch.bool)
+        if scale <= 0:
+            query = query * (-1 if scale < 0 else 0)
+        heads = _heads(_readable(query)), _heads(_readable(key)), _heads(_readable(value))
+        row_bytes = (self.head_dim | self.value_head_dim) * self.dtype.itemsize
+        self.is_aligned = row_bytes % 16 == 0 and self._are_aligned(*heads)
+        self.problem = Problem(
+            *heads, None if attn_mask is None else _mask(attn_mask), dropout_of(seed, threshold), sequences, window,
+            self.num_heads, self.num_heads // max(self.num_kv_heads, 1), self.head_dim, self.value_head_dim,
+            float(scale), abs(float(scale)) or 1.0,
+        )  # fmt: skip
+
+    def _are_aligned(self, *operands: Heads) -> bool:
+        """Whether every row begins at a multiple of 16 bytes."""
+        bits, size = 0, self.dtype.itemsize
+        for tensor, batch, head, row in operands:
+            bits |= (batch | head | row) * size | tensor.data_ptr()
+        return bits % 16 == 0
+
+    def _tile(self, kernel: str) -> tiles.Tile:
+        largest = max(self.head_dim, self.value_head_dim)
+        is_regular = not self.is_packed and self.head_dim == self.value_head_dim and largest & (largest - 1) == 0
+        kind = "masked" if self.problem.mask is not None else "regular" if is_regular else "irregular"
+        return tiles.choose(kernel, self.dtype, largest, kind, self.is_aligned, self.device)
+
+    def _constants(self, tile: tiles.Tile, *others: Heads) -> dict[str, Any]:
+        """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
+        block_d, block_dv = _padded(self.head_dim), _padded(self.value_head_dim)
+        is_aligned = self.is_aligned and self._are_aligned(*others)
+        is_tf32 = (
+            self.dtype == torch.float32
+            and torch.backends.cuda.matmul.fp32_precision == "tf32"
+            and max(block_d, block_dv) <= tiles.largest_tf32_head(self.problem.mask is not None, self.device)
+        )
+        level = tile.register_usage_level
+        return {
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+            "EVEN": block_d == self.head_dim and block_dv == self.value_head_dim,
+            "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
+            "PRECISION": "tf32" if is_tf32 else "ieee",
+            "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.maxnreg,
+            **({} if level is None else {"ptx_options": f"--register-usage-level={level}"}),
+        }  # fmt: skip
+
+    def lists(self, tile: tiles.Tile, keys_own: bool) -> tuple[TileLists | None, SeenKeys | None]:
+        """What of a mask's tiles is visited, of size 1 in the dimensions that the mask broadcasts."""
+        mask = self.problem.mask
+        if mask is None:
+            return None, None
+        batch, heads, rows = (
+            size if stride else min(size, 1) for size, stride in zip(mask.pointer.shape[:3], mask[1:4], strict=True)
+        )
+        tiles_q, tiles_k = cdiv(rows, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
+        cover = mask.pointer.new_empty((batch, heads, tiles_q, tiles_k), dtype=torch.int8)
+        seen = mask.pointer.new_empty((batch, heads, tiles_q, self.seqlen_k), dtype=torch.uint8)
+        launch(
+            cover_kernel, (cover.numel(),), self.device, mask, cover, seen, tiles_q, tiles_k, heads, rows,
+            self.seqlen_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        )  # fmt: skip
+        batch_stride, head_stride, stride_q, stride_k = (_stride(cover, dim) for dim in range(4))
+        own_tiles, count, own, other = cdiv(self.seqlen_q, tile.block_m), tiles_k, tile.block_m, tile.block_n
+        if keys_own:
+            own_tiles, count, own, other = count, own_tiles, other, own
+            stride_q, stride_k = stride_k, stride_q
+        batch = batch if self.problem.sequences.lengths is None else self.batch
+        lists = mask.pointer.new_empty((batch, heads, own_tiles, 2 + count), dtype=torch.int32)
+        launch(
+            list_kernel, (batch * heads * own_tiles,), self.device, self.problem,
+            Cover(cover, batch_stride, head_stride, stride_q, stride_k), lists, heads, own_tiles, count,
+            SIZE=own, BLOCK=other, LOWER_RIGHT=self.lower_right, KEYS_OWN=keys_own, CHUNK=128,
+        )  # fmt: skip
+        return (
+            TileLists(lists, _stride(lists, 0), _stride(lists, 1), lists.stride(2), count),
+            SeenKeys(seen, *(_stride(seen, dim) for dim in range(3))),
+        )
+
+    def descriptors(self, operands: tuple[Heads, ...], rows: int, block: int) -> tuple[TensorDescriptor | None, ...]:
+        """Tensor descriptors of tiles of ``block`` rows of operands that have this many rows a sequence; None, for
+        pointers, where descriptors do not pay or cannot be."""
+        if not (
+            tiles.has_descriptors(rows, self.device)
+            # Beyond this head size, masks leave no registers for them.
+            and (self.problem.mask is None or max(self.head_dim, self.value_head_dim) <= 128)
+            and self.is_aligned and self.dtype.itemsize == 2 and not self.is_packed
+            and all(tensor.numel() > 0 and all(stride > 0 for stride in strides) for tensor, *strides in operands)
+        ):  # fmt: skip
+            return (None,) * len(operands)
+        return tuple(
+            TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, 1, block, _padded(tensor.size(-1))])
+            for tensor, *_ in operands
+        )
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The output in query's layout, LSE and statistics."""
+        query, _, value = self.operands
+        out, shape = _empty(query, value.size(-1)), tuple(query.shape[:-1])
+        stats = query.new_empty((2, *shape), dtype=torch.float32)
+        lse = query.new_empty(shape, dtype=torch.float32)
+        tile = self._tile("forward" if self.seqlen_q > 16 else "forward_few")
+        tiles_q, tiles_k = cdiv(self.seqlen_q, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
+        programs = tiles_q * self.num_heads * self.batch
+        num_splits = tiles.num_splits(programs, tiles_k, self.device)
+        result = Result(_heads(out), lse, *stats.unbind(), *_row_strides(lse))
+        constants = self._constants(tile, result.out)
+        lists = self.lists(tile, keys_own=False)
+        if num_splits == 1:
+            descriptors = self.descriptors(self.problem[1:3], self.seqlen_k, tile.block_n)
+            launch(
+                forward_kernel, (programs, 1), self.device, *descriptors, self.problem, *lists, result, Splits(0, 0),
+                tiles_q, PRESCALED=self.is_prescaled, **constants,
+            )  # fmt: skip
+            return out, lse, stats
+        split_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        split_stats = stats.new_empty((2, num_splits, *shape))
+        split_heads = _heads(split_out[0])._replace(pointer=split_out)
+        split_result = Result(split_heads, None, *split_stats.unbind(), *_row_strides(lse))
+        splits = Splits(split_out.stride(0), split_stats.stride(1))
+        launch(
+            forward_kernel, (programs, num_splits), self.device, None, None, self.problem, *lists, split_result,
+            splits, tiles_q, PRESCALED=self.is_prescaled, **constants,
+        )  # fmt: skip
+        tiles_q = cdiv(self.seqlen_q, 16)
+        launch(
+            merge_kernel, (tiles_q * self.num_heads * self.batch,), self.device, self.problem, split_result, splits,
+            num_splits, result, tiles_q, BLOCK_M=16,
+            **{name: constants[name] for name in ("BLOCK_DV", "EVEN", "ALIGNMENT", "LOWER_RIGHT")},
+        )  # fmt: skip
+        return out, lse, stats
+
+    def grad_heads(self, grad_out: Tensor) -> Heads:
+        """The output's gradient, as aligned as the operands, by a copy if it must be."""
+        heads = _heads(_readable(grad_out))
+        if self.is_aligned and not self._are_aligned(heads):
+            heads = _heads(grad_out.clone(memory_format=torch.contiguous_format))
+        return heads
+
+    def backward(
+        self, grad_heads: Heads, grad_lse: Tensor | None, out: Tensor, stats: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
+        """The gradients of query, key and value, and what the mask's needs."""
+        grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
+        out_heads = _heads(_readable(out))
+        query_heads, key_heads, value_heads = _heads(grad_query), _heads(grad_key), _heads(grad_value)
+        made = torch.empty((3, *stats.shape[1:]), dtype=stats.dtype, device=self.device)
+        rows = Rows(*stats.unbind(), *made.unbind(), *_row_strides(made[0]))
+        modes = {"PRESCALED": self.is_prescaled, "FOLD_SUM": not self.is_prescaled and self.dtype != torch.float32}
+
+        tile = self._tile("grad_query")
+        tiles_q = cdiv(self.seqlen_q, tile.block_m)
+        descriptors = self.descriptors(self.problem[1:3], self.seqlen_k, tile.block_n)
+        lse_rows = None if grad_lse is None else Heads(grad_lse, *_row_strides(grad_lse))
+        launch(
+            grad_query_kernel, (tiles_q * self.num_heads * self.batch,), self.device, *descriptors, self.problem,
+            *self.lists(tile, keys_own=False), out_heads, grad_heads, lse_rows, query_heads, rows, tiles_q, **modes,
+            **self._constants(tile, out_heads, grad_heads, query_heads),
+        )  # fmt: skip
+
+        tile = self._tile("grad_key_value")
+        tiles_k = cdiv(self.seqlen_k, tile.block_n)
+        descriptors = self.descriptors((self.problem.query, grad_heads), self.seqlen_q, tile.block_m)
+        lists, _ = self.lists(tile, keys_own=True)
+        launch(
+            grad_key_value_kernel, (tiles_k * self.num_kv_heads * self.batch,), self.device, *descriptors,
+            self.problem, lists, grad_heads, key_heads, value_heads, rows, tiles_k, **modes,
+            **self._constants(tile, grad_heads, key_heads, value_heads),
+        )  # fmt: skip
+        return (grad_query, grad_key, grad_value), rows
+
+    def grad_mask(self, attn_mask: Tensor, grad_heads: Heads, rows: Rows) -> Tensor:
+        grad_mask = attn_mask.new_empty(attn_mask.shape)
+        tile = self._tile("grad_mask")
+        batch, heads, mask_rows, mask_columns = grad_mask.shape
+        tiles_q, tiles_k = cdiv(self.seqlen_q, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
+        programs = batch * heads * cdiv(mask_rows, tile.block_m) * cdiv(mask_columns, tile.block_n)
+        launch(
+            grad_mask_kernel, (programs,), self.device, self.problem, self.batch, grad_heads,
+            MaskGrad(*_heads(grad_mask), heads, mask_rows, mask_columns), rows, tiles_q, tiles_k,
+            ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
+            **self._constants(tile, grad_heads),
+        )  # fmt: skip
+        return grad_mask
+
+
+def _stride(tensor: Tensor, dim: int) -> int:
+    """The stride, 0 where the dimension has size 1: it may be one that broadcasts."""
+    return tensor.stride(dim) if tensor.size(dim) > 1 else 0
+
+
+def _mask(attn_mask: Tensor) -> Mask:
+    mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+    batch, head, row, column = (_stride(mask, dim) for dim in range(4))
+    return Mask(mask, batch, head, row, None if column == 1 else column)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _heads(tensor: Tensor) -> Heads:
+    """Of (B, H, L, D), or of packed (T, H, D)."""
+    *strides, _ = tensor.stride()
+    return Heads(tensor, *strides) if len(strides) == 3 else Heads(tensor, 0, strides[1], strides[0])
+
+
+def _row_strides(statistic: Tensor) -> tuple[int, ...]:
+    """(batch, head, row) strides of (B, H, L) or packed (T, H) statistics."""
+    return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
+
+
+def _empty(like: Tensor, head_dim: int) -> Tensor:
+    """(B, H, L, head_dim) in the layout of ``like``, or packed, (T, H, head_dim)."""
+    return empty_heads(like, like.size(2), head_dim) if like.dim() == 4 else like.new_empty((*like.shape[:2], head_dim))
+
+
+def _padded(head_dim: int) -> int:
+    """The columns of a tile that has a head of this size."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,317 @@
+"""Attention's backward pass, FlashAttention's (Dao et al. 2022): P again from the statistics, and with
+delta = rowsum(dO * O) - dLSE, dS = P * (dP - delta)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton.attention.block_mask import tile, tile_plan
+from fastattn.backends.triton.attention.operands import (
+    head_of,
+    load_rows,
+    load_tile,
+    program,
+    rematerialise,
+    row_offsets,
+    sequence_of,
+    store_tile,
+    wide,
+)
+from fastattn.backends.triton.attention.scores import (
+    INFINITY,
+    LOG2E,
+    exponential,
+    hide,
+    licm_spills,
+    order_products,
+    scores,
+    seen_keys,
+    to_exponent,
+)
+from fastattn.backends.triton.kernel import kernel
+from fastattn.backends.triton.philox import keep, keep_transposed
+
+
+class Rows(NamedTuple):
+    """Numbers of each query: the forward pass's statistics, and what ``grad_query_kernel`` makes of them for the other
+    kernels."""
+
+    row_max: Any
+    row_sum: Any
+    shift: Any  # P = exponential(to_exponent(x) - shift) * inverse_sum
+    inverse_sum: Any
+    delta: Any
+    batch: Any  # strides
+    head: Any
+    row: Any
+
+
+@triton.jit
+def _normaliser(rows, at, inside, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
+    """(shift, inverse_sum) of ``_probabilities``. FOLD_SUM puts the sum into the shift, which saves the product and is
+    as exact as 16-bit operands deserve; under a float mask the maximum may be too large for that."""
+    shift = tl.load(rows.row_max + at, mask=inside, other=0.0)
+    row_sum = tl.load(rows.row_sum + at, mask=inside, other=0.0)
+    inverse_sum = tl.where(row_sum == 0, 0.0, 1 / row_sum)
+    if FOLD_SUM:
+        shift = tl.where(row_sum == 0, INFINITY, shift * LOG2E + tl.log2(row_sum))
+    elif not PRESCALED:
+        shift *= LOG2E
+    return shift, inverse_sum
+
+
+@triton.jit
+def _probabilities(x, shift, inverse_sum, magnitude, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
+    p = exponential(to_exponent(x, magnitude, PRESCALED) - shift, PRESCALED)
+    return p if FOLD_SUM else p * inverse_sum
+
+
+@kernel
+def grad_query_kernel(
+    key_descriptor, value_descriptor, problem, lists, seen, out, grad_out, grad_lse, grad_query, rows, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_q, own_h, own_b = program(tiles, problem.num_heads)
+    h, b = own_h, own_b
+    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    first_i = tile_q * BLOCK_M
+    if first_i >= sequence.seqlen_q:
+        return
+    i = first_i + tl.arange(0, BLOCK_M)
+    inside = i < sequence.seqlen_q
+    keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
+    values = head_of(problem.value, b, h // problem.group, sequence.first_key)
+    queries = head_of(problem.query, b, h, sequence.first_query)
+    q = load_tile(queries, first_i, inside, problem.head_dim, BLOCK_M, BLOCK_D, EVEN, ALIGNMENT)
+    outs = head_of(out, b, h, sequence.first_query)
+    o = load_tile(outs, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT)
+    grads = head_of(grad_out, b, h, sequence.first_query)
+    do = load_tile(grads, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT)
+
+    at = row_offsets(rows, b, h, sequence.first_query, i)
+    shift, inverse_sum = _normaliser(rows, at, inside, PRESCALED, FOLD_SUM)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    if grad_lse is not None:
+        at_lse = row_offsets(grad_lse, b, h, sequence.first_query, i)
+        delta -= tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
+    delta = tl.where(inverse_sum == 0, 0.0, delta)  # a row that sees nothing
+    tl.store(rows.delta + at, delta, mask=inside)
+    tl.store(rows.shift + at, shift, mask=inside)
+    tl.store(rows.inverse_sum + at, inverse_sum, mask=inside)
+
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
+    for PARTIAL in tl.static_range(2):
+        for n in tl.range(plan[PARTIAL], disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
+            first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
+            if lists is not None:  # for the sake of register pressure
+                h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
+                keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
+                values = head_of(problem.value, b, h // problem.group, sequence.first_key)
+            j = first_j + tl.arange(0, BLOCK_N)
+            seen_j = seen_keys(seen, b, h, tile_q, j, sequence) if PARTIAL else None
+            k = load_tile(
+                keys, first_j, seen_j, problem.head_dim, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT,
+                key_descriptor, b, h // problem.group,
+            )  # fmt: skip
+            v = load_tile(
+                values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
+                value_descriptor, b, h // problem.group,
+            )  # fmt: skip
+            order_products(q)
+            x = scores(q, k, problem.magnitude, PRESCALED, PRECISION)
+            if PARTIAL:
+                own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
+                x = hide(x, problem, b, h, own_i[:, None], j[None, :], sequence)
+            p = _probabilities(x, shift[:, None], inverse_sum[:, None], problem.magnitude, PRESCALED, FOLD_SUM)
+            order_products(q)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if problem.dropout is not None:
+                kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
+                dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
+            ds = p * (dp - delta[:, None])
+            if PARTIAL:
+                ds = tl.where(x == -INFINITY, 0.0, ds)
+            order_products(q)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    first_i = rematerialise(first_i, problem.group)
+    i = first_i + tl.arange(0, BLOCK_M)
+    head = head_of(grad_query, own_b, own_h, sequence.first_query)
+    store_tile(head, first_i, i < sequence.seqlen_q, problem.head_dim, dq * problem.scale, ALIGNMENT)
+
+
+@kernel
+def grad_key_value_kernel(
+    query_descriptor, grad_descriptor, problem, lists, grad_out, grad_key, grad_value, rows, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_k, kv_head, own_b = program(tiles, problem.num_heads // problem.group)
+    b = own_b
+    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    first_j = tile_k * BLOCK_N
+    if first_j >= sequence.seqlen_k:
+        return
+    j = first_j + tl.arange(0, BLOCK_N)
+    seen_j = seen_keys(None, b, kv_head, 0, j, sequence)
+    keys = head_of(problem.key, b, kv_head, sequence.first_key)
+    values = head_of(problem.value, b, kv_head, sequence.first_key)
+    k = load_tile(keys, first_j, seen_j, problem.head_dim, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT)
+    v = load_tile(values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT)
+
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    for PARTIAL in tl.static_range(2):
+        for group_head in tl.range(problem.group, disable_licm=True):
+            own_h = (wide(kv_head) * problem.group + group_head).to(tl.int32)
+            h = own_h
+            plan = tile_plan(lists, own_b, own_h, tile_k, sequence, BLOCK_N, BLOCK_M, True)
+            for n in tl.range(plan[PARTIAL], disable_licm=True):
+                first_i = tile(plan, n, lists, PARTIAL) * BLOCK_M
+                if lists is not None:  # for the sake of register pressure
+                    h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
+                queries = head_of(problem.query, b, h, sequence.first_query)
+                grads = head_of(grad_out, b, h, sequence.first_query)
+                i = first_i + tl.arange(0, BLOCK_M)
+                inside = i < sequence.seqlen_q if PARTIAL else None
+                q = load_tile(
+                    queries, first_i, inside, problem.head_dim, BLOCK_M, BLOCK_D, EVEN, ALIGNMENT,
+                    query_descriptor, b, h,
+                )  # fmt: skip
+                do = load_tile(
+                    grads, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT,
+                    grad_descriptor, b, h,
+                )  # fmt: skip
+                at = row_offsets(rows, b, h, sequence.first_query, i)
+                shift = load_rows(rows.shift + at, inside, INFINITY)
+                inverse_sum = load_rows(rows.inverse_sum + at, inside, 0.0)
+                delta = load_rows(rows.delta + at, inside, 0.0)
+                x = scores(k, q, problem.magnitude, PRESCALED, PRECISION)
+                if PARTIAL:
+                    own_j = rematerialise(first_j, n + problem.group) + tl.arange(0, BLOCK_N)
+                    x = hide(x, problem, b, h, i[None, :], own_j[:, None], sequence)
+                if (BLOCK_D + BLOCK_DV > 256) & (q.dtype != tl.float32):
+                    tl.debug_barrier()  # the operands of two consecutive products do not fit in registers
+                p = _probabilities(x, shift[None, :], inverse_sum[None, :], problem.magnitude, PRESCALED, FOLD_SUM)
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                dropped = p
+                if problem.dropout is not None:
+                    z = b * problem.num_heads + h
+                    kept = keep_transposed(problem.dropout, z, first_i, first_j, BLOCK_M, BLOCK_N)
+                    dropped = tl.where(kept, p, 0.0)
+                    dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
+                elif PARTIAL & (BLOCK_D + BLOCK_DV > 256) & (q.dtype == tl.float32):
+                    # P itself, but made here: kept in shared memory from where it is made, it would exceed 99 KiB.
+                    dropped = tl.where(x == -INFINITY, 0.0, p)
+                dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+                ds = p * (dp - delta[None, :])
+                if PARTIAL:
+                    ds = tl.where(x == -INFINITY, 0.0, ds)
+                order_products(q)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    first_j = rematerialise(first_j, problem.group)
+    j = first_j + tl.arange(0, BLOCK_N)
+    exists, inside = (j < sequence.band.length)[:, None], j < sequence.seqlen_k
+    dk = tl.where(exists, dk * problem.magnitude, 0.0)
+    dv = tl.where(exists, dv if problem.dropout is None else dv * problem.dropout.scale, 0.0)
+    head = head_of(grad_key, own_b, kv_head, sequence.first_key)
+    store_tile(head, first_j, inside, problem.head_dim, dk, ALIGNMENT)
+    head = head_of(grad_value, own_b, kv_head, sequence.first_key)
+    store_tile(head, first_j, inside, problem.value_head_dim, dv, ALIGNMENT)
+
+
+@triton.constexpr_function
+def _slice_width(head_dim, dtype):
+    return min(head_dim, 1024 // dtype.primitive_bitwidth)
+
+
+@triton.jit
+def _product(
+    a, first_a, inside_a, b, first_b, inside_b, head_dim,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(M, N): A B^T of rows of heads, in slices of 128 bytes of them, which lowers register pressure."""
+    product = tl.zeros((M, N), tl.float32)
+    WIDTH: tl.constexpr = _slice_width(D, a[0].dtype.element_ty)
+    for start in tl.range(0, D, WIDTH, disable_licm=True):
+        slice_a = load_tile((a[0] + start, a[1]), first_a, inside_a, head_dim - start, M, WIDTH, EVEN, ALIGNMENT)
+        slice_b = load_tile((b[0] + start, b[1]), first_b, inside_b, head_dim - start, N, WIDTH, EVEN, ALIGNMENT)
+        product = tl.dot(slice_a, tl.trans(slice_b), product, input_precision=PRECISION)
+    return product
+
+
+class MaskGrad(NamedTuple):
+    pointer: Any  # dense
+    batch: Any  # strides
+    head: Any
+    row: Any
+    num_heads: Any  # sizes
+    rows: Any
+    columns: Any
+
+
+@kernel
+def grad_mask_kernel(
+    problem, batch, grad_out, grad, rows, tiles_q, tiles_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, ONE_HEAD: tl.constexpr, ONE_BATCH: tl.constexpr,
+):  # fmt: skip
+    """dS summed over what the mask broadcasts: a program owns a tile of the mask, visits all that it was added to."""
+    program = tl.program_id(0)
+    own_tiles_q = 1 if ONE_ROW else tiles_q
+    own_tiles_k = 1 if ONE_COLUMN else tiles_k
+    own_k, own_q = program % own_tiles_k, program // own_tiles_k % own_tiles_q
+    plane = program // own_tiles_k // own_tiles_q
+    own_h, own_b = plane % grad.num_heads, plane // grad.num_heads
+    visits_k = tiles_k if ONE_COLUMN else 1
+    visits_q = tiles_q if ONE_ROW else 1
+    visits_h = problem.num_heads if ONE_HEAD else 1
+    visits_b = batch if ONE_BATCH else 1
+    ds_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for n in tl.range(visits_b * visits_h * visits_q * visits_k, disable_licm=True):
+        first_j = (own_k + n % visits_k) * BLOCK_N
+        first_i = (own_q + n // visits_k % visits_q) * BLOCK_M
+        h = own_h + n // visits_k // visits_q % visits_h
+        b = own_b + n // visits_k // visits_q // visits_h
+        sequence = sequence_of(b, problem, LOWER_RIGHT)
+        i, j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
+        inside, seen_j = i < sequence.seqlen_q, seen_keys(None, b, h, 0, j, sequence)
+        queries = head_of(problem.query, b, h, sequence.first_query)
+        keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
+        x = problem.magnitude * _product(
+            queries, first_i, inside, keys, first_j, seen_j, problem.head_dim,
+            BLOCK_M, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+        grads = head_of(grad_out, b, h, sequence.first_query)
+        values = head_of(problem.value, b, h // problem.group, sequence.first_key)
+        dp = _product(
+            grads, first_i, inside, values, first_j, seen_j, problem.value_head_dim,
+            BLOCK_M, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+        at = row_offsets(rows, b, h, sequence.first_query, i)
+        shift, inverse_sum = _normaliser(rows, at, inside, True, False)
+        delta = tl.load(rows.delta + at, mask=inside, other=0.0)
+        x = hide(x, problem, b, h, i[:, None], j[None, :], sequence)
+        if problem.dropout is not None:
+            kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
+            dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
+        p = _probabilities(x, shift[:, None], inverse_sum[:, None], problem.magnitude, True, False)
+        ds_sum += tl.where(x == -INFINITY, 0.0, p * (dp - delta[:, None]))
+    if ONE_ROW:
+        ds_sum = tl.sum(ds_sum, 0, keep_dims=True)
+    if ONE_COLUMN:
+        ds_sum = tl.sum(ds_sum, 1, keep_dims=True)
+    i = own_q * BLOCK_M + tl.arange(0, ds_sum.shape[0])
+    j = own_k * BLOCK_N + tl.arange(0, ds_sum.shape[1])
+    base = grad.pointer + (wide(own_b) * grad.batch + wide(own_h) * grad.head)
+    inside = (i < grad.rows)[:, None] & (j < grad.columns)[None, :]
+    pointers = base + (wide(i)[:, None] * grad.row + j[None, :])
+    tl.store(pointers, ds_sum.to(grad.pointer.dtype.element_ty), mask=inside)

@@ -1,0 +1,124 @@
+"""Which tiles of the other side a program visits, full ones first: as the window says, or from lists under a mask."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton.attention.operands import sequence_of, wide
+from fastattn.backends.triton.attention.scores import INFINITY, mask_columns, mask_of
+from fastattn.backends.triton.kernel import kernel
+from fastattn.backends.triton.visibility import owned, visible_part, visible_tiles
+
+SOME: tl.constexpr = tl.constexpr(1)
+ALL: tl.constexpr = tl.constexpr(2)
+
+
+class TileLists(NamedTuple):
+    """(B, H, owned tiles, 2 + count) int32: how many full and partial tiles, the full ones, and from the end backwards
+    the partial ones."""
+
+    pointer: Any
+    batch: Any  # strides
+    head: Any
+    tile: Any
+    count: Any  # tiles of the other side
+
+
+class Cover(NamedTuple):
+    """(B, H, owned tiles, other tiles) int8: ALL of the tile is visible and nothing is added, SOME is visible, or 0."""
+
+    pointer: Any
+    batch: Any  # strides
+    head: Any
+    own: Any
+    other: Any
+
+
+class Plan(NamedTuple):
+    full_tiles: Any
+    partial_tiles: Any
+    full: Any  # the first full tile, or where they are listed
+    partial: Any  # partial tiles before the full ones, or where they are listed, backwards
+
+
+@triton.jit
+def tile_plan(lists, b, h, own, sequence, SIZE: tl.constexpr, BLOCK: tl.constexpr, KEYS_OWN: tl.constexpr):
+    """What the program that owns this tile of SIZE queries or, KEYS_OWN, keys visits in tiles of BLOCK."""
+    if lists is None:
+        first = own * SIZE
+        last, band = owned(first, SIZE, sequence.seqlen_q, sequence.band, KEYS_OWN)
+        begin, full_begin, full_end, end = visible_tiles(first, last, band, BLOCK)
+        plan = Plan(full_end - full_begin, end - begin - (full_end - full_begin), full_begin, full_begin - begin)
+    else:
+        entry = lists.pointer + (wide(b) * lists.batch + wide(h) * lists.head + wide(own) * lists.tile)
+        plan = Plan(tl.load(entry), tl.load(entry + 1), entry + 2, entry + 1 + lists.count)
+    return plan
+
+
+@triton.jit
+def tile(plan, n, lists, PARTIAL: tl.constexpr):
+    """The n-th full or partial tile of a plan."""
+    if lists is not None:
+        tile = tl.load(plan.partial - n) if PARTIAL else tl.load(plan.full + n)
+    elif PARTIAL:
+        tile = plan.full - plan.partial + n + tl.where(n < plan.partial, 0, plan.full_tiles)
+    else:
+        tile = plan.full + n
+    return tile
+
+
+@kernel
+def cover_kernel(
+    mask, cover, seen, tiles_q, tiles_k, mask_heads, mask_rows, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Reads the mask once, for the ``Cover`` of its tiles and the ``SeenKeys``."""
+    program = tl.program_id(0)
+    tile_k, tile_q = program % tiles_k, program // tiles_k % tiles_q
+    plane = program // tiles_k // tiles_q
+    i, j = tile_q * BLOCK_M + tl.arange(0, BLOCK_M), tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = mask_of(mask, plane // mask_heads, plane % mask_heads)
+    inside = (i < mask_rows)[:, None] & (j < seqlen_k)[None, :]
+    value = tl.load(base + (wide(i)[:, None] * mask.row + mask_columns(j, mask)[None, :]), mask=inside, other=0)
+    if value.dtype == tl.uint8:
+        visible = (value != 0) & inside
+        full = visible
+    else:
+        visible = (value.to(tl.float32) != -INFINITY) & inside
+        full = (value.to(tl.float32) == 0) & inside
+    seen_j = tl.max(visible.to(tl.int32), 0)
+    some = tl.max(seen_j, 0)
+    every = tl.min((full | ~inside).to(tl.int32))
+    tl.store(cover + program, tl.where(every == 1, ALL, some * SOME).to(tl.int8))
+    seen_row = seen + wide(plane * tiles_q + tile_q) * seqlen_k
+    tl.store(seen_row + j, seen_j.to(tl.uint8), mask=j < seqlen_k)
+
+
+@kernel
+def list_kernel(
+    problem, cover, lists, list_heads, tiles, count,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, LOWER_RIGHT: tl.constexpr, KEYS_OWN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``TileLists`` of tiles of SIZE queries or, KEYS_OWN, keys: what of ``cover`` the window leaves, in tiles of BLOCK
+    of the other side."""
+    program = tl.program_id(0)
+    own, h, b = program % tiles, program // tiles % list_heads, program // tiles // list_heads
+    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    last, band = owned(own * SIZE, SIZE, sequence.seqlen_q, sequence.band, KEYS_OWN)
+    base = cover.pointer + (wide(b) * cover.batch + wide(h) * cover.head + wide(own) * cover.own)
+    entry = lists + wide(program) * (count + 2)
+    full_tiles, partial_tiles = program * 0, program * 0
+    for chunk in range(tl.cdiv(count, CHUNK)):
+        other = chunk * CHUNK + tl.arange(0, CHUNK)
+        kind = tl.load(base + wide(other) * cover.other, mask=other < count, other=0)
+        some, every = visible_part(own * SIZE, last, other * BLOCK, other * BLOCK + BLOCK - 1, band)
+        some, every = some & (kind >= SOME), every & (kind == ALL)
+        full, partial = (some & every).to(tl.int32), (some & ~every).to(tl.int32)
+        tl.store(entry + 2 + full_tiles + tl.cumsum(full, 0) - 1, other, mask=full != 0)
+        tl.store(entry + 2 + count - partial_tiles - tl.cumsum(partial, 0), other, mask=partial != 0)
+        full_tiles += tl.sum(full, 0)
+        partial_tiles += tl.sum(partial, 0)
+    tl.store(entry, full_tiles)
+    tl.store(entry + 1, partial_tiles)

@@ -1,0 +1,169 @@
+"""Attention's forward pass: the online softmax of Milakov and Gimelshein (2018) in FlashAttention's tiles (Dao et al.
+2022), and for few queries split-KV with a merge."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from fastattn.backends.triton.attention.block_mask import tile, tile_plan
+from fastattn.backends.triton.attention.operands import (
+    head_of,
+    load_tile,
+    program,
+    rematerialise,
+    row_offsets,
+    sequence_of,
+    store_tile,
+)
+from fastattn.backends.triton.attention.scores import (
+    INFINITY,
+    LN2,
+    LOG2E,
+    exponential,
+    hide,
+    licm_spills,
+    order_products,
+    scores,
+    seen_keys,
+    to_exponent,
+)
+from fastattn.backends.triton.kernel import kernel
+from fastattn.backends.triton.philox import keep
+
+
+class Result(NamedTuple):
+    out: Any  # Heads
+    lse: Any  # None: not wanted
+    row_max: Any
+    row_sum: Any
+    batch: Any  # strides of the statistics
+    head: Any
+    row: Any
+
+
+class Splits(NamedTuple):
+    """Strides of the splits' results."""
+
+    out: Any
+    rows: Any
+
+
+@kernel
+def forward_kernel(
+    key_descriptor, value_descriptor, problem, lists, seen, result, splits, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_q, own_h, own_b = program(tiles, problem.num_heads)
+    h, b = own_h, own_b
+    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    first_i = tile_q * BLOCK_M
+    if first_i >= sequence.seqlen_q:
+        return
+    i = first_i + tl.arange(0, BLOCK_M)
+    inside = i < sequence.seqlen_q
+    keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
+    values = head_of(problem.value, b, h // problem.group, sequence.first_key)
+    queries = head_of(problem.query, b, h, sequence.first_query)
+    q = load_tile(queries, first_i, inside, problem.head_dim, BLOCK_M, BLOCK_D, EVEN, ALIGNMENT)
+
+    row_max = tl.full((BLOCK_M,), -INFINITY, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    for PARTIAL in tl.static_range(2):
+        begin, end = plan[PARTIAL] * split // num_splits, plan[PARTIAL] * (split + 1) // num_splits
+        for n in tl.range(begin, end, disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
+            first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
+            if lists is not None:  # for the sake of register pressure
+                h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
+                keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
+                values = head_of(problem.value, b, h // problem.group, sequence.first_key)
+            j = first_j + tl.arange(0, BLOCK_N)
+            seen_j = seen_keys(seen, b, h, tile_q, j, sequence) if PARTIAL else None
+            k = load_tile(
+                keys, first_j, seen_j, problem.head_dim, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT,
+                key_descriptor, b, h // problem.group,
+            )  # fmt: skip
+            order_products(q)
+            x = scores(q, k, problem.magnitude, PRESCALED, PRECISION)
+            if PARTIAL:
+                own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
+                x = hide(x, problem, b, h, own_i[:, None], j[None, :], sequence)
+            raised = tl.maximum(row_max, to_exponent(tl.max(x, 1), problem.magnitude, PRESCALED))
+            m = tl.where(raised == -INFINITY, 0.0, raised)  # a row that has seen nothing so far
+            p = exponential(to_exponent(x, problem.magnitude, PRESCALED) - m[:, None], PRESCALED)
+            rescale = exponential(row_max - m, PRESCALED)
+            row_max = raised
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            if problem.dropout is not None:
+                kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
+                p = tl.where(kept, p, 0.0)
+            v = load_tile(
+                values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
+                value_descriptor, b, h // problem.group,
+            )  # fmt: skip
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+
+    dropout_scale = 1.0 if problem.dropout is None else problem.dropout.scale
+    acc *= tl.where(row_sum == 0, 0.0, dropout_scale / row_sum)[:, None]
+    first_i = rematerialise(first_i, problem.group)
+    i = first_i + tl.arange(0, BLOCK_M)
+    inside = i < sequence.seqlen_q
+    base, row = head_of(result.out, own_b, own_h, sequence.first_query)
+    base += split * tl.cast(splits.out, tl.int64)
+    store_tile((base, row), first_i, inside, problem.value_head_dim, acc, ALIGNMENT)
+    m = tl.where(row_max == -INFINITY, 0.0, row_max)
+    natural_max = m if PRESCALED else m * LN2
+    # Where rounding moved the maximum, the sum moves with it.
+    row_sum *= exponential(m - (natural_max if PRESCALED else natural_max * LOG2E), PRESCALED)
+    at = row_offsets(result, own_b, own_h, sequence.first_query, i) + split * tl.cast(splits.rows, tl.int64)
+    tl.store(result.row_max + at, natural_max, mask=inside)
+    tl.store(result.row_sum + at, row_sum, mask=inside)
+    if result.lse is not None:
+        tl.store(result.lse + at, natural_max + tl.log(row_sum), mask=inside)
+
+
+@kernel
+def merge_kernel(
+    problem, split_result, splits, num_splits, result, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Attention to all keys from attention to each split of them, with weights exp(row_max - the largest) * row_sum."""
+    tile_q, h, b = program(tiles, problem.num_heads)
+    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    first_i = tile_q * BLOCK_M
+    if first_i >= sequence.seqlen_q:
+        return
+    i = first_i + tl.arange(0, BLOCK_M)
+    inside = i < sequence.seqlen_q
+    at = row_offsets(result, b, h, sequence.first_query, i)
+    stride, row_stride = tl.cast(splits.out, tl.int64), tl.cast(splits.rows, tl.int64)
+    highest = tl.full((BLOCK_M,), -INFINITY, tl.float32)
+    for split in range(num_splits):
+        row_max = tl.load(split_result.row_max + at + split * row_stride, mask=inside, other=0.0)
+        row_sum = tl.load(split_result.row_sum + at + split * row_stride, mask=inside, other=0.0)
+        highest = tl.maximum(highest, tl.where(row_sum == 0, -INFINITY, row_max))
+    highest = tl.where(highest == -INFINITY, 0.0, highest)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    base, row = head_of(split_result.out, b, h, sequence.first_query)
+    for split in range(num_splits):
+        row_max = tl.load(split_result.row_max + at + split * row_stride, mask=inside, other=0.0)
+        row_sum = tl.load(split_result.row_sum + at + split * row_stride, mask=inside, other=0.0)
+        weight = tl.where(row_sum == 0, 0.0, tl.exp2((row_max - highest) * LOG2E) * row_sum)
+        head = base + split * stride, row
+        acc += weight[:, None] * load_tile(
+            head, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT
+        )
+        total += weight
+    acc *= tl.where(total == 0, 0.0, 1 / total)[:, None]
+    head = head_of(result.out, b, h, sequence.first_query)
+    store_tile(head, first_i, inside, problem.value_head_dim, acc, ALIGNMENT)
+    tl.store(result.row_max + at, highest, mask=inside)
+    tl.store(result.row_sum + at, total, mask=inside)
+    tl.store(result.lse + at, highest + tl.log(total), mask=inside)

@@ -1,0 +1,110 @@
+"""Scores of a tile, what hides some of them, and the exponential.
+
+x is a score before what is left to the exponential: Q K^T or, PRESCALED, magnitude * Q K^T + mask. The scale's sign is
+in Q, so that a larger x is a larger score. m is the row's maximum in the units of ``to_exponent``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton.attention.operands import wide
+from fastattn.backends.triton.visibility import is_seen, is_visible
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+INFINITY: tl.constexpr = tl.constexpr(float("inf"))
+
+
+class Mask(NamedTuple):
+    """(B, H, Lq, Lk), uint8 or float, with strides of 0 where it broadcasts."""
+
+    pointer: Any
+    batch: Any
+    head: Any
+    row: Any
+    column: Any  # None: 1
+
+
+class SeenKeys(NamedTuple):
+    """(B, H, tiles of queries, Lk) uint8: whether some query of the tile sees the key, as far as the mask goes."""
+
+    pointer: Any
+    batch: Any
+    head: Any
+    tile: Any
+
+
+@triton.jit
+def mask_columns(j, mask):
+    return wide(j) if mask.column is None else wide(j) * mask.column
+
+
+@triton.jit
+def mask_of(mask, b, h):
+    """Pointer to the mask of head h of sequence b."""
+    return mask.pointer + (wide(b) * mask.batch + wide(h) * mask.head)
+
+
+@triton.jit
+def seen_keys(seen, b, h, tile, j, sequence):
+    """The keys j that some query sees as far as the window goes, and as far as the mask. The others may hold anything,
+    NaN too, and count as zero."""
+    inside = is_seen(j, sequence.seqlen_q, sequence.band)
+    if seen is not None:
+        base = seen.pointer + (wide(b) * seen.batch + wide(h) * seen.head + wide(tile) * seen.tile)
+        inside = inside & (tl.load(base + j, mask=j < sequence.seqlen_k, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def hide(x, problem, b, h, i, j, sequence):
+    """x of a partial tile: -inf where query i does not see key j. A float mask is added."""
+    visible = is_visible(i, j, sequence.band)
+    mask = problem.mask
+    if mask is not None:
+        pointers = mask_of(mask, b, h)
+        pointers += wide(i) * mask.row + mask_columns(j, mask)
+        inside = (i < sequence.seqlen_q) & (j < sequence.seqlen_k)
+        if mask.pointer.dtype.element_ty == tl.uint8:
+            visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
+        else:
+            value = tl.load(pointers, mask=inside, other=-INFINITY).to(tl.float32)
+            visible = visible & (value != -INFINITY)
+            x += value
+            x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask hides nothing
+    return tl.where(visible, x, -INFINITY)
+
+
+@triton.jit
+def scores(a, b, magnitude, PRESCALED: tl.constexpr, PRECISION: tl.constexpr):
+    x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return x * magnitude if PRESCALED else x
+
+
+@triton.jit
+def to_exponent(x, magnitude, PRESCALED: tl.constexpr):
+    """exponential(to_exponent(x) - m) = exp(score - row_max)"""
+    return x if PRESCALED else x * (magnitude * LOG2E)
+
+
+@triton.jit
+def exponential(x, PRESCALED: tl.constexpr):
+    return tl.exp2(x * LOG2E) if PRESCALED else tl.exp2(x)
+
+
+@triton.constexpr_function
+def licm_spills(block_d, block_dv, dtype):
+    """Whether such heads leave no registers for what LICM hoists out of the main loop."""
+    return block_d + block_dv > 256 or dtype.primitive_bitwidth == 32
+
+
+@triton.jit
+def order_products(operand):
+    """A barrier before a float32 product: the operands of two consecutive ones do not fit in registers."""
+    if operand.dtype == tl.float32:
+        tl.debug_barrier()

@@ -1,0 +1,90 @@
+"""What the row operations share: blocks of BLOCK_M rows and BLOCK_N columns, and where rows lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class RowTile(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+class RowLimits(NamedTuple):
+    elements: int  # of a block of narrow rows
+    widest: int  # columns up to which a row is read once
+    block_n: int  # of wider rows, which are read twice
+    warp_elements: int
+
+
+LIMITS = {
+    "dropout": RowLimits(2048, 1024, 1024, 512),
+    "layer_norm": RowLimits(2048, 8192, 4096, 512),
+    "layer_norm_backward": RowLimits(1024, 4096, 4096, 256),
+    "softmax_dropout": RowLimits(2048, 8192, 4096, 256),
+    "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 256),
+}
+_MAX_WARPS = 16
+
+
+def row_tile(kernel: str, columns: int) -> RowTile:
+    """The block of a kernel for rows of this many columns: powers of two, so that varied sizes share a few kernels."""
+    limits = LIMITS[kernel]
+    block_m, block_n = 1, limits.block_n
+    if columns <= limits.widest:
+        block_n = max(32, 1 << (columns - 1).bit_length())
+        block_m = max(1, limits.elements // block_n)
+    return RowTile(block_m, block_n, max(1, min(_MAX_WARPS, block_m * block_n // limits.warp_elements)))
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous; the quickest of torch's ways to one."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor of the same numbers whose rows, the last dimension, are dense and begin this far from each other."""
+    if tensor.is_contiguous():  # at once, without a view
+        return tensor, tensor.size(-1)
+    rows = tensor.reshape(-1, tensor.size(-1))
+    return (rows, rows.stride(0)) if rows.stride(1) == 1 or rows.size(1) == 1 else (rows.contiguous(), rows.size(1))
+
+
+def are_aligned(columns: int, *operands: Tensor | None) -> bool:
+    """Whether every row of these operands, and of a contiguous result, begins at a multiple of 16 bytes."""
+    bits = columns
+    for tensor in operands:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+            if not tensor.is_contiguous():
+                for stride in tensor.stride()[:-1]:
+                    bits |= stride
+    return bits % 16 == 0
+
+
+def fits_int32(rows: int) -> bool:
+    """Whether rows can be counted in 32 bits, in which a division takes a tenth of the instructions."""
+    return rows < 2**31
+
+
+@triton.jit
+def divide(row, size, INT32: tl.constexpr):
+    """(row // size, row % size)"""
+    if INT32:
+        row, size = row.to(tl.uint32), size.to(tl.uint32)
+    return row // size, row % size
+
+
+@triton.jit
+def rows_of(pointer, offset, ALIGNED: tl.constexpr):
+    """(M, 1) pointers to the rows at these offsets (M,)."""
+    rows = (pointer + offset)[:, None]
+    if ALIGNED:
+        rows = tl.multiple_of(rows, (16, 16))
+    return rows

@@ -1,0 +1,160 @@
+"""What fastattn asks of torch's private parts, one test each: what fails here, torch has changed."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattn import torch_private
+
+pytestmark = pytest.mark.torch_version
+X = torch.ones(3)
+
+
+def test_nobody_observes_a_plain_call():
+    assert not torch_private.is_observed()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert not torch_private.is_observed()
+
+
+def inside_dispatch_mode(ask):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        ask(X)
+
+
+def inside_forward_ad(ask):
+    with forward_ad.dual_level():
+        ask(X)
+
+
+OBSERVERS = {
+    "a dispatch mode": inside_dispatch_mode,
+    "vmap": lambda ask: torch.func.vmap(ask)(X),
+    "grad": lambda ask: torch.func.grad(lambda x: ask(x).sum())(X),
+    "forward-mode differentiation": inside_forward_ad,
+    "torch.compile": lambda ask: torch.compile(ask, backend="eager", fullgraph=True)(X),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_observers_are_noticed(name):
+    found = []
+
+    def ask(x):
+        found.append(torch_private.is_observed())
+        return x * 2
+
+    torch.compiler.reset()
+    OBSERVERS[name](ask)
+    assert found == [True], f"torch no longer says that {name} is active: it would not see fastattn's calls"
+    assert not torch_private.is_observed()
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad"])
+def test_transforms_are_noticed(name):
+    found = []
+
+    def ask(x):
+        found.append(torch_private.is_transformed())
+        return x * 2
+
+    OBSERVERS[name](ask)
+    assert found == [True]
+    assert not torch_private.is_transformed()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_is_noticed(device):
+    assert not torch_private.is_autocast_enabled()
+    torch.set_autocast_enabled(device, True)
+    try:
+        assert torch_private.is_autocast_enabled()
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+def test_a_bound_overload_is_the_op():
+    bound = torch_private.bind(torch.ops.aten.mul.Tensor)
+    assert torch.equal(bound(X, X + 1), X * 2)
+
+
+class Double(torch_private.SingleLevelFunction):
+    @staticmethod
+    def forward(x, times):
+        return x * times, x.sum()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.times = inputs[1]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        assert ctx.needs_input_grad == (True, False)
+        return grad * ctx.times, None
+
+
+def test_a_bound_apply_is_the_functions():
+    """forward, setup_context and backward are called as Function.apply has them called."""
+    apply, leaf = torch_private.bind_apply(Double), X.clone().requires_grad_()
+    out, total = apply(leaf, 2)
+    assert out.grad_fn is not None
+    assert not total.requires_grad
+    (grad,) = torch.autograd.grad(out.sum(), leaf)
+    assert torch.equal(grad, X * 2)
+    with torch.no_grad():
+        assert not apply(leaf, 2)[0].requires_grad
+
+
+@pytest.fixture(scope="module")
+def op():
+    """An op whose autograd is a Function, registered as ops/register.py registers fastattn's."""
+    library = torch.library.Library("fastattn_test_private", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+    calls = []
+
+    class Function(torch_private.SingleLevelFunction):
+        @staticmethod
+        def forward(x):
+            calls.append(x)
+            with torch_private.below_autograd():
+                return torch.ops.fastattn_test_private.double(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    apply = torch_private.bind_apply(Function)
+
+    def differentiate(x):
+        with torch_private.single_level_autograd():
+            return apply(x)
+
+    library.impl("double", differentiate, "Autograd")
+    yield torch.ops.fastattn_test_private.double.default, calls
+    library._destroy()
+
+
+def test_below_autograd_the_op_is_not_differentiated_again(op):
+    double, calls = op
+    calls.clear()
+    assert torch.equal(double(X.clone().requires_grad_()), X * 2)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_function_at_the_autograd_key_runs_inside_transforms(op):
+    double, _ = op
+    assert torch.equal(torch.func.grad(lambda x: double(x).square().sum())(X), X * 8)
+    assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: double(x).square()))(X), X * 8)
+    assert torch.equal(torch.func.grad(lambda x: torch.func.vmap(double)(x).square().sum())(X), X * 8)

@@ -1,0 +1,78 @@
+"""What depends on torch's version, tested on the oldest and newest: ``python tools/torch_versions.py [VERSION ...]``.
+
+The checkout's wheel is built once, beside the torch of this Python, and installed into an environment of each version,
+where the tests marked `torch_version` run on it. The environments, of some GB each, are kept in ``$FASTATTN_CACHE``, by
+default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be installed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ("2.10.0", "2.14.1")
+SPACE = 12 << 30  # bytes: an environment of a CUDA build, and pip's copy of what it downloads
+
+
+def cache() -> Path:
+    return Path(
+        os.environ.get("FASTATTN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastattn")
+    ).expanduser()
+
+
+def run(*command: object, cwd: Path = ROOT, **environment: str) -> None:
+    """Raises CalledProcessError where the command fails."""
+    print("+", *command, flush=True)
+    subprocess.run([str(word) for word in command], cwd=cwd, env=os.environ | environment, check=True)
+
+
+def is_whole(folder: Path, version: str) -> bool:
+    """Whether this environment was finished, and its torch still loads."""
+    if not (folder / "complete").exists():
+        return False
+    program = f"import torch; assert torch.__version__.split('+')[0] == '{version}'"
+    return subprocess.run([folder / "bin/python", "-c", program], capture_output=True, cwd=folder).returncode == 0
+
+
+def environment(version: str, wheel: Path) -> Path:
+    """The folder of an environment with this torch, the wheel, and what its tests need."""
+    folder = cache() / f"torch-{version}"
+    if not is_whole(folder, version):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+        if free < SPACE:
+            raise OSError(f"torch {version} needs {SPACE / 1e9:.0f} GB in {folder}, of which {free / 1e9:.0f} are free")
+        run(sys.executable, "-m", "venv", folder)
+    pip = folder / "bin/python", "-m", "pip", "install", "--quiet"
+    (folder / "complete").unlink(missing_ok=True)
+    run(*pip, f"torch=={version}", f"{wheel}[test]")
+    run(*pip, "--no-deps", "--force-reinstall", wheel)
+    (folder / "complete").touch()
+    return folder
+
+
+def main(versions: list[str]) -> int:
+    failed = []
+    with tempfile.TemporaryDirectory() as target:
+        build = sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", target, ROOT
+        run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
+        (wheel,) = Path(target).glob("*.whl")
+        for version in versions or VERSIONS:
+            try:
+                folder = environment(version, wheel)
+                pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
+                # The backends reference and cpu, of the instruction sets the best.
+                tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings"
+                run(*pytest, *tests, cwd=folder, FASTATTN_REQUIRE="cpu")  # `import fastattn` finds the wheel's there
+            except (OSError, subprocess.CalledProcessError) as error:
+                failed.append(f"torch {version}: {error}")
+    print(*failed, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
