@@ -200,7 +200,8 @@ def test_launches(columns):
 @pytest.fixture
 def hopper(monkeypatch):
     """Tensors on "cuda" are taken to be on a GPU of capability 9.0, which the library has code for."""
-    monkeypatch.setattr(backends.cuda, "capability", lambda device: (9, 0))
+    for module in (backends.cuda, backends.common):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
     monkeypatch.setattr(backends.cuda, "MISSING", "")
     monkeypatch.setattr(backends.triton, "MISSING", "")

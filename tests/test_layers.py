@@ -67,6 +67,35 @@ def test_imports_go_down(path):
     assert not up, f"{name} imports from a layer above its own: {sorted(up)}"
 
 
+def test_imports_have_no_circle():
+    """What remains when modules that import nothing of what remains are taken away, again and again."""
+    left = {module_name(path): imports(path) & NAMES for path in MODULES}
+    while left:
+        free = {name for name, wanted in left.items() if not wanted & left.keys() - {name}}
+        assert free, f"circles among {sorted(left)}"
+        left = {name: wanted for name, wanted in left.items() if name not in free}
+
+
+# Lowest first. A folder may include files of its own and of those below; cpu and cuda are beside each other.
+FOLDERS = {"common": 0, "cpu": 1, "cuda": 1, "bindings": 2}
+
+
+def test_includes_go_down():
+    checked = 0
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        folder = path.relative_to(ROOT / "csrc").parts[0]
+        if folder not in FOLDERS or path.suffix not in {".h", ".cpp", ".cu"}:
+            continue
+        for included in re.findall(r'#include "([^"]+)"', path.read_text()):
+            target = (path.parent / included).resolve()
+            if not target.exists():
+                target = (ROOT / "csrc" / included).resolve()
+            below = target.relative_to(ROOT / "csrc").parts[0]
+            assert below == folder or FOLDERS[below] < FOLDERS[folder], f"{path} includes {included}"
+            checked += 1
+    assert checked > 50
+
+
 def test_imports_are_read_right(tmp_path):
     """The reader behind the test above, on the forms that an import can take."""
     assert layer("fastattn.ops.attention") == 2
