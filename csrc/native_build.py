@@ -50,10 +50,18 @@ def contract() -> str:
     return hashlib.sha256("\n".join(schemas[name] for name in sorted(schemas)).encode()).hexdigest()[:12]
 
 
-def bindings_flags(torch: Path) -> str:
-    """Flags of the files that see torch."""
-    name = shlex.quote(f'-DFASTATTN_CONTRACT="{contract()}"')
-    return f"{CXX_FLAGS} {TORCH_TARGET} {name} -isystem {shlex.quote(str(torch / 'include'))}"
+def bindings(library: str, torch: Path, optimize: str) -> list[tuple[str, Path, str]]:
+    """(object, source, flags) of the files that see torch: those of the operations that the library has kernels of."""
+    kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library"}
+    flags = (
+        f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
+        f" -DFASTATTN_CONTRACT='\"{contract()}\"' -DFASTATTN_BACKEND='\"{library}.h\"'"
+    )
+    return [
+        (f"bindings.{source.stem}.o", source, flags)
+        for source in sorted((ROOT / "csrc/bindings").glob("*.cpp"))
+        if library == "cpu" or source.stem in kernels
+    ]
 
 
 # What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
@@ -188,7 +196,7 @@ def _escape(path: Path) -> str:
 def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
     torch = torch_for_building()
-    objects = [("bindings.o", ROOT / "csrc/bindings/cpu.cpp", f"{OPTIMIZE} {bindings_flags(torch)}")]
+    objects = bindings("cpu", torch, OPTIMIZE)
     objects += kernel_objects(f"{CXX_FLAGS} {OPTIMIZE}", instruction_sets())
     # Registration happens in static constructors, so nothing needs exporting.
     directory.mkdir(parents=True, exist_ok=True)
@@ -299,8 +307,7 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
 
     What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
     """
-    bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
-    objects = [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
+    objects = bindings("cuda", torch, OPTIMIZE)
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     flags = cuda_flags(names, len(kernels))
     objects += [(f"{source.stem}.o", source, flags) for source in kernels]

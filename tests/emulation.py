@@ -21,7 +21,7 @@ def load(path):
     controls.guard_operands.restype = ctypes.c_char_p
     controls.seed_order.argtypes = [ctypes.c_uint64]
     assert torch.ops.fastattn_cuda.contract() == backends.native.contract()
-    return backends.native.functions("cuda", backends.cuda.OPERATIONS), controls
+    return backends.native.functions("cuda"), controls
 
 
 @functools.cache

@@ -61,14 +61,12 @@ def test_undefined_symbols_are_stable(library):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize(
-    "source", [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if "bindings" in str(path)], ids=lambda p: p.stem
-)
-def test_bindings_compile_with_this_torchs_headers(source):
-    flags = shlex.split(native_build.bindings_flags(native_build.torch_for_building()))
-    command = [*native_build.compiler(), *flags, "-fsyntax-only", str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("library", ["cpu", "cuda"])
+def test_bindings_compile_with_this_torchs_headers(library):
+    for _, source, flags in native_build.bindings(library, native_build.torch_for_building(), "-fsyntax-only"):
+        command = [*native_build.compiler(), *shlex.split(flags), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_library_exports_nothing(library):

@@ -10,12 +10,26 @@
 #include <sys/mman.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "../common/operands.h"
 
 namespace fastattn {
+
+inline std::string& operation_names() {
+  static std::string names;
+  return names;
+}
+
+// Makes the function of this name an operation of the library. Python defines its schema.
+#define FASTATTN_OPERATION(name)                                                      \
+  STABLE_TORCH_LIBRARY_IMPL(FASTATTN_LIBRARY, CompositeExplicitAutograd, m) {         \
+    m.impl(#name, TORCH_BOX(&name));                                                  \
+    operation_names() += (operation_names().empty() ? "" : ",") + std::string(#name); \
+  }
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -25,7 +39,7 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 // Compares torch's own numbers: a ScalarType would be looked up at each call.
 inline bool is_dtype(const Tensor& tensor, Dtype* dtype) {
   int32_t number;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
   if (number == aoti_torch_dtype_float32())
     *dtype = Dtype::float32;
   else if (number == aoti_torch_dtype_bfloat16())
@@ -83,16 +97,16 @@ struct Device {
 
 inline Device device_of(const Tensor& tensor) {
   Device device;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
   return device;
 }
 
 // Not through the dispatcher, which costs as much as a small operation.
 inline Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Device device) {
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
-                                                         shim_dtype(dtype), device.type, device.index, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
+                                                  shim_dtype(dtype), device.type, device.index, &handle));
   const Tensor tensor(handle);
   if (device.type == aoti_torch_device_type_cpu()) prefer_huge_pages(tensor, tensor.numel() * size_of(dtype));
   return tensor;

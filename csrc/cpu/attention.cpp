@@ -2,6 +2,7 @@
 // softmax", 2018; Dao et al., "FlashAttention", 2022).
 #include <math.h>
 
+#include "../common/attention.h"
 #include "few_queries.h"
 #include "kernels.h"
 #include "tile.h"
@@ -536,7 +537,6 @@ void run_any(const Attention& a, const Parallel& parallel, char* workspace) {
 
 }  // namespace
 
-extern const Kernel<Attention> FASTATTN_TABLE(attention);
-const Kernel<Attention> FASTATTN_TABLE(attention) = {&workspace, &run_any};
+FASTATTN_EXPORT(Kernel<Attention>, attention) = {&workspace, &run_any};
 
 }  // namespace fastattn

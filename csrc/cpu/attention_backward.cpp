@@ -3,6 +3,7 @@
 //
 // A task has one key/value head and one split of the keys, and accumulates dK and dV of these keys. dQ is complete
 // where there is one split, else partial and added up in order. The number of splits depends on the shape alone.
+#include "../common/attention.h"
 #include "few_queries.h"
 #include "kernels.h"
 #include "tile.h"
@@ -631,7 +632,6 @@ void run_any(const AttentionBackward& a, const Parallel& parallel, char* workspa
 
 }  // namespace
 
-extern const Kernel<AttentionBackward> FASTATTN_TABLE(attention_backward);
-const Kernel<AttentionBackward> FASTATTN_TABLE(attention_backward) = {&workspace, &run_any};
+FASTATTN_EXPORT(Kernel<AttentionBackward>, attention_backward) = {&workspace, &run_any};
 
 }  // namespace fastattn

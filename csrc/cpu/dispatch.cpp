@@ -12,15 +12,13 @@ namespace fastattn {
 namespace {
 
 struct Available {
-  InstructionSet sets[5];
-  int count = 0;
-  const InstructionSet* current = nullptr;
+  bool has[kInstructionSetCount] = {};
+  int current = -1;
 
   Available() {
-#define FASTATTN_ADD(isa)                                                                                              \
-  sets[count++] = {#isa,          &attention_##isa,      &attention_backward_##isa, &dropout_##isa, &layer_norm_##isa, \
-                   &limits_##isa, &softmax_dropout_##isa}
     const char* name = getenv("FASTATTN_CPU_ISA");
+    int i = kInstructionSetCount;
+    has[--i] = true;
 #if defined(__x86_64__)
     // __builtin_cpu_supports covers the operating system's support of the wide registers.
     __builtin_cpu_init();
@@ -32,22 +30,22 @@ struct Available {
                         __builtin_cpu_supports("avx512cd");
     const bool avx512_bf16 = avx512 && has_avx512_bf16();
     const bool unwanted = name && *name && strcmp(name, "amx_bf16") != 0;
-    if (avx512_bf16 && !unwanted && has_amx_bf16() && may_use_tiles()) FASTATTN_ADD(amx_bf16);
-    if (avx512_bf16) FASTATTN_ADD(avx512_bf16);
-    if (avx512) FASTATTN_ADD(avx512);
-    if (avx2) FASTATTN_ADD(avx2);
+    has[--i] = avx2;
+    has[--i] = avx512;
+    has[--i] = avx512_bf16;
+    has[--i] = avx512_bf16 && !unwanted && has_amx_bf16() && may_use_tiles();
 #endif
-    FASTATTN_ADD(generic);
-    if (!name || !*name)
-      current = sets;
-    else
+    if (name && *name) {
       use(name);
+    } else {
+      for (current = 0; !has[current];) ++current;
+    }
   }
 
   bool use(const char* name) {
-    for (int i = 0; i < count; ++i)
-      if (strcmp(sets[i].name, name) == 0) {
-        __atomic_store_n(&current, sets + i, __ATOMIC_RELEASE);
+    for (int i = 0; i < kInstructionSetCount; ++i)
+      if (has[i] && strcmp(kInstructionSets[i], name) == 0) {
+        __atomic_store_n(&current, i, __ATOMIC_RELEASE);
         return true;
       }
     return false;
@@ -84,12 +82,9 @@ Available& available() {
 
 }  // namespace
 
-const InstructionSet* instruction_sets(int* count) {
-  *count = available().count;
-  return available().sets;
-}
+bool has_instruction_set(int index) { return available().has[index]; }
 
-const InstructionSet* kernels() { return __atomic_load_n(&available().current, __ATOMIC_ACQUIRE); }
+int instruction_set() { return __atomic_load_n(&available().current, __ATOMIC_ACQUIRE); }
 
 bool use_instruction_set(const char* name) { return available().use(name); }
 

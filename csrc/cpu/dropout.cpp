@@ -1,4 +1,5 @@
 // Dropout and its mask.
+#include "../common/dropout.h"
 #include "kernels.h"
 #include "rows.h"
 
@@ -66,7 +67,6 @@ void run(const Dropout& p, const Parallel& parallel, char*) {
 
 }  // namespace
 
-extern const Kernel<Dropout> FASTATTN_TABLE(dropout);
-const Kernel<Dropout> FASTATTN_TABLE(dropout) = {&workspace, &run};
+FASTATTN_EXPORT(Kernel<Dropout>, dropout) = {&workspace, &run};
 
 }  // namespace fastattn

@@ -1,15 +1,6 @@
-// The kernels of every operation, one table for each instruction set that they are compiled for.
+// The kernels of every operation: compiled once for each instruction set, chosen at run time.
 #pragma once
-#include "../common/attention.h"
-#include "../common/dropout.h"
-#include "../common/layer_norm.h"
 #include "../common/parallel.h"
-#include "../common/softmax_dropout.h"
-
-// FASTATTN_ISA is the name of the instruction set that a kernel file is being compiled for.
-#define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
-#define FASTATTN_CONCATENATE(stem, isa) FASTATTN_CONCATENATE_(stem, isa)
-#define FASTATTN_TABLE(stem) FASTATTN_CONCATENATE(stem, FASTATTN_ISA)
 
 namespace fastattn {
 
@@ -19,18 +10,8 @@ struct Kernel {
   void (*run)(const Problem&, const Parallel&, char* workspace);  // 64-byte aligned
 };
 
-struct LayerNormKernels {
-  Kernel<LayerNorm> forward;
-  Kernel<LayerNormBackward> backward;
-};
-
-struct SoftmaxDropoutKernels {
-  Kernel<SoftmaxDropout> forward;
-  Kernel<SoftmaxDropoutBackward> backward;
-};
-
 // The arithmetic limit of an instruction set: its multiply-adds on registers alone.
-struct LimitKernels {
+struct Limits {
   // At least `operations` floating-point operations (a multiply-add is two), split evenly over the threads. Every
   // thread leaves what remains in its element of `sink`, so that nothing is optimised away.
   void (*float32)(float* sink, int64_t operations, const Parallel&);
@@ -38,37 +19,43 @@ struct LimitKernels {
   void (*bfloat16)(float* sink, int64_t operations, const Parallel&);
 };
 
+// Best first. FASTATTN_OF_EACH(&, stem) lists the addresses of what a kernel file exports for each.
 #if defined(__x86_64__)
-#define FASTATTN_DECLARE_TABLES(Type, stem) \
-  extern const Type stem##_amx_bf16, stem##_avx512_bf16, stem##_avx512, stem##_avx2, stem##_generic
+constexpr const char* kInstructionSets[] = {"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic"};
+#define FASTATTN_OF_EACH(prefix, stem) \
+  prefix stem##_amx_bf16, prefix stem##_avx512_bf16, prefix stem##_avx512, prefix stem##_avx2, prefix stem##_generic
 #else
-#define FASTATTN_DECLARE_TABLES(Type, stem) extern const Type stem##_generic
+constexpr const char* kInstructionSets[] = {"generic"};
+#define FASTATTN_OF_EACH(prefix, stem) prefix stem##_generic
 #endif
-FASTATTN_DECLARE_TABLES(Kernel<Attention>, attention);
-FASTATTN_DECLARE_TABLES(Kernel<AttentionBackward>, attention_backward);
-FASTATTN_DECLARE_TABLES(Kernel<Dropout>, dropout);
-FASTATTN_DECLARE_TABLES(LayerNormKernels, layer_norm);
-FASTATTN_DECLARE_TABLES(LimitKernels, limits);
-FASTATTN_DECLARE_TABLES(SoftmaxDropoutKernels, softmax_dropout);
+constexpr int kInstructionSetCount = sizeof kInstructionSets / sizeof *kInstructionSets;
 
-struct InstructionSet {
-  const char* name;
-  const Kernel<Attention>* attention;
-  const Kernel<AttentionBackward>* attention_backward;
-  const Kernel<Dropout>* dropout;
-  const LayerNormKernels* layer_norm;
-  const LimitKernels* limits;
-  const SoftmaxDropoutKernels* softmax_dropout;
-};
+// Whether this machine can run the instruction set of this index.
+bool has_instruction_set(int index);
 
-// Those that this machine can run, best first; *count says how many.
-const InstructionSet* instruction_sets(int* count);
-
-// The one in use: the best, or the one named by the environment variable FASTATTN_CPU_ISA.
-// Null where that names none that this machine has.
-const InstructionSet* kernels();
+// The index of the one in use: the best, or the one that the environment variable FASTATTN_CPU_ISA names. -1 where it
+// names none that this machine has.
+int instruction_set();
 
 // Switches to the named one. False where this machine does not have it.
 bool use_instruction_set(const char* name);
+
+// In a kernel file: what it exports. FASTATTN_ISA is the instruction set that it is being compiled for.
+#define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
+#define FASTATTN_CONCATENATE(stem, isa) FASTATTN_CONCATENATE_(stem, isa)
+#define FASTATTN_EXPORT(Type, stem)                           \
+  extern const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA); \
+  const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA)
+
+// Elsewhere: function(...) returns what kernel files export as `stem`, for the instruction set in use.
+#define FASTATTN_IMPORT(Type, stem, function)                     \
+  extern const Type FASTATTN_OF_EACH(, stem);                     \
+  inline const Type& function {                                   \
+    static const Type* const all[] = {FASTATTN_OF_EACH(&, stem)}; \
+    return *all[instruction_set()];                               \
+  }
+
+// kernel_of(problem), exported as `stem`.
+#define FASTATTN_KERNEL(Problem, stem) FASTATTN_IMPORT(Kernel<Problem>, stem, kernel_of(const Problem&))
 
 }  // namespace fastattn

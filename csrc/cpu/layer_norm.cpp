@@ -1,6 +1,7 @@
 // LayerNorm, forward and backward, a row at a time.
 #include <math.h>
 
+#include "../common/layer_norm.h"
 #include "kernels.h"
 #include "rows.h"
 
@@ -335,7 +336,7 @@ void backward(const LayerNormBackward& problem, const Parallel& parallel, char* 
 
 }  // namespace
 
-extern const LayerNormKernels FASTATTN_TABLE(layer_norm);
-const LayerNormKernels FASTATTN_TABLE(layer_norm) = {{&forward_workspace, &forward}, {&backward_workspace, &backward}};
+FASTATTN_EXPORT(Kernel<LayerNorm>, layer_norm) = {&forward_workspace, &forward};
+FASTATTN_EXPORT(Kernel<LayerNormBackward>, layer_norm_backward) = {&backward_workspace, &backward};
 
 }  // namespace fastattn

@@ -73,7 +73,6 @@ void run_pairs(float* sink, int64_t operations, const Parallel& parallel) { run<
 
 }  // namespace
 
-extern const LimitKernels FASTATTN_TABLE(limits);
-const LimitKernels FASTATTN_TABLE(limits) = {&run<MultiplyAdd>, &run_pairs};
+FASTATTN_EXPORT(Limits, limits) = {&run<MultiplyAdd>, &run_pairs};
 
 }  // namespace fastattn

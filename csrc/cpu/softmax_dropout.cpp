@@ -1,6 +1,7 @@
 // Softmax-dropout, forward and backward, a row at a time.
 #include <math.h>
 
+#include "../common/softmax_dropout.h"
 #include "kernels.h"
 #include "rows.h"
 
@@ -357,8 +358,7 @@ int64_t backward_workspace(const SoftmaxDropoutBackward& p, const Parallel& para
 
 }  // namespace
 
-extern const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout);
-const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout) = {{&forward_workspace, &forward},
-                                                               {&backward_workspace, &backward}};
+FASTATTN_EXPORT(Kernel<SoftmaxDropout>, softmax_dropout) = {&forward_workspace, &forward};
+FASTATTN_EXPORT(Kernel<SoftmaxDropoutBackward>, softmax_dropout_backward) = {&backward_workspace, &backward};
 
 }  // namespace fastattn

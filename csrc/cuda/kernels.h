@@ -1,10 +1,8 @@
-// Launches of the CUDA kernels: run(problem, ..., stream), with operands in device memory. Workspaces are in floats,
-// 16-byte aligned.
+// Launches of CUDA kernels that need a workspace, in floats, 16-byte aligned; operands are in device memory. The others
+// are run(problem, stream), which the bindings declare.
 #pragma once
 #include "../common/attention.h"
-#include "../common/dropout.h"
 #include "../common/layer_norm.h"
-#include "../common/softmax_dropout.h"
 
 typedef struct CUstream_st* cudaStream_t;
 
@@ -17,13 +15,7 @@ int num_splits_of(const Attention&, int device);
 int64_t workspace(const Attention&, int num_splits);
 void run(const Attention&, int num_splits, float* workspace, cudaStream_t);
 
-void run(const SoftmaxDropout&, cudaStream_t);
-void run(const SoftmaxDropoutBackward&, cudaStream_t);
-
-void run(const LayerNorm&, cudaStream_t);
 int64_t workspace(const LayerNormBackward&);
 void run(const LayerNormBackward&, float* workspace, cudaStream_t);
-
-void run(const Dropout&, cudaStream_t);
 
 }  // namespace fastattn::cuda

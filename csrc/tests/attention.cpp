@@ -2,7 +2,13 @@
 
 #include <memory>
 
+#include "../common/attention.h"
 #include "harness.h"
+
+namespace fastattn {
+FASTATTN_KERNEL(Attention, attention)
+FASTATTN_KERNEL(AttentionBackward, attention_backward)
+}  // namespace fastattn
 
 namespace fastattn::testing {
 namespace {
@@ -131,11 +137,11 @@ void test_problem(Random& random, Problem& p) {
   for (int64_t i = 0; i < rows; ++i) grad_lse.set(i, random.normal());
 
   run_on_threads({out.buffer.get(), &lse, &row_max, &row_sum},
-                 [&](const Parallel& parallel) { run_kernel(*kernels()->attention, a, parallel); });
+                 [&](const Parallel& parallel) { run_kernel(a, parallel); });
   out.read();
   Attention alone = a;
   alone.lse = alone.row_max = alone.row_sum = nullptr;
-  expect_again(*out.buffer, [&](const Parallel& parallel) { run_kernel(*kernels()->attention, alone, parallel); });
+  expect_again(*out.buffer, [&](const Parallel& parallel) { run_kernel(alone, parallel); });
 
   AttentionBackward g = {};
   (Attention&)g = a;
@@ -146,7 +152,7 @@ void test_problem(Random& random, Problem& p) {
   Buffer grad_mask(a.mask.dtype, wants_mask ? p.mask->count : 0);
   if (wants_mask) g.grad_mask = grad_mask.data;
   run_on_threads({grad_query.buffer.get(), grad_key.buffer.get(), grad_value.buffer.get(), &grad_mask},
-                 [&](const Parallel& parallel) { run_kernel(*kernels()->attention_backward, g, parallel); });
+                 [&](const Parallel& parallel) { run_kernel(g, parallel); });
 
   Expected want_out(*out.buffer), want_lse(lse), want_query(*grad_query.buffer), want_key(*grad_key.buffer);
   Expected want_value(*grad_value.buffer), want_mask(grad_mask);
@@ -300,7 +306,7 @@ void test_attention(int cases) {
                std::to_string(a.head_dim) + "/" + std::to_string(a.value_head_dim) + ") mask " +
                (p.mask ? name_of(a.mask.dtype) : "none") + " window " + std::to_string(a.window_left) + " " +
                std::to_string(a.window_right) + " threshold " + std::to_string(a.threshold) + " scale " +
-               std::to_string(a.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
+               std::to_string(a.scale) + " case " + std::to_string(c) + " on " + kInstructionSets[instruction_set()]);
     test_problem(random, p);
   }
 }

@@ -45,9 +45,8 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     # A wrong access that the compiler sees traps; the emulation tells where.
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
-    bindings = f"-O1 {native_build.bindings_flags(torch)}"
     objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    objects += [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
+    objects += native_build.bindings("cuda", torch, "-O1")
     objects += [
         (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include}")
         for source in sorted(emulation.glob("*.cpp"))

@@ -1,6 +1,11 @@
 #include <math.h>
 
+#include "../common/dropout.h"
 #include "harness.h"
+
+namespace fastattn {
+FASTATTN_KERNEL(Dropout, dropout)
+}  // namespace fastattn
 
 namespace fastattn::testing {
 namespace {
@@ -47,7 +52,7 @@ void test_dropout(int cases) {
     const int64_t matrices = p.outer * p.inner, count = matrices * p.rows * p.columns;
     begin_case("dropout " + std::string(name_of(p.dtype)) + " (" + std::to_string(p.outer) + ", " +
                std::to_string(p.inner) + ", " + std::to_string(p.rows) + ", " + std::to_string(p.columns) +
-               ") threshold " + std::to_string(p.threshold) + " on " + kernels()->name);
+               ") threshold " + std::to_string(p.threshold) + " on " + kInstructionSets[instruction_set()]);
 
     Buffer input(p.dtype, p.outer * p.input_outer, random.chance(50)), out(p.dtype, count, random.chance(50));
     Buffer mask(Dtype::boolean, count, random.chance(50));
@@ -62,11 +67,11 @@ void test_dropout(int cases) {
           want.push_back(kept.back() ? input.get(at) * 65536 / (65536 - p.threshold) : 0.0);
         }
     p.out = out.data;
-    run_on_threads({&out}, [&](const Parallel& parallel) { run_kernel(*kernels()->dropout, p, parallel); });
+    run_on_threads({&out}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
     expect_close("out", out, want,
                  p.threshold == 65535 ? 0.05 : 1e-5);  // the scale is rounded to float32: relative 2^-23
     p.input = nullptr, p.out = mask.data, p.dtype = Dtype::boolean;
-    run_on_threads({&mask}, [&](const Parallel& parallel) { run_kernel(*kernels()->dropout, p, parallel); });
+    run_on_threads({&mask}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
     expect_close("mask", mask, kept, 0);
   }
 }

@@ -63,9 +63,10 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
 // Runs the kernel on 1, 2 and 5 threads, outputs NaN before each; all runs must write the same bits.
 void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel);
 
-// Runs a kernel in a workspace between guard pages.
+// Runs the kernel of a problem in a workspace between guard pages.
 template <class Problem>
-void run_kernel(const Kernel<Problem>& kernel, const Problem& problem, const Parallel& parallel) {
+void run_kernel(const Problem& problem, const Parallel& parallel) {
+  const Kernel<Problem>& kernel = kernel_of(problem);
   Buffer workspace(Dtype::float32, round_up(kernel.workspace(problem, parallel), 64) / 4);
   kernel.run(problem, parallel, (char*)workspace.data);
 }

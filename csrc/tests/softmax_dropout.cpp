@@ -1,6 +1,12 @@
 #include <math.h>
 
+#include "../common/softmax_dropout.h"
 #include "harness.h"
+
+namespace fastattn {
+FASTATTN_KERNEL(SoftmaxDropout, softmax_dropout)
+FASTATTN_KERNEL(SoftmaxDropoutBackward, softmax_dropout_backward)
+}  // namespace fastattn
 
 namespace fastattn::testing {
 namespace {
@@ -76,7 +82,7 @@ void test_softmax_dropout(int cases) {
                std::to_string(s.heads) + ", " + std::to_string(s.rows) + ", " + std::to_string(s.columns) + ") mask " +
                (masked ? name_of(s.mask.dtype) : "none") + " window " + std::to_string(s.window_left) + " " +
                std::to_string(s.window_right) + " threshold " + std::to_string(p.threshold) + " scale " +
-               std::to_string(s.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
+               std::to_string(s.scale) + " case " + std::to_string(c) + " on " + kInstructionSets[instruction_set()]);
     if (masked) {
       s.mask = {mask.data,     s.mask.dtype,   mask_shape[0],  mask_shape[1],  mask_shape[2],
                 mask_shape[3], mask_stride[0], mask_stride[1], mask_stride[2], mask_stride[3]};
@@ -137,8 +143,7 @@ void test_softmax_dropout(int cases) {
 
     Buffer out(s.dtype, count, random.chance(50)), stats(Dtype::float32, 2 * all_rows);
     p.out = out.data, p.stats = (float*)stats.data;
-    run_on_threads({&out, &stats},
-                   [&](const Parallel& parallel) { run_kernel(kernels()->softmax_dropout->forward, p, parallel); });
+    run_on_threads({&out, &stats}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
     // Scores below 16 (65504 with the extreme mask) are rounded once: an absolute error, relative in P.
     const double largest = finite_extremes && masked ? 65520 : 16, relative = (largest + 16) * kEpsilon;
     expect_close("out", out, want, relative * fmax(1, kept_scale));
@@ -154,8 +159,7 @@ void test_softmax_dropout(int cases) {
     Buffer grad_input(s.dtype, count, random.chance(50)), grad_mask(s.mask.dtype, mask_grad ? mask_count : 0);
     q.grad_input = grad_input.data, q.grad_mask = mask_grad ? grad_mask.data : nullptr;
     q.grad_mask_dtype = s.mask.dtype;
-    run_on_threads({&grad_input, &grad_mask},
-                   [&](const Parallel& parallel) { run_kernel(kernels()->softmax_dropout->backward, q, parallel); });
+    run_on_threads({&grad_input, &grad_mask}, [&](const Parallel& parallel) { run_kernel(q, parallel); });
     // |dP| is below 18 kept_scale. The mask's gradient adds up as many such terms as it broadcasts over.
     const double grad_slack = 4 * relative * 18 * fmax(1, kept_scale);
     expect_close("grad_input", grad_input, want_grad, grad_slack);

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,12 @@ def missing(name: str) -> str:
 _defined: list[torch.library.Library] = []  # schemas last as long as these do
 
 
-def functions(name: str, operations: Iterable[str]) -> dict[str, Callable[..., Any]]:
+def functions(name: str) -> dict[str, Callable[..., Any]]:
     """The operations of a loaded library by name. It has kernels for them, but no schemas."""
+    loaded = getattr(torch.ops, f"fastattn_{name}")
+    operations = loaded.operations().split(",")
     fragment = torch.library.Library(f"fastattn_{name}", "FRAGMENT")
     _defined.append(fragment)
     for operation in operations:
         fragment.define(SCHEMAS[operation])
-    loaded = getattr(torch.ops, f"fastattn_{name}")
     return {operation: bind(getattr(loaded, operation).default) for operation in operations}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from fastattn.backends import native
 from fastattn.backends.common import device_of, float64_operand, large_head, other_device
-from fastattn.backends.schema import SCHEMAS
 
 DEVICE = "cpu"
 MISSING = native.missing("cpu")
-FUNCTIONS = {} if MISSING else native.functions("cpu", SCHEMAS)
+FUNCTIONS = {} if MISSING else native.functions("cpu")
 
 
 def refusal(op: str, args: tuple) -> str | None:

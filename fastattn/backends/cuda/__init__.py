@@ -11,18 +11,7 @@ from fastattn.torch_private import is_transformed
 
 DEVICE = "cuda"
 MISSING = native.missing("cuda")
-OPERATIONS = (
-    "attention",
-    "softmax_dropout",
-    "softmax_dropout_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "dropout_add_layer_norm",
-    "dropout_add_layer_norm_backward",
-    "dropout",
-    "dropout_mask",
-)
-FUNCTIONS = {} if MISSING else native.functions("cuda", OPERATIONS)
+FUNCTIONS = {} if MISSING else native.functions("cuda")
 
 CAPABILITIES = native.capabilities()  # that the library has code for
 MAX_QUERIES = 16

@@ -1,9 +1,12 @@
 // LayerNorm, alone and of residual + dropout(input), as torch ops.
-#pragma once
 #include "../common/layer_norm.h"
-#include "tensors.h"
+#include FASTATTN_BACKEND
 
 namespace fastattn {
+
+FASTATTN_KERNEL(LayerNorm, layer_norm)
+FASTATTN_KERNEL(LayerNormBackward, layer_norm_backward)
+
 namespace {
 
 // A tensor as rows at one stride: the last dimension, and all others folded into one; a copy where they do not fold.
@@ -55,7 +58,6 @@ inline Dtype dtype_or_float32(const std::optional<Tensor>& tensor, const char* n
 }
 
 // Returns (out, sum, mean, rstd); the sum is undefined without a residual.
-template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, const Tensor* residual,
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias,
@@ -89,20 +91,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
   return {out, sum, mean, rstd};
 }
 
-template <class Backend>
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
-  auto [out, sum, mean, rstd] = run_layer_norm<Backend>(input, nullptr, weight, bias, std::nullopt, 0, eps);
+  auto [out, sum, mean, rstd] = run_layer_norm(input, nullptr, weight, bias, std::nullopt, 0, eps);
   return {out, mean, rstd};
 }
 
-template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
                                                                   const std::optional<Tensor>& weight,
                                                                   const std::optional<Tensor>& bias,
                                                                   const std::optional<Tensor>& seed, int64_t threshold,
                                                                   double eps) {
-  return run_layer_norm<Backend>(input, &residual, weight, bias, seed, threshold, eps);
+  return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps);
 }
 
 // A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
@@ -112,7 +112,6 @@ inline Tensor parameter_grad(const std::optional<ScalarType>& dtype, int64_t col
 
 // x: the input, or the sum of a fused forward pass. grad_input: where input_dtype is given, else undefined.
 // Returns (grad_input, grad_x, grad_weight, grad_bias).
-template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
@@ -153,25 +152,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   return {grad_input, grad_x, grad_weight, grad_bias};
 }
 
-template <class Backend>
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
                                                        const Tensor& rstd, const std::optional<Tensor>& weight,
                                                        std::optional<ScalarType> weight_grad_dtype,
                                                        std::optional<ScalarType> bias_grad_dtype) {
   auto [grad_input, grad_x, grad_weight, grad_bias] =
-      run_layer_norm_backward<Backend>(grad_out, std::nullopt, input, mean, rstd, weight, std::nullopt, 0, std::nullopt,
-                                       weight_grad_dtype, bias_grad_dtype);
+      run_layer_norm_backward(grad_out, std::nullopt, input, mean, rstd, weight, std::nullopt, 0, std::nullopt,
+                              weight_grad_dtype, bias_grad_dtype);
   return {grad_x, grad_weight, grad_bias};
 }
 
-template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
     ScalarType input_dtype, std::optional<ScalarType> weight_grad_dtype, std::optional<ScalarType> bias_grad_dtype) {
-  return run_layer_norm_backward<Backend>(grad_out, grad_sum, sum, mean, rstd, weight, seed, threshold, input_dtype,
-                                          weight_grad_dtype, bias_grad_dtype);
+  return run_layer_norm_backward(grad_out, grad_sum, sum, mean, rstd, weight, seed, threshold, input_dtype,
+                                 weight_grad_dtype, bias_grad_dtype);
 }
+
+FASTATTN_OPERATION(layer_norm)
+FASTATTN_OPERATION(layer_norm_backward)
+FASTATTN_OPERATION(dropout_add_layer_norm)
+FASTATTN_OPERATION(dropout_add_layer_norm_backward)
 
 }  // namespace
 }  // namespace fastattn

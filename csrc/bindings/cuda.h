@@ -1,33 +1,35 @@
-// The operations of the `cuda` backend as torch ops; stable ABI. Python defines their schemas.
+// The cuda library's part of the bindings.
+#pragma once
 #include <torch/csrc/stable/accelerator.h>
 
-#include <string>
-
 #include "../cuda/kernels.h"
-#include "attention.h"
-#include "dropout.h"
-#include "layer_norm.h"
-#include "softmax_dropout.h"
+#include "tensors.h"
+
+#define FASTATTN_LIBRARY fastattn_cuda
 
 // torch declares it where it is built with CUDA itself; libtorch_cuda has it.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
+namespace fastattn {
+
+// Declares the launch of a kernel that needs no workspace; kernels.h has the others.
+#define FASTATTN_KERNEL(Problem, stem)    \
+  namespace cuda {                        \
+  void run(const Problem&, cudaStream_t); \
+  }
+
 namespace {
 
-using namespace fastattn;
-
-std::string contract() { return FASTATTN_CONTRACT; }
-
 // The device of an operand, the current one while this lives, and its current stream.
-struct Cuda {
+struct Backend {
   static constexpr bool kSumsMaskGrad = false;
   Device device;
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream;
 
-  explicit Cuda(const Tensor& operand) : device(device_of(operand)), guard(device.index) {
+  explicit Backend(const Tensor& operand) : device(device_of(operand)), guard(device.index) {
     void* current;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &current));
     stream = (cudaStream_t)current;
   }
 
@@ -54,18 +56,4 @@ struct Cuda {
 };
 
 }  // namespace
-
-STABLE_TORCH_LIBRARY(fastattn_cuda, m) { m.def("contract() -> str"); }
-
-STABLE_TORCH_LIBRARY_IMPL(fastattn_cuda, CompositeExplicitAutograd, m) {
-  m.impl("contract", TORCH_BOX(&contract));
-  m.impl("attention", TORCH_BOX(&attention<Cuda>));
-  m.impl("softmax_dropout", TORCH_BOX(&softmax_dropout<Cuda>));
-  m.impl("softmax_dropout_backward", TORCH_BOX(&softmax_dropout_backward<Cuda>));
-  m.impl("layer_norm", TORCH_BOX(&layer_norm<Cuda>));
-  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward<Cuda>));
-  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm<Cuda>));
-  m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward<Cuda>));
-  m.impl("dropout", TORCH_BOX(&dropout<Cuda>));
-  m.impl("dropout_mask", TORCH_BOX(&dropout_mask<Cuda>));
-}
+}  // namespace fastattn

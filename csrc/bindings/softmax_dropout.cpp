@@ -1,9 +1,12 @@
 // Softmax-dropout as torch ops.
-#pragma once
 #include "../common/softmax_dropout.h"
-#include "tensors.h"
+#include FASTATTN_BACKEND
 
 namespace fastattn {
+
+FASTATTN_KERNEL(SoftmaxDropout, softmax_dropout)
+FASTATTN_KERNEL(SoftmaxDropoutBackward, softmax_dropout_backward)
+
 namespace {
 
 // `input` has dense columns.
@@ -23,7 +26,6 @@ inline Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_m
   return scores;
 }
 
-template <class Backend>
 std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optional<Tensor>& attn_mask,
                                            const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
                                            double scale, int64_t window_left, int64_t window_right, bool lower_right,
@@ -41,7 +43,6 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
   return {out, stats};
 }
 
-template <class Backend>
 std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& stats, const Tensor& input,
                                                     const std::optional<Tensor>& attn_mask,
                                                     const std::optional<Tensor>& key_lengths,
@@ -77,6 +78,9 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
   const Tensor sum = torch::stable::sum(grad_mask, Sizes(broadcast.data(), broadcast.size()), true);
   return {grad_input, torch::stable::to(sum, attn_mask->scalar_type())};
 }
+
+FASTATTN_OPERATION(softmax_dropout)
+FASTATTN_OPERATION(softmax_dropout_backward)
 
 }  // namespace
 }  // namespace fastattn

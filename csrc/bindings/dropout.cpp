@@ -1,9 +1,11 @@
-// Dropout as torch ops. A Backend (cpu.cpp, cuda.cpp) holds the device of an operand and runs kernels on it.
-#pragma once
+// Dropout as torch ops.
 #include "../common/dropout.h"
-#include "tensors.h"
+#include FASTATTN_BACKEND
 
 namespace fastattn {
+
+FASTATTN_KERNEL(Dropout, dropout)
+
 namespace {
 
 // A tensor as a stack of matrices: the last two dimensions, and all others folded into two.
@@ -67,7 +69,6 @@ inline bool is_dense(const Tensor& tensor) {
 }
 
 // `input`: null for the mask alone.
-template <class Backend>
 void run_dropout(const Backend& backend, const Matrices& in, const Matrices& to, const Tensor* input, const Tensor& out,
                  const Tensor& seed, int64_t threshold) {
   Dropout problem;
@@ -82,14 +83,13 @@ void run_dropout(const Backend& backend, const Matrices& in, const Matrices& to,
 }
 
 // The output has the strides of a dense input.
-template <class Backend>
 Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
   const Backend backend(input);
   const Dtype dtype = dtype_of(input, "input");
   const bool same_order = !input.is_contiguous() && is_dense(input);
   Matrices in;
   if (!in.describe(input)) {
-    const Tensor out = dropout<Backend>(torch::stable::contiguous(input), seed, threshold);
+    const Tensor out = dropout(torch::stable::contiguous(input), seed, threshold);
     if (!same_order) return out;
     Tensor reordered = empty_strided(input.sizes(), input.strides(), dtype, backend.device);
     return torch::stable::copy_(reordered, out);
@@ -106,7 +106,6 @@ Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
   return out;
 }
 
-template <class Backend>
 Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t threshold) {
   const Backend backend(seed);
   const Tensor out = empty(Sizes(shape.data(), shape.size()), Dtype::boolean, backend.device);
@@ -115,6 +114,9 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
   run_dropout(backend, to, to, nullptr, out, seed, threshold);
   return out;
 }
+
+FASTATTN_OPERATION(dropout)
+FASTATTN_OPERATION(dropout_mask)
 
 }  // namespace
 }  // namespace fastattn

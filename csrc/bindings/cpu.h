@@ -1,0 +1,80 @@
+// The cpu library's part of the bindings.
+#pragma once
+#include "../cpu/kernels.h"
+#include "tensors.h"
+
+#define FASTATTN_LIBRARY fastattn_cpu
+
+namespace fastattn {
+
+inline std::string available_instruction_sets() {
+  std::string names;
+  for (int i = 0; i < kInstructionSetCount; ++i)
+    if (has_instruction_set(i)) names += (names.empty() ? "" : ",") + std::string(kInstructionSets[i]);
+  return names;
+}
+
+inline void check_instruction_set() {
+  STD_TORCH_CHECK(instruction_set() >= 0, "FASTATTN_CPU_ISA names an instruction set that this machine does not have; ",
+                  "it has ", available_instruction_sets());
+}
+
+inline Parallel torch_threads() {
+  return {(int)torch::stable::get_num_threads(), [](int workers, void (*body)(void*, int), void* argument) {
+            torch::stable::parallel_for(0, workers, 1, [=](int64_t begin, int64_t end) {
+              for (int64_t worker = begin; worker < end; ++worker) body(argument, (int)worker);
+            });
+          }};
+}
+
+// A call's workspace, 64-byte aligned: on the stack where it is small; of medium size, memory that the thread keeps,
+// since page faults would cost such a call more than its arithmetic.
+struct Workspace {
+  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10, kKept = 1 << 20;
+  struct Kept {
+    alignas(kAlignment) char data[kKept];
+    bool taken;
+  };
+  static inline thread_local Kept kept;
+
+  alignas(kAlignment) char local[kLocal];
+  std::optional<Tensor> tensor;
+  char* data = local;
+
+  Workspace(const Workspace&) = delete;
+  explicit Workspace(int64_t bytes) {
+    if (bytes <= kLocal) return;
+    if (bytes <= kKept && !kept.taken) {
+      kept.taken = true;
+      data = kept.data;
+      return;
+    }
+    tensor = empty({(bytes + kAlignment + 3) / 4}, Dtype::float32, Device{});
+    data = (char*)round_up((int64_t)tensor->mutable_data_ptr(), kAlignment);
+  }
+  ~Workspace() {
+    if (data == kept.data) kept.taken = false;
+  }
+};
+
+namespace {
+
+// Where a call's results lie, and what runs its kernel.
+struct Backend {
+  static constexpr bool kSumsMaskGrad = true;
+  Device device;
+
+  explicit Backend(const Tensor&) {}
+
+  template <class Problem>
+  void run(const Problem& problem) const {
+    check_instruction_set();
+    const Kernel<Problem>& kernel = kernel_of(problem);
+    const Parallel threads = torch_threads();
+    const Workspace workspace(kernel.workspace(problem, threads));
+    kernel.run(problem, threads, workspace.data);
+  }
+};
+
+}  // namespace
+}  // namespace fastattn

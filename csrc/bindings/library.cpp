@@ -1,0 +1,24 @@
+// What both libraries tell of themselves. Python defines the schemas of their operations (fastattn/backends/schema.py).
+#include FASTATTN_BACKEND
+
+namespace fastattn {
+namespace {
+
+// A hash of the schemas that the library is built for.
+std::string contract() { return FASTATTN_CONTRACT; }
+
+// The names of its operations, separated by commas.
+std::string operations() { return operation_names(); }
+
+STABLE_TORCH_LIBRARY(FASTATTN_LIBRARY, m) {
+  m.def("contract() -> str");
+  m.def("operations() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(FASTATTN_LIBRARY, CompositeExplicitAutograd, m) {
+  m.impl("contract", TORCH_BOX(&contract));
+  m.impl("operations", TORCH_BOX(&operations));
+}
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,44 @@
+// The instruction sets of this machine, and what their arithmetic can do.
+#include "cpu.h"
+
+namespace fastattn {
+
+FASTATTN_IMPORT(Limits, limits, limits())
+
+namespace {
+
+std::string isas() { return available_instruction_sets(); }
+
+std::string isa() {
+  check_instruction_set();
+  return kInstructionSets[instruction_set()];
+}
+
+void set_isa(std::string name) {
+  STD_TORCH_CHECK(use_instruction_set(name.c_str()), "isa '", name, "': this machine has ", isas());
+}
+
+// At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
+void multiply_add(int64_t operations, bool bfloat16) {
+  const Parallel threads = torch_threads();
+  std::vector<float> sink(threads.threads);
+  check_instruction_set();
+  (bfloat16 ? limits().bfloat16 : limits().float32)(sink.data(), operations, threads);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
+  m.def("isa() -> str");
+  m.def("isas() -> str");
+  m.def("set_isa(str name) -> ()");
+  m.def("multiply_add(int operations, bool bfloat16) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&isa));
+  m.impl("isas", TORCH_BOX(&isas));
+  m.impl("set_isa", TORCH_BOX(&set_isa));
+  m.impl("multiply_add", TORCH_BOX(&multiply_add));
+}
+
+}  // namespace
+}  // namespace fastattn
