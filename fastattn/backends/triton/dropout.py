@@ -32,7 +32,7 @@ def _dropout(
 ):  # fmt: skip
     """UNIT: columns are dense. Without an input, out is the mask."""
     if ALIGNED:
-        columns = columns // 16 * 16  # which it is: so the compiler sees it
+        columns = columns // 16 * 16  # shows the compiler what divides it
     group, block = divide(tl.program_id(0), tl.cdiv(columns, BLOCK_N), True)
     row = group.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = block.to(tl.int64) * BLOCK_N

@@ -14,9 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """triton.jit, compiled anew for other constexprs and dtypes alone: no value or alignment of an argument is looked
-    at, so that a new sequence length compiles nothing (nor within tuples, which ``_unknown`` sees to). What a kernel
-    may rely on, its constexprs say. Numbers are annotated with their type, which would otherwise follow their size."""
+    """triton.jit, specialised for constexprs and dtypes alone, not for values and alignments of arguments: a new
+    sequence length compiles nothing. What a kernel may rely on, its constexprs say. Arguments are grouped in named
+    tuples, which ``_unknown`` keeps unspecialised; numbers that may be large are annotated with their type, which would
+    otherwise follow their size."""
     parameters = inspect.signature(function).parameters.values()
     return triton.jit(function, do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])
 
@@ -64,8 +65,8 @@ class _Pointer(MockTensor):
 
 
 def _unknown(argument: Any) -> Any:
-    """What a kernel is compiled for in an argument's place: its type alone. In tuples Triton looks at more whatever it
-    is told: numbers that are 1 or multiples of 16, the alignment of pointers."""
+    """What a kernel is compiled for in an argument's place: its type alone. In tuples Triton specialises whatever it is
+    told, for numbers that are 1 or multiples of 16 and for aligned pointers."""
     if isinstance(argument, tuple):
         return type(argument)(*map(_unknown, argument))
     kind = type(argument)

@@ -25,7 +25,7 @@ def _drop(x, dropout, row, first, matrix_rows, INT32: tl.constexpr):
 
 
 @triton.jit
-def _sum(
+def _residual_sum(
     input_rows, residual_rows, dropout, row, first, column, inside, matrix_rows, dtype: tl.constexpr,
     INT32: tl.constexpr,
 ):  # fmt: skip
@@ -58,30 +58,13 @@ def _affine(normal, weight, bias, column, columns, ALIGNED: tl.constexpr):
 
 @kernel
 def _forward(
-    input,
-    residual,
-    weight,
-    bias,
-    dropout,
-    out,
-    total,
-    mean,
-    rstd,
-    rows: tl.int64,
-    columns: tl.int32,
-    matrix_rows: tl.int64,
-    input_stride: tl.int64,
-    residual_stride: tl.int64,
-    eps: tl.float32,
-    INT32: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROW_FITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    input, residual, weight, bias, dropout, out, total, mean, rstd, rows: tl.int64, columns: tl.int32,
+    matrix_rows: tl.int64, input_stride: tl.int64, residual_stride: tl.int64, eps: tl.float32,
+    INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out = (x - mean) * rstd * weight + bias, x = total = residual + dropout(input)."""
     if ALIGNED:
-        columns = columns // 16 * 16  # which it is: so the compiler sees it
+        columns = columns // 16 * 16  # shows the compiler what divides it
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)[None, :]
     valid = (row < rows)[:, None]
@@ -93,7 +76,7 @@ def _forward(
     dtype: tl.constexpr = out.dtype.element_ty
     if ROW_FITS:
         inside = valid & (column < columns)
-        x = _sum(input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32)
+        x = _residual_sum(input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32)
         # What the division and the sum have rounded off a large mean shows in the deviations' own mean.
         origin = tl.sum(x, 1) / columns
         deviations = tl.where(inside, x - origin[:, None], 0.0)
@@ -109,7 +92,7 @@ def _forward(
         for first in range(0, columns, BLOCK_N):
             here = first + column
             inside = valid & (here < columns)
-            x = _sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
+            x = _residual_sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
             count = tl.minimum(columns - first, BLOCK_N).to(tl.float32)
             if first == 0:
                 origin = tl.sum(x, 1) / count
@@ -132,7 +115,7 @@ def _forward(
         for first in range(0, columns, BLOCK_N):
             here = first + column
             inside = valid & (here < columns)
-            x = _sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
+            x = _residual_sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
             normal = (x - origin[:, None] - shift[:, None]) * scaling[:, None]
             tl.store(out_rows + here, _affine(normal, weight, bias, here, columns, ALIGNED), mask=inside)
             if total is not None:
@@ -163,35 +146,17 @@ def _store_grads(
 
 @kernel
 def _backward(
-    grad_out,
-    grad_sum,
-    total,
-    mean,
-    rstd,
-    weight,
-    dropout,
-    grad_input,
-    grad_total,
-    partial,
-    rows: tl.int64,
-    columns: tl.int32,
-    matrix_rows: tl.int64,
-    grad_stride: tl.int64,
-    sum_stride: tl.int64,
-    total_stride: tl.int64,
-    INT32: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROW_FITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad_out, grad_sum, total, mean, rstd, weight, dropout, grad_input, grad_total, partial, rows: tl.int64,
+    columns: tl.int32, matrix_rows: tl.int64, grad_stride: tl.int64, sum_stride: tl.int64, total_stride: tl.int64,
+    INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight.
 
     Programs take every num_programs-th block of rows; ``partial`` (2, programs, columns) has each one's sums of
     grad_out * xhat and grad_out over its rows, the weight's and bias's gradients before ``_reduce``.
     """
     if ALIGNED:
-        columns = columns // 16 * 16  # which it is: so the compiler sees it
+        columns = columns // 16 * 16  # shows the compiler what divides it
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)[None, :]
     if partial is not None:
@@ -256,13 +221,7 @@ def _backward(
 
 @kernel
 def _reduce(
-    partial,
-    grad_weight,
-    grad_bias,
-    programs: tl.int64,
-    columns: tl.int64,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    partial, grad_weight, grad_bias, programs: tl.int64, columns: tl.int64, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """The sums of ``partial`` (2, programs, columns) over the programs: programs (., 0) here weight, (., 1) bias."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -280,22 +239,16 @@ def _reduce(
 
 
 def _run_forward(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dropout: Dropout | None,
-    out: Tensor,
-    total: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout: Dropout | None,
+    out: Tensor, total: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fills ``out`` and ``total``; returns mean and rstd."""
     mean = input.new_empty(tuple(input.shape[:-1]), dtype=torch.float32)
     rstd = empty_like(mean)
     rows, columns = mean.numel(), input.size(-1)
     x, x_stride = as_rows(input)
     r, r_stride = (None, 0) if residual is None else as_rows(residual)
-    w, b = _packed(weight), _packed(bias)
+    w, b = _contiguous(weight), _contiguous(bias)
     tile = row_tile("layer_norm", columns)
     launch(
         _forward, (cdiv(rows, tile.block_m),), input.device,
@@ -307,18 +260,10 @@ def _run_forward(
 
 
 def _run_backward(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    total: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    dropout: Dropout | None,
-    grad_input: Tensor | None,
-    grad_total: Tensor,
-    weight_grad_dtype: torch.dtype | None,
+    grad_out: Tensor, grad_sum: Tensor | None, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    dropout: Dropout | None, grad_input: Tensor | None, grad_total: Tensor, weight_grad_dtype: torch.dtype | None,
     bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
     rows, columns = mean.numel(), total.size(-1)
     device = total.device
@@ -329,7 +274,7 @@ def _run_backward(
         partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
     (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
     s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
-    w = _packed(weight)
+    w = _contiguous(weight)
     launch(
         _backward, (programs,), device,
         g, s, x, mean, rstd, w, dropout, grad_input, grad_total, partial, rows, columns, _matrix_rows(total),
@@ -353,7 +298,7 @@ def _matrix_rows(tensor: Tensor) -> int:
     return tensor.size(-2) if tensor.dim() > 1 else 1
 
 
-def _packed(parameter: Tensor | None) -> Tensor | None:
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None else parameter.contiguous()
 
 
@@ -364,14 +309,9 @@ def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 def layer_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_grad_dtype: torch.dtype | None,
-    bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    weight_grad_dtype: torch.dtype | None, bias_grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad = empty_like(input)
     parameters = _run_backward(
         grad_out, None, input, mean, rstd, weight, None, None, grad, weight_grad_dtype, bias_grad_dtype
@@ -380,14 +320,9 @@ def layer_norm_backward(
 
 
 def dropout_add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    threshold: int,
+    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
     out, total = empty_like(input, dtype), empty_like(input, dtype)
     mean, rstd = _run_forward(input, residual, weight, bias, dropout_of(seed, threshold), out, total, eps)
@@ -395,18 +330,10 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_layer_norm_backward(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    seed: Tensor | None,
-    threshold: int,
-    input_dtype: torch.dtype,
-    weight_grad_dtype: torch.dtype | None,
+    grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad_dtype: torch.dtype | None,
     bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grad_input = empty_like(sum, input_dtype)
     grad_total = empty_like(sum)
     parameters = _run_backward(

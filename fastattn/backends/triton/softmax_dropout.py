@@ -102,7 +102,7 @@ def _forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if ALIGNED:
-        seqlen_k = seqlen_k // 16 * 16  # which it is: so the compiler sees it
+        seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     place = _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT, INT32)
@@ -161,7 +161,7 @@ def _backward(
 ):  # fmt: skip
     """dS = P * (dP - sum(P * dP)), the gradient of the mask; scale * dS, that of the input. P again from ``stats``."""
     if ALIGNED:
-        seqlen_k = seqlen_k // 16 * 16  # which it is: so the compiler sees it
+        seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     place = _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT, INT32)

@@ -89,18 +89,19 @@ class _Call:
         self.num_heads, self.num_kv_heads = query.size(1), key.size(1)
         self.head_dim, self.value_head_dim = query.size(-1), value.size(-1)
         self.lower_right, self.dtype, self.device = lower_right, query.dtype, query.device
+        scale = float(scale)
         # The largest scales times log2(e) are infinite; scores to which a float mask is added go without that factor.
         is_huge = abs(scale) > torch.finfo(torch.float32).max / 1.5
         self.is_prescaled = is_huge or (attn_mask is not None and attn_mask.dtype != torch.bool)
         if scale <= 0:
             query = query * (-1 if scale < 0 else 0)
-        heads = _heads(_readable(query)), _heads(_readable(key)), _heads(_readable(value))
+        heads = _heads(query), _heads(key), _heads(value)
         row_bytes = (self.head_dim | self.value_head_dim) * self.dtype.itemsize
         self.is_aligned = row_bytes % 16 == 0 and self._are_aligned(*heads)
         self.problem = Problem(
             *heads, None if attn_mask is None else _mask(attn_mask), dropout_of(seed, threshold), sequences, window,
             self.num_heads, self.num_heads // max(self.num_kv_heads, 1), self.head_dim, self.value_head_dim,
-            float(scale), abs(float(scale)) or 1.0,
+            scale, abs(scale) or 1.0,
         )  # fmt: skip
 
     def _are_aligned(self, *operands: Heads) -> bool:
@@ -222,7 +223,7 @@ class _Call:
 
     def grad_heads(self, grad_out: Tensor) -> Heads:
         """The output's gradient, as aligned as the operands, by a copy if it must be."""
-        heads = _heads(_readable(grad_out))
+        heads = _heads(grad_out)
         if self.is_aligned and not self._are_aligned(heads):
             heads = _heads(grad_out.clone(memory_format=torch.contiguous_format))
         return heads
@@ -232,7 +233,7 @@ class _Call:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
         """The gradients of query, key and value, and what the mask's needs."""
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
-        out_heads = _heads(_readable(out))
+        out_heads = _heads(out)
         query_heads, key_heads, value_heads = _heads(grad_query), _heads(grad_key), _heads(grad_value)
         made = torch.empty((3, *stats.shape[1:]), dtype=stats.dtype, device=self.device)
         rows = Rows(*stats.unbind(), *made.unbind(), *_row_strides(made[0]))
@@ -285,12 +286,10 @@ def _mask(attn_mask: Tensor) -> Mask:
     return Mask(mask, batch, head, row, None if column == 1 else column)
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _heads(tensor: Tensor) -> Heads:
-    """Of (B, H, L, D), or of packed (T, H, D)."""
+    """Of (B, H, L, D), or of packed (T, H, D); of a copy if a row has not unit stride."""
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
     *strides, _ = tensor.stride()
     return Heads(tensor, *strides) if len(strides) == 3 else Heads(tensor, 0, strides[1], strides[0])
 
