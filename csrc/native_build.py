@@ -124,26 +124,33 @@ def torch_for_building() -> Path:
     return torch
 
 
-def kernel_objects(sources: list[Path], flags: str) -> list[tuple[str, Path, str]]:
-    """(object, source, flags) of each kernel file for each instruction set."""
-    return [
+def kernel_objects(flags: str, sets: dict[str, str]) -> list[tuple[str, Path, str]]:
+    """(object, source, flags) of csrc/cpu: the dispatcher, and each kernel file for each instruction set."""
+    sources = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
+    kernels = [source for source in sources if source.stem != "dispatch"]
+    return [("dispatch.o", ROOT / "csrc/cpu/dispatch.cpp", flags)] + [
         (f"{source.stem}.{name}.o", source, f"{flags} {isa_flags} -DFASTATTN_ISA={name}")
-        for source in sources
-        for name, isa_flags in instruction_sets().items()
+        for source in kernels
+        for name, isa_flags in sets.items()
     ]
 
 
 def run_ninja(
-    directory: Path, objects: list[tuple[str, Path, str]], target: str, link_flags: str, nvcc: str | None = None
+    directory: Path,
+    objects: list[tuple[str, Path, str]],
+    target: str,
+    link_flags: str,
+    nvcc: str | None = None,
+    cxx: list[str] | None = None,
 ) -> Path:
     """Compiles what is out of date of `objects` and links them to `target` inside `directory`. Returns the target.
 
-    With `nvcc` that command compiles the sources ending in .cu, and links.
+    With `nvcc` that command compiles the sources ending in .cu, and links. `cxx` takes the place of ``compiler()``.
     """
     ninja = shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
     if ninja is None:
         raise BuildError("ninja not found (pip install ninja)")
-    command = shlex.join(compiler())
+    command = shlex.join(cxx or compiler())
     lines = [
         "rule compile",
         f"  command = {command} -MMD -MF $out.d $flags -c $in -o $out",
@@ -181,13 +188,8 @@ def _escape(path: Path) -> str:
 def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
     torch = torch_for_building()
-    plain = f"{CXX_FLAGS} {OPTIMIZE}"
-    bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
-    kernels = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
-    dispatch = [source for source in kernels if source.stem == "dispatch"]
-    objects = [("bindings.o", ROOT / "csrc/bindings.cpp", bindings)]
-    objects += [(f"{source.stem}.o", source, plain) for source in dispatch]
-    objects += kernel_objects([source for source in kernels if source not in dispatch], plain)
+    objects = [("bindings.o", ROOT / "csrc/bindings/cpu.cpp", f"{OPTIMIZE} {bindings_flags(torch)}")]
+    objects += kernel_objects(f"{CXX_FLAGS} {OPTIMIZE}", instruction_sets())
     # Registration happens in static constructors, so nothing needs exporting.
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "exports.map").write_text("{ local: *; };\n")
@@ -298,7 +300,7 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
     What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
     """
     bindings = f"{OPTIMIZE} {bindings_flags(torch)}"
-    objects = [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
+    objects = [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     flags = cuda_flags(names, len(kernels))
     objects += [(f"{source.stem}.o", source, flags) for source in kernels]

@@ -494,31 +494,30 @@ def test_mask_that_leaves_one_key(backend, dtype):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_identity_value_shows_the_zero_pattern(backend, dtype, p):
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("window", [(-1, -1), (30, 17)], ids=str)
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["all keys", "lengths"])
+def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, diagonal, kind, dtype, p):
     """With V = identity the output is P itself: exactly zero where masked or dropped, and nowhere else."""
     b, h, lq, lk = (1, 2, 37, 75) if interpreted(backend) else (2, 4, 70, 113)
     query, key, _ = operands((b, h, h // 2, lq, lk, 16, 1), dtype)
     query, key = query / 4, key / 4
     value = torch.eye(lk, dtype=dtype).expand(b, h // 2, lk, lk)
-    for name, diagonal, window, lengths in itertools.product(
-        MASKS, DIAGONALS, [(-1, -1), (30, 17)], [None, torch.tensor([50, lk][:b])]
-    ):
-        mask = MASKS[name]((b, h, lq, lk))
-        masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
-        out = scaled_dot_product_attention(
-            query, key, value, mask, p, enable_gqa=True, seed=SEED if p else None, **masks
-        )
-        kept = visible((b, h, lq, lk), mask, **masks)
-        if p:
-            kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
-        assert torch.equal(out != 0, kept), (name, masks)
-        # The gradient of V is P transposed times the output gradient: identity again.
-        leaf = value[:, :, :, :lq].clone().requires_grad_()
-        out = scaled_dot_product_attention(
-            query, key, leaf, mask, p, enable_gqa=True, seed=SEED if p else None, **masks
-        )
-        (grad,) = torch.autograd.grad(out, leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
-        assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT), (name, masks)
+    mask = MASKS[kind]((b, h, lq, lk))
+    lengths = torch.tensor([50, lk][:b]) if has_lengths else None
+    masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
+    call = functools.partial(
+        scaled_dot_product_attention, query, key, dropout_p=p, enable_gqa=True, seed=SEED if p else None, **masks
+    )
+    kept = visible((b, h, lq, lk), mask, **masks)
+    if p:
+        kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
+    assert torch.equal(call(value, mask) != 0, kept)
+    # The gradient of V is P transposed times the output gradient: identity again.
+    leaf = value[:, :, :, :lq].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(call(leaf, mask), leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
+    assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -796,11 +795,12 @@ def test_every_head_size(backend, dtype, e):
     ("lq", "lk"),
     list(itertools.product([1, 2, 7, 8, 15, 16, 17, 31, 48, 49, 96], [1, 7, 31, 32, 33, 48, 63, 64, 65, 97, 512])),
 )
-def test_every_tile_edge(backend, lq, lk):
-    for dtype, p in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.5)):
-        tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
-        for diagonal, masked in itertools.product(DIAGONALS.values(), (False, True)):
-            if interpreted(backend) and masked == (p > 0):
-                continue  # each of the two at every edge; both together, test_any_problem's
-            masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)} if masked else {}
-            check(*tensors, dropout_p=p, seed=SEED, **masks, **diagonal)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_every_tile_edge(backend, p, dtype, lq, lk):
+    tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
+    for diagonal, masked in itertools.product(DIAGONALS.values(), (False, True)):
+        if interpreted(backend) and masked == (p > 0):
+            continue  # each of the two at every edge; both together, test_any_problem's
+        masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)} if masked else {}
+        check(*tensors, dropout_p=p, seed=SEED, **masks, **diagonal)

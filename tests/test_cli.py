@@ -98,22 +98,23 @@ def test_info(capsys):
     assert "_cpu library" in capsys.readouterr().out
 
 
-def test_bad_training_text(small, tmp_path, capsys):
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "short").write_text("one line\n")
-    (tmp_path / "latin1").write_bytes("señor\n".encode("latin-1") * 60)
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"text\n" * 60)[:-4])
-    out = tmp_path / "out"
-    for name, message in (
-        ("missing", "cannot read"),
-        ("empty", "is empty"),
-        ("short", "has 60 lines but"),
-        ("latin1", "is not UTF-8"),
-        ("cut.gz", "is not a complete gzip file"),
-    ):
-        files = [small[0], str(tmp_path / name)]
-        assert message in failure(train_arguments(files, out), capsys)
-        assert message in failure(["train", "--train", *small, "--valid", *files, "--out", out], capsys)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing", None, "cannot read"),
+        ("empty", b"", "is empty"),
+        ("short", b"one line\n", "has 60 lines but"),
+        ("latin1", "señor\n".encode("latin-1") * 60, "is not UTF-8"),
+        ("cut.gz", gzip.compress(b"text\n" * 60)[:-4], "is not a complete gzip file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_training_text(small, tmp_path, capsys, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    files, out = [small[0], str(tmp_path / name)], tmp_path / "out"
+    assert message in failure(train_arguments(files, out), capsys)
+    assert message in failure(["train", "--train", *small, "--valid", *files, "--out", out], capsys)
     assert not out.exists()
 
 
@@ -147,15 +148,23 @@ def test_an_existing_folder_is_left_alone(run, small, tmp_path, capsys):
     assert "exists already: name another folder" in failure(train_arguments(small, run), capsys)
     (tmp_path / "file").write_text("mine")
     assert "exists already" in failure(train_arguments(small, tmp_path / "file"), capsys)
-    for options, message in (
-        (["--vocab-size", "300"], "vocab_size is 300 but the run to resume has 200: leave it out"),
-        (["--preset", "base"], "preset is 'base' but the run to resume has 'tiny'"),
-        (["--seed", "2"], "seed is 2 but the run to resume has 1"),
-    ):
-        assert message in failure(train_arguments(small, run, "--resume", *options), capsys)
     assert "the training text is not the one" in failure(train_arguments(small[::-1], run, "--resume"), capsys)
     assert snapshot(run) == before
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vocab-size", "300"], "vocab_size is 300 but the run to resume has 200: leave it out"),
+        (["--preset", "base"], "preset is 'base' but the run to resume has 'tiny'"),
+        (["--seed", "2"], "seed is 2 but the run to resume has 1"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_options(run, small, capsys, options, message):
+    before = snapshot(run)
+    assert message in failure(train_arguments(small, run, "--resume", *options), capsys)
+    assert snapshot(run) == before
 
 
 @pytest.mark.parametrize("lost", ["step", "options", "best_loss"])

@@ -24,122 +24,122 @@ import build  # noqa: E402
 import compile_gate  # noqa: E402
 import native_build  # noqa: E402
 
-# (file in csrc/cuda, text, what takes its place, operation, what is found)
+# (file in csrc/cuda, marker of the line that is at fault, what takes its place, operation, what is found)
 FAULTS = {
-    "none": ("rows.h", "", "", "layer_norm", None),
-    "none in attention": ("attention.cu", "", "", "attention", None),
-    "no barrier before a sum's parts are written": (
-        "rows.h",
-        "    __syncthreads();  // what the parts were before has been read\n",
-        "",
-        "layer_norm",
-        "not close",
-    ),
-    "no barrier before a sum's parts are read": (
-        "rows.h",
-        "= x[n];\n    __syncthreads();\n",
-        "= x[n];\n",
-        "softmax_dropout",
-        "not close",
-    ),
+    "none": ("rows.h", None, None, "layer_norm", None),
+    "none in attention": ("attention.cu", None, None, "attention", None),
+    "no barrier before a sum's parts are written": ("rows.h", "barrier-before-write", "", "layer_norm", "not close"),
+    "no barrier before a sum's parts are read": ("rows.h", "barrier-before-read", "", "softmax_dropout", "not close"),
     "no barrier between the warps that add to a block's sums": (
         "layer_norm.cu",
-        "            }\n      __syncthreads();\n",
-        "            }\n",
+        "barrier-between-warps",
+        "",
         "layer_norm",
         "not close",
     ),
     "a barrier for some": (
         "rows.h",
-        "= x[n];\n    __syncthreads();\n",
-        "= x[n];\n    if (lane < 16) __syncthreads();\n",
+        "barrier-before-read",
+        "if (lane < 16) __syncthreads();",
         "softmax_dropout",
         "waits for",
     ),
     "a load beyond the row": (
         "vector.h",
-        "column + e < columns ? to_float",
-        "column + e <= columns ? to_float",
+        "load-bound",
+        "x[e] = column + e <= columns ? to_float(row[column + e]) : 0.0f;",
         "dropout",
         "outside the operands",
     ),
     "a store beyond the row": (
         "vector.h",
-        "if (column + e < columns) row[column + e] = values[e]",
-        "if (column + e <= columns) row[column + e] = values[e]",
+        "store-bound",
+        "if (column + e <= columns) row[column + e] = values[e];",
         "layer_norm",
         "not close|outside the operands|written",
     ),
     "a vector across the row's end": (
         "vector.h",
-        "columns % kVector == 0 &&",
-        "columns % 4 == 0 &&",
+        "multiple-of-vector",
+        "return columns % 4 == 0 &&",
         "softmax_dropout",
         "misaligned|outside the operands|not close",
     ),
     "a mask without half of the lanes": (
         "dropout_mask.h",
-        "kAllLanes = 0xffffffff",
-        "kAllLanes = 0x0000ffff",
+        "all-lanes",
+        "constexpr unsigned kAllLanes = 0x0000ffff;",
         "dropout",
         "mask 0xffff lacks the lane itself",
     ),
-    "a shuffle that leaves out lanes": ("rows.h", "step = kWarp / 2;", "step = kWarp / 4;", "layer_norm", "not close"),
-    "no barrier between the warps whose parts become one": (
-        "attention.cu",
-        "  for (int w = 0; w < kWarps; ++w) {\n    __syncthreads();\n",
-        "  for (int w = 0; w < kWarps; ++w) {\n",
-        "attention",
+    "a shuffle that leaves out lanes": (
+        "rows.h",
+        "first-shuffle",
+        "for (int step = kWarp / 4; step > 0; step /= 2)",
+        "layer_norm",
         "not close",
     ),
-    "no barrier before a merged row is read": (
+    "no barrier between the warps that are merged": (
         "attention.cu",
-        "  __syncthreads();\n  if (group > 0) return;",
-        "  if (group > 0) return;",
-        "attention",
-        "not close",
-    ),
-    "no barrier of a warp before its weights are read": (
-        "attention_tile.h",
-        "    __syncwarp();  // the weights are there\n",
+        "barrier-between-warps",
         "",
         "attention",
         "not close",
     ),
-    "a key beyond the length": ("attention.cu", "&& j < length ?", "&& j <= length ?", "attention", "not close"),
+    "no barrier before a merged row is read": ("attention.cu", "barrier-before-merged", "", "attention", "not close"),
+    "no barrier of a warp before its weights are read": (
+        "attention_tile.h",
+        "barrier-before-weights",
+        "",
+        "attention",
+        "not close",
+    ),
+    "a key beyond the length": (
+        "../common/visibility.h",
+        "length",
+        "return center - window_left <= j && j <= center + window_right && j <= length;",
+        "attention",
+        "not close",
+    ),
     "values that nobody sees": (
         "attention_tile.h",
-        "value_depth, seen >> j & 1)",
-        "value_depth, true)",
+        "visible-values",
+        "const bool wanted = true;",
         "attention",
         "not close|outside the operands",
     ),
     "a row's lanes without the last": (
         "attention_tile.h",
-        "kLastLane = 2;",
-        "kLastLane = 1;",
+        "last-lane",
+        "static constexpr int kNextLane = 1, kLastLane = 1;",
         "attention",
         "not close",
     ),
     "a reduction without a lane": (
         "attention.cu",
-        "__reduce_or_sync(kAllLanes",
-        "__reduce_or_sync(0x7fffffff",
+        "reduce-mask",
+        "visible = __reduce_or_sync(0x7fffffff, visible);",
         "attention",
         "lacks the lane itself",
     ),
-    "rows of 8 bytes read by 16": ("attention.cu", "% 16 == 0;", "% 2 == 0;", "attention", "misaligned|outside"),
+    "rows of 8 bytes read by 16": (
+        "attention.cu",
+        "alignment",
+        "return ((int64_t)heads.data | strides * size_of(a.dtype)) % 2 == 0;",
+        "attention",
+        "misaligned|outside",
+    ),
     "shared memory taken to be 0 at first": (
         "layer_norm.cu",
-        "(warp ? sum : 0.0f) + total",
-        "sum + total",
+        "shared-start",
+        "sum = sum + total[n][f][e];",
         "layer_norm",
         "not close",
     ),
     "a shared array too short": (
         "rows.h",
-        "parts[N][kMaxThreads / kWarp]",
-        "parts[N][1]",
+        "shared-size",
+        "__shared__ float parts[N][1];",
         "softmax_dropout",
         "index beyond an array",
     ),
@@ -151,13 +151,14 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_emulation_finds_planted_faults(name, tmp_path):
     require("cuda")
-    file, text, fault, operation, found = FAULTS[name]
+    file, marker, fault, operation, found = FAULTS[name]
     for folder in ("cuda", "common"):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
-    path = tmp_path / "cuda" / file
-    source = path.read_text()
-    assert source.count(text) == 1 or found is None, f"{file} has changed: choose another place for this fault"
-    path.write_text(source.replace(text, fault) if found else source)
+    if marker is not None:
+        path = tmp_path / "cuda" / file
+        source, count = re.subn(rf"^.*// fault: {marker}$", fault, path.read_text(), flags=re.MULTILINE)
+        assert count == 1, f"{file} has {count} lines marked {marker}"
+        path.write_text(source)
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
     program = [sys.executable, ROOT / "tools/planted_faults_cuda.py", library, operation]
     done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
@@ -200,7 +201,8 @@ def test_launches(columns):
 @pytest.fixture
 def hopper(monkeypatch):
     """Tensors on "cuda" are taken to be on a GPU of capability 9.0, which the library has code for."""
-    monkeypatch.setattr(backends.cuda, "capability", lambda device: (9, 0))
+    for module in (backends.cuda, backends.common):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
     monkeypatch.setattr(backends.cuda, "MISSING", "")
     monkeypatch.setattr(backends.triton, "MISSING", "")

@@ -44,10 +44,10 @@ def test_oracle_tile():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16, 17, 33])
-def test_mask_at_tile_edges(backend, rows):
-    for columns in (1, 7, 8, 9, 16, 24, 31, 32, 33, 40, 65, 129):
-        for p in (0.1, 0.5):
-            assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 16, 24, 31, 32, 33, 40, 65, 129])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_mask_at_tile_edges(backend, p, columns, rows):
+    assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33)], ids=str)
@@ -146,33 +146,39 @@ def test_float64_is_the_references():
     torch.testing.assert_close(dropout(input, 0.3, seed=SEED), exact(input, 0.3, SEED), rtol=1e-15, atol=0)
 
 
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(1, 2),
+    "permuted": lambda t: t.permute(3, 0, 2, 1),
+    "last": lambda t: t.mT,
+    "step": lambda t: t[..., ::2],
+    "offset": lambda t: t[:, 1:, 2:],
+    "expanded": lambda t: t[:1].expand(5, 3, 9, 33),
+    "expanded columns": lambda t: t[..., :1].expand(4, 3, 9, 20),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+}
+
+
 @pytest.mark.representative
-def test_layouts(backend):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(backend, layout):
     """Positions are logical, whatever the strides; the output is as dense as the input in the same order."""
-    base = torch.randn(4, 3, 9, 33)
-    for input in (
-        base.transpose(1, 2),
-        base.permute(3, 0, 2, 1),
-        base.mT,
-        base[..., ::2],
-        base[:, 1:, 2:],
-        base[:1].expand(5, 3, 9, 33),
-        base[..., :1].expand(4, 3, 9, 20),
-        base.contiguous(memory_format=torch.channels_last),
-    ):
-        (out,), (_grad,) = gradients(lambda t: dropout(t, 0.4, seed=SEED), (input,))
-        torch.testing.assert_close(out.double(), exact(input, 0.4, SEED), rtol=3e-7, atol=0)
-        dense = torch.empty_like(input).stride() == input.stride()
-        assert out.stride() == (input.stride() if dense else torch.empty(input.shape).stride())
+    input = LAYOUTS[layout](torch.randn(4, 3, 9, 33))
+    (out,), (_grad,) = gradients(lambda t: dropout(t, 0.4, seed=SEED), (input,))
+    torch.testing.assert_close(out.double(), exact(input, 0.4, SEED), rtol=3e-7, atol=0)
+    dense = torch.empty_like(input).stride() == input.stride()
+    assert out.stride() == (input.stride() if dense else torch.empty(input.shape).stride())
 
 
-def test_gradients_of_any_layout(backend):
+@pytest.mark.parametrize("layout", ["expanded", "last", "step"])
+def test_gradients_of_any_layout(backend, layout):
     input = torch.randn(9, 33, requires_grad=True)
-    out = dropout(input, 0.4, seed=SEED)
-    factor = exact(torch.ones(9, 33), 0.4, SEED).float()
-    for grad in (torch.ones(()).expand(9, 33), torch.randn(33, 9).T, torch.randn(9, 66)[:, ::2]):
-        (got,) = torch.autograd.grad(out, input, grad, retain_graph=True)
-        torch.testing.assert_close(got, grad * factor, rtol=3e-7, atol=0)
+    grad = {
+        "expanded": torch.ones(()).expand(9, 33),
+        "last": torch.randn(33, 9).T,
+        "step": torch.randn(9, 66)[:, ::2],
+    }[layout]
+    (got,) = torch.autograd.grad(dropout(input, 0.4, seed=SEED), input, grad)
+    torch.testing.assert_close(got, grad * exact(torch.ones(9, 33), 0.4, SEED).float(), rtol=3e-7, atol=0)
 
 
 @pytest.mark.torch_version

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import REQUIRED
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -63,6 +64,14 @@ def test_older_machines(cpu, best):
         pytest.skip("needs qemu-x86_64 on x86-64")
     names = passing(run("qemu-x86_64", "-cpu", cpu, program("plain"), 12))
     assert names == list(dict.fromkeys([best, "generic"]))
+
+
+def test_aarch64():
+    """NEON's code, cross-compiled and run by an emulated machine."""
+    missing = [command for command in (build.CROSS_COMPILER, "qemu-aarch64") if shutil.which(command) is None]
+    if missing:
+        (pytest.fail if "aarch64" in REQUIRED else pytest.skip)(f"needs {' and '.join(missing)}")
+    assert passing(run("qemu-aarch64", build.build("aarch64"), 50)) == ["generic"]
 
 
 def test_kernel_objects_share_no_code():

@@ -93,47 +93,52 @@ SHAPES = [
 ]
 
 
+OPERATIONS = pytest.mark.parametrize("operation", ["layer_norm", "dropout_add_layer_norm"])
+AFFINE = pytest.mark.parametrize("kind", ["", "w", "b", "wb"], ids=["plain", "weight", "bias", "weight and bias"])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "normalized"), SHAPES, ids=str)
-def test_shapes(backend, shape, normalized, dtype):
-    for kind in ("", "w", "b", "wb"):
-        check(torch.randn(shape).to(dtype), normalized, *affine(normalized, kind, dtype))
+@AFFINE
+def test_shapes(backend, kind, shape, normalized, dtype):
+    check(torch.randn(shape).to(dtype), normalized, *affine(normalized, kind, dtype))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
-def test_every_width(backend, columns):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_width(backend, dtype, columns):
     rows = 5 if columns < 2**14 else 2
-    for dtype in DTYPES:
-        parameters = affine((columns,), "wb", dtype)
-        check(torch.randn(rows, columns).to(dtype), (columns,), *parameters)
-        check_fused(torch.randn(rows, columns).to(dtype), torch.randn(rows, columns), *parameters, p=0.1)
+    parameters = affine((columns,), "wb", dtype)
+    check(torch.randn(rows, columns).to(dtype), (columns,), *parameters)
+    check_fused(torch.randn(rows, columns).to(dtype), torch.randn(rows, columns), *parameters, p=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_of_another_dtype(backend, dtype):
+@AFFINE
+def test_weights_of_another_dtype(backend, kind, dtype):
     """16-bit activations with float32 weights, and the reverse: weight gradients come in the weight's dtype."""
-    for kind in ("w", "b", "wb"):
-        check(torch.randn(33, 85).to(dtype), (85,), *affine((85,), kind, torch.float32))
-        check(torch.randn(33, 85), (85,), *affine((85,), kind, dtype))
+    check(torch.randn(33, 85).to(dtype), (85,), *affine((85,), kind, torch.float32))
+    check(torch.randn(33, 85), (85,), *affine((85,), kind, dtype))
 
 
 @pytest.mark.representative
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
-def test_gradients_of_weight_and_bias_have_their_own_dtypes(backend, dtypes):
+@OPERATIONS
+def test_gradients_of_weight_and_bias_have_their_own_dtypes(backend, operation, dtypes):
     """Neither comes through the other's, which would round it to 8 bits."""
+    function = {
+        "layer_norm": lambda x, w, b: layer_norm(x, (40,), w, b),
+        "dropout_add_layer_norm": lambda x, w, b: dropout_add_layer_norm(x, torch.ones(33, 40), w, b, 0.3, seed=SEED),
+    }[operation]
     input, weight, bias = torch.randn(33, 40).bfloat16(), *(torch.randn(40).to(dtype) for dtype in dtypes)
-    for function in (
-        lambda x, w, b: layer_norm(x, (40,), w, b),
-        lambda x, w, b: dropout_add_layer_norm(x, torch.ones(33, 40), w, b, 0.3, seed=SEED),
-    ):
-        _, (_, *grads) = gradients(function, (input, weight, bias))
-        with fastattn.backend("reference"):
-            _, (_, *wanted) = gradients(function, (input, weight.double(), bias.double()))
-        for dtype, grad, exactly in zip(dtypes, grads, wanted, strict=True):
-            assert grad.dtype == dtype
-            eps = torch.finfo(dtype).eps  # a sum of 33 terms, and its rounding
-            torch.testing.assert_close(grad.double(), exactly, rtol=eps, atol=33 * torch.finfo(torch.float32).eps)
+    _, (_, *grads) = gradients(function, (input, weight, bias))
+    with fastattn.backend("reference"):
+        _, (_, *wanted) = gradients(function, (input, weight.double(), bias.double()))
+    for dtype, grad, exactly in zip(dtypes, grads, wanted, strict=True):
+        assert grad.dtype == dtype
+        eps = torch.finfo(dtype).eps  # a sum of 33 terms, and its rounding
+        torch.testing.assert_close(grad.double(), exactly, rtol=eps, atol=33 * torch.finfo(torch.float32).eps)
 
 
 def test_float64_is_the_references():
@@ -200,21 +205,28 @@ def test_no_digit_is_lost_far_from_zero(backend, columns):
     assert_accurate(dropout_add_layer_norm(input, residual), wanted, wanted)
 
 
+LAYOUTS = {
+    "step": lambda t: t[..., ::2],
+    "offset": lambda t: t[::2, 1:, :33],
+    "transposed": lambda t: t.transpose(0, 1)[..., 33:],
+    "last": lambda t: t[..., :33].mT.contiguous().mT,
+    "expanded": lambda t: t[:, :1, :33].expand(6, 5, 33),
+}
+
+
 @pytest.mark.representative
-def test_layouts(backend):
-    base = torch.randn(6, 10, 66)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(backend, layout):
+    input = LAYOUTS[layout](torch.randn(6, 10, 66))
     weight, bias = torch.randn(66)[::2], torch.randn(33, 2)[:, 1]
-    for input in (
-        base[..., ::2],
-        base[::2, 1:, :33],
-        base.transpose(0, 1)[..., 33:],
-        torch.randn(6, 33, 10).mT,
-        base[:, :1, :33].expand(6, 5, 33),
-    ):
-        check(input, (33,), weight, bias)
-        check_fused(input, torch.randn(input.shape), weight, bias, p=0.2)
-        check_fused(torch.randn(input.shape), input, p=0.2)
-    check(base.permute(2, 0, 1), (6, 10), torch.randn(10, 6).T)
+    check(input, (33,), weight, bias)
+    check_fused(input, torch.randn(input.shape), weight, bias, p=0.2)
+    check_fused(torch.randn(input.shape), input, p=0.2)
+
+
+@pytest.mark.representative
+def test_layout_of_two_normalized_dimensions(backend):
+    check(torch.randn(6, 10, 66).permute(2, 0, 1), (6, 10), torch.randn(10, 6).T)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +240,12 @@ def test_layouts(backend):
     ids=str,
 )
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.7])
-def test_fused(backend, p, dtypes):
+@pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
+@AFFINE
+def test_fused(backend, kind, shape, p, dtypes):
     """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
-    for shape, kind in itertools.product([(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ("", "w", "b", "wb")):
-        input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
-        check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
+    input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
+    check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
 
 
 @pytest.mark.representative
@@ -272,18 +285,18 @@ def test_subsets_of_gradients(backend):
     torch.testing.assert_close(leaves[0].grad, dropout_mask((9, 33), 0.3, SEED) / (1 - 19661 / 65536))
 
 
-def test_gradients_of_any_layout(backend):
+@pytest.mark.parametrize("layout", ["expanded", "last", "transposed, step"])
+def test_gradients_of_any_layout(backend, layout):
     tensors = [t.requires_grad_() for t in (torch.randn(4, 9, 33), torch.randn(33), torch.randn(33))]
-    out, wanted = layer_norm(tensors[0], (33,), *tensors[1:]), exact(tensors[0], (33,), *tensors[1:])
-    for grad in (
-        torch.ones(()).expand(4, 9, 33),
-        torch.randn(4, 33, 9).mT,
-        torch.randn(9, 4, 66).transpose(0, 1)[..., ::2],
-    ):
-        got = torch.autograd.grad(out, tensors, grad, retain_graph=True)
-        expected = torch.autograd.grad(wanted, tensors, grad.double(), retain_graph=True)
-        for a, e in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+    grad = {
+        "expanded": torch.ones(()).expand(4, 9, 33),
+        "last": torch.randn(4, 33, 9).mT,
+        "transposed, step": torch.randn(9, 4, 66).transpose(0, 1)[..., ::2],
+    }[layout]
+    got = torch.autograd.grad(layer_norm(tensors[0], (33,), *tensors[1:]), tensors, grad)
+    expected = torch.autograd.grad(exact(tensors[0], (33,), *tensors[1:]), tensors, grad.double())
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
 def test_nan_stays_in_its_row(backend):
@@ -305,10 +318,12 @@ def test_gradcheck():
 
 
 @pytest.mark.torch_version
-def test_double_backward_names_the_reference(backend):
+@OPERATIONS
+def test_double_backward_names_the_reference(backend, operation):
     input = torch.randn(3, 9, requires_grad=True)
-    for function in (lambda t: layer_norm(t, (9,)), lambda t: dropout_add_layer_norm(t, t, dropout_p=0.2)):
-        assert_reference_alone_differentiates_twice(backend, function(input), input)
+    fused = operation == "dropout_add_layer_norm"
+    out = dropout_add_layer_norm(input, input, dropout_p=0.2) if fused else layer_norm(input, (9,))
+    assert_reference_alone_differentiates_twice(backend, out, input)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -325,18 +340,17 @@ def test_same_bits_for_every_thread_count(backend, dtype):
 
 
 @pytest.mark.torch_version
-def test_autocast(backend):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(backend, dtype):
     """The dtypes that torch's layer_norm gives under autocast: float32 on a GPU, the input's on the CPU."""
-    weight, bias = affine((33,), "wb", torch.float32)
+    input, (weight, bias) = torch.randn(9, 33).to(dtype), affine((33,), "wb", torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
-        for dtype in (torch.float32, torch.bfloat16):
-            input = torch.randn(9, 33).to(dtype)
-            ours, theirs = layer_norm(input, (33,), weight, bias), F.layer_norm(input, (33,), weight, bias)
-            assert ours.dtype == theirs.dtype
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-            out, total = dropout_add_layer_norm(input, torch.randn(9, 33), weight, bias, prenorm=True)
-            assert total.dtype == torch.float32
-            assert out.dtype == F.layer_norm(total, (33,), weight, bias).dtype
+        ours, theirs = layer_norm(input, (33,), weight, bias), F.layer_norm(input, (33,), weight, bias)
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        out, total = dropout_add_layer_norm(input, torch.randn(9, 33), weight, bias, prenorm=True)
+        assert total.dtype == torch.float32
+        assert out.dtype == F.layer_norm(total, (33,), weight, bias).dtype
 
 
 @given(

@@ -76,16 +76,16 @@ def test_padding_changes_nothing(model):
 
 
 @torch.no_grad()
-def test_cached_decoding_equals_full_decoding(model):
+@pytest.mark.parametrize("steps", [[1] * 7, [3, 1, 2, 1]], ids=str)
+def test_cached_decoding_equals_full_decoding(model, steps):
     source, target = batch((9, 4, 6), (7, 7, 7))
     lengths = model.lengths(source)
     memory = model.encode(source, lengths)
     full = model.decode(target, memory, lengths)
-    for steps in ([1] * 7, [3, 1, 2, 1]):
-        cache = DecoderCache(SMALL.decoder_layers, 7)
-        parts = [model.decode(part, memory, lengths, cache) for part in target.split(steps, dim=1)]
-        assert cache.length == 7
-        torch.testing.assert_close(torch.cat(parts, dim=1), full, **CLOSE)
+    cache = DecoderCache(SMALL.decoder_layers, 7)
+    parts = [model.decode(part, memory, lengths, cache) for part in target.split(steps, dim=1)]
+    assert cache.length == 7
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, **CLOSE)
 
 
 @torch.no_grad()
@@ -132,12 +132,18 @@ def test_positions_grow_in_the_dtype_of_the_model():
     assert Transformer(SMALL, dtype=torch.bfloat16).eval()(source, target).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "spoil", [torch.Tensor.float, lambda t: t[0], torch.Tensor.tolist], ids=["float", "1-D", "list"]
+)
+def test_bad_tokens_are_refused(spoil):
+    source, target = batch()
+    with pytest.raises(TypeError, match=r"tokens must be an int64 tensor \(sentences, length\), got"):
+        Transformer(SMALL)(spoil(source), target)
+
+
 def test_bad_input_is_refused():
     model = Transformer(SMALL)
     source, target = batch()
-    for wrong in (source.float(), source[0], source.tolist()):
-        with pytest.raises(TypeError, match=r"tokens must be an int64 tensor \(sentences, length\), got"):
-            model(wrong, target)
     with pytest.raises(ValueError, match="source has 1 sentences but target 2"):
         model(source[:1], target)
     with pytest.raises(TypeError, match="config must be a TransformerConfig, got str"):
@@ -378,16 +384,25 @@ def test_a_bad_configuration_is_refused(changes, message):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_a_configuration_survives_json():
-    for config in VARIANTS.values():
-        assert TransformerConfig.from_json(config.to_json()) == config
-    for text, message in (
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_configuration_survives_json(name):
+    assert TransformerConfig.from_json(VARIANTS[name].to_json()) == VARIANTS[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ("{", "not valid JSON"),
         ("[1]", "given list"),
         ('{"vocab_size": 8, "rotary": 1}', r"given \['rotary'\]"),
         ("{}", "needs vocab_size"),
-    ):
-        with pytest.raises(InputError, match=message):
-            TransformerConfig.from_json(text)
+    ],
+)
+def test_bad_json_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        TransformerConfig.from_json(text)
+
+
+def test_an_unknown_preset_is_refused():
     with pytest.raises(InputError, match="unknown preset 'huge', expected one of tiny, base, big"):
         TransformerConfig.preset("huge", 100)

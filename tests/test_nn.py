@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import math
 import pickle
 
@@ -19,6 +18,7 @@ from fastattn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, Mul
 pytestmark = pytest.mark.torch_version  # the modules are drop-ins for torch's
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}
 SEED = torch.tensor([17, 0])
+WEIGHTS = pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
 
 
 def pair(*args, **kwargs):
@@ -96,7 +96,10 @@ def test_alias():
 
 
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
-def test_matches_torchs_module(backend, options):
+@pytest.mark.parametrize(
+    "weights", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=["no weights", "averaged", "all"]
+)
+def test_matches_torchs_module(backend, weights, options):
     ours, theirs = pair(16, 4, **options)
     first = options.get("batch_first", False)
     sizes = (16, options.get("kdim") or 16, options.get("vdim") or 16)
@@ -106,16 +109,15 @@ def test_matches_torchs_module(backend, options):
     padding = torch.arange(9) >= torch.tensor([9, 6])[:, None]
     blocked = torch.rand(5, 9) < 0.3
     blocked[:, 0] = False
-    for weights in ({"need_weights": False}, {}, {"average_attn_weights": False}):
-        compare(ours, theirs, inputs, **weights)
-        compare(ours, theirs, unbatched, **weights)
-        compare(ours, theirs, inputs, key_padding_mask=padding, **weights)
-        compare(ours, theirs, inputs, attn_mask=blocked, **weights)
-        compare(ours, theirs, inputs, attn_mask=torch.randn(5, 9), **weights)
-        compare(ours, theirs, inputs, attn_mask=blocked, key_padding_mask=padding, **weights)
-        compare(ours, theirs, inputs, attn_mask=torch.randn(8, 5, 9), key_padding_mask=torch.randn(2, 9), **weights)
-        compare(ours, theirs, inputs, attn_mask=blocked.expand(8, 5, 9), **weights)
-        compare(ours, theirs, unbatched, attn_mask=torch.randn(4, 5, 9), key_padding_mask=padding[1], **weights)
+    compare(ours, theirs, inputs, **weights)
+    compare(ours, theirs, unbatched, **weights)
+    compare(ours, theirs, inputs, key_padding_mask=padding, **weights)
+    compare(ours, theirs, inputs, attn_mask=blocked, **weights)
+    compare(ours, theirs, inputs, attn_mask=torch.randn(5, 9), **weights)
+    compare(ours, theirs, inputs, attn_mask=blocked, key_padding_mask=padding, **weights)
+    compare(ours, theirs, inputs, attn_mask=torch.randn(8, 5, 9), key_padding_mask=torch.randn(2, 9), **weights)
+    compare(ours, theirs, inputs, attn_mask=blocked.expand(8, 5, 9), **weights)
+    compare(ours, theirs, unbatched, attn_mask=torch.randn(4, 5, 9), key_padding_mask=padding[1], **weights)
     ours.eval(), theirs.eval()
     with torch.no_grad():
         torch.testing.assert_close(ours(*inputs)[0], theirs(*inputs)[0], **CLOSE)
@@ -135,34 +137,34 @@ def test_self_attention_and_one_tensor_for_key_and_value(backend):
     torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], expected, **CLOSE)
 
 
-def test_own_masks(backend):
+@WEIGHTS
+def test_own_masks(backend, weights):
     """key_lengths and window_size say what masks say; causal and padding combine."""
     ours, _ = pair(16, 4, batch_first=True)
     x = torch.randn(2, 7, 16)
     lengths = torch.tensor([7, 4])
     padding = torch.arange(7) >= lengths[:, None]
     i, j = torch.arange(7)[:, None], torch.arange(7)
-    for weights in (False, True):
-        expected = ours(x, x, x, key_padding_mask=padding, attn_mask=j > i, need_weights=weights)
-        got = ours(x, x, x, key_lengths=lengths, is_causal=True, need_weights=weights)
-        for a, e in zip(got, expected, strict=True):
-            assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
-        expected = ours(x, x, x, attn_mask=(j < i - 2) | (j > i + 1), need_weights=weights)[0]
-        torch.testing.assert_close(ours(x, x, x, window_size=(2, 1), need_weights=weights)[0], expected, **CLOSE)
+    expected = ours(x, x, x, key_padding_mask=padding, attn_mask=j > i, need_weights=weights)
+    got = ours(x, x, x, key_lengths=lengths, is_causal=True, need_weights=weights)
+    for a, e in zip(got, expected, strict=True):
+        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+    expected = ours(x, x, x, attn_mask=(j < i - 2) | (j > i + 1), need_weights=weights)[0]
+    torch.testing.assert_close(ours(x, x, x, window_size=(2, 1), need_weights=weights)[0], expected, **CLOSE)
 
 
-def test_rows_masked_whole_are_the_bias(backend):
+@WEIGHTS
+def test_rows_masked_whole_are_the_bias(backend, weights):
     """Where torch gives NaN, nothing is attended to: the output is the output projection's bias."""
     ours, _ = pair(16, 4, batch_first=True)
     x = torch.randn(2, 5, 16, requires_grad=True)
     padding = torch.tensor([[False] * 5, [True] * 5])
-    for weights in (False, True):
-        out, shown = ours(x, x, x, key_padding_mask=padding, need_weights=weights)
-        torch.testing.assert_close(out[1], ours.out_proj.bias.expand(5, 16))
-        assert shown is None or (shown[1] == 0).all()
-        (grad,) = torch.autograd.grad(out.sum(), x)
-        assert grad.isfinite().all()
-        assert (grad[1] == 0).all()
+    out, shown = ours(x, x, x, key_padding_mask=padding, need_weights=weights)
+    torch.testing.assert_close(out[1], ours.out_proj.bias.expand(5, 16))
+    assert shown is None or (shown[1] == 0).all()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.isfinite().all()
+    assert (grad[1] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -211,24 +213,26 @@ def test_dropout_in_training_only(backend):
     assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
 
 
-def test_cache_equals_the_whole(backend):
+@pytest.mark.parametrize("chunks", [[1] * 11, [4, 1, 5, 1], [11], [2, 9]], ids=str)
+@pytest.mark.parametrize("size", [(), (16,), (11,)], ids=["growing", "larger", "exact"])
+def test_cache_equals_the_whole(backend, size, chunks):
     """Token by token, and by uneven chunks: the outputs of the causal whole."""
     module = MultiHeadAttention(16, 4, batch_first=True).eval()
-    x = torch.randn(3, 11, 16)
+    x, cache = torch.randn(3, 11, 16), KeyValueCache(*size)
     whole = module(x, x, x, is_causal=True, need_weights=False)[0]
-    for chunks in ([1] * 11, [4, 1, 5, 1], [11], [2, 9]):
-        for cache in (KeyValueCache(), KeyValueCache(16), KeyValueCache(11)):
-            with torch.no_grad():
-                parts = [
-                    module(c, c, c, is_causal=True, cache=cache, need_weights=False)[0] for c in x.split(chunks, 1)
-                ]
-            torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
-            assert cache.length == 11
-            cache.reset()
-            assert cache.length == 0
-            with torch.no_grad():
-                again = module(x, x, x, is_causal=True, cache=cache)[0]
-            torch.testing.assert_close(again, whole, **CLOSE)
+    with torch.no_grad():
+        parts = [module(c, c, c, is_causal=True, cache=cache, need_weights=False)[0] for c in x.split(chunks, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+    assert cache.length == 11
+    cache.reset()
+    assert cache.length == 0
+    with torch.no_grad():
+        again = module(x, x, x, is_causal=True, cache=cache)[0]
+    torch.testing.assert_close(again, whole, **CLOSE)
+
+
+def test_a_cache_holds_no_gradients(backend):
+    module, x = MultiHeadAttention(16, 4, batch_first=True), torch.randn(3, 11, 16)
     with pytest.raises(ValueError, match="holds no gradients"):
         module(x, x, x, is_causal=True, cache=KeyValueCache())
 
@@ -277,14 +281,14 @@ def test_cache_itself():
         cache.append(keys[:, :, :1], values[:, :, :1])
 
 
-def test_autocast(backend):
+@WEIGHTS
+def test_autocast(backend, weights):
     ours, theirs = pair(16, 4, batch_first=True)
     x = torch.randn(2, 7, 16)
     with torch.autocast(DEVICE, torch.bfloat16):
-        for weights in (False, True):
-            a, e = ours(x, x, x, need_weights=weights)[0], theirs(x, x, x, need_weights=weights)[0]
-            assert a.dtype == e.dtype == torch.bfloat16
-            torch.testing.assert_close(a, e, rtol=0.05, atol=0.05)
+        a, e = ours(x, x, x, need_weights=weights)[0], theirs(x, x, x, need_weights=weights)[0]
+    assert a.dtype == e.dtype == torch.bfloat16
+    torch.testing.assert_close(a, e, rtol=0.05, atol=0.05)
 
 
 def test_inside_torchs_encoder_layer(backend):
@@ -318,30 +322,33 @@ def test_layer_norm_module(backend, shape, options):
     torch.testing.assert_close(ours(x), theirs(x), **CLOSE)
 
 
-def test_dropout_add_layer_norm_module(backend):
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("prenorm", [False, True], ids=["output", "output and sum"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_dropout_add_layer_norm_module(backend, training, prenorm, options):
     x, residual = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
-    for prenorm, options in itertools.product((False, True), ({}, {"elementwise_affine": False}, {"bias": False})):
-        module = DropoutAddLayerNorm(64, p=0.3, prenorm=prenorm, **options)
-        norm = torch.nn.LayerNorm(64, **options)
-        assert list(module.state_dict()) == list(norm.state_dict())
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter)
-        norm.load_state_dict(module.state_dict())
-        total = residual + fastattn.dropout(x, 0.3, seed=SEED)
-        for training, expected in ((True, total), (False, residual + x)):
-            got = module.train(training)(x, residual, seed=SEED)
-            for a, e in zip(got if prenorm else (got,), (norm(expected), expected)[: 2 if prenorm else 1], strict=True):
-                torch.testing.assert_close(a, e, **CLOSE)
+    module = DropoutAddLayerNorm(64, p=0.3, prenorm=prenorm, **options).train(training)
+    norm = torch.nn.LayerNorm(64, **options)
+    assert list(module.state_dict()) == list(norm.state_dict())
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    norm.load_state_dict(module.state_dict())
+    total = residual + fastattn.dropout(x, 0.3, training, seed=SEED)
+    got = module(x, residual, seed=SEED)
+    for a, e in zip(got if prenorm else (got,), (norm(total), total)[: 2 if prenorm else 1], strict=True):
+        torch.testing.assert_close(a, e, **CLOSE)
 
 
-def test_dropout_modules(backend):
-    x = torch.randn(2, 9, 40)
-    for module, function in ((Dropout(0.3), fastattn.dropout), (SoftmaxDropout(0.3), fastattn.softmax_dropout)):
-        assert torch.equal(module(x, seed=SEED), function(x, 0.3, seed=SEED))
-        torch.manual_seed(0)
-        first, second = module(x), module(x)
-        assert not torch.equal(first, second)
-        assert torch.equal(module.eval()(x), function(x, 0.0))
+@pytest.mark.parametrize(
+    ("kind", "function"), [(Dropout, fastattn.dropout), (SoftmaxDropout, fastattn.softmax_dropout)]
+)
+def test_dropout_modules(backend, kind, function):
+    module, x = kind(0.3), torch.randn(2, 9, 40)
+    assert torch.equal(module(x, seed=SEED), function(x, 0.3, seed=SEED))
+    torch.manual_seed(0)
+    first, second = module(x), module(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(module.eval()(x), function(x, 0.0))
 
 
 MODULES = {

@@ -61,7 +61,9 @@ def test_undefined_symbols_are_stable(library):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize("source", sorted((ROOT / "csrc").glob("bindings*.cpp")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "source", [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if "bindings" in str(path)], ids=lambda p: p.stem
+)
 def test_bindings_compile_with_this_torchs_headers(source):
     flags = shlex.split(native_build.bindings_flags(native_build.torch_for_building()))
     command = [*native_build.compiler(), *flags, "-fsyntax-only", str(source)]

@@ -1,7 +1,6 @@
 """softmax_dropout against the float64 oracle."""
 
 import functools
-import itertools
 import math
 
 import pytest
@@ -79,9 +78,9 @@ def test_small_exponentials_are_as_exact_as_large_ones(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
-def test_every_width(backend, columns):
-    for dtype in DTYPES:
-        check(torch.randn(3, columns).to(dtype), dropout_p=0.2, seed=SEED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_width(backend, dtype, columns):
+    check(torch.randn(3, columns).to(dtype), dropout_p=0.2, seed=SEED)
 
 
 MASKS = {
@@ -97,78 +96,96 @@ MASKS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(backend, mask, dtype):
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_masks(backend, scale, p, causal, mask, dtype):
     """Every kind of mask with and without causal, scale and dropout, with all gradients and the exact zero pattern."""
     input = torch.randn(2, 3, 21, 43).to(dtype)
     attn_mask = MASKS[mask]()
     if mask == "bfloat16" and dtype == torch.float16:
         attn_mask = attn_mask.to(dtype)
-    for causal, p, scale in itertools.product((False, True), (0.0, 0.4), (1.0, 0.3)):
-        options = {"is_causal": causal, "dropout_p": p, "scale": scale, "seed": SEED if p else None}
-        (out,), _ = check(input, attn_mask, **options)
-        assert torch.equal(out == 0, exact(input, attn_mask=attn_mask, **options) == 0)
+    options = {"is_causal": causal, "dropout_p": p, "scale": scale, "seed": SEED if p else None}
+    (out,), _ = check(input, attn_mask, **options)
+    assert torch.equal(out == 0, exact(input, attn_mask=attn_mask, **options) == 0)
 
 
 @pytest.mark.representative
 @pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
-def test_masks_read_in_words(backend, kind):
+@pytest.mark.parametrize("part", ["dense", "offset", "broadcast", "middle of a word", "one column"])
+def test_masks_read_in_words(backend, part, kind):
     """Dense rows of a multiple of eight columns, also where they are broadcast or begin in the middle of a word."""
     base = torch.randn(2, 3, 10, 56)
     base = base < 0.5 if kind == torch.bool else base.to(kind)
     input = torch.randn(2, 3, 10, 48).to(torch.float32 if kind == torch.bool else kind)
-    for mask in (base[..., :48].contiguous(), base[..., 8:], base[:1, :, :1, :48], base[..., 3:51], base[..., :1]):
-        (out,), _ = check(input, mask, dropout_p=0.4, seed=SEED)
-        assert torch.equal(out == 0, exact(input, attn_mask=mask, dropout_p=0.4, seed=SEED) == 0)
+    mask = {
+        "dense": base[..., :48].contiguous(),
+        "offset": base[..., 8:],
+        "broadcast": base[:1, :, :1, :48],
+        "middle of a word": base[..., 3:51],
+        "one column": base[..., :1],
+    }[part]
+    (out,), _ = check(input, mask, dropout_p=0.4, seed=SEED)
+    assert torch.equal(out == 0, exact(input, attn_mask=mask, dropout_p=0.4, seed=SEED) == 0)
 
 
 @pytest.mark.representative
-def test_causal_is_upper_left(backend):
-    for rows, columns in ((21, 43), (43, 21), (1, 9), (30, 30)):
-        (out,), _ = check(torch.randn(2, rows, columns), is_causal=True)
-        assert torch.equal(out != 0, torch.ones(rows, columns).tril().bool().expand_as(out))
+@pytest.mark.parametrize(("rows", "columns"), [(21, 43), (43, 21), (1, 9), (30, 30)])
+def test_causal_is_upper_left(backend, rows, columns):
+    (out,), _ = check(torch.randn(2, rows, columns), is_causal=True)
+    assert torch.equal(out != 0, torch.ones(rows, columns).tril().bool().expand_as(out))
 
 
-def test_layouts(backend):
-    base = torch.randn(3, 17, 4, 33)
-    for input in (base.transpose(1, 2), base.mT, base[..., ::3], base[:, 1:, :, 5:], base[:, :1].expand(3, 5, 4, 33)):
-        check(input, dropout_p=0.3, seed=SEED)
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(1, 2),
+    "last": lambda t: t.mT,
+    "step": lambda t: t[..., ::3],
+    "offset": lambda t: t[:, 1:, :, 5:],
+    "expanded": lambda t: t[:, :1].expand(3, 5, 4, 33),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(backend, layout):
+    check(LAYOUTS[layout](torch.randn(3, 17, 4, 33)), dropout_p=0.3, seed=SEED)
 
 
 @pytest.mark.representative
-def test_rows_with_nothing_left(backend):
-    mask = torch.ones(5, 40, dtype=torch.bool)
+@pytest.mark.parametrize("by", ["bool mask", "float mask", "scores"])
+def test_rows_with_nothing_left(backend, by):
+    input, mask = torch.randn(2, 5, 40), torch.ones(5, 40, dtype=torch.bool)
     mask[2] = False
-    for attn_mask in (mask, torch.zeros(5, 40).masked_fill(~mask, -math.inf)):
-        (out,), (grad, *_) = check(torch.randn(2, 5, 40), attn_mask)
-        assert (out[:, 2] == 0).all()
-        assert (grad[:, 2] == 0).all()
-    (out,), (grad,) = check(torch.randn(9, 40).index_fill(0, torch.tensor([4]), -math.inf))
-    assert (out[4] == 0).all()
-    assert (grad[4] == 0).all()
+    hiding = torch.zeros(5, 40).masked_fill(~mask, -math.inf)
+    arguments = {"bool mask": (input, mask), "float mask": (input, hiding), "scores": (input + hiding,)}[by]
+    (out,), (grad, *_) = check(*arguments)
+    assert (out[:, 2] == 0).all()
+    assert (grad[:, 2] == 0).all()
 
 
 @pytest.mark.representative
-def test_what_a_mask_hides_may_hold_anything(backend):
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_what_a_mask_hides_may_hold_anything(backend, kind):
     mask = torch.ones(5, 40, dtype=torch.bool)
     mask[:, 3] = mask[:, 9] = False
     clean = torch.randn(2, 5, 40)
     unused = clean.clone()
     unused[..., 3], unused[..., 9] = math.nan, math.inf
-    for attn_mask in (mask, torch.zeros(5, 40).masked_fill(~mask, -math.inf)):
-        ours, wanted = (gradients(lambda t, m=attn_mask: softmax_dropout(t, attn_mask=m), [t]) for t in (unused, clean))
-        assert torch.equal(ours[0][0], wanted[0][0])
-        assert torch.equal(ours[1][0], wanted[1][0])
+    if kind != torch.bool:
+        mask = torch.zeros(5, 40).masked_fill(~mask, -math.inf)
+    ours, wanted = (gradients(lambda t: softmax_dropout(t, attn_mask=mask), [t]) for t in (unused, clean))
+    assert torch.equal(ours[0][0], wanted[0][0])
+    assert torch.equal(ours[1][0], wanted[1][0])
 
 
 @pytest.mark.representative
-def test_large_and_extreme_values(backend):
-    for dtype in (torch.float32, torch.bfloat16):
-        check((torch.randn(5, 90) * 1e4).to(dtype))
-        extreme = torch.zeros(4, 90, dtype=dtype)
-        extreme[0] = torch.finfo(dtype).min
-        extreme[1, 9:] = torch.finfo(dtype).min
-        check(torch.randn(2, 4, 90).to(dtype), extreme)
-        check(torch.randn(4, 90).to(dtype), scale=0.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_and_extreme_values(backend, dtype):
+    check((torch.randn(5, 90) * 1e4).to(dtype))
+    extreme = torch.zeros(4, 90, dtype=dtype)
+    extreme[0] = torch.finfo(dtype).min
+    extreme[1, 9:] = torch.finfo(dtype).min
+    check(torch.randn(2, 4, 90).to(dtype), extreme)
+    check(torch.randn(4, 90).to(dtype), scale=0.0)
 
 
 @pytest.mark.representative
@@ -196,13 +213,17 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     assert not torch.equal(first, second)
 
 
-def test_gradients_of_any_layout(backend):
+@pytest.mark.parametrize("layout", ["expanded", "last", "step"])
+def test_gradients_of_any_layout(backend, layout):
     input = torch.randn(3, 9, 33, requires_grad=True)
-    out, wanted = softmax_dropout(input, 0.4, seed=SEED), exact(input, 0.4, seed=SEED)
-    for grad in (torch.ones(()).expand(3, 9, 33), torch.randn(3, 33, 9).mT, torch.randn(3, 9, 66)[..., ::2]):
-        (got,) = torch.autograd.grad(out, input, grad, retain_graph=True)
-        (expected,) = torch.autograd.grad(wanted, input, grad.double(), retain_graph=True)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    grad = {
+        "expanded": torch.ones(()).expand(3, 9, 33),
+        "last": torch.randn(3, 33, 9).mT,
+        "step": torch.randn(3, 9, 66)[..., ::2],
+    }[layout]
+    (got,) = torch.autograd.grad(softmax_dropout(input, 0.4, seed=SEED), input, grad)
+    (expected,) = torch.autograd.grad(exact(input, 0.4, seed=SEED), input, grad.double())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.torch_version
@@ -235,12 +256,12 @@ def test_same_bits_for_every_thread_count(backend, dtype):
 
 
 @pytest.mark.torch_version
-def test_autocast(backend):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(backend, dtype):
     """A softmax stays in float32 under autocast, like torch's."""
+    input = torch.randn(3, 9).to(dtype)
     with torch.autocast(DEVICE, torch.bfloat16):
-        for dtype in (torch.float32, torch.bfloat16):
-            input = torch.randn(3, 9).to(dtype)
-            assert softmax_dropout(input).dtype == F.softmax(input, -1).dtype
+        assert softmax_dropout(input).dtype == F.softmax(input, -1).dtype
 
 
 @given(

@@ -120,17 +120,19 @@ def test_a_batch(verses):
     assert batch.tokens == (batch.labels != PAD_ID).sum() == batch.target_lengths.sum()
 
 
-def test_buckets(text):
-    """Every pair once; within the budget; ordered by the seed; little padding."""
-    for shuffle in (None, random.Random(1), random.Random(2)):
-        buckets = text.buckets(600, shuffle)
-        assert sorted(torch.cat(buckets).tolist()) == list(range(300))
-        batches = [text.batch(index) for index in buckets]
-        for index, batch in zip(buckets, batches, strict=True):
-            assert max(batch.source.numel(), batch.target.numel()) <= 600 or len(index) == 1
-        assert sum(batch.tokens for batch in batches) > 0.9 * sum(batch.target.numel() for batch in batches)
-        assert sum(int(b.source_lengths.sum()) for b in batches) > 0.7 * sum(b.source.numel() for b in batches)
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_buckets(text, seed):
+    """Every pair once; within the budget; little padding."""
+    buckets = text.buckets(600, seed and random.Random(seed))
+    assert sorted(torch.cat(buckets).tolist()) == list(range(300))
+    batches = [text.batch(index) for index in buckets]
+    for index, batch in zip(buckets, batches, strict=True):
+        assert max(batch.source.numel(), batch.target.numel()) <= 600 or len(index) == 1
+    assert sum(batch.tokens for batch in batches) > 0.9 * sum(batch.target.numel() for batch in batches)
+    assert sum(int(b.source_lengths.sum()) for b in batches) > 0.7 * sum(b.source.numel() for b in batches)
 
+
+def test_the_seed_orders_the_buckets(text):
     def order(seed):
         return [index.tolist() for index in text.buckets(600, random.Random(seed))]
 
@@ -353,11 +355,11 @@ def test_sentences_do_not_influence_one_another(verses):
     assert translate(model, tokenizer, sources[:12], batch_size=1) == together
 
 
-def test_search_refuses_bad_numbers(verses):
+@pytest.mark.parametrize(("name", "number"), [("beam", 0), ("batch_size", -1)])
+def test_search_refuses_bad_numbers(verses, name, number):
     sources, _, tokenizer = verses
-    for arguments, message in (({"beam": 0}, "beam is 0"), ({"batch_size": -1}, "batch_size is -1")):
-        with pytest.raises(InputError, match=message):
-            translate(small_model().eval(), tokenizer, sources[:2], **arguments)
+    with pytest.raises(InputError, match=f"{name} is {number}"):
+        translate(small_model().eval(), tokenizer, sources[:2], **{name: number})
 
 
 # --- checkpoints ---
@@ -427,26 +429,32 @@ def test_weights_must_fit_the_configuration(tmp_path, verses):
         checkpoint.load(saved)
 
 
-def test_an_interrupted_write_is_no_checkpoint(tmp_path, verses, monkeypatch):
+class Killed(BaseException):
+    """What no handler of the program's catches."""
+
+
+def killed(*args, **kwargs):
+    raise Killed
+
+
+@pytest.mark.parametrize("target", ["safetensors.torch.save_file", "torch.save", "os.fsync", "pathlib.Path.rename"])
+def test_an_interrupted_write_is_no_checkpoint(tmp_path, verses, monkeypatch, target):
     """Whatever call of a save is its last: what is found afterwards is complete, and the next save works."""
-    _, _, tokenizer = verses
-    model = small_model()
+    model, (_, _, tokenizer) = small_model(), verses
     checkpoint.save(tmp_path, 1, model, tokenizer, {"step": 1})
-
-    class Killed(BaseException):
-        pass
-
-    def killed(*args, **kwargs):
-        raise Killed
-
-    for target in ("safetensors.torch.save_file", "torch.save", "os.fsync", "pathlib.Path.rename"):
-        with monkeypatch.context() as patch:
-            patch.setattr(target, killed)
-            with pytest.raises(Killed):
-                checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2})
-        assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001"]
-        checkpoint.load(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, killed)
+        with pytest.raises(Killed):
+            checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2})
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001"]
+    checkpoint.load(tmp_path)
     checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2})
+    assert checkpoint.newest(tmp_path).name == "step-00000002"
+
+
+def test_what_an_interrupted_removal_leaves_is_removed(tmp_path, verses, monkeypatch):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step})
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", killed)
         with pytest.raises(Killed):

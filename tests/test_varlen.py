@@ -54,19 +54,22 @@ def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options
 @pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 16, 16), (4, 2, 59, 24), (3, 1, 64, 64)], ids=str)
-def test_matches_each_sequence_alone(backend, heads, dtype):
-    hq, hk, e, ev = heads
-    tensors = packed(QUERIES, hq, e, dtype), packed(KEYS, hk, e, dtype), packed(KEYS, hk, ev, dtype)
-    gqa = {"enable_gqa": hq != hk}
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         {},
         {"is_causal": True},
         {"window_size": (-1, 0)},
         {"window_size": (4, 2)},
         {"is_causal": True, "window_size": (6, -1), "scale": -0.3},
-        {"is_causal": True, "dropout_p": 0.4, "seed": SEED},
-    ):
-        check(*tensors, QUERIES, KEYS, **options, **gqa)
+        {"is_causal": True, "dropout_p": 0.4},
+    ],
+    ids=str,
+)
+def test_matches_each_sequence_alone(backend, options, heads, dtype):
+    hq, hk, e, ev = heads
+    tensors = packed(QUERIES, hq, e, dtype), packed(KEYS, hk, e, dtype), packed(KEYS, hk, ev, dtype)
+    check(*tensors, QUERIES, KEYS, seed=SEED, enable_gqa=hq != hk, **options)
 
 
 def test_window_0_is_causal(backend):
@@ -76,7 +79,8 @@ def test_window_0_is_causal(backend):
 
 
 @pytest.mark.representative
-def test_seqused_k(backend):
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}], ids=str)
+def test_seqused_k(backend, options):
     """Only the first seqused_k keys of each sequence take part; the diagonal ends at the last of them."""
     used = torch.tensor([3, 4, 40, 0, 16], dtype=torch.int32)
     query, key, value = packed(QUERIES, 4, 16), packed(KEYS, 2, 16), packed(KEYS, 2, 16)
@@ -84,8 +88,7 @@ def test_seqused_k(backend):
     for start, length, n in zip(starts, KEYS, used, strict=True):
         key[start + n : start + length] = math.nan
         value[start + n : start + length] = math.inf
-    for options in ({}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3, "seed": SEED}):
-        check(query, key, value, QUERIES, KEYS, seqused_k=used, enable_gqa=True, **options)
+    check(query, key, value, QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
 
 
 def test_bounds_may_exceed_the_lengths_and_be_int64(backend):
@@ -99,14 +102,17 @@ def test_bounds_may_exceed_the_lengths_and_be_int64(backend):
     assert torch.equal(narrow, varlen_attn(*tensors, *spread, 33, 40, seqused_k=used))
 
 
-def test_empty(backend):
+def test_no_sequence(backend):
     none = torch.randn(0, 2, 8)
     assert varlen_attn(none, none, none, boundaries(()), boundaries(()), 0, 0).shape == (0, 2, 8)
-    for queries, keys in (((0, 0), (0, 3)), ((3,), (0,))):
-        (out, lse), grads = check(packed(queries, 2, 8), packed(keys, 2, 8), packed(keys, 2, 8), queries, keys)
-        assert (out == 0).all()
-        assert (lse == -math.inf).all()
-        assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [((0, 0), (0, 3)), ((3,), (0,))], ids=str)
+def test_empty_sequences(backend, queries, keys):
+    (out, lse), grads = check(packed(queries, 2, 8), packed(keys, 2, 8), packed(keys, 2, 8), queries, keys)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert all((g == 0).all() for g in grads)
 
 
 def test_strides(backend):

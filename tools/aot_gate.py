@@ -4,6 +4,15 @@ The backend's functions are called on fake CUDA tensors and start their kernels 
 that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run: printed are registers, bytes
 of stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix
 instructions in its machine code. Exit status 1 on a fault.
+
+Faults: spills; shared memory above the architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in
+the main loop (wgmma's on sm_90 where a tile has the 64 rows for it); no bulk loads where there are tensor descriptors;
+tf32 unasked; 32-bit offsets; layout conversions that dropout adds, by comparison with the kernel without dropout.
+
+Dropout adds none where a thread's part of a product fits dropout's tiles: always for wgmma, for mma where a tile has as
+many rows as a head has columns. So have all tiles of regular operands up to head size 128 (16-bit, no mask, aligned
+rows of a power of 2, not packed) but those of few queries. Others may have fewer rows, for want of registers or shared
+memory; float32 without tf32 and sm_100's tensor memory have other layouts.
 """
 
 from __future__ import annotations

@@ -44,12 +44,12 @@ def softmax_dropout(functions):
         rest = torch.rand(1, 1, 10, columns) > 0.3, None, SEED, 0.5, columns, 0, True, THRESHOLD
         for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
             out, stats = f["softmax_dropout"](input, *rest)
-            result.extend([out, *f["softmax_dropout_backward"](grad, input, stats, *rest, False)])
+            result.extend([out, *f["softmax_dropout_backward"](grad, stats, input, *rest, False)])
     return results
 
 
 def attention(functions):
-    """Keys in parts, of which some hold NaN, in float32 and float16, with rows of 16 bytes and not."""
+    """Splits of the keys, of which some hold NaN, in float32 and float16, with rows of 16 bytes and not."""
     results = [], []
     lengths = torch.tensor([300, 37])
     for dtype, size in ((torch.float32, 20), (torch.float16, 40), (torch.float16, 13)):

@@ -1,22 +1,39 @@
-// Attention's operands, as the kernels of every device see them.
+// Scaled-dot-product attention over dense batches and over packed sequences, forward and backward.
+//
+//   s_ij = scale q_i . k_j + mask_ij,  P_ij = exp(s_ij - row_max_i) / row_sum_i,  out_i = sum_j P_ij v_j
+//
+// over the keys j that query i sees (visibility.h, and the mask).
 #pragma once
-#include <stdint.h>
-
-#include "types.h"
+#include "operands.h"
+#include "visibility.h"
 
 namespace fastattn {
 
-// (batch, head, row, column) in memory: strides in elements, columns are dense.
-struct Heads {
-  void* data;
-  int64_t batch, head, row;
+struct Attention {
+  Dtype dtype;
+  int64_t batch, num_heads, num_kv_heads;
+  int64_t seqlen_q, seqlen_k;  // of packed sequences the longest
+  int head_dim, value_head_dim;
+  Heads query, key, value, out;
+  const int64_t *cu_seq_q, *cu_seq_k;  // (batch + 1,), offsets into the rows of packed sequences; null: dense
+  const int64_t* key_lengths;          // (batch,), within [0, keys of the sequence]; null: all keys
+  Mask mask;
+  float scale;
+  int64_t window_left, window_right;
+  bool lower_right;
+  const int64_t* seed;             // (key, offset)
+  int threshold;                   // 0: no dropout
+  float *lse, *row_max, *row_sum;  // contiguous (batch, head, query), packed (query, head); or all null: unwanted
 };
 
-struct AttentionMask {
-  void* data;  // null: no mask
-  Dtype dtype;
-  int64_t batches, heads, rows, columns;  // 1 where the mask is broadcast
-  int64_t batch, head, row, column;       // strides in elements, 0 where the mask is broadcast
+// With dO the gradient of the output:
+//   dV_j = sum_i P_ij dO_i,  dP_ij = dO_i . v_j,  delta_i = dO_i . out_i - grad_lse_i,  dS_ij = P_ij (dP_ij - delta_i),
+//   dQ_i = scale sum_j dS_ij k_j,  dK_j = scale sum_i dS_ij q_i,  grad_mask_ij = dS_ij
+struct AttentionBackward : Attention {
+  Heads grad_out;
+  const float* grad_lse;  // laid out as lse; null: zero
+  Heads grad_query, grad_key, grad_value;
+  void* grad_mask;  // contiguous (batches, heads, rows, columns) of the mask, in its dtype; null: unwanted
 };
 
 }  // namespace fastattn

@@ -5,13 +5,7 @@
 // whose four words hold eight 16-bit values, low half first; the element's is number 4 * ((i / 8) % 2) + (j / 8) % 4.
 // It is kept where value >= threshold, and then scaled by 65536 / (65536 - threshold).
 #pragma once
-#include <stdint.h>
-
-#if defined(__CUDACC__)
-#define FASTATTN_HOST_DEVICE __host__ __device__
-#else
-#define FASTATTN_HOST_DEVICE
-#endif
+#include "arithmetic.h"
 
 namespace fastattn {
 
@@ -26,7 +20,7 @@ constexpr uint32_t kPhiloxKey0 = 0x9E3779B9u, kPhiloxKey1 = 0xBB67AE85u;
 constexpr int kPhiloxRounds = 7;
 constexpr int kDropoutLevels = 65536;
 
-// The public seed tensor is (key, offset), two's complement.
+// From the public seed tensor, (key, offset) in two's complement.
 FASTATTN_HOST_DEVICE inline Seed make_seed(const int64_t* key_offset) {
   const uint64_t key = (uint64_t)key_offset[0];
   return {(uint32_t)key, (uint32_t)(key >> 32), (uint32_t)(uint64_t)key_offset[1]};
@@ -44,7 +38,7 @@ FASTATTN_HOST_DEVICE inline void philox(uint32_t counter[4], uint32_t key0, uint
   }
 }
 
-// The formula for one element.
+// Whether one element is kept.
 FASTATTN_HOST_DEVICE inline bool philox_keep(Seed seed, uint32_t z, int64_t i, int64_t j, int threshold) {
   uint32_t counter[4] = {(uint32_t)(j / 32 * 8 + j % 8), (uint32_t)(i / 16 * 8 + i % 8), z, seed.offset};
   philox(counter, seed.key0, seed.key1);

@@ -1,6 +1,6 @@
 // Element types as the kernels see them: raw bits, converted on load and store.
 #pragma once
-#include <stdint.h>
+#include "arithmetic.h"
 
 namespace fastattn {
 
@@ -14,4 +14,11 @@ struct float16 {
   uint16_t bits;
 };
 
+namespace {
+
+FASTATTN_HOST_DEVICE constexpr int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? 4 : dtype == Dtype::boolean ? 1 : 2;
+}
+
+}  // namespace
 }  // namespace fastattn

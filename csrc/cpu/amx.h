@@ -1,7 +1,7 @@
-// Products of bfloat16 pairs by Intel's matrix extensions (AMX): registers of 16 rows of 64 bytes, and an instruction
-// that adds to 16x16 float32 the product of 16x32 bfloat16, rows of pairs, and 32x16, pairs of rows.
+// Intel's matrix extensions (AMX): tile registers of 16 rows of 64 bytes, and C (16 x 16 float32) += A (16 x 32
+// bfloat16, rows of pairs) B (32 x 16, pairs of rows).
 //
-// Instructions are written out: the compilers' own functions do not say that they read memory.
+// Inline assembly: the compilers' intrinsics do not declare the memory that they read.
 #pragma once
 #include "simd.h"
 
@@ -15,7 +15,7 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64, "what the instruction reads");
 
-// Registers 0 to 3 hold sums, 4 and 5 the first factor, all of `rows` rows, and 6 and 7 the second. Clears them.
+// Configure the tiles: 0 to 3 accumulate C, 4 and 5 hold A, all of `rows` rows, 6 and 7 hold B. Clears them.
 FASTATTN_INLINE void shape_tiles(int rows) {
   TileShapes shapes = {};
   shapes.palette = 1;
@@ -26,7 +26,7 @@ FASTATTN_INLINE void shape_tiles(int rows) {
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Calls work() while this thread's registers have 16 rows each, if they are used.
+// Call work() with this thread's tiles configured for 16 rows, if they are used.
 template <bool used, class Work>
 FASTATTN_INLINE void with_tiles(const Work& work) {
   if constexpr (used) shape_tiles(16);

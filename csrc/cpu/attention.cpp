@@ -1,23 +1,24 @@
-// Attention, forward: panels of queries go over the keys with a running maximum and sum (Milakov and Gimelshein,
-// "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
+// Attention, forward, by online softmax over tiles (Milakov and Gimelshein, "Online normalizer calculation for
+// softmax", 2018; Dao et al., "FlashAttention", 2022).
 #include <math.h>
 
-#include "attention_tile.h"
+#include "few_queries.h"
 #include "kernels.h"
+#include "tile.h"
 
 namespace fastattn {
 namespace {
 
-constexpr int kTaskPanels = 128 / kPanel;  // at most; they share what is packed of the keys and values
+constexpr int kTaskPanels = 128 / kBlockM;  // at most; they share the packed keys and values
 
-// Of rows (batch, head, query) and one range of keys: the output before it is divided by the sum.
-struct Part {
-  float *out, *reference, *sum;
+// Unnormalised results over some of the keys, merged afterwards.
+struct Partial {
+  float *out, *row_max, *row_sum;  // (rows, value_width), (rows), (rows)
 };
 
-// The operands and the output of a task to come, brought into the cache a few lines at a time while this one computes:
-// short sequences are read once, too little at a time for the processor's own prefetching.
-struct Ahead {
+// Software prefetch of the next task's operands and output, a few cache lines between products of this one: each short
+// sequence is read once, too briefly for the hardware prefetcher.
+struct Prefetcher {
   static constexpr int64_t kLine = 64;
 
   struct Operand {
@@ -27,10 +28,10 @@ struct Ahead {
   int left = 0;  // operands
   int64_t row = 0, byte = 0;
 
-  void fetch(int64_t lines) {
+  void prefetch(int64_t lines) {
     while (lines > 0 && left > 0) {
       const Operand& o = operand[left - 1];
-      const int64_t count = smaller(lines, divide_up(o.bytes - byte, kLine));
+      const int64_t count = min(lines, ceil_div(o.bytes - byte, kLine));
       const char* from = o.data + row * o.stride + byte;
       for (int64_t i = 0; i < count; ++i) __builtin_prefetch(from + i * kLine, 0, 2);
       lines -= count;
@@ -47,131 +48,135 @@ struct Ahead {
 template <class T>
 struct Forward {
   using Unit = typename UnitOf<T>::Unit;
-  static constexpr bool kPairs = kElements<Unit> == 2, kColumns = !kTiles<Unit>;
+  static constexpr bool kPairs = kElements<Unit> == 2, kColumns = !kUsesAmx<Unit>;
 
   const Attention& a;
-  MaskSummary mask;
+  BlockMask mask;
   int64_t task_queries;  // of all panels of a task
-  int64_t blocks, tasks, splits;
-  int depth, width;  // units of a row of keys that are summed over; rounded up to vectors
+  int64_t blocks, tasks, num_splits;
+  int depth, width;  // of the scores, in units; rounded up to vectors
   int value_width;   // elements in a row of values, rounded up to vectors
-  bool in_place;     // rows of keys are read where they lie
-  bool few;          // elements of a row are lanes, not queries
-  Part parts;        // (splits, batch, heads, queries); used where splits > 1
+  bool in_place;     // rows of keys are not packed
+  bool few;          // queries: their elements are lanes
+  Partial partials;  // (num_splits, batch, num_heads, seqlen_q) rows, where num_splits > 1
 
   struct Panel {
-    Unit* query;                   // (width, kPanel)
-    float *out, *reference, *sum;  // (value_width, kPanel), (kPanel), (kPanel)
+    Unit* query;                     // (width, kBlockM)
+    float *out, *row_max, *row_sum;  // (value_width, kBlockM), (kBlockM), (kBlockM)
   };
 
   struct FewRows {
-    int width;                        // of a row of queries
-    float *query, *score, *out;       // (rows, width), (rows, kBlock), (rows, value_width)
-    float *reference, *factor, *sum;  // (rows)
+    int width;                           // of a row of queries
+    float *query, *score, *out;          // (rows, width), (rows, kBlockN), (rows, value_width)
+    float *row_max, *rescale, *row_sum;  // (rows)
   };
 
   struct Scratch {
-    Unit *rows, *key, *value, *pairs;
-    float *score, *factor, *out;
+    Unit *rows, *key, *value, *pairs;  // packed
+    float *score, *rescale, *out;      // (kBlockN, kBlockM), (kBlockM), (kBlockM, value_width)
     MaskBuffers mask;
     Panel panel[kTaskPanels];
     FewRows few;
-    Part total;  // of all stretches of keys, for each query of the task; where there are more than one
+    Partial total;  // of the chunks of keys so far, for each query of the task; where there is more than one
   };
 
   Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
-    task_queries = kTaskPanels * kPanel;
-    while (task_queries > kPanel && a.batch * a.heads * divide_up(a.queries, task_queries) < kTasks) task_queries /= 2;
-    blocks = divide_up(a.queries, task_queries);
-    const bool fills_tiles = kTiles<Unit> && a.keys >= 2 * kLanes;  // then panels are faster from fewer queries on
-    few = a.queries <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
-    tasks = few ? a.batch * a.key_heads : a.batch * a.heads * blocks;
-    // Few tasks on many keys: the keys are split, and the parts merged in order.
-    splits = smaller(kTasks / greater(tasks, (int64_t)1), a.keys / kSplitKeys);
-    splits = greater(splits, (int64_t)1);
-    depth = terms_of<Unit>(a.depth);
+    task_queries = kTaskPanels * kBlockM;
+    while (task_queries > kBlockM && a.batch * a.num_heads * ceil_div(a.seqlen_q, task_queries) < kTasks)
+      task_queries /= 2;
+    blocks = ceil_div(a.seqlen_q, task_queries);
+    const bool fills_tiles = kUsesAmx<Unit> && a.seqlen_k >= 2 * kLanes;  // panels then win from fewer queries on
+    few = a.seqlen_q <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
+    tasks = few ? a.batch * a.num_kv_heads : a.batch * a.num_heads * blocks;
+    // Few tasks on many keys: split-KV, merged in order.
+    num_splits = min(kTasks / max(tasks, 1), a.seqlen_k / kSplitKeys);
+    num_splits = max(num_splits, 1);
+    depth = depth_of<Unit>(a.head_dim);
     width = (int)round_up(depth, kLanes);
-    value_width = (int)round_up(a.value_depth, kLanes);
-    in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.depth;
-    const int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.queries : 0;
-    parts = take_part(rows, arena);
+    value_width = (int)round_up(a.value_head_dim, kLanes);
+    in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.head_dim;
+    const int64_t rows = num_splits > 1 ? num_splits * a.batch * a.num_heads * a.seqlen_q : 0;
+    partials = take_partial(rows, arena);
   }
 
-  Part take_part(int64_t rows, Arena* arena) const {
+  Partial take_partial(int64_t rows, Arena* arena) const {
     return {arena->take<float>(rows * value_width), arena->take<float>(rows), arena->take<float>(rows)};
   }
 
   Scratch take_scratch(Arena* arena) const {
     Scratch s = {};
     if (few) {
-      const int64_t rows = group_of(a) * a.queries, columns = round_up(a.depth, kLanes);
-      s.few = {(int)columns,
-               arena->take<float>(rows * columns),
-               arena->take<float>(rows * kBlock),
-               arena->take<float>(rows * value_width),
-               arena->take<float>(rows),
-               arena->take<float>(rows),
-               arena->take<float>(rows)};
-      s.total = take_part(a.keys > kStretch ? rows : 0, arena);
+      const int64_t rows = group_of(a) * a.seqlen_q, columns = round_up(a.head_dim, kLanes);
+      s.few.width = (int)columns;
+      s.few.query = arena->take<float>(rows * columns);
+      s.few.score = arena->take<float>(rows * kBlockN);
+      s.few.out = arena->take<float>(rows * value_width);
+      s.few.row_max = arena->take<float>(rows);
+      s.few.rescale = arena->take<float>(rows);
+      s.few.row_sum = arena->take<float>(rows);
+      s.total = take_partial(a.seqlen_k > kChunk ? rows : 0, arena);
       return s;
     }
-    s.score = arena->take<float>(kBlock * kPanel);
-    s.rows = arena->take<Unit>(kPanel * width);
-    s.key = arena->take<Unit>(in_place ? 0 : kBlock * width);
-    s.value = arena->take<Unit>(kBlock * value_width);
-    s.pairs = arena->take<Unit>(kTiles<Unit> ? kBlock / 2 * value_width : 0);
-    s.factor = arena->take<float>(kPanel);
-    s.out = arena->take<float>(kPanel * value_width);
+    s.score = arena->take<float>(kBlockN * kBlockM);
+    s.rows = arena->take<Unit>(kBlockM * width);
+    s.key = arena->take<Unit>(in_place ? 0 : kBlockN * width);
+    s.value = arena->take<Unit>(kBlockN * value_width);
+    s.pairs = arena->take<Unit>(kUsesAmx<Unit> ? kBlockN / 2 * value_width : 0);
+    s.rescale = arena->take<float>(kBlockM);
+    s.out = arena->take<float>(kBlockM * value_width);
     s.mask = MaskBuffers(a, arena);
-    for (Panel& p : s.panel)
-      p = {arena->take<Unit>(kPanel * width), arena->take<float>(kPanel * value_width), arena->take<float>(kPanel),
-           arena->take<float>(kPanel)};
-    s.total = take_part(a.keys > kStretch ? kTaskPanels * kPanel : 0, arena);
+    for (Panel& p : s.panel) {
+      p.query = arena->take<Unit>(kBlockM * width);
+      p.out = arena->take<float>(kBlockM * value_width);
+      p.row_max = arena->take<float>(kBlockM);
+      p.row_sum = arena->take<float>(kBlockM);
+    }
+    s.total = take_partial(a.seqlen_k > kChunk ? kTaskPanels * kBlockM : 0, arena);
     return s;
   }
 
   void start(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch, const Panel& panel) const {
-    const int count = (int)smaller((int64_t)kPanel, s.queries - query), padded = (int)round_up(count, kLanes);
+    const int count = (int)min(kBlockM, s.seqlen_q - query), padded = (int)round_up(count, kLanes);
     const T* from = row_pointer<T>(a.query, s.index, head, s.first_query + query);
     const int64_t stride = a.query.row * (int64_t)sizeof(T);
     if (in_place && count == padded && depth == width && stride % (int64_t)sizeof(Unit) == 0)
-      return transpose((const Unit*)from, stride / (int64_t)sizeof(Unit), padded, width, panel.query, kPanel);
+      return transpose((const Unit*)from, stride / (int64_t)sizeof(Unit), padded, width, panel.query, kBlockM);
     for (int i = 0; i < padded; ++i) {
       Unit* row = scratch.rows + i * width;
       if (i < count)
-        pack_row(from + i * a.query.row, a.depth, row, width);
+        pack_row(from + i * a.query.row, a.head_dim, row, width);
       else
         clear_row(row, width);
     }
-    transpose(scratch.rows, width, padded, width, panel.query, kPanel);
+    transpose(scratch.rows, width, padded, width, panel.query, kBlockM);
   }
 
-  // The output is not touched: the first tile writes it.
+  // The first tile writes the output.
   void clear(const Panel& panel) const {
-    clear_row(panel.sum, kPanel);
-    for (int i = 0; i < kPanel; ++i) panel.reference[i] = -kInfinity;
+    clear_row(panel.row_sum, kBlockM);
+    for (int i = 0; i < kBlockM; ++i) panel.row_max[i] = -kInfinity;
   }
 
   Matrix pack_key(const Sequence& s, int64_t head, int64_t key, int keys, const Scratch& scratch) const {
     const T* from = row_pointer<T>(a.key, s.index, head, s.first_key + key);
     if (in_place) return {(const char*)from, a.key.row * (int64_t)sizeof(T)};
-    for (int j = 0; j < keys; ++j) pack_row(from + j * a.key.row, a.depth, scratch.key + j * width, width);
+    for (int j = 0; j < keys; ++j) pack_row(from + j * a.key.row, a.head_dim, scratch.key + j * width, width);
     return {(const char*)scratch.key, width * 4};
   }
 
-  // Keys that are hidden from all queries may hold anything, and 0 times anything is not 0: they become 0.
-  Matrix pack_value(const Sequence& s, int64_t head, int64_t key_head, int64_t key, int keys,
+  // Values of keys that no query sees become 0: they may hold NaN, and 0 * NaN is NaN.
+  Matrix pack_value(const Sequence& s, int64_t head, int64_t kv_head, int64_t key, int keys,
                     const Scratch& scratch) const {
-    const T* from = row_pointer<T>(a.value, s.index, key_head, s.first_key + key);
-    const uint8_t* seen = mask.seen_keys(a, s, head, head + 1, key, keys, scratch.mask.visible);
+    const T* from = row_pointer<T>(a.value, s.index, kv_head, s.first_key + key);
+    const uint8_t* visible = mask.visible_keys(a, s, head, head + 1, key, keys, scratch.mask.keys);
     if constexpr (kPairs) {
-      pack_left(from, a.value.row, keys, a.value_depth, scratch.value, value_width, seen, scratch.pairs);
-      if (!kColumns) return {(const char*)scratch.value, kBlock / 2 * sizeof(Unit)};
+      pack_left(from, a.value.row, keys, a.value_head_dim, scratch.value, value_width, visible, scratch.pairs);
+      if (!kColumns) return {(const char*)scratch.value, kBlockN / 2 * sizeof(Unit)};
     } else {
-      if (UnitOf<T>::in_memory && !seen) return {(const char*)from, a.value.row * (int64_t)sizeof(T)};
+      if (UnitOf<T>::in_memory && !visible) return {(const char*)from, a.value.row * (int64_t)sizeof(T)};
       for (int j = 0; j < keys; ++j) {
-        if (!seen || seen[j])
-          pack_row(from + j * a.value.row, a.value_depth, scratch.value + j * value_width, value_width);
+        if (!visible || visible[j])
+          pack_row(from + j * a.value.row, a.value_head_dim, scratch.value + j * value_width, value_width);
         else
           clear_row(scratch.value + j * value_width, value_width);
       }
@@ -179,325 +184,330 @@ struct Forward {
     return {(const char*)scratch.value, value_width * 4};
   }
 
-  // Scores to exp(score - reference), as units, with the new reference; *factor is what the old sums are worth.
+  // Online softmax: scores become exp(score - row_max), as units; `rescale` is exp(old row_max - new row_max).
   template <bool dropout>
   FASTATTN_INLINE void softmax(const Tile& t, const Scratch& scratch, const Panel& panel) const {
     const uint64_t* kept = scratch.mask.kept;
     for (int v = 0; v < t.vectors; ++v) {
       float* score = scratch.score + v * kLanes;
-      const vf before = load(panel.reference + v * kLanes);
-      vf top[4] = {before, before, before, before};
+      const vf old_max = load(panel.row_max + v * kLanes);
+      vf top[4] = {old_max, old_max, old_max, old_max};
       int j = 0;
       for (; j + 4 <= t.keys; j += 4)
-        for (int i = 0; i < 4; ++i) top[i] = max(load(score + (j + i) * kPanel), top[i]);
-      for (; j < t.keys; ++j) top[0] = max(load(score + j * kPanel), top[0]);
+        for (int i = 0; i < 4; ++i) top[i] = max(load(score + (j + i) * kBlockM), top[i]);
+      for (; j < t.keys; ++j) top[0] = max(load(score + j * kBlockM), top[0]);
       top[0] = max(max(top[0], top[1]), max(top[2], top[3]));
-      store(panel.reference + v * kLanes, top[0]);
-      // A query that has seen no key yet is measured from 0.
-      const vf reference = select(top[0] == splat(-kInfinity), vf{}, top[0]);
-      const vf factor = exp2((before - reference) * kLog2e);
-      store(scratch.factor + v * kLanes, factor);
+      store(panel.row_max + v * kLanes, top[0]);
+      // Finite for a query that has seen no key yet.
+      const vf row_max = select(top[0] == splat(-kInfinity), vf{}, top[0]);
+      const vf rescale = exp2((old_max - row_max) * kLog2e);
+      store(scratch.rescale + v * kLanes, rescale);
       vf sum[2] = {};
       const auto probability = [&](int key, vf* total) {
-        const vf p = exp2((load(score + key * kPanel) - reference) * kLog2e);
+        const vf p = exp2((load(score + key * kBlockM) - row_max) * kLog2e);
         *total += p;
         return dropout ? keep_bits((uint32_t)(kept[key] >> (v * kLanes)) & first_lanes(kLanes), p) : p;
       };
       for (j = 0; j + 2 <= t.keys; j += 2) {
         const vf even = probability(j, &sum[0]), odd = probability(j + 1, &sum[1]);
         if constexpr (kPairs) {
-          store(score + j / 2 * kPanel, make_pairs(even, odd, Unit{}));
+          store(score + j / 2 * kBlockM, make_pairs(even, odd, Unit{}));
         } else {
-          store(score + j * kPanel, even);
-          store(score + (j + 1) * kPanel, odd);
+          store(score + j * kBlockM, even);
+          store(score + (j + 1) * kBlockM, odd);
         }
       }
       if (j < t.keys) {
         const vf last = probability(j, &sum[0]);
         if constexpr (kPairs)
-          store(score + j / 2 * kPanel, make_pairs(last, vf{}, Unit{}));
+          store(score + j / 2 * kBlockM, make_pairs(last, vf{}, Unit{}));
         else
-          store(score + j * kPanel, last);
+          store(score + j * kBlockM, last);
       }
-      for (int k = units_of<Unit>(t.keys); k < terms_of<Unit>(t.keys); ++k) store(score + k * kPanel, vf{});
-      store(panel.sum + v * kLanes, fma(load(panel.sum + v * kLanes), factor, sum[0] + sum[1]));
+      for (int k = units_of<Unit>(t.keys); k < depth_of<Unit>(t.keys); ++k) store(score + k * kBlockM, vf{});
+      store(panel.row_sum + v * kLanes, fma(load(panel.row_sum + v * kLanes), rescale, sum[0] + sum[1]));
     }
   }
 
-  // Of the task `index`, where it is one of many short ones.
-  Ahead ahead(int64_t index) const {
-    Ahead next;
-    constexpr int64_t kMost = 128 << 10;
-    const int64_t key_row = a.depth * (int64_t)sizeof(T), value_row = a.value_depth * (int64_t)sizeof(T);
-    if (index >= tasks || blocks > 1 || splits > 1 || a.keys * (key_row + value_row) > kMost) return next;
-    const int64_t head = index % a.heads, key_head = head / group_of(a);
-    const Sequence s = find_sequence(a, index / a.heads);
-    if (s.queries <= 0 || s.keys <= 0) return next;
+  // For the task `index`, where it is one of many short ones.
+  Prefetcher ahead(int64_t index) const {
+    Prefetcher next;
+    constexpr int64_t kMaxBytes = 128 << 10;
+    const int64_t key_row = a.head_dim * (int64_t)sizeof(T), value_row = a.value_head_dim * (int64_t)sizeof(T);
+    if (index >= tasks || blocks > 1 || num_splits > 1 || a.seqlen_k * (key_row + value_row) > kMaxBytes) return next;
+    const int64_t head = index % a.num_heads, kv_head = head / group_of(a);
+    const Sequence s = find_sequence(a, index / a.num_heads);
+    if (s.seqlen_q <= 0 || s.length() <= 0) return next;
     const auto of = [&](const Heads& heads, int64_t h, int64_t first, int64_t rows, int64_t bytes) {
       const char* data = (const char*)row_pointer<T>(heads, s.index, h, first);
       const int64_t stride = heads.row * (int64_t)sizeof(T);
-      return stride == bytes ? Ahead::Operand{data, 0, 1, rows * bytes} : Ahead::Operand{data, stride, rows, bytes};
+      return stride == bytes ? Prefetcher::Operand{data, 0, 1, rows * bytes}
+                             : Prefetcher::Operand{data, stride, rows, bytes};
     };
-    next.operand[3] = of(a.query, head, s.first_query, s.queries, key_row);
-    next.operand[2] = of(a.key, key_head, s.first_key, s.keys, key_row);
-    next.operand[1] = of(a.value, key_head, s.first_key, s.keys, value_row);
-    next.operand[0] = of(a.out, head, s.first_query, s.queries, value_row);
+    next.operand[3] = of(a.query, head, s.first_query, s.seqlen_q, key_row);
+    next.operand[2] = of(a.key, kv_head, s.first_key, s.length(), key_row);
+    next.operand[1] = of(a.value, kv_head, s.first_key, s.length(), value_row);
+    next.operand[0] = of(a.out, head, s.first_query, s.seqlen_q, value_row);
     next.left = 4;
     return next;
   }
 
-  // product(first row, rows) for all rows, a few at a time while there is something to fetch between them.
-  template <class Product>
-  FASTATTN_INLINE void fetching(Ahead* next, int rows, const Product& product) const {
-    constexpr int kRows = kTiles<Unit> ? 2 * kLanes : 2 * kMicroRows, kLines = 96;
+  // multiply_rows(first row, rows) for all rows, a few at a time while there is something to prefetch between them.
+  template <class MultiplyRows>
+  FASTATTN_INLINE void interleave_prefetch(Prefetcher* next, int rows, const MultiplyRows& multiply_rows) const {
+    constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : 2 * kMicroRows, kLines = 96;
     for (int row = 0, count; row < rows; row += count) {
-      next->fetch(kLines);
-      count = next->left ? smaller(kRows, rows - row) : rows - row;
-      product(row, count);
+      next->prefetch(kLines);
+      count = next->left ? min(kRows, rows - row) : rows - row;
+      multiply_rows(row, count);
     }
   }
 
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
-            const Panel& panel, bool first, Ahead* next) const {
-    fetching(next, t.keys, [&](int row, int rows) {
-      product<Unit, false, Start::zero>(t.vectors, rows, depth, key.data + row * key.stride, key.stride, panel.query,
-                                        kPanel, scratch.score + row * kPanel, kPanel, nullptr, a.scale);
+            const Panel& panel, bool first, Prefetcher* next) const {
+    interleave_prefetch(next, t.keys, [&](int row, int rows) {
+      multiply<false, Beta::zero>(t.vectors, Product<Unit>{.rows = rows,
+                                                           .depth = depth,
+                                                           .a = {key.data + row * key.stride, key.stride},
+                                                           .b = panel.query,
+                                                           .b_stride = kBlockM,
+                                                           .c = scratch.score + row * kBlockM,
+                                                           .c_stride = kBlockM,
+                                                           .alpha = a.scale});
     });
-    if (!t.whole(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    if (!t.full(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
       softmax<true>(t, scratch, panel);
     } else {
       softmax<false>(t, scratch, panel);
     }
-    const int terms = terms_of<Unit>(t.keys);
-    const Unit* probability = (const Unit*)scratch.score;
-    fetching(next, kColumns ? a.value_depth : value_width, [&](int row, int rows) {
-      const char* left = value.data + row * (kColumns ? (int64_t)sizeof(Unit) : value.stride);
-      float* out = panel.out + row * kPanel;
+    interleave_prefetch(next, kColumns ? a.value_head_dim : value_width, [&](int row, int rows) {
+      const Product<Unit> p = {
+          .rows = rows,
+          .depth = depth_of<Unit>(t.keys),
+          .a = {value.data + row * (kColumns ? (int64_t)sizeof(Unit) : value.stride), value.stride},
+          .b = (const Unit*)scratch.score,
+          .b_stride = kBlockM,
+          .c = panel.out + row * kBlockM,
+          .c_stride = kBlockM,
+          .beta = scratch.rescale};
       if (first)
-        product<Unit, kColumns, Start::zero>(t.vectors, rows, terms, left, value.stride, probability, kPanel, out,
-                                             kPanel, nullptr, 1.0f);
+        multiply<kColumns, Beta::zero>(t.vectors, p);
       else
-        product<Unit, kColumns, Start::factor>(t.vectors, rows, terms, left, value.stride, probability, kPanel, out,
-                                               kPanel, scratch.factor, 1.0f);
+        multiply<kColumns, Beta::vector>(t.vectors, p);
     });
   }
 
-  void write_statistics(int64_t row, float reference, float sum) const {
-    if (a.lse) a.lse[row] = sum == 0 ? -kInfinity : reference + logf(sum);
-    if (!a.sum) return;
-    a.reference[row] = sum == 0 ? 0 : reference;
-    a.sum[row] = sum;
+  void write_stats(int64_t row, float row_max, float row_sum) const {
+    if (!a.lse) return;
+    a.lse[row] = row_sum == 0 ? -kInfinity : row_max + logf(row_sum);
+    a.row_max[row] = row_sum == 0 ? 0 : row_max;
+    a.row_sum[row] = row_sum;
   }
 
-  // What the output is multiplied by: it is 0 where there was nothing to see, and hidden keys may have left anything.
-  static vf scaled(vf out, vf sum, vf factor) { return select(sum == vf{}, vf{}, out * factor); }
+  // A row that sees nothing is 0, whatever the accumulator holds.
+  static vf normalised(vf out, vf row_sum, vf factor) { return select(row_sum == vf{}, vf{}, out * factor); }
 
-  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float reference, float sum) const {
+  void write(const Sequence& s, int64_t head, int64_t query, const float* out, float row_max, float row_sum) const {
     T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
-    const vf factor = splat(dropout_scale(a.threshold) / sum);
-    for (int d = 0; d < a.value_depth; d += kLanes) {
-      const vf x = scaled(load(out + d), splat(sum), factor);
-      if (d + kLanes <= a.value_depth)
-        store(to + d, x);
-      else
-        store(to + d, x, a.value_depth - d);
-    }
-    write_statistics(row_offset(a, s, head, query), reference, sum);
+    const vf factor = splat(dropout_scale(a.threshold) / row_sum);
+    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
+      store_lanes(to + d, normalised(load(out + d), splat(row_sum), factor), lanes);
+    });
+    write_stats(stats_offset(a, s, head, query), row_max, row_sum);
   }
 
   void write(const Sequence& s, int64_t head, int64_t query, int count, const Panel& panel) const {
     for (int first = 0; first < count; first += kLanes) {
-      const vf sum = load(panel.sum + first), factor = dropout_scale(a.threshold) / sum;
+      const vf row_sum = load(panel.row_sum + first), factor = dropout_scale(a.threshold) / row_sum;
       T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query + first);
-      for (int d = 0; d < a.value_depth; d += kLanes, to += kLanes) {
+      for (int d = 0; d < a.value_head_dim; d += kLanes, to += kLanes) {
         vf x[kLanes];
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) x[i] = scaled(load(panel.out + (d + i) * kPanel + first), sum, factor);
+        for (int i = 0; i < kLanes; ++i)
+          x[i] = normalised(load(panel.out + (d + i) * kBlockM + first), row_sum, factor);
         transpose(x);
-        if (first + kLanes <= count && d + kLanes <= a.value_depth) {
+        if (first + kLanes <= count && d + kLanes <= a.value_head_dim) {
 #pragma GCC unroll 16
           for (int i = 0; i < kLanes; ++i) store(to + i * a.out.row, x[i]);
           continue;
         }
-        for (int i = 0; i < smaller(kLanes, count - first); ++i)
-          store(to + i * a.out.row, x[i], smaller(kLanes, a.value_depth - d));
+        for (int i = 0; i < min(kLanes, count - first); ++i)
+          store(to + i * a.out.row, x[i], min(kLanes, a.value_head_dim - d));
       }
     }
     for (int i = 0; i < count; ++i)
-      write_statistics(row_offset(a, s, head, query + i), panel.reference[i], panel.sum[i]);
+      write_stats(stats_offset(a, s, head, query + i), panel.row_max[i], panel.row_sum[i]);
   }
 
-  // Adds a part of row `row` to what there is of it; the first is what there is. Rows that have seen nothing, of sum 0,
-  // may hold anything.
-  void add(const Part& total, int64_t row, bool first, const float* out, float reference, float sum) const {
+  // Merge a partial result into row `row`; the first one is copied. The accumulators of rows that have seen nothing, of
+  // row_sum 0, may hold anything.
+  void merge(const Partial& total, int64_t row, bool first, const float* out, float row_max, float row_sum) const {
     float* to = total.out + row * value_width;
-    if (first || total.sum[row] == 0) {
+    if (first || total.row_sum[row] == 0) {
       memcpy(to, out, (size_t)value_width * sizeof(float));
-      total.reference[row] = reference;
-      total.sum[row] = sum;
-    } else if (sum != 0) {
-      const float after = fmaxf(total.reference[row], reference);
-      const float before = expf(total.reference[row] - after), factor = expf(reference - after);
+      total.row_max[row] = row_max;
+      total.row_sum[row] = row_sum;
+    } else if (row_sum != 0) {
+      const float new_max = fmaxf(total.row_max[row], row_max);
+      const float rescale = expf(total.row_max[row] - new_max), factor = expf(row_max - new_max);
       for (int i = 0; i < value_width; i += kLanes)
-        store(to + i, fma(load(to + i), splat(before), load(out + i) * factor));
-      total.reference[row] = after;
-      total.sum[row] = total.sum[row] * before + sum * factor;
+        store(to + i, fma(load(to + i), splat(rescale), load(out + i) * factor));
+      total.row_max[row] = new_max;
+      total.row_sum[row] = total.row_sum[row] * rescale + row_sum * factor;
     }
   }
 
-  int64_t part_row(const Sequence& s, int64_t split, int64_t head, int64_t query) const {
-    return ((split * a.batch + s.index) * a.heads + head) * a.queries + query;
+  int64_t partial_row(const Sequence& s, int64_t split, int64_t head, int64_t query) const {
+    return ((split * a.batch + s.index) * a.num_heads + head) * a.seqlen_q + query;
   }
 
-  // What a stretch of keys gives for the task's row `row`.
-  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, const Part& total,
-           int64_t row, const float* out, float reference, float sum) const {
+  // The result of a chunk of keys for row `row` of the task.
+  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, const Partial& total,
+           int64_t row, const float* out, float row_max, float row_sum) const {
     if (!first || !last) {
-      add(total, row, first, out, reference, sum);
-      out = total.out + row * value_width, reference = total.reference[row], sum = total.sum[row];
+      merge(total, row, first, out, row_max, row_sum);
+      out = total.out + row * value_width, row_max = total.row_max[row], row_sum = total.row_sum[row];
     }
     if (!last) return;
-    if (splits == 1) return write(s, head, query, out, reference, sum);
-    add(parts, part_row(s, split, head, query), true, out, reference, sum);
+    if (num_splits == 1) return write(s, head, query, out, row_max, row_sum);
+    merge(partials, partial_row(s, split, head, query), true, out, row_max, row_sum);
   }
 
   void finish(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, int64_t row,
               const Scratch& scratch, const Panel& panel) const {
-    const int count = (int)smaller((int64_t)kPanel, s.queries - query);
-    if (first && last && splits == 1) return write(s, head, query, count, panel);
-    transpose(panel.out, kPanel, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
+    const int count = (int)min(kBlockM, s.seqlen_q - query);
+    if (first && last && num_splits == 1) return write(s, head, query, count, panel);
+    transpose(panel.out, kBlockM, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
     for (int i = 0; i < count; ++i)
       put(s, head, query + i, split, first, last, scratch.total, row + i, scratch.out + i * value_width,
-          panel.reference[i], panel.sum[i]);
+          panel.row_max[i], panel.row_sum[i]);
   }
 
   void task(int64_t index, const Scratch& scratch) const {
-    Ahead next = ahead(index + 1);
-    const int64_t split = index % splits, block = blocks - 1 - index / splits % blocks;  // causal: the longest first
-    const int64_t head = index / splits / blocks % a.heads, key_head = head / group_of(a);
-    const Sequence s = find_sequence(a, index / splits / blocks / a.heads);
+    Prefetcher next = ahead(index + 1);
+    const int64_t split = index % num_splits,
+                  block = blocks - 1 - index / num_splits % blocks;  // of a causal mask the longest first
+    const int64_t head = index / num_splits / blocks % a.num_heads, kv_head = head / group_of(a);
+    const Sequence s = find_sequence(a, index / num_splits / blocks / a.num_heads);
     const int64_t first = block * task_queries;
-    const int panels = (int)divide_up(smaller(task_queries, s.queries - first), kPanel);
+    const int panels = (int)ceil_div(min(task_queries, s.seqlen_q - first), kBlockM);
     if (panels <= 0) return;
-    for (int p = 0; p < panels; ++p) start(s, head, first + p * kPanel, scratch, scratch.panel[p]);
-    const int64_t last = smaller(s.queries, first + task_queries) - 1;
-    const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
-    const int64_t begin = greater(begin_of_keys(a, s, first) / kBlock * kBlock, split * range);
-    const int64_t end = smaller(end_of_keys(a, s, last), (split + 1) * range);
-    bool last_stretch = false;
-    for (int64_t stretch = begin; !last_stretch; stretch += kStretch) {
-      last_stretch = stretch + kStretch >= end;
+    for (int p = 0; p < panels; ++p) start(s, head, first + p * kBlockM, scratch, scratch.panel[p]);
+    const int64_t last = min(s.seqlen_q, first + task_queries) - 1;
+    const int64_t range = round_up(ceil_div(a.seqlen_k, num_splits), kBlockN);
+    const int64_t begin = max(s.begin(first) / kBlockN * kBlockN, split * range);
+    const int64_t end = min(s.end(last), (split + 1) * range);
+    bool last_chunk = false;
+    for (int64_t chunk = begin; !last_chunk; chunk += kChunk) {
+      last_chunk = chunk + kChunk >= end;
       bool started[kTaskPanels] = {};
       for (int p = 0; p < panels; ++p) clear(scratch.panel[p]);
-      for (int64_t key = stretch; key < smaller(end, stretch + kStretch); key += kBlock) {
+      for (int64_t key = chunk; key < min(end, chunk + kChunk); key += kBlockN) {
         int keys = 0;
         for (int p = 0; p < panels; ++p) {
-          const Tile t(a, s, mask, head, first + p * kPanel, key);
-          if (!t.empty()) keys = greater(keys, t.keys);
+          const Tile t(a, s, mask, head, first + p * kBlockM, key);
+          if (!t.empty()) keys = max(keys, t.keys);
         }
         if (keys == 0) continue;
-        const Matrix packed_key = pack_key(s, key_head, key, keys, scratch);
-        const Matrix packed_value = pack_value(s, head, key_head, key, keys, scratch);
+        const Matrix packed_key = pack_key(s, kv_head, key, keys, scratch);
+        const Matrix packed_value = pack_value(s, head, kv_head, key, keys, scratch);
         for (int p = 0; p < panels; ++p) {
-          const Tile t(a, s, mask, head, first + p * kPanel, key);
+          const Tile t(a, s, mask, head, first + p * kBlockM, key);
           if (t.empty()) continue;
           step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p], !started[p], &next);
           started[p] = true;
         }
       }
       for (int p = 0; p < panels; ++p)
-        finish(s, head, first + p * kPanel, split, stretch == begin, last_stretch, p * kPanel, scratch,
-               scratch.panel[p]);
+        finish(s, head, first + p * kBlockM, split, chunk == begin, last_chunk, p * kBlockM, scratch, scratch.panel[p]);
     }
   }
 
-  // ---- few queries ----
-
-  // Scores of row r and the keys [key, key + keys) to exp(score - reference), as softmax does.
+  // Online softmax of row r and the keys [key, key + keys).
   void few_softmax(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
                    const FewRows& few) const {
-    float* score = few.score + r * kBlock;
+    float* score = few.score + r * kBlockN;
     mask_row(a, s, head, query, key, keys, score);
-    const float before = few.reference[r];
-    vf top = splat(before);
+    const float old_max = few.row_max[r];
+    vf top = splat(old_max);
     for (int j = 0; j < keys; j += kLanes)
-      top = max(select_bits(first_lanes(smaller(kLanes, keys - j)), load(score + j), splat(-kInfinity)), top);
-    const float after = max(top), zero = after == -kInfinity ? 0.0f : after;
+      top = max(select_bits(first_lanes(min(kLanes, keys - j)), load(score + j), splat(-kInfinity)), top);
+    const float new_max = max(top), row_max = new_max == -kInfinity ? 0.0f : new_max;
     vf total = {};
     for (int j = 0; j < keys; j += kLanes) {
-      vf p = exp2((load(score + j) - zero) * kLog2e);
-      p = keep_bits(first_lanes(smaller(kLanes, keys - j)), p);
+      vf p = exp2((load(score + j) - row_max) * kLog2e);
+      p = keep_bits(first_lanes(min(kLanes, keys - j)), p);
       store(score + j, p);
       total += p;
     }
-    few.factor[r] = exp2((splat(before) - zero) * kLog2e)[0];
-    few.reference[r] = after;
-    few.sum[r] = few.sum[r] * few.factor[r] + fastattn::sum(total);
+    few.rescale[r] = exp2((splat(old_max) - row_max) * kLog2e)[0];
+    few.row_max[r] = new_max;
+    few.row_sum[r] = few.row_sum[r] * few.rescale[r] + sum(total);
   }
 
-  // All queries of the heads that share a key head; a block of keys serves them all while it is in cache.
+  // All queries of the heads that share a key/value head: each block of keys is read once.
   void few_task(int64_t index, const Scratch& scratch) const {
-    const int64_t split = index % splits, key_head = index / splits % a.key_heads, group = group_of(a);
-    const Sequence s = find_sequence(a, index / splits / a.key_heads);
+    const int64_t split = index % num_splits, kv_head = index / num_splits % a.num_kv_heads, group = group_of(a);
+    const Sequence s = find_sequence(a, index / num_splits / a.num_kv_heads);
     const FewRows& few = scratch.few;
-    const int rows = (int)(group * s.queries);
+    const int rows = (int)(group * s.seqlen_q);
     for (int r = 0; r < rows; ++r) {
-      const int64_t head = key_head * group + r / s.queries, query = r % s.queries;
-      pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.depth, few.query + r * few.width,
+      const int64_t head = kv_head * group + r / s.seqlen_q, query = r % s.seqlen_q;
+      pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.head_dim, few.query + r * few.width,
                few.width);
     }
-    const int64_t range = round_up(divide_up(a.keys, splits), kBlock);
-    const int64_t begin = split * range, end = smaller(begin + range, s.keys);
-    const int64_t first = begin_of_keys(a, s, 0), last = smaller(end, end_of_keys(a, s, s.queries - 1));
-    bool last_stretch = false;
-    for (int64_t stretch = begin; !last_stretch; stretch += kStretch) {
-      last_stretch = stretch + kStretch >= end;
+    const int64_t range = round_up(ceil_div(a.seqlen_k, num_splits), kBlockN);
+    const int64_t begin = split * range, end = min(begin + range, s.length());
+    const int64_t first = s.begin(0), last = min(end, s.end(s.seqlen_q - 1));
+    bool last_chunk = false;
+    for (int64_t chunk = begin; !last_chunk; chunk += kChunk) {
+      last_chunk = chunk + kChunk >= end;
       for (int r = 0; r < rows; ++r) {
         clear_row(few.out + r * value_width, value_width);
-        few.reference[r] = -kInfinity;
-        few.sum[r] = 0;
+        few.row_max[r] = -kInfinity;
+        few.row_sum[r] = 0;
       }
-      for (int64_t block = stretch; block < smaller(last, stretch + kStretch); block += kBlock) {
-        if (block + kBlock <= first) continue;
-        const int64_t key = greater(block, first);
-        const int keys = (int)(smaller(block + kBlock, last) - key), ahead = rows_ahead(key, last);
-        row_products(rows, few.query, few.width, row_pointer<T>(a.key, s.index, key_head, s.first_key + key), a.key.row,
-                     keys, a.depth, a.scale, ahead, few.score);
+      for (int64_t block = chunk; block < min(last, chunk + kChunk); block += kBlockN) {
+        if (block + kBlockN <= first) continue;
+        const int64_t key = max(block, first);
+        const int keys = (int)(min(block + kBlockN, last) - key), ahead = rows_ahead(key, last);
+        row_products(rows, few.query, few.width, row_pointer<T>(a.key, s.index, kv_head, s.first_key + key), a.key.row,
+                     keys, a.head_dim, a.scale, ahead, few.score);
         for (int r = 0; r < rows; ++r)
-          few_softmax(s, key_head * group + r / s.queries, r % s.queries, key, keys, r, few);
-        add_rows(rows, few.score, row_pointer<T>(a.value, s.index, key_head, s.first_key + key), a.value.row, keys,
-                 a.value_depth, few.factor, ahead, few.out, value_width);
+          few_softmax(s, kv_head * group + r / s.seqlen_q, r % s.seqlen_q, key, keys, r, few);
+        add_rows(rows, few.score, row_pointer<T>(a.value, s.index, kv_head, s.first_key + key), a.value.row, keys,
+                 a.value_head_dim, few.rescale, ahead, few.out, value_width);
       }
       for (int r = 0; r < rows; ++r)
-        put(s, key_head * group + r / s.queries, r % s.queries, split, stretch == begin, last_stretch, scratch.total, r,
-            few.out + r * value_width, few.reference[r], few.sum[r]);
+        put(s, kv_head * group + r / s.seqlen_q, r % s.seqlen_q, split, chunk == begin, last_chunk, scratch.total, r,
+            few.out + r * value_width, few.row_max[r], few.row_sum[r]);
     }
   }
 
-  // ---- parts ----
-
-  // Adds up the parts of a row, into the first.
-  void merge(int64_t index) const {
-    const Sequence s = find_sequence(a, index / a.queries / a.heads);
-    const int64_t head = index / a.queries % a.heads, query = index % a.queries, total = part_row(s, 0, head, query);
-    if (query >= s.queries) return;
-    for (int64_t split = 1; split < splits; ++split) {
-      const int64_t row = part_row(s, split, head, query);
-      add(parts, total, false, parts.out + row * value_width, parts.reference[row], parts.sum[row]);
+  // Merge the splits of a row into the first.
+  void merge_splits(int64_t index) const {
+    const Sequence s = find_sequence(a, index / a.seqlen_q / a.num_heads);
+    const int64_t head = index / a.seqlen_q % a.num_heads, query = index % a.seqlen_q;
+    if (query >= s.seqlen_q) return;
+    const int64_t total = partial_row(s, 0, head, query);
+    for (int64_t split = 1; split < num_splits; ++split) {
+      const int64_t row = partial_row(s, split, head, query);
+      merge(partials, total, false, partials.out + row * value_width, partials.row_max[row], partials.row_sum[row]);
     }
-    write(s, head, query, parts.out + total * value_width, parts.reference[total], parts.sum[total]);
+    write(s, head, query, partials.out + total * value_width, partials.row_max[total], partials.row_sum[total]);
   }
 };
 
-template <class T>
-int64_t measure(const Attention& a, const Parallel& parallel) {
-  Arena arena = {0};
-  const Forward<T> forward(a, &arena);
-  const int64_t workers = smaller((int64_t)useful_workers(a, parallel, 2), forward.tasks * forward.splits);
-  for (int64_t worker = 0; worker < workers; ++worker) forward.take_scratch(&arena);
-  return (int64_t)arena.at;
+int64_t workspace(const Attention& a, const Parallel& parallel) {
+  return with_type(a.dtype, [&](auto type) {
+    Arena arena = {0};
+    const Forward<decltype(type)> forward(a, &arena);
+    const int64_t workers = min(useful_workers(a, parallel, 2), forward.tasks * forward.num_splits);
+    for (int64_t worker = 0; worker < workers; ++worker) forward.take_scratch(&arena);
+    return (int64_t)arena.at;
+  });
 }
 
 template <class T>
@@ -509,36 +519,24 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
   Arena here = arena;
   forward.take_scratch(&here);
   const uintptr_t size = here.at - arena.at;
-  parallel_for_ranges(parallel, workers, forward.tasks * forward.splits, [&](int64_t index, int worker) {
+  parallel_for(parallel, workers, forward.tasks * forward.num_splits, [&](int64_t index, int worker) {
     Arena own = {arena.at + (uintptr_t)worker * size};
     const auto scratch = forward.take_scratch(&own);
     if (forward.few) return forward.few_task(index, scratch);
-    with_tiles<kTiles<typename UnitOf<T>::Unit>>([&] { forward.task(index, scratch); });
+    with_tiles<kUsesAmx<typename UnitOf<T>::Unit>>([&] { forward.task(index, scratch); });
   });
-  if (forward.splits > 1)
-    parallel_for_ranges(parallel, forward.few ? 1 : workers, a.batch * a.heads * a.queries,
-                        [&](int64_t index, int) { forward.merge(index); });
-}
-
-int64_t measure_any(const Attention& a, const Parallel& parallel) {
-  switch (a.dtype) {
-    case Dtype::float32: return measure<float>(a, parallel);
-    case Dtype::bfloat16: return measure<bfloat16>(a, parallel);
-    default: return measure<float16>(a, parallel);
-  }
+  if (forward.num_splits > 1)
+    parallel_for(parallel, forward.few ? 1 : workers, a.batch * a.num_heads * a.seqlen_q,
+                 [&](int64_t index, int) { forward.merge_splits(index); });
 }
 
 void run_any(const Attention& a, const Parallel& parallel, char* workspace) {
-  switch (a.dtype) {
-    case Dtype::float32: return run<float>(a, parallel, workspace);
-    case Dtype::bfloat16: return run<bfloat16>(a, parallel, workspace);
-    default: return run<float16>(a, parallel, workspace);
-  }
+  with_type(a.dtype, [&](auto type) { run<decltype(type)>(a, parallel, workspace); });
 }
 
 }  // namespace
 
-extern const AttentionKernels FASTATTN_TABLE(attention);
-const AttentionKernels FASTATTN_TABLE(attention) = {&measure_any, &run_any};
+extern const Kernel<Attention> FASTATTN_TABLE(attention);
+const Kernel<Attention> FASTATTN_TABLE(attention) = {&workspace, &run_any};
 
 }  // namespace fastattn

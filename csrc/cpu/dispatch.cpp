@@ -1,4 +1,4 @@
-// Chooses the instruction set at run time. Compiled for the base instruction set, as everything that all machines run.
+// Chooses the instruction set at run time. Compiled for the baseline, as everything that all machines run.
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -22,7 +22,7 @@ struct Available {
                    &limits_##isa, &softmax_dropout_##isa}
     const char* name = getenv("FASTATTN_CPU_ISA");
 #if defined(__x86_64__)
-    // __builtin_cpu_supports asks the operating system's support of the wide registers too.
+    // __builtin_cpu_supports covers the operating system's support of the wide registers.
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() && has_lzcnt() &&
                       __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
@@ -62,8 +62,8 @@ struct Available {
 
   static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // its instructions and the tiles
 
-  // Linux has the tiles' 8 KiB of registers for processes that ask. From then on signal stacks have to hold them, some
-  // 12 KiB; where one is smaller already, it refuses.
+  // Linux grants the tiles' 8 KiB of state to processes that ask. Signal stacks then have to hold some 12 KiB; where
+  // one is smaller already, it refuses.
   static bool may_use_tiles() {
     constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
     return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;

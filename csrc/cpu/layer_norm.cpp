@@ -1,4 +1,4 @@
-// See layer_norm.h.
+// LayerNorm, forward and backward, a row at a time.
 #include <math.h>
 
 #include "kernels.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr int kChunkTiles = 256;
 constexpr int kChunk = kChunkTiles * kTileColumns;
 
-// The keep bits of a block of rows for kChunk columns, which are all of most problems.
+// The keep bits of a block of rows for kChunk columns, all columns of most problems.
 struct KeepChunk {
   uint32_t bits[kTileRows][kChunkTiles];
   int64_t loaded = -1;
@@ -18,16 +18,16 @@ struct KeepChunk {
   template <class Problem>
   FASTATTN_INLINE void load(const Problem& p, const RowBlock& block, int64_t column) {
     if (p.threshold == 0 || loaded == column) return;
-    keep_block(p.seed, p.threshold, block, column / kTileColumns,
-               ceil_div(smaller(p.columns, column + kChunk), kTileColumns), bits[0], kChunkTiles);
+    keep_block(make_seed(p.seed), p.threshold, block, column / kTileColumns,
+               ceil_div(min(p.columns, column + kChunk), kTileColumns), bits[0], kChunkTiles);
     loaded = column;
   }
 };
 
 // ---- forward ----
 
-// The second and third pass over x, the row as it came or in float32. The squares are of centred values, so that a
-// large mean costs no accuracy. What is left of their sum corrects the mean, whose own sum may have been large.
+// The second and third pass over x, the row in its dtype or in float32. Squares of centred values keep their accuracy
+// where the mean is large, and the sum of the centred values corrects the rounding error of the mean.
 template <class X, class T>
 void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, const OutputRow<T>& out) {
   const int64_t columns = p.columns;
@@ -42,7 +42,7 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
         square_parts[k] = fma(d, d, square_parts[k]);
       }
     for (; j < end; j += kLanes) {
-      const int n = (int)smaller(kLanes, end - j);
+      const int n = (int)min(kLanes, end - j);
       const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - about);
       left_parts[0] += d;
       square_parts[0] = fma(d, d, square_parts[0]);
@@ -54,9 +54,9 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
   const float square = (float)(squares / (double)columns);
   const float corrected = square - rest * rest, variance = corrected < 0 ? 0 : corrected;  // NaN stays
   const float scale = 1.0f / sqrtf(variance + p.eps);
-  if (p.mean) p.mean[row] = center, p.rstd[row] = scale;
+  p.mean[row] = center, p.rstd[row] = scale;
 
-  const float *weight = p.weight, *bias = p.bias;
+  const float *weight = (const float*)p.weight, *bias = (const float*)p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
       const vf xhat = (load_lanes(x + j, n) - center) * scale;
@@ -73,7 +73,7 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
 
 constexpr int64_t kConverted = 4096;
 
-// The first pass, for the mean. It leaves rows of 16-bit numbers that fit the nearest cache in float32 for the others.
+// The first pass, for the mean. 16-bit rows that fit the L1 cache stay in float32 for the other passes.
 template <class T>
 void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   float converted[kConverted];
@@ -89,12 +89,11 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     int64_t j = begin;
     for (; j + 4 * kLanes <= end; j += 4 * kLanes)
       for (int k = 0; k < 4; ++k) add(parts[k], j + k * kLanes, kLanes);
-    for (; j < end; j += kLanes) add(parts[0], j, (int)smaller(kLanes, end - j));
+    for (; j < end; j += kLanes) add(parts[0], j, (int)min(kLanes, end - j));
     total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
   });
   const float about = (float)(total / (double)p.columns);
-  const bool in_place = (const void*)x == (const T*)p.out + row * p.columns;  // in cache, then
-  const OutputRow<T> out(p.out, row * p.columns, in_place ? 0 : p.matrices * p.rows * p.columns);
+  const OutputRow<T> out(p.out, row * p.columns, p.matrices * p.rows * p.columns);
   if (convert)
     normalize_around(p, converted, about, row, out);
   else
@@ -130,11 +129,11 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
     const int64_t first = block.z * p.rows + block.first;
     KeepChunk keep;
     for (int64_t column = 0; column < p.columns; column += kChunk) {
-      const int64_t n = smaller(kChunk, p.columns - column);
+      const int64_t n = min(kChunk, p.columns - column);
       keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r) {
         if (!block.has(r)) continue;
-        Sum* sum = (Sum*)(p.sum ? p.sum : p.out) + (first + r) * p.columns;
+        Sum* sum = (Sum*)p.sum + (first + r) * p.columns;
         add_row((const Input*)p.input + (first + r) * p.input_row + column,
                 (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
                 p.threshold > 0 ? keep.bits[r] : nullptr, scale);
@@ -154,30 +153,44 @@ struct Promoted<A, A> {
   typedef A type;
 };
 
-template <class Input>
-void forward_of(const LayerNorm& p, const Parallel& parallel) {
-  if (!p.residual) return normalize<Input>(p, parallel);
-  switch (p.residual_dtype) {
-    case Dtype::float32: return add_and_normalize<Input, float, float>(p, parallel);
-    case Dtype::bfloat16:
-      return add_and_normalize<Input, bfloat16, typename Promoted<Input, bfloat16>::type>(p, parallel);
-    case Dtype::float16: return add_and_normalize<Input, float16, typename Promoted<Input, float16>::type>(p, parallel);
-    case Dtype::boolean: return;
-  }
+int64_t parameter_bytes(const void* values, Dtype dtype, int64_t columns) {
+  return values && dtype != Dtype::float32 ? round_up(columns * 4, 64) : 0;
 }
 
-void forward(const LayerNorm& problem, const Parallel& parallel) {
-  switch (problem.input_dtype) {
-    case Dtype::float32: return forward_of<float>(problem, parallel);
-    case Dtype::bfloat16: return forward_of<bfloat16>(problem, parallel);
-    case Dtype::float16: return forward_of<float16>(problem, parallel);
-    case Dtype::boolean: return;
-  }
+// A weight or bias as float32; other dtypes are converted into the workspace, which moves on.
+const float* as_float32(const void* values, Dtype dtype, int64_t columns, char** workspace) {
+  const int64_t bytes = parameter_bytes(values, dtype, columns);
+  if (bytes == 0) return (const float*)values;
+  float* converted = (float*)*workspace;
+  *workspace += bytes;
+  with_type(dtype, [&](auto type) {
+    const auto* from = (const decltype(type)*)values;
+    for_each_vector(columns, [&](int64_t j, int n) { store_lanes(converted + j, load_lanes(from + j, n), n); });
+  });
+  return converted;
+}
+
+int64_t forward_workspace(const LayerNorm& p, const Parallel&) {
+  return parameter_bytes(p.weight, p.weight_dtype, p.columns) + parameter_bytes(p.bias, p.bias_dtype, p.columns);
+}
+
+void forward(const LayerNorm& problem, const Parallel& parallel, char* workspace) {
+  LayerNorm p = problem;
+  p.weight = as_float32(problem.weight, problem.weight_dtype, p.columns, &workspace);
+  p.bias = as_float32(problem.bias, problem.bias_dtype, p.columns, &workspace);
+  with_type(p.input_dtype, [&](auto input) {
+    using Input = decltype(input);
+    if (!p.residual) return normalize<Input>(p, parallel);
+    with_type(p.residual_dtype, [&](auto residual) {
+      using Residual = decltype(residual);
+      add_and_normalize<Input, Residual, typename Promoted<Input, Residual>::type>(p, parallel);
+    });
+  });
 }
 
 // ---- backward ----
 
-// The sums over rows are made in a fixed number of chunks of row blocks, then added in order: the same bits for every
+// Sums over rows are made in a fixed number of chunks of row blocks, then added in order: deterministic for every
 // number of threads.
 constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768, kFewBlocks = 8;
 
@@ -186,23 +199,23 @@ struct Chunks {
 
   explicit Chunks(const LayerNormBackward& p) : blocks_per_matrix(ceil_div(p.rows, kTileRows)) {
     const int64_t blocks = p.matrices * blocks_per_matrix;
-    const int64_t block_elements = larger(1, smaller(p.rows, kTileRows) * p.columns);
-    // Few blocks of wide rows: parts of them, so that all threads work.
+    const int64_t block_elements = max(1, min(p.rows, kTileRows) * p.columns);
+    // Few blocks of wide rows: split them, so that all threads work.
     int64_t splits = 1;
     while (splits < 8 && blocks * splits < kFewBlocks && block_elements / splits > 8 * kMinChunkElements) splits *= 2;
     part_lines = 8 / splits;
     parts = blocks * splits;
-    per_chunk = larger(1, larger(ceil_div(parts, kMaxChunks), kMinChunkElements / block_elements));
+    per_chunk = max(1, max(ceil_div(parts, kMaxChunks), kMinChunkElements / block_elements));
     count = ceil_div(parts, per_chunk);
   }
 };
 
-// One row: of several at once the loads would interleave, which the processor's prefetching takes badly.
+// One row: interleaved loads of several would defeat the hardware prefetcher.
 template <class T, class Input>
 void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
                   float* bias_sum) {
   const int64_t row = block.z * p.rows + block.first + r, elements = p.matrices * p.rows * p.columns;
-  const float *weight = p.weight, mean = p.mean[row], rstd = p.rstd[row];
+  const float *weight = (const float*)p.weight, mean = p.mean[row], rstd = p.rstd[row];
   const T* dy = (const T*)p.grad_out + row * p.grad_out_row;
   const T* x = (const T*)p.x + row * p.x_row;
   double g_total = 0, gx_total = 0;
@@ -226,11 +239,12 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
   const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
   const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
-  if (p.columns > kChunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // bits that the next row cannot reuse
+  if (p.columns > kChunk)
+    block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row could not reuse the bits
   for (int64_t column = 0; column < p.columns; column += kChunk) {
     keep.load(p, block, column);
     const uint32_t* bits = keep.bits[r];
-    for_each_vector(smaller(kChunk, p.columns - column), [&](int64_t k, int n) {
+    for_each_vector(min(kChunk, p.columns - column), [&](int64_t k, int n) {
       const int64_t j = column + k;
       vf g = load_lanes(dy + j, n);
       if (weight) g *= load_lanes(weight + j, n);
@@ -245,37 +259,30 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   }
 }
 
-template <class T>
-void store_row(const float* values, int64_t count, void* out) {
-  for_each_vector(count, [&](int64_t j, int n) { store_lanes((T*)out + j, load_lanes(values + j, n), n); });
-}
-
 void from_float32(const float* values, Dtype dtype, int64_t count, void* out, int64_t first) {
-  switch (dtype) {
-    case Dtype::float32: return store_row<float>(values, count, (float*)out + first);
-    case Dtype::bfloat16: return store_row<bfloat16>(values, count, (bfloat16*)out + first);
-    case Dtype::float16: return store_row<float16>(values, count, (float16*)out + first);
-    case Dtype::boolean: return;
-  }
+  with_type(dtype, [&](auto type) {
+    auto* to = (decltype(type)*)out + first;
+    for_each_vector(count, [&](int64_t j, int n) { store_lanes(to + j, load_lanes(values + j, n), n); });
+  });
 }
 
-// workspace: for each chunk a row of grad_weight and a row of grad_bias, those that are wanted.
+// workspace: (chunks, 2, columns), a row of grad_weight and of grad_bias, those that are wanted.
 template <class T, class Input>
-void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
+void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* workspace) {
   const Chunks chunks(p);
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
   const int64_t chunk_row = weight_row + bias_row;
   const int workers = useful_workers(parallel, p.matrices * p.rows * p.columns);
-  parallel_for_ranges(parallel, workers, chunks.count, [&](int64_t chunk, int) {
-    float* sums = p.workspace + chunk * chunk_row;
+  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int) {
+    float* sums = workspace + chunk * chunk_row;
     if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
     float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
-    const int64_t end = smaller(chunks.parts, (chunk + 1) * chunks.per_chunk), splits = 8 / chunks.part_lines;
+    const int64_t end = min(chunks.parts, (chunk + 1) * chunks.per_chunk), splits = 8 / chunks.part_lines;
     for (int64_t i = chunk * chunks.per_chunk; i < end; ++i) {
       RowBlock block;
       block.z = i / splits / chunks.blocks_per_matrix;
       block.first = i / splits % chunks.blocks_per_matrix * kTileRows;
-      block.rows = (int)smaller(kTileRows, p.rows - block.first);
+      block.rows = (int)min(kTileRows, p.rows - block.first);
       block.line_begin = (int)(i % splits * chunks.part_lines);
       block.line_end = block.line_begin + (int)chunks.part_lines;
       KeepChunk keep;
@@ -285,69 +292,50 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel) {
     finish_stream();
   });
 
-  constexpr int64_t kStretch = 1024;
+  constexpr int64_t kColumns = 1024;
   if (chunk_row)
-    parallel_for_ranges(parallel, (int)smaller(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
-                        ceil_div(p.columns, kStretch), [&](int64_t stretch, int) {
-                          const int64_t first = stretch * kStretch, count = smaller(kStretch, p.columns - first);
-                          float total[kStretch];
-                          const int64_t part[2] = {0, weight_row};
-                          for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
-                            memset(total, 0, sizeof total);
-                            for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-                              const float* sums = p.workspace + chunk * chunk_row + part[k] + first;
-                              for_each_vector(count, [&](int64_t j, int n) {
-                                store(total + j, load(total + j) + load_lanes(sums + j, n));
-                              });
-                            }
-                            if (k == 0)
-                              from_float32(total, p.weight_dtype, count, p.grad_weight, first);
-                            else
-                              from_float32(total, p.bias_dtype, count, p.grad_bias, first);
-                          }
-                        });
+    parallel_for(parallel, (int)min(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
+                 ceil_div(p.columns, kColumns), [&](int64_t part, int) {
+                   const int64_t first = part * kColumns, count = min(kColumns, p.columns - first);
+                   float total[kColumns];
+                   const int64_t offset[2] = {0, weight_row};
+                   for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
+                     memset(total, 0, sizeof total);
+                     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+                       const float* sums = workspace + chunk * chunk_row + offset[k] + first;
+                       for_each_vector(count, [&](int64_t j, int n) {
+                         store(total + j, load(total + j) + load_lanes(sums + j, n));
+                       });
+                     }
+                     if (k == 0)
+                       from_float32(total, p.grad_weight_dtype, count, p.grad_weight, first);
+                     else
+                       from_float32(total, p.grad_bias_dtype, count, p.grad_bias, first);
+                   }
+                 });
 }
 
-template <class T>
-void backward_dtype(const LayerNormBackward& p, const Parallel& parallel) {
-  switch (p.input_dtype) {
-    case Dtype::float32: return backward_of<T, float>(p, parallel);
-    case Dtype::bfloat16: return backward_of<T, bfloat16>(p, parallel);
-    case Dtype::float16: return backward_of<T, float16>(p, parallel);
-    case Dtype::boolean: return;
-  }
+int64_t sum_bytes(const LayerNormBackward& p) {
+  return round_up(Chunks(p).count * p.columns * ((p.grad_weight != nullptr) + (p.grad_bias != nullptr)) * 4, 64);
 }
 
-void backward(const LayerNormBackward& problem, const Parallel& parallel) {
-  switch (problem.dtype) {
-    case Dtype::float32: return backward_dtype<float>(problem, parallel);
-    case Dtype::bfloat16: return backward_dtype<bfloat16>(problem, parallel);
-    case Dtype::float16: return backward_dtype<float16>(problem, parallel);
-    case Dtype::boolean: return;
-  }
+int64_t backward_workspace(const LayerNormBackward& p, const Parallel&) {
+  return sum_bytes(p) + parameter_bytes(p.weight, p.weight_dtype, p.columns);
 }
 
-int64_t workspace(const LayerNormBackward& p) {
-  return Chunks(p).count * p.columns * ((p.grad_weight != nullptr) + (p.grad_bias != nullptr));
-}
-
-template <class T>
-void load_row(const void* values, int64_t count, float* out) {
-  for_each_vector(count, [&](int64_t j, int n) { store_lanes(out + j, load_lanes((const T*)values + j, n), n); });
-}
-
-void to_float32(const void* values, Dtype dtype, int64_t count, float* out) {
-  switch (dtype) {
-    case Dtype::float32: return load_row<float>(values, count, out);
-    case Dtype::bfloat16: return load_row<bfloat16>(values, count, out);
-    case Dtype::float16: return load_row<float16>(values, count, out);
-    case Dtype::boolean: return;
-  }
+void backward(const LayerNormBackward& problem, const Parallel& parallel, char* workspace) {
+  LayerNormBackward p = problem;
+  char* converted = workspace + sum_bytes(p);
+  p.weight = as_float32(problem.weight, problem.weight_dtype, p.columns, &converted);
+  with_type(p.dtype, [&](auto type) {
+    with_type(p.input_dtype,
+              [&](auto input) { backward_of<decltype(type), decltype(input)>(p, parallel, (float*)workspace); });
+  });
 }
 
 }  // namespace
 
 extern const LayerNormKernels FASTATTN_TABLE(layer_norm);
-const LayerNormKernels FASTATTN_TABLE(layer_norm) = {&forward, &backward, &workspace, &to_float32};
+const LayerNormKernels FASTATTN_TABLE(layer_norm) = {{&forward_workspace, &forward}, {&backward_workspace, &backward}};
 
 }  // namespace fastattn

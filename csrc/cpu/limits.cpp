@@ -1,6 +1,4 @@
-// See limits.h.
-#include "limits.h"
-
+// The arithmetic limit of an instruction set.
 #include "amx.h"
 #include "kernels.h"
 #include "simd.h"
@@ -8,7 +6,7 @@
 namespace fastattn {
 namespace {
 
-// Independent chains. A multiply-add takes 4 or 5 cycles and two start in each, so 10 chains keep the units busy; 12
+// Independent dependency chains: FMA has a latency of 4 or 5 cycles and a throughput of 2, so 10 saturate the units; 12
 // and their operands fit into 16 registers.
 constexpr int kChains = 12;
 
@@ -30,7 +28,7 @@ struct DotPairs {
 using DotPairs = MultiplyAdd;
 #endif
 
-// At least `operations` in rounds of so many.
+// Rounds of `in_one` operations a thread for at least `operations` in all.
 int64_t rounds_of(int64_t operations, int64_t in_one, const Parallel& parallel) {
   return operations / (in_one * parallel.threads) + 1;
 }
@@ -49,7 +47,7 @@ void run(float* sink, int64_t operations, const Parallel& parallel) {
 }
 
 #if defined(__AMX_BF16__)
-// On numbers of all kinds: of zeros the processor multiplies more in a second.
+// On arbitrary numbers: the clock is higher on zeros.
 void run_pairs(float* sink, int64_t operations, const Parallel& parallel) {
   const int64_t rounds = rounds_of(operations, 4 * 2 * 16 * 16 * 32, parallel);
   parallel_for(parallel, parallel.threads, parallel.threads, [&](int64_t task, int) {

@@ -11,35 +11,12 @@ constexpr int64_t kElementsPerTask = 8192;
 constexpr int64_t kStreamedBytes = 8 << 20;
 constexpr uintptr_t kPrefetchDistance = 4096;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 inline int useful_workers(const Parallel& parallel, int64_t elements) {
-  return (int)larger(1, smaller(parallel.threads, elements / kElementsPerWorker));
+  return (int)max(1, min(parallel.threads, elements / kElementsPerWorker));
 }
 
-// Calls body(j, n) for the vectors of the columns [begin, end): n lanes from column j. n is a constant except for the
-// last.
-template <class Body>
-FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
-  int64_t j = begin;
-  for (; j + kLanes <= end; j += kLanes) body(j, kLanes);
-  if (j < end) body(j, (int)(end - j));
-}
-
-template <class Body>
-FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
-  for_each_vector(0, columns, body);
-}
-
-template <class T>
-FASTATTN_INLINE vf load_lanes(const T* p, int n) {
-  return n == kLanes ? load(p) : load(p, n);
-}
-
-// Begins to fetch what lies a page after p, where later rows are: the processor's own prefetching ends with each page,
-// and while a row's other passes run in the caches the memory would wait. An address beyond the operand does no harm.
+// Prefetch a page ahead of p, where later rows are: the hardware prefetcher stops at each page, and memory would idle
+// while a row's other passes hit the caches. An address beyond the operand does no harm.
 FASTATTN_INLINE void prefetch_ahead(const void* p) {
   __builtin_prefetch((const void*)((uintptr_t)p + kPrefetchDistance));
 }
@@ -51,23 +28,15 @@ FASTATTN_INLINE vf load_ahead(const T* p, int n) {
   return load_lanes(p, n);
 }
 
-template <class T>
-FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
-  if (n == kLanes)
-    store(p, x);
-  else
-    store(p, x, n);
-}
-
-// Calls body(begin, end) for parts of [0, columns). A float32 sum over a long row loses what is small beside it, so
-// each part is summed by itself, and the parts' sums are added in float64.
+// Call body(begin, end) for parts of [0, columns). Blocked summation: each part in float32, their sums in float64,
+// which bounds the rounding error of a long row.
 template <class Body>
 FASTATTN_INLINE void for_each_part(int64_t columns, const Body& body) {
   constexpr int64_t kPart = 512;
-  for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, smaller(columns, begin + kPart));
+  for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, min(columns, begin + kPart));
 }
 
-// Where a row of an output goes. Outputs that would push everything else out of the caches are streamed.
+// A row of an output, written with non-temporal stores where the output would evict everything else from the caches.
 template <class T>
 struct OutputRow {
   T* data;
@@ -86,8 +55,8 @@ struct OutputRow {
   }
 };
 
-// Rows first .. first + rows - 1 of matrix z, or a part of them: a task takes the lines [line_begin, line_end), where
-// line l is the pair of rows first + l and first + l + 8, which share their Philox calls.
+// Rows first .. first + rows - 1 of matrix z, or a part of them: the lines [line_begin, line_end), where line l is the
+// rows first + l and first + l + 8, which share their Philox calls.
 struct RowBlock {
   int64_t z, first;
   int rows;
@@ -96,31 +65,31 @@ struct RowBlock {
   bool has(int row) const { return row < rows && row % 8 >= line_begin && row % 8 < line_end; }
 };
 
-// Calls body(block, worker) so that every row of every matrix is in exactly one block.
+// Call body(block, worker) with every row of every matrix in exactly one block.
 template <class Body>
 void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Parallel& parallel, const Body& body) {
   const int64_t blocks = ceil_div(rows, kTileRows);
-  const int64_t block_elements = smaller(rows, kTileRows) * columns;
+  const int64_t block_elements = min(rows, kTileRows) * columns;
   // Narrow rows: several blocks to a task. Wide ones: a block in 2, 4 or 8 tasks.
   int64_t splits = 1;
   while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
   const int64_t lines = 8 / splits, units = matrices * blocks * splits;
-  const int64_t units_per_task = larger(1, kElementsPerTask / larger(1, block_elements));
-  parallel_for_ranges(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
-                      [&](int64_t task, int worker) {
-                        const int64_t end = smaller(units, (task + 1) * units_per_task);
-                        for (int64_t unit = task * units_per_task; unit < end; ++unit) {
-                          const int64_t block = unit / splits;
-                          RowBlock part;
-                          part.z = block / blocks;
-                          part.first = block % blocks * kTileRows;
-                          part.rows = (int)smaller(kTileRows, rows - part.first);
-                          part.line_begin = (int)(unit % splits * lines);
-                          part.line_end = part.line_begin + (int)lines;
-                          if (part.line_begin < part.rows) body(part, worker);
-                        }
-                        finish_stream();
-                      });
+  const int64_t units_per_task = max(1, kElementsPerTask / max(1, block_elements));
+  parallel_for(parallel, useful_workers(parallel, matrices * rows * columns), ceil_div(units, units_per_task),
+               [&](int64_t task, int worker) {
+                 const int64_t end = min(units, (task + 1) * units_per_task);
+                 for (int64_t unit = task * units_per_task; unit < end; ++unit) {
+                   const int64_t block = unit / splits;
+                   RowBlock part;
+                   part.z = block / blocks;
+                   part.first = block % blocks * kTileRows;
+                   part.rows = (int)min(kTileRows, rows - part.first);
+                   part.line_begin = (int)(unit % splits * lines);
+                   part.line_end = part.line_begin + (int)lines;
+                   if (part.line_begin < part.rows) body(part, worker);
+                 }
+                 finish_stream();
+               });
 }
 
 // The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin].
@@ -129,7 +98,7 @@ FASTATTN_INLINE void keep_block(Seed seed, int threshold, const RowBlock& block,
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t bits[kTileRows];
     keep_tile(seed, threshold, (uint32_t)block.z, block.first / kTileRows, tile, block.line_begin,
-              (int)smaller(block.line_end, block.rows), bits);
+              (int)min(block.line_end, block.rows), bits);
     for (int row = 0; row < block.rows; ++row)
       if (block.has(row)) keep[row * stride + tile - tile_begin] = bits[row];
   }

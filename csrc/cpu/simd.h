@@ -62,18 +62,6 @@ FASTATTN_INLINE vf max(vf a, vf b) {
 #endif
 }
 
-FASTATTN_INLINE vf min(vf a, vf b) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#elif defined(__SSE2__)
-  return (vf)_mm_min_ps((__m128)a, (__m128)b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
 FASTATTN_INLINE float sum(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
@@ -218,8 +206,7 @@ FASTATTN_INLINE void store(T* p, vf x) {
   memcpy(p, &h, sizeof h);
 }
 
-// As store(), past the caches, for what is too large to stay in them: p is a multiple of the stored size.
-// The writes become visible with finish_stream().
+// Non-temporal store, for p a multiple of the stored size. finish_stream() is its fence.
 FASTATTN_INLINE void stream(float* p, vf x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)x);
@@ -289,6 +276,32 @@ FASTATTN_INLINE void store(T* p, vf x, int n) {
 #endif
 }
 
+// Call body(j, n) for the vectors of the columns [begin, end): n lanes from column j, a constant but for the remainder.
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
+  int64_t j = begin;
+  for (; j + kLanes <= end; j += kLanes) body(j, kLanes);
+  if (j < end) body(j, (int)(end - j));
+}
+
+template <class Body>
+FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
+  for_each_vector(0, columns, body);
+}
+
+template <class T>
+FASTATTN_INLINE vf load_lanes(const T* p, int n) {
+  return n == kLanes ? load(p) : load(p, n);
+}
+
+template <class T>
+FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
+  if (n == kLanes)
+    store(p, x);
+  else
+    store(p, x, n);
+}
+
 // Bytes as a mask: -1 where not 0.
 FASTATTN_INLINE vi load_nonzero(const uint8_t* p, int n) {
   vb x = {};
@@ -306,6 +319,16 @@ FASTATTN_INLINE void store_scalar(T* p, float x) {
   store(p, splat(x), 1);
 }
 
+// f(T{}) of the floating-point type that a dtype names.
+template <class F>
+FASTATTN_INLINE auto with_type(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::bfloat16: return f(bfloat16{});
+    case Dtype::float16: return f(float16{});
+    default: return f(float{});
+  }
+}
+
 // ---- the exponential: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----
 
 // p * 2^n for integral n in [-127, 127], given as the bits of 1.5 * 2^23 + n; 0 at n = -127.
@@ -314,11 +337,11 @@ FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) { return p * (vf)(((vu)shift
 constexpr float kLog2e = 1.44269504f;
 constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
 
-// 2^x, x <= 127. Relative error below 1.7e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); 2^0 is exactly 1, so that
-// a sum that is rescaled again and again by a maximum that stays does not drift.
+// 2^x, x <= 127. Relative error below 1.7e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); 2^0 is exactly 1: online
+// softmax rescales by it wherever the maximum stays, and must not drift.
 FASTATTN_INLINE vf exp2(vf x) {
 #if defined(__AVX512F__)
-  // Not by a limit of x: results that are not normal numbers, underflow to 0 too, take Intel's processors 100 cycles.
+  // Mask rather than clamp: a subnormal result, or underflow to 0, is a microcode assist of 100 cycles on Intel.
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ);
   const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else

@@ -1,4 +1,4 @@
-// See softmax_dropout.h.
+// Softmax-dropout, forward and backward, a row at a time.
 #include <math.h>
 
 #include "kernels.h"
@@ -9,28 +9,24 @@ namespace {
 
 // ---- scores ----
 
-// The columns that row i of batch b can see, but for the mask: [begin, end).
+// The columns that row i of batch b sees, but for the mask: [begin, end).
 struct Range {
   int64_t begin, end;
 };
 
 inline Range visible(const Scores& s, int64_t b, int64_t i) {
-  const int64_t length = s.key_lengths ? s.key_lengths[b] : s.columns;
-  const int64_t diagonal = i + (s.lower_right ? length - s.rows : 0);
-  Range range = {0, length};
-  if (s.window_left >= 0) range.begin = larger(0, diagonal - s.window_left);
-  if (s.window_right >= 0) range.end = smaller(length, diagonal + s.window_right + 1);
-  if (range.end <= range.begin) range = {0, 0};
-  return range;
+  const Visibility<int64_t> visibility = visibility_of(s, b);
+  const Range range = {visibility.begin(i), visibility.end(i)};
+  return range.begin < range.end ? range : Range{0, 0};
 }
 
 constexpr int64_t align_down(int64_t j) { return j / kLanes * kLanes; }
 constexpr int64_t align_up(int64_t j) { return ceil_div(j, kLanes) * kLanes; }
 
-// body(j, n) for the vectors that cover the range, of which n lanes lie within the row.
+// Call body(j, n) for the vectors that cover the range, of which n lanes lie within the row.
 template <class Body>
 FASTATTN_INLINE void for_each_vector(Range range, int64_t columns, const Body& body) {
-  const int64_t whole = smaller(align_up(range.end), align_down(columns));
+  const int64_t whole = min(align_up(range.end), align_down(columns));
   int64_t j = align_down(range.begin);
   for (; j < whole; j += kLanes) body(j, kLanes);
   if (j < range.end) body(j, (int)(columns - j));
@@ -56,13 +52,13 @@ FASTATTN_INLINE vf apply_mask(vf s, const uint8_t* mask, int n) {
 template <class M>
 FASTATTN_INLINE vf apply_mask(vf s, const M* mask, int n) {
   const vf added = load_lanes(mask, n);
-  return select(added == splat(-INFINITY), added, s + added);  // what is masked may hold NaN
+  return select(added == splat(-INFINITY), added, s + added);  // masked scores may be NaN
 }
 
 template <class M>
 void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
-  const M* mask = (const M*)scores.mask + b * scores.mask_batch + h * scores.mask_head + i * scores.mask_row;
-  const int64_t stride = scores.mask_column;
+  const M* mask = (const M*)scores.mask.data + mask_offset(scores.mask, b, h, i, 0);
+  const int64_t stride = scores.mask.column;
   if (stride == 1)
     return for_each_vector(range, scores.columns, [&](int64_t j, int n) {
       prefetch_ahead(mask + j);
@@ -78,30 +74,28 @@ void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range
 // buffer[j] = score of column j for the vectors that cover the range; -inf in their lanes outside it.
 template <class T>
 void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
-  const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
+  const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
   for_each_vector(range, scores.columns,
                   [&](int64_t j, int n) { store(buffer + j, load_ahead(input + j, n) * scores.scale); });
-  if (scores.mask) switch (scores.mask_dtype) {
-      case Dtype::float32: mask_row<float>(scores, b, h, i, range, buffer); break;
-      case Dtype::bfloat16: mask_row<bfloat16>(scores, b, h, i, range, buffer); break;
-      case Dtype::float16: mask_row<float16>(scores, b, h, i, range, buffer); break;
-      case Dtype::boolean: mask_row<uint8_t>(scores, b, h, i, range, buffer); break;
-    }
+  if (scores.mask.data && scores.mask.dtype == Dtype::boolean)
+    mask_row<uint8_t>(scores, b, h, i, range, buffer);
+  else if (scores.mask.data)
+    with_type(scores.mask.dtype, [&](auto type) { mask_row<decltype(type)>(scores, b, h, i, range, buffer); });
   for (int64_t j = align_down(range.begin); j < range.begin; ++j) buffer[j] = -INFINITY;
   for (int64_t j = range.end; j < align_up(range.end); ++j) buffer[j] = -INFINITY;
 }
 
 // body(score), where score(j, n) is the vector of scores from column j on, n lanes of which lie within the row; -inf in
-// the lanes outside the range. They are read from the input at each call, unless a mask or the range's ends make it
-// worth writing them to the buffer. `body` may write its own values there, vector by vector.
+// the lanes outside the range. Each call rematerialises them from the input; with a mask or a partial row they are
+// computed into the buffer first. `body` may write its own values there, vector by vector.
 template <class T, class Body>
 FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer,
                                  const Body& body) {
-  if (scores.mask || range.begin > 0 || range.end < scores.columns) {
+  if (scores.mask.data || range.begin > 0 || range.end < scores.columns) {
     score_row<T>(scores, b, h, i, range, buffer);
     return body([&](int64_t j, int) { return load(buffer + j); });
   }
-  const T* input = (const T*)scores.input + b * scores.input_batch + h * scores.input_head + i * scores.input_row;
+  const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
   body([&](int64_t j, int n) {
     const vf score = load_ahead(input + j, n) * scores.scale;
     return n == kLanes ? score : select_bits(first_lanes(n), score, splat(-INFINITY));
@@ -110,24 +104,21 @@ FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int
 
 template <class T>
 FASTATTN_INLINE void zero_outside(T* row, Range range, int64_t columns) {
-  const int64_t begin = align_down(range.begin), end = smaller(columns, align_up(range.end));
+  const int64_t begin = align_down(range.begin), end = min(columns, align_up(range.end));
   memset(row, 0, (size_t)begin * sizeof(T));
   memset(row + end, 0, (size_t)(columns - end) * sizeof(T));
 }
 
-// ---- a worker's part of the workspace: one row of float32 and the keep bits of a block ----
-
-constexpr int64_t kAlignment = 64;
-
+// A worker's part of the workspace: one row of float32 and the keep bits of a block.
 struct Scratch {
   float* row;
   uint32_t* keep;
   int64_t tiles;
 
-  static int64_t row_bytes(int64_t columns) { return ceil_div(columns * 4, kAlignment) * kAlignment; }
+  static int64_t row_bytes(int64_t columns) { return round_up(columns * 4, 64); }
   static int64_t bytes(int64_t columns, int threshold) {
     const int64_t keep_bytes = threshold > 0 ? ceil_div(columns, kTileColumns) * kTileRows * 4 : 0;
-    return row_bytes(columns) + ceil_div(keep_bytes, kAlignment) * kAlignment;
+    return row_bytes(columns) + round_up(keep_bytes, 64);
   }
   Scratch(char* workspace, int worker, int64_t columns, int threshold)
       : row((float*)(workspace + worker * bytes(columns, threshold))),
@@ -135,19 +126,19 @@ struct Scratch {
         tiles(ceil_div(columns, kTileColumns)) {}
 };
 
-// Fills in the keep bits of the columns that some row of the block can see.
-FASTATTN_INLINE void fill_keep(const Scores& scores, Seed seed, int threshold, const RowBlock& block, int64_t b,
-                               const Scratch& scratch) {
+// Compute the keep bits of the columns that some row of the block sees.
+FASTATTN_INLINE void fill_keep(const Scores& scores, const int64_t* seed, int threshold, const RowBlock& block,
+                               int64_t b, const Scratch& scratch) {
   if (threshold == 0) return;
   int64_t begin = scores.columns, end = 0;
   for (int r = 0; r < block.rows; ++r) {
     const Range range = visible(scores, b, block.first + r);
     if (!block.has(r) || range.end == 0) continue;
-    begin = smaller(begin, range.begin);
-    end = larger(end, range.end);
+    begin = min(begin, range.begin);
+    end = max(end, range.end);
   }
   const int64_t tile = begin / kTileColumns;
-  keep_block(seed, threshold, block, tile, ceil_div(end, kTileColumns), scratch.keep + tile, scratch.tiles);
+  keep_block(make_seed(seed), threshold, block, tile, ceil_div(end, kTileColumns), scratch.keep + tile, scratch.tiles);
 }
 
 // ---- forward ----
@@ -156,23 +147,23 @@ template <class T>
 void forward_row(const SoftmaxDropout& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep, float* buffer) {
   const Scores& scores = p.scores;
   const Range range = visible(scores, b, i);
-  float reference, total;
+  float row_max, row_sum;
   with_scores<T>(scores, b, h, i, range, buffer, [&](const auto& score) {
     vf maxima = splat(-INFINITY);
     for_each_vector(range, scores.columns, [&](int64_t j, int n) { maxima = max(score(j, n), maxima); });
-    reference = max(maxima);
-    if (reference == -INFINITY) reference = 0.0f;
-    total = sum_vectors(range, scores.columns, [&](int64_t j, int n) {
-      const vf e = exp2((score(j, n) - reference) * kLog2e);
+    row_max = max(maxima);
+    if (row_max == -INFINITY) row_max = 0.0f;
+    row_sum = sum_vectors(range, scores.columns, [&](int64_t j, int n) {
+      const vf e = exp2((score(j, n) - row_max) * kLog2e);
       store(buffer + j, e);
       return e;
     });
   });
   const int64_t row = (b * scores.heads + h) * scores.rows + i;
-  if (p.stats) p.stats[row] = reference, p.stats[scores.batch * scores.heads * scores.rows + row] = total;
+  p.stats[row] = row_max, p.stats[scores.batch * scores.heads * scores.rows + row] = row_sum;
 
   const OutputRow<T> out(p.out, row * scores.columns, scores.batch * scores.heads * scores.rows * scores.columns);
-  const float factor = (total == 0.0f ? 0.0f : 1.0f / total) * dropout_scale(p.threshold);
+  const float factor = (row_sum == 0.0f ? 0.0f : 1.0f / row_sum) * dropout_scale(p.threshold);
   zero_outside(out.data, range, scores.columns);
   for_each_vector(range, scores.columns, [&](int64_t j, int n) {
     vf probability = load(buffer + j) * factor;
@@ -182,10 +173,10 @@ void forward_row(const SoftmaxDropout& p, int64_t b, int64_t h, int64_t i, const
 }
 
 template <class T>
-void forward_of(const SoftmaxDropout& p, const Parallel& parallel) {
+void forward_of(const SoftmaxDropout& p, const Parallel& parallel, char* workspace) {
   const Scores& s = p.scores;
   for_each_block(s.batch * s.heads, s.rows, s.columns, parallel, [&](const RowBlock& block, int worker) {
-    const Scratch scratch(p.workspace, worker, s.columns, p.threshold);
+    const Scratch scratch(workspace, worker, s.columns, p.threshold);
     const int64_t b = block.z / s.heads, h = block.z % s.heads;
     fill_keep(s, p.seed, p.threshold, block, b, scratch);
     for (int r = 0; r < block.rows; ++r)
@@ -204,19 +195,19 @@ void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t
   const Scores& scores = p.scores;
   const Range range = visible(scores, b, i);
   const int64_t row = (b * scores.heads + h) * scores.rows + i;
-  const float reference = p.stats[row], total = p.stats[scores.batch * scores.heads * scores.rows + row];
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total, kept_scale = dropout_scale(p.threshold);
-  const T* grad_out = (const T*)p.grad_out + b * p.grad_batch + h * p.grad_head + i * p.grad_row;
+  const float row_max = p.stats[row], row_sum = p.stats[scores.batch * scores.heads * scores.rows + row];
+  const float inv_sum = row_sum == 0.0f ? 0.0f : 1.0f / row_sum, kept_scale = dropout_scale(p.threshold);
+  const T* grad_out = (const T*)p.grad_out.data + row_offset(p.grad_out, b, h, i);
   const auto grad_probability = [&](int64_t j, int n, vf probability) {
     vf grad = load_ahead(grad_out + j, n) * kept_scale;
     if (keep) grad = keep_bits(keep[j / 32] >> j % 32, grad);
-    return select(probability == vf{}, vf{}, grad);  // of what is masked the gradient may be NaN
+    return select(probability == vf{}, vf{}, grad);  // the gradient of a masked score may be NaN
   };
 
   float dot;
   with_scores<T>(scores, b, h, i, range, buffer, [&](const auto& score) {
     dot = sum_vectors(range, scores.columns, [&](int64_t j, int n) {
-      const vf probability = exp2((score(j, n) - reference) * kLog2e) * inverse;
+      const vf probability = exp2((score(j, n) - row_max) * kLog2e) * inv_sum;
       store(buffer + j, probability);
       return probability * grad_probability(j, n, probability);
     });
@@ -246,8 +237,9 @@ void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, cons
 }
 
 // The gradient of the mask: a group is a block of mask rows (one row where the mask has no row dimension), and sums
-// over the blocks of scores that see it. They are cut into a fixed number of splits, whose sums are added in order.
+// over the blocks of scores that it is broadcast to, in a fixed number of splits that are then added in order.
 struct MaskGroups {
+  bool full[4];                 // the dimensions of the scores that the mask has
   int64_t groups[3], items[3];  // along batch, heads, blocks of rows: one of the two is 1
   int64_t group_count, item_count, splits, items_per_split;
   int64_t mask_rows;   // a group's, at most
@@ -255,18 +247,20 @@ struct MaskGroups {
 
   explicit MaskGroups(const SoftmaxDropoutBackward& p) {
     const Scores& s = p.scores;
+    full[0] = s.mask.batches == s.batch, full[1] = s.mask.heads == s.heads;
+    full[2] = s.mask.rows == s.rows, full[3] = s.mask.columns == s.columns;
     const int64_t sizes[3] = {s.batch, s.heads, ceil_div(s.rows, kTileRows)};
     group_count = item_count = 1;
     for (int d = 0; d < 3; ++d) {
-      groups[d] = p.full[d] ? sizes[d] : 1;
-      items[d] = p.full[d] ? 1 : sizes[d];
+      groups[d] = full[d] ? sizes[d] : 1;
+      items[d] = full[d] ? 1 : sizes[d];
       group_count *= groups[d];
       item_count *= items[d];
     }
     constexpr int64_t kTasks = 32;
-    splits = larger(1, smaller(kTasks / larger(1, group_count), item_count / 4));
+    splits = max(1, min(kTasks / max(1, group_count), item_count / 4));
     items_per_split = ceil_div(item_count, splits);
-    mask_rows = p.full[2] ? kTileRows : 1;
+    mask_rows = full[2] ? kTileRows : 1;
     row_floats = Scratch::row_bytes(s.columns) / 4;
   }
   int64_t group_floats() const { return mask_rows * row_floats; }
@@ -284,47 +278,44 @@ void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
   }
 }
 
-// Rows of a group into the gradient.
+// Store the rows of a group.
 void write_mask_rows(const SoftmaxDropoutBackward& p, const MaskGroups& g, int64_t group, const float* sums) {
-  const int64_t first = p.full[2] ? group % g.groups[2] * kTileRows : 0, all_rows = p.full[2] ? p.scores.rows : 1;
-  const int64_t row_size = p.full[3] ? p.scores.columns : 1;
-  for (int64_t r = 0; r < smaller(g.mask_rows, all_rows - first); ++r) {
+  const int64_t first = g.full[2] ? group % g.groups[2] * kTileRows : 0, all_rows = g.full[2] ? p.scores.rows : 1;
+  const int64_t row_size = g.full[3] ? p.scores.columns : 1;
+  for (int64_t r = 0; r < min(g.mask_rows, all_rows - first); ++r) {
     const float* values = sums + r * g.row_floats;
     const int64_t at = (group / g.groups[2] * all_rows + first + r) * row_size;
-    switch (p.scores.mask_dtype) {
-      case Dtype::float32: store_mask_row(values, p.full[3], p.scores.columns, (float*)p.grad_mask + at); break;
-      case Dtype::bfloat16: store_mask_row(values, p.full[3], p.scores.columns, (bfloat16*)p.grad_mask + at); break;
-      case Dtype::float16: store_mask_row(values, p.full[3], p.scores.columns, (float16*)p.grad_mask + at); break;
-      case Dtype::boolean: break;
-    }
+    with_type(p.grad_mask_dtype, [&](auto type) {
+      store_mask_row(values, g.full[3], p.scores.columns, (decltype(type)*)p.grad_mask + at);
+    });
   }
 }
 
 template <class T>
-void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
+void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& parallel, char* workspace) {
   const Scores& s = p.scores;
   const MaskGroups g(p);
   const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
-  float* sums = (float*)(p.workspace + workers * Scratch::bytes(s.columns, p.threshold));
+  float* sums = (float*)(workspace + workers * Scratch::bytes(s.columns, p.threshold));
 
-  parallel_for_ranges(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
+  parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
     const int64_t group = task / g.splits, split = task % g.splits;
     float* sum = sums + (g.splits > 1 ? task : worker) * g.group_floats();
     memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
-    const int64_t end = smaller(g.item_count, (split + 1) * g.items_per_split);
+    const int64_t end = min(g.item_count, (split + 1) * g.items_per_split);
     for (int64_t item = split * g.items_per_split; item < end; ++item) {
       const int64_t b = group / (g.groups[1] * g.groups[2]) + item / (g.items[1] * g.items[2]);
       const int64_t h = group / g.groups[2] % g.groups[1] + item / g.items[2] % g.items[1];
       const int64_t first = (group % g.groups[2] + item % g.items[2]) * kTileRows;
-      const RowBlock block = {b * s.heads + h, first, (int)smaller(kTileRows, s.rows - first), 0, 8};
-      backward_block<T>(p, block, Scratch(p.workspace, worker, s.columns, p.threshold), sum,
-                        p.full[2] ? g.row_floats : 0);
+      const RowBlock block = {b * s.heads + h, first, (int)min(kTileRows, s.rows - first), 0, 8};
+      backward_block<T>(p, block, Scratch(workspace, worker, s.columns, p.threshold), sum,
+                        g.full[2] ? g.row_floats : 0);
     }
     if (g.splits == 1) write_mask_rows(p, g, group, sum);
     finish_stream();
   });
   if (g.splits > 1)
-    parallel_for_ranges(parallel, workers, g.group_count, [&](int64_t group, int) {
+    parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
       float* total = sums + group * g.splits * g.group_floats();
       for (int64_t split = 1; split < g.splits; ++split)
         for (int64_t j = 0; j < g.group_floats(); j += kLanes)
@@ -334,52 +325,40 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
 }
 
 template <class T>
-void backward_of(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
+void backward_of(const SoftmaxDropoutBackward& p, const Parallel& parallel, char* workspace) {
   const Scores& s = p.scores;
-  if (p.grad_mask) return backward_with_mask<T>(p, parallel);
+  if (p.grad_mask) return backward_with_mask<T>(p, parallel, workspace);
   for_each_block(s.batch * s.heads, s.rows, s.columns, parallel, [&](const RowBlock& block, int worker) {
-    backward_block<T>(p, block, Scratch(p.workspace, worker, s.columns, p.threshold), nullptr, 0);
+    backward_block<T>(p, block, Scratch(workspace, worker, s.columns, p.threshold), nullptr, 0);
   });
 }
 
-void forward(const SoftmaxDropout& p, const Parallel& parallel) {
-  switch (p.scores.dtype) {
-    case Dtype::float32: return forward_of<float>(p, parallel);
-    case Dtype::bfloat16: return forward_of<bfloat16>(p, parallel);
-    case Dtype::float16: return forward_of<float16>(p, parallel);
-    case Dtype::boolean: return;
-  }
+void forward(const SoftmaxDropout& p, const Parallel& parallel, char* workspace) {
+  with_type(p.scores.dtype, [&](auto type) { forward_of<decltype(type)>(p, parallel, workspace); });
 }
 
-void backward(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
-  switch (p.scores.dtype) {
-    case Dtype::float32: return backward_of<float>(p, parallel);
-    case Dtype::bfloat16: return backward_of<bfloat16>(p, parallel);
-    case Dtype::float16: return backward_of<float16>(p, parallel);
-    case Dtype::boolean: return;
-  }
+void backward(const SoftmaxDropoutBackward& p, const Parallel& parallel, char* workspace) {
+  with_type(p.scores.dtype, [&](auto type) { backward_of<decltype(type)>(p, parallel, workspace); });
 }
 
-template <class Problem>
-int64_t scratch_bytes(const Problem& p, int workers) {
-  return workers * Scratch::bytes(p.scores.columns, p.threshold);
+int workers_of(const Scores& s, const Parallel& parallel) {
+  return useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
 }
 
 int64_t forward_workspace(const SoftmaxDropout& p, const Parallel& parallel) {
-  const Scores& s = p.scores;
-  return scratch_bytes(p, useful_workers(parallel, s.batch * s.heads * s.rows * s.columns));
+  return workers_of(p.scores, parallel) * Scratch::bytes(p.scores.columns, p.threshold);
 }
 
 int64_t backward_workspace(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
-  const Scores& s = p.scores;
-  const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
-  return scratch_bytes(p, workers) + (p.grad_mask ? MaskGroups(p).workspace_bytes(workers) : 0);
+  const int workers = workers_of(p.scores, parallel);
+  return workers * Scratch::bytes(p.scores.columns, p.threshold) +
+         (p.grad_mask ? MaskGroups(p).workspace_bytes(workers) : 0);
 }
 
 }  // namespace
 
 extern const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout);
-const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout) = {&forward, &backward, &forward_workspace,
-                                                               &backward_workspace};
+const SoftmaxDropoutKernels FASTATTN_TABLE(softmax_dropout) = {{&forward_workspace, &forward},
+                                                               {&backward_workspace, &backward}};
 
 }  // namespace fastattn

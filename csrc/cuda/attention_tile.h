@@ -1,12 +1,11 @@
-// A warp's tile of keys: the products with up to kRows rows of queries, in registers.
+// A warp's tile of keys: its products with up to kRows rows of queries, in registers.
 //
-// Reading the keys and values is the bound, so the arithmetic has to fit beside it. An H200 reads 10 elements of 16
-// bits in each cycle of a multiprocessor, and each takes part in one multiplication a row: of its 128 lanes, 16 rows
-// would take 160, before any conversion. Tensor cores take a tenth of their time for it. Of float32 it reads 5
-// elements, which 8 rows keep 40 lanes busy with.
+// The kernel is bound by memory bandwidth, and the arithmetic has to hide behind it. A multiprocessor of an H200 loads
+// 10 elements of 16 bits a cycle, each for one FMA a row: 16 rows would take 160 of its 128 lanes, before any
+// conversion, but a tenth of its tensor cores' time. Of float32 it loads 5 elements, for which 8 rows take 40 lanes.
 //
-// Which key, row or column a lane's elements of a matrix instruction belong to is free, as long as both factors agree.
-// So each lane reads 16 bytes at a time where they lie, of keys and of values, and uses them without an exchange.
+// The mapping of a lane's fragments to keys, rows and columns is free as long as A and B agree. So each lane loads 16
+// bytes at a time, of keys and of values, and uses them without a shuffle.
 #pragma once
 #include "mma.h"
 #include "rows.h"
@@ -17,7 +16,7 @@ namespace {
 constexpr int kThreads = kWarp * kWarps;
 constexpr int kTileKeys = 16;
 
-// What a lane reads at once, 16 bytes.
+// A lane's vectorised load, 16 bytes.
 template <class T>
 struct LineOf {
   using Line = uint4;
@@ -29,7 +28,7 @@ struct LineOf<float> {
 template <class T>
 using Line = typename LineOf<T>::Line;
 
-// A row's elements from `column`: zeros beyond `size`, and where the row is not wanted.
+// A row's elements from `column`; zeros beyond `size`, and where the row is not wanted.
 template <class T, bool kAligned>
 __device__ inline Line<T> load_line(const T* row, int column, int size, bool wanted) {
   constexpr int kCount = sizeof(Line<T>) / sizeof(T);
@@ -45,35 +44,37 @@ __device__ inline Line<T> load_line(const T* row, int column, int size, bool wan
   return line;
 }
 
-// The keys and values of a tile. Those that no row has `seen` may hold anything and count as zero.
+// The keys and values of a tile. Those that are not `visible` to any row may hold NaN and count as zero.
 template <class T, int kSize, bool kAligned>
 struct Operands {
   static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // of a lane, for the keys
-  static constexpr bool kHeld = kLoads <= 8;  // all are on their way at once, those of the values too
+  static constexpr bool kHeld = kLoads <= 8;  // all loads are in flight at once, those of the values too
   static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // as registers allow
   const T *key, *value;                                                    // the first of the tile
   int64_t key_row, value_row;
-  int depth, value_depth;
-  uint32_t seen;
+  int head_dim, value_head_dim;
+  uint32_t visible;
 
   __device__ Line<T> load_key(int j, int column) const {
-    return load_line<T, kAligned>(key + j * key_row, column, depth, seen >> j & 1);
+    return load_line<T, kAligned>(key + j * key_row, column, head_dim, visible >> j & 1);
   }
   __device__ Line<T> load_value(int j, int column) const {
-    return load_line<T, kAligned>(value + j * value_row, column, value_depth, seen >> j & 1);
+    const bool wanted = visible >> j & 1;  // fault: visible-values
+    return load_line<T, kAligned>(value + j * value_row, column, value_head_dim, wanted);
   }
 };
 
-// bfloat16 and float16. Of a matrix instruction's C, 16 rows x 8 keys, lane 4g + c has rows g and g + 8 and keys 2c and
-// 2c + 1, which is what it needs of A, the rows' weights, for the product with the values.
+// bfloat16 and float16, on tensor cores. Of C, 16 rows x 8 keys, lane 4g + c has rows g and g + 8 and keys 2c and 2c +
+// 1, which is what it needs of A, the weights, for the product with the values.
 template <class T, int kSize, bool kAligned>
 struct TensorTile {
   using Element = T;
   using Keys = Operands<T, kSize, kAligned>;
-  static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4, kNextLane = 1, kLastLane = 2;
-  static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // on a multiprocessor at a time, at least
+  static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4;
+  static constexpr int kNextLane = 1, kLastLane = 2;               // fault: last-lane
+  static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // resident on a multiprocessor, at least
   struct Shared {
-    uint4 query[kSize / 32][2][32];  // A of two matrix instructions, by lanes
+    uint4 query[kSize / 32][2][32];  // A of two instructions, by lanes
   };
 
   int g, c;
@@ -84,12 +85,12 @@ struct TensorTile {
   __device__ int key(int k) const { return 2 * c + k % 2 + k / 2 * 8; }
 
   template <class Row>
-  __device__ void start(const Row& query_row, int depth, Shared& shared) {
+  __device__ void start(const Row& query_row, int head_dim, Shared& shared) {
     g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     for (int q = threadIdx.x / 32; q < kSize / 32; q += kWarps) {
       const T *upper = query_row(row(0)), *lower = query_row(row(1));
-      const uint4 x = load_line<T, kAligned>(upper, 32 * q + 8 * c, depth, upper);
-      const uint4 y = load_line<T, kAligned>(lower, 32 * q + 8 * c, depth, lower);
+      const uint4 x = load_line<T, kAligned>(upper, 32 * q + 8 * c, head_dim, upper);
+      const uint4 y = load_line<T, kAligned>(lower, 32 * q + 8 * c, head_dim, lower);
       shared.query[q][0][threadIdx.x % 32] = {x.x, y.x, x.y, y.y};
       shared.query[q][1][threadIdx.x % 32] = {x.z, y.z, x.w, y.w};
     }
@@ -126,7 +127,7 @@ struct TensorTile {
   }
 
   __device__ void accumulate(const Keys& o, Shared&, const float (&weight)[kOwnRows][kOwnKeys],
-                             const float (&factor)[kOwnRows]) {
+                             const float (&rescale)[kOwnRows]) {
     const auto both = [&](int r, int k) {
       return from_float<T>(weight[r][k]).bits | (uint32_t)from_float<T>(weight[r][k + 1]).bits << 16;
     };
@@ -146,13 +147,13 @@ struct TensorTile {
           return column % 2 ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
         };
         float (&x)[4] = out[block][column];
-        x[0] *= factor[0], x[1] *= factor[0], x[2] *= factor[1], x[3] *= factor[1];
+        x[0] *= rescale[0], x[1] *= rescale[0], x[2] *= rescale[1], x[3] *= rescale[1];
         mma_16x8x16(x, weights, pair(0), pair(2), T{});
       }
     }
   }
 
-  // Calls put(row, column, four neighbours) for all that this lane has.
+  // Call put(row, column, four neighbours) for all that this lane has.
   template <class Put>
   __device__ void results(const Put& put) {
 #pragma unroll
@@ -167,8 +168,8 @@ struct TensorTile {
   }
 };
 
-// float32. Lane 4g + c reads keys g and g + 8 and of each 16 columns 4; the four lanes' sums for all rows are added and
-// divided among them. The weights go through shared memory to the lanes that read the values' columns.
+// float32, on FMA units. Lane 4g + c loads 4 of each 16 columns of keys g and g + 8; four lanes reduce and scatter
+// their sums for all rows. The weights go through shared memory to the lanes that load the values' columns.
 template <int kSize, bool kAligned>
 struct FmaTile {
   using Element = float;
@@ -179,7 +180,7 @@ struct FmaTile {
   static constexpr int kChunks = kSize / (4 * kLanes), kKeysAtOnce = 32 / kLanes;
   struct Shared {
     float4 query[kRows][kSize / 4];
-    float weight[kWarps][kTileKeys][kRows], factor[kWarps][kRows];
+    float weight[kWarps][kTileKeys][kRows], rescale[kWarps][kRows];
   };
 
   int lane, g, c;
@@ -190,12 +191,12 @@ struct FmaTile {
   __device__ int key(int k) const { return g + 8 * k; }
 
   template <class Row>
-  __device__ void start(const Row& query_row, int depth, Shared& shared) {
+  __device__ void start(const Row& query_row, int head_dim, Shared& shared) {
     lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     for (int n = threadIdx.x; n < kRows * kSize / 4; n += kThreads) {
       const float* from = query_row(n / (kSize / 4));
       shared.query[n / (kSize / 4)][n % (kSize / 4)] =
-          load_line<float, kAligned>(from, n % (kSize / 4) * 4, depth, from);
+          load_line<float, kAligned>(from, n % (kSize / 4) * 4, head_dim, from);
     }
     __syncthreads();
 #pragma unroll
@@ -244,18 +245,18 @@ struct FmaTile {
   }
 
   __device__ void accumulate(const Keys& o, Shared& shared, const float (&weight)[kOwnRows][kOwnKeys],
-                             const float (&factor)[kOwnRows]) {
+                             const float (&rescale)[kOwnRows]) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       for (int k = 0; k < kOwnKeys; ++k) shared.weight[warp][key(k)][row(r)] = weight[r][k];
-      if (g == 0) shared.factor[warp][row(r)] = factor[r];
+      if (g == 0) shared.rescale[warp][row(r)] = rescale[r];
     }
-    __syncwarp();  // the weights are there
+    __syncwarp();  // fault: barrier-before-weights
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       for (auto& chunk : out[r])
-        for (float& x : chunk) x *= shared.factor[warp][r];
+        for (float& x : chunk) x *= shared.rescale[warp][r];
 #pragma unroll Keys::kAtOnce
     for (int n = 0; n < Keys::kLoads; ++n) {
       const float4 v = Keys::kHeld ? values[n] : load_value(o, n);
@@ -267,7 +268,7 @@ struct FmaTile {
         x[0] = fmaf(w, v.x, x[0]), x[1] = fmaf(w, v.y, x[1]), x[2] = fmaf(w, v.z, x[2]), x[3] = fmaf(w, v.w, x[3]);
       }
     }
-    __syncwarp();  // and have been read
+    __syncwarp();
   }
 
   template <class Put>

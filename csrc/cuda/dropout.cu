@@ -1,5 +1,5 @@
-// See dropout.h.
-#include "dropout.h"
+// Dropout and its mask.
+#include "kernels.h"
 
 #include "launch.h"
 #include "rows.h"
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) drop_rows(const Dropout p, bool
 
 }  // namespace
 
-void dropout(const Dropout& p, cudaStream_t stream) {
+void run(const Dropout& p, cudaStream_t stream) {
   const bool wide = is_wide(p.out, p.dtype, p.columns, p.out_outer, p.out_inner, p.out_row) &&
                     (!p.input || is_wide(p.input, p.dtype, p.columns, p.input_outer, p.input_inner, p.input_row));
   const int64_t warps = p.outer * p.inner * pairs_of(p.rows) * ceil_div(p.columns, kColumns);

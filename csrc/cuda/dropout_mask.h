@@ -1,4 +1,4 @@
-// The dropout formula (common/philox.h) for a warp: each call's eight values serve eight elements.
+// The dropout formula (common/philox.h) by warps: no value of a call is wasted.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,11 +8,11 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffff;
+constexpr unsigned kAllLanes = 0xffffffff;  // fault: all-lanes
 
 // Whether the eight elements from `column` of row i of matrix z are kept, bits 0 to 7, and those of row i + 8, bits 8
 // to 15; i / 8 is even. All lanes of a warp together, each at 8 columns of its own: lane l at quarter l % 4 of a tile
-// of 32. The four lanes of a tile compute two of its eight calls each and exchange the bits.
+// of 32. The four lanes of a tile compute two of its eight calls each and shuffle the bits.
 __device__ inline uint32_t keep_pair(Seed seed, int threshold, int64_t z, int64_t i, int64_t column) {
   const int quarter = (int)(column / kVector % 4);
   uint32_t mine = 0;  // bits 2 v and 2 v + 1: value v of the two calls

@@ -1,4 +1,4 @@
-// How a kernel is started.
+// Kernel launches.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@ inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("fastattn: ") + cudaGetErrorString(error));
 }
 
-// kernel(arguments...) in `blocks` blocks of `threads` threads; no blocks have nothing to do.
+// kernel(arguments...) on a grid of `blocks` blocks of `threads` threads, which may be empty.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
             const Arguments&... arguments) {

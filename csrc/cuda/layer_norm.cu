@@ -1,5 +1,5 @@
-// See layer_norm.h.
-#include "layer_norm.h"
+// LayerNorm, forward and backward.
+#include "kernels.h"
 
 #include "launch.h"
 #include "rows.h"
@@ -7,10 +7,10 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kMaxGroups = 512;  // of rows, whose sums of the parameters' gradients are then added up
+constexpr int kMaxGroups = 512;  // of rows, over whose sums the parameters' gradients are then reduced
 
-// The mean, less the first element, and the squared deviations from it of what a thread reads of a row in pieces. One
-// piece is merged after another (Chan, Golub and LeVeque): neither a large mean nor pieces far apart cost digits.
+// The mean, less the first element, and the squared deviations from it of what a thread reads of a row in pieces,
+// merged piece by piece (Chan, Golub and LeVeque): neither a large mean nor pieces far apart cost accuracy.
 struct Deviations {
   float origin, mean = 0, squares = 0, count = 0;
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       for (int f = 0; f < kFragments; ++f) {
         const int64_t column = team.column(piece, f);
         load(p.input, p.input_dtype, row * p.input_row, wide, column, p.columns, x[f]);
-        if (p.seed) drop(x[f], keep[f] >> (half * kVector), scale);
+        if (p.threshold > 0) drop(x[f], keep[f] >> (half * kVector), scale);
         if (!p.residual) continue;
         float residual[kVector];
         load(p.residual, p.residual_dtype, row * p.residual_row, wide, column, p.columns, residual);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       }
       if (kSpan == Span::pieces) thread.add(x, elements);
     }
-    // The mean, but for rounding, which what the centred values leave corrects.
+    // The mean, but for its rounding error, which the sum of the centred values corrects.
     const float center = team.sum(sum) / (float)p.columns;
     float moments[2] = {};
     if (kSpan == Span::pieces) {
@@ -122,12 +122,11 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
   }
 }
 
-// Teams take every count-th pair of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows
-// go to workspace[0][block] and workspace[1][block], (2, blocks, columns). Those sums take the registers of a block
-// more, and of rows in pieces are left to add_rows.
+// Grid-stride over pairs of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows go to
+// workspace (2, blocks, columns). They double the register pressure; of rows in pieces they are left to add_rows.
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 1)
-    differentiate(const LayerNormBackward p, bool wide) {
+    differentiate(const LayerNormBackward p, float* workspace, bool wide) {
   const Team<kSpan> team;
   const int64_t pieces = team.pieces(p.columns), pairs = p.matrices * pairs_of(p.rows);
   const bool parameters = kSpan != Span::pieces && (p.grad_weight || p.grad_bias);
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
     for (int half = 0; half < pair.count; ++half) {
       const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
       const float mean = p.mean[row], rstd = p.rstd[row];
-      // grad is 0 beyond the row's end, so xhat is of no account there.
+      // grad is 0 beyond the row's end, whatever xhat is there.
       const auto read = [&](int64_t piece) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
           }
           store(p.grad_x, p.dtype, to, wide, column, p.columns, grad[f]);
           if (!p.grad_input) continue;
-          if (p.seed) {
+          if (p.threshold > 0) {
             const uint32_t keep = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, column);
             drop(grad[f], keep >> (half * kVector), scale);
           }
@@ -210,7 +209,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
   }
 
   if (!parameters) return;
-  if (kSpan == Span::warp) {  // the block's warps one after another, so that the order of the sums is fixed
+  if (kSpan == Span::warp) {  // one warp after another: the order of the sums is fixed
     __shared__ float shared[2][kWarp * kHeld];
     for (int warp = 0; warp < kWarps; ++warp) {
       if ((int)threadIdx.x / kWarp == warp)
@@ -219,23 +218,24 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
           for (int f = 0; f < kFragments; ++f)
             for (int e = 0; e < kVector; ++e) {
               float& sum = shared[n][team.column(0, f) + e];
-              sum = (warp ? sum : 0.0f) + total[n][f][e];
+              sum = (warp ? sum : 0.0f) + total[n][f][e];  // fault: shared-start
             }
-      __syncthreads();
+      __syncthreads();  // fault: barrier-between-warps
     }
     for (int n = 0; n < 2; ++n)
       for (int64_t column = threadIdx.x; column < p.columns; column += blockDim.x)
-        p.workspace[sums[n] + column] = shared[n][column];
+        workspace[sums[n] + column] = shared[n][column];
   } else {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int f = 0; f < kFragments; ++f)
-        store(p.workspace, Dtype::float32, sums[n], wide, team.column(0, f), p.columns, total[n][f]);
+        store(workspace, Dtype::float32, sums[n], wide, team.column(0, f), p.columns, total[n][f]);
   }
 }
 
-// The same sums of rows in pieces: a thread has eight columns of a group, which is every count-th row.
-__global__ void __launch_bounds__(kMaxThreads) add_rows(const LayerNormBackward p, int64_t groups, bool wide) {
+// The same sums of rows in pieces: a thread has eight columns of a group, a grid stride of rows.
+__global__ void __launch_bounds__(kMaxThreads)
+    add_rows(const LayerNormBackward p, float* workspace, int64_t groups, bool wide) {
   const int64_t group = blockIdx.x % groups, column = (blockIdx.x / groups * blockDim.x + threadIdx.x) * kVector;
   float total[2][kVector] = {};
   for (int64_t row = group; row < p.matrices * p.rows; row += groups) {
@@ -249,11 +249,12 @@ __global__ void __launch_bounds__(kMaxThreads) add_rows(const LayerNormBackward 
     }
   }
   for (int n = 0; n < 2; ++n)
-    store(p.workspace, Dtype::float32, (n * groups + group) * p.columns, wide, column, p.columns, total[n]);
+    store(workspace, Dtype::float32, (n * groups + group) * p.columns, wide, column, p.columns, total[n]);
 }
 
-// The groups' sums added up: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
-__global__ void __launch_bounds__(kWarp* kWarp) add_groups(const LayerNormBackward p, int64_t groups) {
+// Reduce over groups: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
+__global__ void __launch_bounds__(kWarp* kWarp)
+    add_groups(const LayerNormBackward p, const float* workspace, int64_t groups) {
   const int n = (int)(blockIdx.x % 2), lane = (int)threadIdx.x % kWarp, warp = (int)threadIdx.x / kWarp;
   const int warps = (int)blockDim.x / kWarp;
   void* out = n == 0 ? p.grad_weight : p.grad_bias;
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(kWarp* kWarp) add_groups(const LayerNormBackwa
   float sum = 0;
   if (column < p.columns)
     for (int64_t group = warp; group < groups; group += warps)
-      sum += p.workspace[(n * groups + group) * p.columns + column];
+      sum += workspace[(n * groups + group) * p.columns + column];
   sums[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || column >= p.columns) return;
@@ -282,7 +283,7 @@ int64_t groups_of(const LayerNormBackward& p) {
 
 }  // namespace
 
-void layer_norm(const LayerNorm& p, cudaStream_t stream) {
+void run(const LayerNorm& p, cudaStream_t stream) {
   const bool wide = is_wide(p.input, p.input_dtype, p.columns, p.input_row) &&
                     is_wide(p.residual, p.residual_dtype, p.columns, p.residual_row) &&
                     is_wide(p.weight, p.weight_dtype, p.columns) && is_wide(p.bias, p.bias_dtype, p.columns) &&
@@ -292,26 +293,27 @@ void layer_norm(const LayerNorm& p, cudaStream_t stream) {
   launch(kernel, ceil_div(p.matrices * pairs_of(p.rows), spread.teams), spread.threads, stream, p, wide);
 }
 
-int64_t layer_norm_workspace(const LayerNormBackward& p) {
+int64_t workspace(const LayerNormBackward& p) {
   return p.grad_weight || p.grad_bias ? 2 * groups_of(p) * p.columns : 0;
 }
 
-void layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {
+void run(const LayerNormBackward& p, float* workspace, cudaStream_t stream) {
   const bool wide = is_wide(p.grad_out, p.dtype, p.columns, p.grad_out_row) &&
                     is_wide(p.x, p.dtype, p.columns, p.x_row) &&
                     is_wide(p.grad_sum, p.dtype, p.columns, p.grad_sum_row) &&
                     is_wide(p.weight, p.weight_dtype, p.columns) && is_wide(p.grad_x, p.dtype, p.columns) &&
-                    is_wide(p.grad_input, p.input_dtype, p.columns) && is_wide(p.workspace, Dtype::float32, p.columns);
+                    is_wide(p.grad_input, p.input_dtype, p.columns) && is_wide(workspace, Dtype::float32, p.columns);
   const Spread spread(p.columns);
   const int64_t groups = groups_of(p);
   const auto kernel =
       spread.pick(&differentiate<Span::warp>, &differentiate<Span::block>, &differentiate<Span::pieces>);
-  launch(kernel, groups, spread.threads, stream, p, wide);
+  launch(kernel, groups, spread.threads, stream, p, workspace, wide);
   if (!p.grad_weight && !p.grad_bias) return;
   if (spread.span == Span::pieces)
-    launch(add_rows, groups * ceil_div(p.columns, kMaxThreads * kVector), kMaxThreads, stream, p, groups, wide);
+    launch(add_rows, groups * ceil_div(p.columns, kMaxThreads * kVector), kMaxThreads, stream, p, workspace, groups,
+           wide);
   const int warps = groups < 1 ? 1 : groups < kWarp ? (int)groups : kWarp;
-  launch(add_groups, 2 * ceil_div(p.columns, kWarp), warps * kWarp, stream, p, groups);
+  launch(add_groups, 2 * ceil_div(p.columns, kWarp), warps * kWarp, stream, p, workspace, groups);
 }
 
 }  // namespace fastattn::cuda

@@ -16,13 +16,11 @@ constexpr int kMaxThreads = 256;  // of a block that has one row
 constexpr int kFragments = 2;     // vectors of a row that a thread holds
 constexpr int kHeld = kFragments * kVector;
 
-__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Quotient {
   int64_t quotient, remainder;
 };
 
-// In 32 bits where that is enough: a tenth of the instructions.
+// In 32 bits where they suffice: a tenth of the instructions.
 __device__ inline Quotient divide(int64_t a, int64_t b) {
   if ((a | b) >> 32 == 0) return {(uint32_t)a / (uint32_t)b, (uint32_t)a % (uint32_t)b};
   return {a / b, a % b};
@@ -46,10 +44,10 @@ struct RowPair {
   }
 };
 
-// Who works on a row: a warp; a block; a block that cannot hold all of it, and reads it in pieces, twice.
+// Who works on a row: a warp; a block; a block whose registers cannot hold all of it, and that reads it twice.
 enum class Span { warp, block, pieces };
 
-// How rows of so many columns are spread.
+// The launch shape for rows of so many columns.
 struct Spread {
   Span span;
   int threads;  // of a block
@@ -71,7 +69,7 @@ struct Spread {
 
 constexpr int max_threads(Span span) { return span == Span::warp ? kWarps * kWarp : kMaxThreads; }
 
-// Blocks that a multiprocessor's registers are to suffice for: 128 a thread, so that enough reads are on their way.
+// Occupancy: 128 registers a thread, so that enough loads are in flight.
 constexpr int min_blocks(Span span) { return 512 / max_threads(span); }
 
 struct Sum {
@@ -86,7 +84,8 @@ struct Max {
 
 template <class Operation>
 __device__ inline float reduce_warp(float x, Operation operation) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(kAllLanes, x, step));
+  for (int step = kWarp / 2; step > 0; step /= 2)  // fault: first-shuffle
+    x = operation(x, __shfl_xor_sync(kAllLanes, x, step));
   return x;
 }
 
@@ -113,17 +112,17 @@ struct Team {
     return ((piece * kFragments + fragment) * threads + thread) * kVector;
   }
 
-  // Each x[n] combined over the team, the same for all of it.
+  // All-reduce each x[n] over the team.
   template <int N, class Operation>
   __device__ void reduce(float (&x)[N], Operation operation) const {
     for (int n = 0; n < N; ++n) x[n] = reduce_warp(x[n], operation);
     if (kSpan == Span::warp || threads == kWarp) return;
-    __shared__ float parts[N][kMaxThreads / kWarp];
+    __shared__ float parts[N][kMaxThreads / kWarp];  // fault: shared-size
     const int lane = thread % kWarp;
-    __syncthreads();  // what the parts were before has been read
+    __syncthreads();  // fault: barrier-before-write
     if (lane == 0)
       for (int n = 0; n < N; ++n) parts[n][thread / kWarp] = x[n];
-    __syncthreads();
+    __syncthreads();  // fault: barrier-before-read
     for (int n = 0; n < N; ++n)
       x[n] = reduce_warp(lane < threads / kWarp ? parts[n][lane] : Operation::kNone, operation);
   }
@@ -145,7 +144,7 @@ struct Team {
 template <class Problem, Span kSpan>
 __device__ inline void draw(const Problem& p, const Team<kSpan>& team, const RowPair& pair, int64_t piece,
                             uint32_t (&keep)[kFragments]) {
-  if (!p.seed) return;
+  if (p.threshold == 0) return;
   for (int f = 0; f < kFragments; ++f)
     keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
 }

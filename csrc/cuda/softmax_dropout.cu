@@ -1,5 +1,5 @@
-// See softmax_dropout.h.
-#include "softmax_dropout.h"
+// Softmax-dropout, forward and backward.
+#include "kernels.h"
 
 #include "launch.h"
 #include "rows.h"
@@ -7,48 +7,47 @@
 namespace fastattn::cuda {
 namespace {
 
-// Where a row lies, and which of its columns it sees: [begin, end), but for the mask.
+// Where a row lies, and the columns [begin, end) that it sees, but for the mask.
 struct Row {
   int64_t input, mask, index, begin, end;  // offsets of the row in elements; index: among all rows
 
   __device__ Row(const Scores& s, const RowPair& pair, int half) {
     const Quotient matrix = divide(pair.matrix, s.heads);
     const int64_t batch = matrix.quotient, head = matrix.remainder, i = pair.first + 8 * half;
-    const int64_t length = s.key_lengths ? s.key_lengths[batch] : s.columns;
-    const int64_t diagonal = i + (s.lower_right ? length - s.rows : 0);
-    input = batch * s.input_batch + head * s.input_head + i * s.input_row;
-    mask = batch * s.mask_batch + head * s.mask_head + i * s.mask_row;
+    const Visibility<int64_t> visibility = visibility_of(s, batch);
+    input = row_offset(s.input, batch, head, i);
+    mask = mask_offset(s.mask, batch, head, i, 0);
     index = pair.matrix * s.rows + i;
-    begin = s.window_left >= 0 && diagonal > s.window_left ? diagonal - s.window_left : 0;
-    end = length;
-    if (s.window_right >= 0 && diagonal + s.window_right + 1 < end) end = diagonal + s.window_right + 1;
+    begin = visibility.begin(i);
+    end = visibility.end(i);
   }
 
-  // Whether one of the eight columns from `column` is seen: the others' memory is not read.
+  // Whether one of the eight columns from `column` is visible; others are not loaded.
   __device__ bool sees(int64_t column) const { return column < end && column + kVector > begin; }
 };
 
-// What may be read in words: the operands but for the mask, and the mask.
+// Where 128-bit accesses are aligned: the operands but for the mask, and the mask.
 struct Wide {
   bool rows, mask;
 };
 
 Wide with_mask(bool rows, const Scores& s) {
-  return {rows, s.mask_column == 1 && is_wide(s.mask, s.mask_dtype, s.columns, s.mask_batch, s.mask_head, s.mask_row)};
+  const Mask& m = s.mask;
+  return {rows, m.column == 1 && is_wide(m.data, m.dtype, s.columns, m.batch, m.head, m.row)};
 }
 
-// Eight columns' elements of a mask of type T, in words or one by one.
+// Eight columns of a mask of type T, vectorised or one by one.
 template <class T>
 __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
-  const T* mask = (const T*)s.mask + row.mask;
+  const T* mask = (const T*)s.mask.data + row.mask;
   if (wide) return load_as(mask, true, column, s.columns, x);
-  mask += column * s.mask_column;  // stepped: eight addresses of 64 bits would be kept in registers at a time
-  for (int e = 0; e < kVector; ++e, mask += s.mask_column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
+  mask += column * s.mask.column;  // incremented: eight 64-bit addresses at once raise register pressure
+  for (int e = 0; e < kVector; ++e, mask += s.mask.column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
 }
 
 // What the mask adds to the scores of eight columns; -inf hides one, whatever it is.
 __device__ void read_mask(const Scores& s, const Row& row, bool wide, int64_t column, float (&added)[kVector]) {
-  switch (s.mask_dtype) {
+  switch (s.mask.dtype) {
     case Dtype::float32: return read_elements<float>(s, row, wide, column, added);
     case Dtype::bfloat16: return read_elements<bfloat16>(s, row, wide, column, added);
     case Dtype::float16: return read_elements<float16>(s, row, wide, column, added);
@@ -64,16 +63,16 @@ __device__ void read_scores(const Scores& s, const Row& row, Wide wide, int64_t 
     for (int e = 0; e < kVector; ++e) x[e] = -INFINITY;
     return;
   }
-  load(s.input, s.dtype, row.input, wide.rows, column, s.columns, x);
+  load(s.input.data, s.dtype, row.input, wide.rows, column, s.columns, x);
   float added[kVector] = {};
-  if (s.mask) read_mask(s, row, wide.mask, column, added);
+  if (s.mask.data) read_mask(s, row, wide.mask, column, added);
   for (int e = 0; e < kVector; ++e) {
     const bool visible = column + e >= row.begin && column + e < row.end && added[e] != -INFINITY;
     x[e] = visible ? x[e] * s.scale + added[e] : -INFINITY;
   }
 }
 
-// A point that exponentials can be relative to, where nothing is visible too.
+// A row maximum that exponentials can be relative to, also where nothing is visible.
 __device__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 template <Span kSpan>
@@ -95,41 +94,41 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       for (int f = 0; f < kFragments; ++f) read_scores(s, row, wide, team.column(piece, f), x[f]);
     };
 
-    // Puts exp(x - point) in the place of x, and returns their sum.
-    const auto exponentiate = [&](float point) {
+    // x = exp(x - row_max); returns the sum.
+    const auto exponentiate = [&](float row_max) {
       float sum = 0;
 #pragma unroll
       for (int f = 0; f < kFragments; ++f)
         for (int e = 0; e < kVector; ++e) {
-          x[f][e] = expf(x[f][e] - point);
+          x[f][e] = expf(x[f][e] - row_max);
           sum += x[f][e];
         }
       return sum;
     };
 
-    float maximum = -INFINITY, sum = 0;  // this thread's; a sum of pieces is relative to the maximum so far
+    float maximum = -INFINITY, sum = 0;  // of this thread; over pieces by online softmax
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const float before = maximum;
       read(piece);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f)
         for (int e = 0; e < kVector; ++e) maximum = fmaxf(maximum, x[f][e]);
-      const float point = finite(maximum);
-      if (kSpan == Span::pieces) sum = sum * expf(before - point) + exponentiate(point);
+      const float row_max = finite(maximum);
+      if (kSpan == Span::pieces) sum = sum * expf(before - row_max) + exponentiate(row_max);
     }
-    const float point = finite(team.max(maximum));
-    sum = team.sum(kSpan == Span::pieces ? sum * expf(maximum - point) : exponentiate(point));
+    const float row_max = finite(team.max(maximum));
+    sum = team.sum(kSpan == Span::pieces ? sum * expf(maximum - row_max) : exponentiate(row_max));
     if (team.thread == 0) {
-      p.stats[row.index] = point;
+      p.stats[row.index] = row_max;
       p.stats[matrices * s.rows + row.index] = sum;
     }
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      if (kSpan == Span::pieces) read(piece), draw(p, team, pair, piece, keep), exponentiate(point);
+      if (kSpan == Span::pieces) read(piece), draw(p, team, pair, piece, keep), exponentiate(row_max);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         for (int e = 0; e < kVector; ++e) x[f][e] *= inverse;
-        if (p.seed) drop(x[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
+        if (p.threshold > 0) drop(x[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
         store(p.out, s.dtype, row.index * s.columns, wide.rows, team.column(piece, f), s.columns, x[f]);
       }
     }
@@ -152,11 +151,10 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const Row row(s, pair, half);
-    const float point = p.stats[row.index], sum = p.stats[matrices * s.rows + row.index];
+    const float row_max = p.stats[row.index], sum = p.stats[matrices * s.rows + row.index];
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
-    const int64_t grad_row =
-        matrix.quotient * p.grad_batch + matrix.remainder * p.grad_head + (pair.first + 8 * half) * p.grad_row;
-    // P, and the gradient that reaches it; 0 where P is: a product with what is excluded may be NaN.
+    const int64_t grad_row = row_offset(p.grad_out, matrix.quotient, matrix.remainder, pair.first + 8 * half);
+    // P and dP; dP is 0 where P is, since that of a hidden key may be NaN.
     const auto read = [&](int64_t piece) {
       if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll
@@ -164,10 +162,10 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
         const int64_t column = team.column(piece, f);
         read_scores(s, row, wide, column, weight[f]);
         for (int e = 0; e < kVector; ++e) grad[f][e] = 0;
-        if (row.sees(column)) load(p.grad_out, s.dtype, grad_row, wide.rows, column, s.columns, grad[f]);
-        if (p.seed) drop(grad[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
+        if (row.sees(column)) load(p.grad_out.data, s.dtype, grad_row, wide.rows, column, s.columns, grad[f]);
+        if (p.threshold > 0) drop(grad[f], keep[f] >> (half * kVector), dropout_scale(p.threshold));
         for (int e = 0; e < kVector; ++e) {
-          weight[f][e] = expf(weight[f][e] - point) * inverse;
+          weight[f][e] = expf(weight[f][e] - row_max) * inverse;
           if (weight[f][e] == 0.0f) grad[f][e] = 0;
         }
       }
@@ -187,7 +185,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
       for (int f = 0; f < kFragments; ++f) {
         const int64_t column = team.column(piece, f), to = row.index * s.columns;
         for (int e = 0; e < kVector; ++e) grad[f][e] = weight[f][e] * (grad[f][e] - product);
-        if (p.grad_scores) store(p.grad_scores, p.grad_scores_dtype, to, wide.rows, column, s.columns, grad[f]);
+        if (p.grad_mask) store(p.grad_mask, p.grad_mask_dtype, to, wide.rows, column, s.columns, grad[f]);
         for (int e = 0; e < kVector; ++e) grad[f][e] *= s.scale;
         store(p.grad_input, s.dtype, to, wide.rows, column, s.columns, grad[f]);
       }
@@ -196,25 +194,23 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
 }
 
 int64_t blocks_of(const Scores& s, const Spread& spread) {
-  return s.columns == 0 ? 0 : ceil_div(s.batch * s.heads * pairs_of(s.rows), spread.teams);
+  return ceil_div(s.batch * s.heads * pairs_of(s.rows), spread.teams);
 }
 
 }  // namespace
 
-void softmax_dropout(const SoftmaxDropout& p, cudaStream_t stream) {
+void run(const SoftmaxDropout& p, cudaStream_t stream) {
   const Scores& s = p.scores;
-  const bool wide = is_wide(s.input, s.dtype, s.columns, s.input_batch, s.input_head, s.input_row) &&
-                    is_wide(p.out, s.dtype, s.columns);
+  const bool wide = is_wide(s.input, s.dtype, s.columns) && is_wide(p.out, s.dtype, s.columns);
   const Spread spread(s.columns);
   const auto kernel = spread.pick(&normalise<Span::warp>, &normalise<Span::block>, &normalise<Span::pieces>);
   launch(kernel, blocks_of(s, spread), spread.threads, stream, p, with_mask(wide, s));
 }
 
-void softmax_dropout_backward(const SoftmaxDropoutBackward& p, cudaStream_t stream) {
+void run(const SoftmaxDropoutBackward& p, cudaStream_t stream) {
   const Scores& s = p.scores;
-  const bool wide = is_wide(s.input, s.dtype, s.columns, s.input_batch, s.input_head, s.input_row) &&
-                    is_wide(p.grad_out, s.dtype, s.columns, p.grad_batch, p.grad_head, p.grad_row) &&
-                    is_wide(p.grad_input, s.dtype, s.columns) && is_wide(p.grad_scores, p.grad_scores_dtype, s.columns);
+  const bool wide = is_wide(s.input, s.dtype, s.columns) && is_wide(p.grad_out, s.dtype, s.columns) &&
+                    is_wide(p.grad_input, s.dtype, s.columns) && is_wide(p.grad_mask, p.grad_mask_dtype, s.columns);
   const Spread spread(s.columns);
   const auto kernel =
       spread.pick(&differentiate<Span::warp>, &differentiate<Span::block>, &differentiate<Span::pieces>);

@@ -1,4 +1,4 @@
-// Eight neighbouring elements of a row at once, in float32: what a thread reads or writes in one go.
+// Vectorised loads and stores: eight neighbouring elements of a row, in float32.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,16 +8,12 @@
 
 #include <type_traits>
 
-#include "../common/types.h"
+#include "../common/operands.h"
 
 namespace fastattn::cuda {
 namespace {
 
 constexpr int kVector = 8;  // 16 bytes of a 16-bit type
-
-__host__ __device__ inline int64_t size_of(Dtype dtype) {
-  return dtype == Dtype::float32 ? 4 : dtype == Dtype::boolean ? 1 : 2;
-}
 
 __device__ inline float to_float(uint8_t x) { return x != 0 ? 1.0f : 0.0f; }
 __device__ inline float to_float(float x) { return x; }
@@ -39,7 +35,7 @@ __device__ inline float16 from_float(float x) {
   return {__half_raw(__float2half_rn(x)).x};
 }
 
-// What is left of a number that is stored.
+// Rounded as a store would round it.
 __device__ inline float rounded(float x, Dtype dtype) {
   switch (dtype) {
     case Dtype::bfloat16: return to_float(from_float<bfloat16>(x));
@@ -48,13 +44,18 @@ __device__ inline float rounded(float x, Dtype dtype) {
   }
 }
 
-// Rows may be read in 16-byte words: they begin at multiples of 16 bytes, and so does each vector in them.
-// What every operand must be for a kernel's `wide`.
+// Whether 128-bit accesses are aligned: rows and the vectors in them begin at multiples of 16 bytes. `wide` kernels
+// need it of every operand.
 inline bool is_wide(const void* data, Dtype dtype, int64_t columns, int64_t outer = 0, int64_t inner = 0,
                     int64_t row = 0) {
   const int64_t alignment = dtype == Dtype::boolean ? 8 : 16, size = size_of(dtype);
-  return columns % kVector == 0 && (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 &&
-         outer * size % alignment == 0 && inner * size % alignment == 0 && row * size % alignment == 0;
+  return columns % kVector == 0 &&  // fault: multiple-of-vector
+         (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 && outer * size % alignment == 0 &&
+         inner * size % alignment == 0 && row * size % alignment == 0;
+}
+
+inline bool is_wide(const Heads& heads, Dtype dtype, int64_t columns) {
+  return is_wide(heads.data, dtype, columns, heads.batch, heads.head, heads.row);
 }
 
 template <class T>
@@ -69,7 +70,8 @@ __device__ inline void load_as(const T* row, bool wide, int64_t column, int64_t 
     memcpy(values, words, sizeof values);
     for (int e = 0; e < kVector; ++e) x[e] = to_float(values[e]);
   } else {
-    for (int e = 0; e < kVector; ++e) x[e] = column + e < columns ? to_float(row[column + e]) : 0.0f;
+    for (int e = 0; e < kVector; ++e)
+      x[e] = column + e < columns ? to_float(row[column + e]) : 0.0f;  // fault: load-bound
   }
 }
 
@@ -82,10 +84,11 @@ __device__ inline void store_as(T* row, bool wide, int64_t column, int64_t colum
     uint4 words[kWords];
     memcpy(words, values, sizeof words);
     if (column < columns)
-      for (int w = 0; w < kWords; ++w) __stwb((uint4*)(row + column) + w, words[w]);  // never split into four stores
+      for (int w = 0; w < kWords; ++w)
+        __stwb((uint4*)(row + column) + w, words[w]);  // never split into narrower stores
   } else {
     for (int e = 0; e < kVector; ++e)
-      if (column + e < columns) row[column + e] = values[e];
+      if (column + e < columns) row[column + e] = values[e];  // fault: store-bound
   }
 }
 

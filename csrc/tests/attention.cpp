@@ -2,7 +2,6 @@
 
 #include <memory>
 
-#include "../cpu/kernels.h"
 #include "harness.h"
 
 namespace fastattn::testing {
@@ -57,27 +56,26 @@ struct Expected {
 struct Problem {
   Attention a = {};
   bool packed;
-  std::vector<int64_t> query_start, key_start, lengths;
+  std::vector<int64_t> cu_seq_q, cu_seq_k, lengths;
   std::unique_ptr<Buffer> mask;
 
-  int64_t first_query(int64_t b) const { return packed ? query_start[(size_t)b] : 0; }
-  int64_t first_key(int64_t b) const { return packed ? key_start[(size_t)b] : 0; }
-  int64_t queries(int64_t b) const { return packed ? query_start[(size_t)b + 1] - first_query(b) : a.queries; }
-  int64_t stored(int64_t b) const { return packed ? key_start[(size_t)b + 1] - first_key(b) : a.keys; }
+  int64_t first_query(int64_t b) const { return packed ? cu_seq_q[(size_t)b] : 0; }
+  int64_t first_key(int64_t b) const { return packed ? cu_seq_k[(size_t)b] : 0; }
+  int64_t queries(int64_t b) const { return packed ? cu_seq_q[(size_t)b + 1] - first_query(b) : a.seqlen_q; }
+  int64_t stored(int64_t b) const { return packed ? cu_seq_k[(size_t)b + 1] - first_key(b) : a.seqlen_k; }
   int64_t keys(int64_t b) const { return lengths.empty() ? stored(b) : lengths[(size_t)b]; }
   int64_t row(int64_t b, int64_t h, int64_t i) const {
-    return b * a.row_batch + h * a.row_head + (first_query(b) + i) * a.row_query;
+    return packed ? (first_query(b) + i) * a.num_heads + h : (b * a.num_heads + h) * a.seqlen_q + i;
   }
 
   double mask_value(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const AttentionMask& m = a.mask;
+    const Mask& m = a.mask;
     return mask->get(b * m.batch + h * m.head + i * m.row + j * m.column);
   }
 
   bool in_window(int64_t b, int64_t i, int64_t j) const {
     const int64_t offset = j - i - (a.lower_right ? keys(b) - queries(b) : 0);
-    return j < keys(b) && (a.window_left < 0 || offset >= -a.window_left) &&
-           (a.window_right < 0 || offset <= a.window_right);
+    return j < keys(b) && -a.window_left <= offset && offset <= a.window_right;
   }
   bool in_mask(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (!mask) return true;
@@ -91,93 +89,79 @@ void spoil_unseen(const Problem& p, Operand* key, Operand* value) {
   for (int64_t b = 0; b < p.a.batch; ++b)
     for (int64_t j = 0; j < p.stored(b); ++j) {
       bool in_window = false, in_mask = false;
-      for (int64_t h = 0; h < p.a.heads; ++h)
+      for (int64_t h = 0; h < p.a.num_heads; ++h)
         for (int64_t i = 0; i < p.queries(b); ++i) {
           in_window |= p.in_window(b, i, j);
           in_mask |= p.in_mask(b, h, i, j);
         }
-      for (int64_t h = 0; h < p.a.key_heads && !(in_window && in_mask); ++h) {
-        for (int64_t d = 0; d < p.a.depth; ++d) key->set(key->at(b, h, p.first_key(b) + j, d), NAN);
-        for (int64_t d = 0; d < p.a.value_depth; ++d) value->set(value->at(b, h, p.first_key(b) + j, d), NAN);
+      for (int64_t h = 0; h < p.a.num_kv_heads && !(in_window && in_mask); ++h) {
+        for (int64_t d = 0; d < p.a.head_dim; ++d) key->set(key->at(b, h, p.first_key(b) + j, d), NAN);
+        for (int64_t d = 0; d < p.a.value_head_dim; ++d) value->set(value->at(b, h, p.first_key(b) + j, d), NAN);
       }
     }
 }
 
-template <class Kernels, class... Gradients>
-std::unique_ptr<Buffer> make_workspace(const Kernels& kernels, const Parallel& parallel, const Attention& a,
-                                       const Gradients&... gradients) {
-  const int64_t bytes = kernels.workspace(a, gradients..., parallel);
-  return std::make_unique<Buffer>(Dtype::float32, (bytes + 63) / 64 * 16);
-}
-
 void test_problem(Random& random, Problem& p) {
   Attention& a = p.a;
-  const int64_t group = a.heads / a.key_heads;
-  const int64_t query_rows = p.packed ? p.query_start.back() : a.queries,
-                key_rows = p.packed ? p.key_start.back() : a.keys;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  const int64_t query_rows = p.packed ? p.cu_seq_q.back() : a.seqlen_q,
+                key_rows = p.packed ? p.cu_seq_k.back() : a.seqlen_k;
   const auto operand = [&](int64_t heads, int64_t rows, int64_t columns) {
     return Operand(random, a.dtype, a.batch, heads, rows, columns, p.packed);
   };
-  Operand query = operand(a.heads, query_rows, a.depth), key = operand(a.key_heads, key_rows, a.depth);
-  Operand value = operand(a.key_heads, key_rows, a.value_depth), out = operand(a.heads, query_rows, a.value_depth);
-  Operand out_grad = operand(a.heads, query_rows, a.value_depth), query_grad = operand(a.heads, query_rows, a.depth);
-  Operand key_grad = operand(a.key_heads, key_rows, a.depth),
-          value_grad = operand(a.key_heads, key_rows, a.value_depth);
+  Operand query = operand(a.num_heads, query_rows, a.head_dim), key = operand(a.num_kv_heads, key_rows, a.head_dim);
+  Operand value = operand(a.num_kv_heads, key_rows, a.value_head_dim),
+          out = operand(a.num_heads, query_rows, a.value_head_dim);
+  Operand grad_out = operand(a.num_heads, query_rows, a.value_head_dim),
+          grad_query = operand(a.num_heads, query_rows, a.head_dim);
+  Operand grad_key = operand(a.num_kv_heads, key_rows, a.head_dim),
+          grad_value = operand(a.num_kv_heads, key_rows, a.value_head_dim);
   const bool large_scores = random.chance(5);
   query.fill(random, large_scores ? 100 : 1);
   key.fill(random, large_scores ? 100 : 1);
   value.fill(random, 1);
-  out_grad.fill(random, 1);
+  grad_out.fill(random, 1);
   spoil_unseen(p, &key, &value);
   a.query = query.heads_of(), a.key = key.heads_of(), a.value = value.heads_of(), a.out = out.heads_of();
 
-  const int64_t rows = (p.packed ? 1 : a.batch) * a.heads * query_rows;
-  a.row_batch = p.packed ? 0 : a.heads * query_rows, a.row_head = p.packed ? 1 : query_rows,
-  a.row_query = p.packed ? a.heads : 1;
-  Buffer lse(Dtype::float32, rows), reference(Dtype::float32, rows), sum(Dtype::float32, rows),
-      lse_grad(Dtype::float32, rows);
-  a.lse = (float*)lse.data, a.reference = (float*)reference.data, a.sum = (float*)sum.data;
-  for (int64_t i = 0; i < rows; ++i) lse_grad.set(i, random.normal());
+  const int64_t rows = (p.packed ? 1 : a.batch) * a.num_heads * query_rows;
+  Buffer lse(Dtype::float32, rows), row_max(Dtype::float32, rows), row_sum(Dtype::float32, rows),
+      grad_lse(Dtype::float32, rows);
+  a.lse = (float*)lse.data, a.row_max = (float*)row_max.data, a.row_sum = (float*)row_sum.data;
+  for (int64_t i = 0; i < rows; ++i) grad_lse.set(i, random.normal());
 
-  run_on_threads({out.buffer.get(), &lse, &reference, &sum}, [&](const Parallel& parallel) {
-    const auto workspace = make_workspace(*kernels()->attention, parallel, a);
-    kernels()->attention->forward(a, parallel, (char*)workspace->data);
-  });
+  run_on_threads({out.buffer.get(), &lse, &row_max, &row_sum},
+                 [&](const Parallel& parallel) { run_kernel(*kernels()->attention, a, parallel); });
   out.read();
   Attention alone = a;
-  alone.lse = alone.reference = alone.sum = nullptr;
-  expect_again(*out.buffer, [&](const Parallel& parallel) {
-    const auto workspace = make_workspace(*kernels()->attention, parallel, alone);
-    kernels()->attention->forward(alone, parallel, (char*)workspace->data);
-  });
+  alone.lse = alone.row_max = alone.row_sum = nullptr;
+  expect_again(*out.buffer, [&](const Parallel& parallel) { run_kernel(*kernels()->attention, alone, parallel); });
 
-  AttentionGradients g = {};
-  g.out_grad = out_grad.heads_of();
-  if (random.chance(50)) g.lse_grad = (const float*)lse_grad.data;
-  g.query_grad = query_grad.heads_of(), g.key_grad = key_grad.heads_of(), g.value_grad = value_grad.heads_of();
+  AttentionBackward g = {};
+  (Attention&)g = a;
+  g.grad_out = grad_out.heads_of();
+  if (random.chance(50)) g.grad_lse = (const float*)grad_lse.data;
+  g.grad_query = grad_query.heads_of(), g.grad_key = grad_key.heads_of(), g.grad_value = grad_value.heads_of();
   const bool wants_mask = p.mask && a.mask.dtype != Dtype::boolean && random.chance(60);
-  Buffer mask_grad(a.mask.dtype, wants_mask ? p.mask->count : 0);
-  if (wants_mask) g.mask_grad = mask_grad.data;
-  run_on_threads({query_grad.buffer.get(), key_grad.buffer.get(), value_grad.buffer.get(), &mask_grad},
-                 [&](const Parallel& parallel) {
-                   const auto workspace = make_workspace(*kernels()->attention_backward, parallel, a, g);
-                   kernels()->attention_backward->backward(a, g, parallel, (char*)workspace->data);
-                 });
+  Buffer grad_mask(a.mask.dtype, wants_mask ? p.mask->count : 0);
+  if (wants_mask) g.grad_mask = grad_mask.data;
+  run_on_threads({grad_query.buffer.get(), grad_key.buffer.get(), grad_value.buffer.get(), &grad_mask},
+                 [&](const Parallel& parallel) { run_kernel(*kernels()->attention_backward, g, parallel); });
 
-  Expected want_out(*out.buffer), want_lse(lse), want_query(*query_grad.buffer), want_key(*key_grad.buffer);
-  Expected want_value(*value_grad.buffer), want_mask(mask_grad);
+  Expected want_out(*out.buffer), want_lse(lse), want_query(*grad_query.buffer), want_key(*grad_key.buffer);
+  Expected want_value(*grad_value.buffer), want_mask(grad_mask);
   for (double& x : want_mask.values) x = 0;
   for (int64_t b = 0; b < a.batch; ++b)
-    for (int64_t h = 0; h < a.key_heads; ++h)
+    for (int64_t h = 0; h < a.num_kv_heads; ++h)
       for (int64_t j = p.first_key(b); j < p.first_key(b) + p.stored(b); ++j) {
-        for (int64_t d = 0; d < a.depth; ++d) want_key.values[(size_t)key_grad.at(b, h, j, d)] = 0;
-        for (int64_t d = 0; d < a.value_depth; ++d) want_value.values[(size_t)value_grad.at(b, h, j, d)] = 0;
+        for (int64_t d = 0; d < a.head_dim; ++d) want_key.values[(size_t)grad_key.at(b, h, j, d)] = 0;
+        for (int64_t d = 0; d < a.value_head_dim; ++d) want_value.values[(size_t)grad_value.at(b, h, j, d)] = 0;
       }
   const double kept_scale = dropout_scale(a.threshold);
   double greatest = 0;  // score, in sums of magnitudes
-  std::vector<double> s((size_t)a.keys), weight((size_t)a.keys);
+  std::vector<double> s((size_t)a.seqlen_k), weight((size_t)a.seqlen_k);
   for (int64_t b = 0; b < a.batch; ++b)
-    for (int64_t h = 0; h < a.heads; ++h)
+    for (int64_t h = 0; h < a.num_heads; ++h)
       for (int64_t i = 0; i < p.queries(b); ++i) {
         const int64_t row = p.first_query(b) + i, first = p.first_key(b), kh = h / group;
         double top = -INFINITY, total = 0;
@@ -185,7 +169,7 @@ void test_problem(Random& random, Problem& p) {
           s[(size_t)j] = -INFINITY;
           if (!p.visible(b, h, i, j)) continue;
           double dot = 0, magnitude = 0;
-          for (int64_t d = 0; d < a.depth; ++d) {
+          for (int64_t d = 0; d < a.head_dim; ++d) {
             const double term = query(b, h, row, d) * key(b, kh, first + j, d);
             dot += term;
             magnitude += fabs(term);
@@ -198,53 +182,54 @@ void test_problem(Random& random, Problem& p) {
         for (int64_t j = 0; j < p.keys(b); ++j)
           total += weight[(size_t)j] = top == -INFINITY ? 0 : exp(s[(size_t)j] - top);
         want_lse.values[(size_t)p.row(b, h, i)] = total == 0 ? -INFINITY : top + log(total);
-        for (int64_t d = 0; d < a.value_depth; ++d) want_out.values[(size_t)out.at(b, h, row, d)] = 0;
-        for (int64_t d = 0; d < a.depth; ++d) want_query.values[(size_t)query_grad.at(b, h, row, d)] = 0;
+        for (int64_t d = 0; d < a.value_head_dim; ++d) want_out.values[(size_t)out.at(b, h, row, d)] = 0;
+        for (int64_t d = 0; d < a.head_dim; ++d) want_query.values[(size_t)grad_query.at(b, h, row, d)] = 0;
         double delta = 0, delta_size = 0;
-        for (int64_t d = 0; d < a.value_depth; ++d) {
-          delta += out_grad(b, h, row, d) * out(b, h, row, d);
-          delta_size += fabs(out_grad(b, h, row, d) * out(b, h, row, d));
+        for (int64_t d = 0; d < a.value_head_dim; ++d) {
+          delta += grad_out(b, h, row, d) * out(b, h, row, d);
+          delta_size += fabs(grad_out(b, h, row, d) * out(b, h, row, d));
         }
-        if (g.lse_grad) delta -= lse_grad.get(p.row(b, h, i));
+        if (g.grad_lse) delta -= grad_lse.get(p.row(b, h, i));
         for (int64_t j = 0; j < p.keys(b); ++j) {
           const double probability = total == 0 ? 0 : weight[(size_t)j] / total;
           if (probability == 0) continue;
-          const bool kept = a.threshold == 0 || philox_keep(a.seed, (uint32_t)(b * a.heads + h), i, j, a.threshold);
+          const bool kept =
+              a.threshold == 0 || philox_keep(make_seed(a.seed), (uint32_t)(b * a.num_heads + h), i, j, a.threshold);
           const double dropped = kept ? probability * kept_scale : 0;
           double dp = 0, dp_size = 0;
-          for (int64_t d = 0; d < a.value_depth; ++d) {
-            const double x = value(b, kh, first + j, d), dy = out_grad(b, h, row, d);
+          for (int64_t d = 0; d < a.value_head_dim; ++d) {
+            const double x = value(b, kh, first + j, d), dy = grad_out(b, h, row, d);
             want_out.add(out.at(b, h, row, d), dropped * x, kept_scale * fabs(x));
-            want_value.add(value_grad.at(b, kh, first + j, d), dropped * dy,
-                           kept_scale * fabs(dy) * (double)(group * a.queries));
+            want_value.add(grad_value.at(b, kh, first + j, d), dropped * dy,
+                           kept_scale * fabs(dy) * (double)(group * a.seqlen_q));
             dp += dy * x;
             dp_size += fabs(dy * x);
           }
           const double ds = probability * ((kept ? dp * kept_scale : 0) - delta);
           const double ds_size = dp_size * kept_scale + delta_size + fabs(delta);
-          for (int64_t d = 0; d < a.depth; ++d) {
+          for (int64_t d = 0; d < a.head_dim; ++d) {
             const double q = query(b, h, row, d), k = key(b, kh, first + j, d);
-            want_query.add(query_grad.at(b, h, row, d), a.scale * ds * k, fabs(a.scale * k) * ds_size);
-            want_key.add(key_grad.at(b, kh, first + j, d), a.scale * ds * q,
-                         fabs(a.scale * q) * ds_size * (double)(group * a.queries));
+            want_query.add(grad_query.at(b, h, row, d), a.scale * ds * k, fabs(a.scale * k) * ds_size);
+            want_key.add(grad_key.at(b, kh, first + j, d), a.scale * ds * q,
+                         fabs(a.scale * q) * ds_size * (double)(group * a.seqlen_q));
           }
           if (wants_mask) {
-            const AttentionMask& m = a.mask;
+            const Mask& m = a.mask;
             want_mask.add(b * m.batch + h * m.head + i * m.row + j * m.column, ds,
-                          ds_size * (double)(a.batch * a.heads * a.queries));
+                          ds_size * (double)(a.batch * a.num_heads * a.seqlen_q));
           }
         }
       }
   // P and dS are rounded to the operands' dtype at most; scores, to float32.
   const double operand_error = a.dtype == Dtype::bfloat16 ? unit_roundoff(Dtype::bfloat16) : 0;
-  const double score_error = kEpsilon * (a.depth + 8) * greatest,
+  const double score_error = kEpsilon * (a.head_dim + 8) * greatest,
                error = operand_error + 4 * score_error + 64 * kEpsilon;
   expect_close("out", *out.buffer, want_out.values, want_out.size * error);
   expect_close("lse", lse, want_lse.values, 2 * score_error + 8 * kEpsilon);
-  expect_close("query_grad", *query_grad.buffer, want_query.values, want_query.size * error);
-  expect_close("key_grad", *key_grad.buffer, want_key.values, want_key.size * error);
-  expect_close("value_grad", *value_grad.buffer, want_value.values, want_value.size * error);
-  expect_close("mask_grad", mask_grad, want_mask.values, want_mask.size * error);
+  expect_close("grad_query", *grad_query.buffer, want_query.values, want_query.size * error);
+  expect_close("grad_key", *grad_key.buffer, want_key.values, want_key.size * error);
+  expect_close("grad_value", *grad_value.buffer, want_value.values, want_value.size * error);
+  expect_close("grad_mask", grad_mask, want_mask.values, want_mask.size * error);
 }
 
 }  // namespace
@@ -257,38 +242,39 @@ void test_attention(int cases) {
     Attention& a = p.a;
     p.packed = random.chance(25);
     a.dtype = any_float(random);
-    a.batch = random.between(large ? 1 : 0, 2), a.key_heads = random.between(1, 2);
-    a.heads = a.key_heads * random.between(1, 3);
-    a.queries = large ? random.between(100, 140) : random.chance(30) ? random.between(0, 4) : random.between(5, 100);
-    a.keys = c % 10 == 3 ? 900 : random.between(large ? 200 : 0, large ? 230 : 110);
+    a.batch = random.between(large ? 1 : 0, 2), a.num_kv_heads = random.between(1, 2);
+    a.num_heads = a.num_kv_heads * random.between(1, 3);
+    a.seqlen_q = large ? random.between(100, 140) : random.chance(30) ? random.between(0, 4) : random.between(5, 100);
+    a.seqlen_k = c % 10 == 3 ? 900 : random.between(large ? 200 : 0, large ? 230 : 110);
     // Rows of whole vectors are read where they lie.
-    a.depth = (int)(random.chance(40) ? 32 * random.between(1, large ? 4 : 2) : random.between(1, large ? 140 : 40));
-    a.value_depth = random.chance(50) ? a.depth : (int)(random.chance(40) ? 32 : random.between(1, 40));
+    a.head_dim = (int)(random.chance(40) ? 32 * random.between(1, large ? 4 : 2) : random.between(1, large ? 140 : 40));
+    a.value_head_dim = random.chance(50) ? a.head_dim : (int)(random.chance(40) ? 32 : random.between(1, 40));
     a.scale = (float)random.pick({0.1, 0.1, 0.1, -0.2, 0.0});
-    a.window_left = random.pick<int64_t>({-1, -1, 0, 3, 40}),
-    a.window_right = random.pick<int64_t>({-1, -1, 0, 0, 3, 40});
     a.lower_right = p.packed || random.chance(50);
+    a.window_left = any_window(random, a.lower_right ? a.seqlen_k : a.seqlen_q);
+    a.window_right = any_window(random, a.lower_right ? a.seqlen_q : a.seqlen_k);
     a.threshold = random.pick({0, 0, 0, 6554, 32768, 65536});
-    a.seed = {(uint32_t)random.next(), (uint32_t)random.next(), (uint32_t)random.next()};
+    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
+    a.seed = seed;
 
     std::vector<int64_t> stored;
-    p.query_start = p.key_start = {0};
+    p.cu_seq_q = p.cu_seq_k = {0};
     for (int64_t b = 0; b < a.batch; ++b) {
-      stored.push_back(p.packed ? random.between(0, a.keys) : a.keys);
-      p.query_start.push_back(p.query_start.back() + random.between(0, a.queries));
-      p.key_start.push_back(p.key_start.back() + stored.back());
+      stored.push_back(p.packed ? random.between(0, a.seqlen_k) : a.seqlen_k);
+      p.cu_seq_q.push_back(p.cu_seq_q.back() + random.between(0, a.seqlen_q));
+      p.cu_seq_k.push_back(p.cu_seq_k.back() + stored.back());
     }
-    if (p.packed) a.query_start = p.query_start.data(), a.key_start = p.key_start.data();
+    if (p.packed) a.cu_seq_q = p.cu_seq_q.data(), a.cu_seq_k = p.cu_seq_k.data();
     if (random.chance(40))
       for (int64_t b = 0; b < a.batch; ++b) p.lengths.push_back(random.between(0, stored[(size_t)b]));
     if (!p.lengths.empty()) a.key_lengths = p.lengths.data();
 
     if (!p.packed && random.chance(50)) {
-      AttentionMask& m = a.mask;
+      Mask& m = a.mask;
       m.dtype = random.chance(50) ? Dtype::boolean : any_float(random);
       int64_t* sizes[4] = {&m.batches, &m.heads, &m.rows, &m.columns};
       int64_t* strides[4] = {&m.batch, &m.head, &m.row, &m.column};
-      const int64_t shape[4] = {a.batch, a.heads, a.queries, a.keys};
+      const int64_t shape[4] = {a.batch, a.num_heads, a.seqlen_q, a.seqlen_k};
       int64_t count = 1;
       for (int d = 3; d >= 0; --d) {
         const bool full = random.chance(d == 3 ? 90 : 60) && shape[d] != 1;
@@ -309,12 +295,12 @@ void test_attention(int cases) {
       m.data = p.mask->data;
     }
     begin_case("attention " + std::string(name_of(a.dtype)) + (p.packed ? " packed (" : " (") +
-               std::to_string(a.batch) + ", " + std::to_string(a.heads) + "/" + std::to_string(a.key_heads) + ", " +
-               std::to_string(a.queries) + "x" + std::to_string(a.keys) + ", " + std::to_string(a.depth) + "/" +
-               std::to_string(a.value_depth) + ") mask " + (p.mask ? name_of(a.mask.dtype) : "none") + " window " +
-               std::to_string(a.window_left) + " " + std::to_string(a.window_right) + " threshold " +
-               std::to_string(a.threshold) + " scale " + std::to_string(a.scale) + " case " + std::to_string(c) +
-               " on " + kernels()->name);
+               std::to_string(a.batch) + ", " + std::to_string(a.num_heads) + "/" + std::to_string(a.num_kv_heads) +
+               ", " + std::to_string(a.seqlen_q) + "x" + std::to_string(a.seqlen_k) + ", " +
+               std::to_string(a.head_dim) + "/" + std::to_string(a.value_head_dim) + ") mask " +
+               (p.mask ? name_of(a.mask.dtype) : "none") + " window " + std::to_string(a.window_left) + " " +
+               std::to_string(a.window_right) + " threshold " + std::to_string(a.threshold) + " scale " +
+               std::to_string(a.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
     test_problem(random, p);
   }
 }

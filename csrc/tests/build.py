@@ -1,8 +1,8 @@
 """Builds the kernels' own test program with the flags that the library is built with, and the emulated CUDA library.
 
-Usage: python csrc/tests/build.py [plain | address | thread | emulated]. Prints the program's path; `address` adds the
-address and undefined-behaviour sanitizers, `thread` the thread sanitizer; `emulated` is the CUDA library of the device
-code compiled for the host (csrc/tests/emulation).
+Usage: python csrc/tests/build.py [plain | address | thread | aarch64 | emulated]. Prints the program's path; `address`
+adds the address and undefined-behaviour sanitizers, `thread` the thread sanitizer; `aarch64` is cross-compiled, for
+qemu-aarch64; `emulated` is the CUDA library of the device code compiled for the host (csrc/tests/emulation).
 """
 
 import shlex
@@ -18,20 +18,23 @@ VARIANTS = {
     "plain": native_build.OPTIMIZE,
     "address": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
     "thread": "-O1 -g -fsanitize=thread",
+    "aarch64": f"{native_build.OPTIMIZE} -static",
 }
+
+
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
 
 def build(variant: str = "plain") -> Path:
     """Compiles what is out of date and returns the program. Raises native_build.BuildError."""
     flags = f"{native_build.CXX_FLAGS} {VARIANTS[variant]}"
-    kernels = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
-    dispatch = [source for source in kernels if source.stem == "dispatch"]
+    sets = native_build.INSTRUCTION_SETS["aarch64"] if variant == "aarch64" else native_build.instruction_sets()
     objects = [(f"test.{source.stem}.o", source, flags) for source in sorted((ROOT / "csrc/tests").glob("*.cpp"))]
-    objects += [(f"{source.stem}.o", source, flags) for source in dispatch]
-    objects += native_build.kernel_objects([source for source in kernels if source not in dispatch], flags)
+    objects += native_build.kernel_objects(flags, sets)
     # The plain program is linked from the library's own objects, which are compiled already.
     directory = ROOT / "build" / ("native/cpu" if variant == "plain" else f"test_kernels/{variant}")
-    return native_build.run_ninja(directory, objects, "test_kernels", f"-pthread {VARIANTS[variant]}")
+    cxx = [CROSS_COMPILER] if variant == "aarch64" else None
+    return native_build.run_ninja(directory, objects, "test_kernels", f"-pthread {VARIANTS[variant]}", cxx=cxx)
 
 
 def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/emulated") -> Path:
@@ -44,7 +47,7 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
     bindings = f"-O1 {native_build.bindings_flags(torch)}"
     objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    objects += [("bindings.o", ROOT / "csrc/bindings_cuda.cpp", bindings)]
+    objects += [("bindings.o", ROOT / "csrc/bindings/cuda.cpp", bindings)]
     objects += [
         (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include}")
         for source in sorted(emulation.glob("*.cpp"))

@@ -1,6 +1,5 @@
 #include <math.h>
 
-#include "../cpu/kernels.h"
 #include "harness.h"
 
 namespace fastattn::testing {
@@ -36,7 +35,8 @@ void test_dropout(int cases) {
     p.rows = one_row ? 1 : random.between(large ? 200 : 0, large ? 230 : 40);
     p.columns = one_row ? random.between(200000, 210000) : random.between(large ? 300 : 0, large ? 500 : 90);
     p.threshold = random.pick({0, 1, 6554, 32768, 65535, 65536});
-    p.seed = {(uint32_t)random.next(), (uint32_t)random.next(), (uint32_t)random.next()};
+    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
+    p.seed = seed;
     p.input_row = p.columns + random.between(0, 3);
     p.input_inner = p.rows * p.input_row, p.input_outer = p.inner * p.input_inner;
     if (random.chance(30)) {  // (outer, rows, inner, columns) in memory
@@ -58,15 +58,15 @@ void test_dropout(int cases) {
         for (int64_t column = 0; column < p.columns; ++column) {
           const int64_t at = z / p.inner * p.input_outer + z % p.inner * p.input_inner + row * p.input_row + column;
           input.set(at, random.normal());
-          kept.push_back(philox_keep(p.seed, (uint32_t)z, row, column, p.threshold));
+          kept.push_back(philox_keep(make_seed(seed), (uint32_t)z, row, column, p.threshold));
           want.push_back(kept.back() ? input.get(at) * 65536 / (65536 - p.threshold) : 0.0);
         }
     p.out = out.data;
-    run_on_threads({&out}, [&](const Parallel& parallel) { kernels()->dropout->dropout(p, parallel); });
+    run_on_threads({&out}, [&](const Parallel& parallel) { run_kernel(*kernels()->dropout, p, parallel); });
     expect_close("out", out, want,
                  p.threshold == 65535 ? 0.05 : 1e-5);  // the scale is rounded to float32: relative 2^-23
-    p.out = mask.data;
-    run_on_threads({&mask}, [&](const Parallel& parallel) { kernels()->dropout->mask(p, parallel); });
+    p.input = nullptr, p.out = mask.data, p.dtype = Dtype::boolean;
+    run_on_threads({&mask}, [&](const Parallel& parallel) { run_kernel(*kernels()->dropout, p, parallel); });
     expect_close("mask", mask, kept, 0);
   }
 }

@@ -61,8 +61,6 @@ const char* name_of(Dtype dtype) {
   }
 }
 
-size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : dtype == Dtype::boolean ? 1 : 2; }
-
 double round_to(Dtype dtype, double value) {
   if (value == 0 || !isfinite(value)) return value;
   const Format format = format_of(dtype);
@@ -75,8 +73,12 @@ double unit_roundoff(Dtype dtype) { return ldexp(1, -format_of(dtype).bits - 1);
 
 Dtype any_float(Random& random) { return random.pick({Dtype::float32, Dtype::bfloat16, Dtype::float16}); }
 
+int64_t any_window(Random& random, int64_t reach) {
+  return random.chance(40) ? reach : min(random.pick<int64_t>({0, 3, 20, 40}), reach);
+}
+
 Buffer::Buffer(Dtype type, int64_t elements, bool at_end) : dtype(type), count(elements) {
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (size_t)count * size_of(dtype);
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (size_t)count * (size_t)size_of(dtype);
   const size_t pages = (size + page - 1) / page * page;
   mapped_ = pages + 2 * page;
   mapping_ = mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -97,7 +99,7 @@ Buffer::~Buffer() {
 }
 
 double Buffer::get(int64_t index) const {
-  const char* at = (const char*)data + (size_t)index * size_of(dtype);
+  const char* at = (const char*)data + (size_t)index * (size_t)size_of(dtype);
   if (dtype == Dtype::boolean) return *(const uint8_t*)at;
   if (dtype == Dtype::float32) {
     float value;
@@ -115,7 +117,7 @@ double Buffer::get(int64_t index) const {
 }
 
 void Buffer::set(int64_t index, double value) {
-  char* at = (char*)data + (size_t)index * size_of(dtype);
+  char* at = (char*)data + (size_t)index * (size_t)size_of(dtype);
   const double rounded = round_to(dtype, value);
   if (dtype == Dtype::boolean) {
     *(uint8_t*)at = value != 0;
@@ -141,11 +143,11 @@ void Buffer::set(int64_t index, double value) {
   memcpy(at, &bits, sizeof bits);
 }
 
-void Buffer::fill_nan() { memset(data, 0xff, (size_t)count * size_of(dtype)); }
+void Buffer::fill_nan() { memset(data, 0xff, (size_t)count * (size_t)size_of(dtype)); }
 
 std::vector<char> Buffer::bytes() const {
   const char* first = (const char*)data;
-  return std::vector<char>(first, first + (size_t)count * size_of(dtype));
+  return std::vector<char>(first, first + (size_t)count * (size_t)size_of(dtype));
 }
 
 void begin_case(const std::string& name) {

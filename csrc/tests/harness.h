@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "../common/parallel.h"
-#include "../common/types.h"
+#include "../common/philox.h"
+#include "../cpu/kernels.h"
 
 namespace fastattn::testing {
 
@@ -26,7 +26,6 @@ struct Random {
 };
 
 const char* name_of(Dtype);
-size_t size_of(Dtype);
 double round_to(Dtype, double);  // nearest value, ties to even
 double unit_roundoff(Dtype);     // half the distance from 1 to the next number
 Dtype any_float(Random&);
@@ -63,6 +62,16 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
 
 // Runs the kernel on 1, 2 and 5 threads, outputs NaN before each; all runs must write the same bits.
 void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel);
+
+// Runs a kernel in a workspace between guard pages.
+template <class Problem>
+void run_kernel(const Kernel<Problem>& kernel, const Problem& problem, const Parallel& parallel) {
+  Buffer workspace(Dtype::float32, round_up(kernel.workspace(problem, parallel), 64) / 4);
+  kernel.run(problem, parallel, (char*)workspace.data);
+}
+
+// A side of a window: narrow, or `reach`, from which on it bounds nothing.
+int64_t any_window(Random&, int64_t reach);
 
 // The kernel, run again with `out` as its only output, writes the bits that are there.
 void expect_again(Buffer& out, const std::function<void(const Parallel&)>& kernel);

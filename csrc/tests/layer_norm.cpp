@@ -1,6 +1,5 @@
 #include <math.h>
 
-#include "../cpu/kernels.h"
 #include "harness.h"
 
 namespace fastattn::testing {
@@ -49,24 +48,22 @@ void test_layer_norm(int cases) {
 
     LayerNorm p = {};
     p.matrices = matrices, p.rows = rows, p.columns = columns, p.eps = 1e-5f;
-    p.seed = {(uint32_t)random.next(), (uint32_t)random.next(), (uint32_t)random.next()};
+    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
+    p.seed = seed;
     p.threshold = threshold;
     Rows input(random, input_dtype, all, columns, mean), residual(random, residual_dtype, fused ? all : 0, columns, 0);
-    Rows weight(random, Dtype::float32, 1, columns, 1), bias(random, Dtype::float32, 1, columns, 0);
+    p.weight_dtype = any_float(random), p.bias_dtype = any_float(random);
+    Rows weight(random, p.weight_dtype, 1, columns, 1), bias(random, p.bias_dtype, 1, columns, 0);
     Buffer sum(dtype, fused ? count : 0, random.chance(50)), out(dtype, count, random.chance(50));
     Buffer means(Dtype::float32, all), rstds(Dtype::float32, all);
     p.input = input.buffer.data, p.input_dtype = input_dtype, p.input_row = input.stride;
     if (fused) p.residual = residual.buffer.data, p.residual_dtype = residual_dtype, p.residual_row = residual.stride;
-    if (random.chance(70)) p.weight = (const float*)weight.buffer.data;
-    if (random.chance(70)) p.bias = (const float*)bias.buffer.data;
+    if (random.chance(70)) p.weight = weight.buffer.data;
+    if (random.chance(70)) p.bias = bias.buffer.data;
     p.sum = sum.data, p.out = out.data, p.dtype = dtype;
     p.mean = (float*)means.data, p.rstd = (float*)rstds.data;
     run_on_threads({&sum, &out, &means, &rstds},
-                   [&](const Parallel& parallel) { kernels()->layer_norm->forward(p, parallel); });
-
-    LayerNorm alone = p;
-    alone.sum = nullptr, alone.mean = alone.rstd = nullptr;
-    expect_again(out, [&](const Parallel& parallel) { kernels()->layer_norm->forward(alone, parallel); });
+                   [&](const Parallel& parallel) { run_kernel(kernels()->layer_norm->forward, p, parallel); });
 
     // What is normalised is the sum as it was stored.
     std::vector<double> want_sum, x, want, want_mean, want_rstd;
@@ -74,7 +71,7 @@ void test_layer_norm(int cases) {
     for (int64_t row = 0; row < all; ++row) {
       double total = 0, squares = 0;
       for (int64_t j = 0; j < columns; ++j) {
-        const bool kept = !threshold || philox_keep(p.seed, (uint32_t)(row / rows), row % rows, j, threshold);
+        const bool kept = !threshold || philox_keep(make_seed(seed), (uint32_t)(row / rows), row % rows, j, threshold);
         if (fused) want_sum.push_back(residual(row, j) + (kept ? input(row, j) * keep_scale : 0));
         x.push_back(fused ? sum.get(row * columns + j) : input(row, j));
         total += x.back();
@@ -104,17 +101,16 @@ void test_layer_norm(int cases) {
     const bool add = fused && random.chance(50);
     q.grad_out = grad_out.buffer.data, q.grad_out_row = grad_out.stride;
     if (add) q.grad_sum = grad_sum.buffer.data, q.grad_sum_row = grad_sum.stride;
-    q.mean = p.mean, q.rstd = p.rstd, q.weight = p.weight;
-    q.weight_dtype = any_float(random), q.bias_dtype = any_float(random);
+    q.mean = p.mean, q.rstd = p.rstd, q.weight = p.weight, q.weight_dtype = p.weight_dtype;
+    q.grad_weight_dtype = any_float(random), q.grad_bias_dtype = any_float(random);
     const bool weight_grad = random.chance(70), bias_grad = random.chance(70);
     Buffer grad_x(dtype, count, random.chance(50)), grad_input(input_dtype, fused ? count : 0, random.chance(50));
-    Buffer grad_weight(q.weight_dtype, weight_grad ? columns : 0), grad_bias(q.bias_dtype, bias_grad ? columns : 0);
+    Buffer grad_weight(q.grad_weight_dtype, weight_grad ? columns : 0),
+        grad_bias(q.grad_bias_dtype, bias_grad ? columns : 0);
     q.grad_x = grad_x.data, q.grad_input = fused ? grad_input.data : nullptr;
     q.grad_weight = weight_grad ? grad_weight.data : nullptr, q.grad_bias = bias_grad ? grad_bias.data : nullptr;
-    Buffer workspace(Dtype::float32, kernels()->layer_norm->workspace(q));
-    q.workspace = (float*)workspace.data;
-    run_on_threads({&grad_x, &grad_input, &grad_weight, &grad_bias, &workspace},
-                   [&](const Parallel& parallel) { kernels()->layer_norm->backward(q, parallel); });
+    run_on_threads({&grad_x, &grad_input, &grad_weight, &grad_bias},
+                   [&](const Parallel& parallel) { run_kernel(kernels()->layer_norm->backward, q, parallel); });
 
     std::vector<double> want_x, want_input, want_weight((size_t)grad_weight.count), want_bias((size_t)grad_bias.count);
     double largest_xhat = 1;
@@ -134,7 +130,7 @@ void test_layer_norm(int cases) {
         const double g = grad_out(row, j) * (p.weight ? weight(0, j) : 1);
         const double xhat = (x[(size_t)(row * columns + j)] - m) * rstd;
         want_x.push_back((g - g_mean - xhat * gx_mean) * rstd + (add ? grad_sum(row, j) : 0));
-        const bool kept = !threshold || philox_keep(p.seed, (uint32_t)(row / rows), row % rows, j, threshold);
+        const bool kept = !threshold || philox_keep(make_seed(seed), (uint32_t)(row / rows), row % rows, j, threshold);
         if (fused) want_input.push_back(kept ? want_x.back() * keep_scale : 0);
       }
     }

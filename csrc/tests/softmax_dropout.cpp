@@ -1,6 +1,5 @@
 #include <math.h>
 
-#include "../cpu/kernels.h"
 #include "harness.h"
 
 namespace fastattn::testing {
@@ -45,15 +44,17 @@ void test_softmax_dropout(int cases) {
     s.rows = random.between(large ? 100 : 0, large ? 120 : 40);
     s.columns = c % 50 == 25 ? 3000 : random.between(large ? 300 : 0, large ? 500 : 90);
     s.scale = (float)random.pick({1.0, 0.125, -0.5, 0.0});
-    s.window_left = random.pick<int64_t>({-1, -1, 0, 3, 20}), s.window_right = random.pick<int64_t>({-1, -1, 0, 3, 20});
     s.lower_right = random.chance(50);
+    s.window_left = any_window(random, s.lower_right ? s.columns : s.rows);
+    s.window_right = any_window(random, s.lower_right ? s.rows : s.columns);
     p.threshold = random.pick({0, 6554, 32768, 65536});
-    p.seed = {(uint32_t)random.next(), (uint32_t)random.next(), (uint32_t)random.next()};
+    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
+    p.seed = seed;
     const int64_t shape[4] = {s.batch, s.heads, s.rows, s.columns};
     const int64_t all_rows = s.batch * s.heads * s.rows, count = all_rows * s.columns;
 
     const bool masked = random.chance(70), lengths_given = random.chance(40);
-    s.mask_dtype = random.chance(40) ? Dtype::boolean : any_float(random);
+    s.mask.dtype = random.chance(40) ? Dtype::boolean : any_float(random);
     bool full[4];
     int64_t mask_shape[4], mask_stride[4], mask_count = 1;
     for (int d = 3; d >= 0; --d) {
@@ -63,43 +64,40 @@ void test_softmax_dropout(int cases) {
       mask_count *= mask_shape[d];
     }
     const bool finite_extremes = random.chance(20);
-    Buffer mask(s.mask_dtype, masked ? mask_count : 0, random.chance(50));
+    Buffer mask(s.mask.dtype, masked ? mask_count : 0, random.chance(50));
     for (int64_t i = 0; i < mask.count; ++i) {
       const bool hidden = random.chance(25);
-      if (s.mask_dtype == Dtype::boolean)
+      if (s.mask.dtype == Dtype::boolean)
         mask.set(i, !hidden);
       else
         mask.set(i, !hidden ? random.normal() : finite_extremes ? -65504 : -INFINITY);
     }
     begin_case("softmax_dropout " + std::string(name_of(s.dtype)) + " (" + std::to_string(s.batch) + ", " +
                std::to_string(s.heads) + ", " + std::to_string(s.rows) + ", " + std::to_string(s.columns) + ") mask " +
-               (masked ? name_of(s.mask_dtype) : "none") + " window " + std::to_string(s.window_left) + " " +
+               (masked ? name_of(s.mask.dtype) : "none") + " window " + std::to_string(s.window_left) + " " +
                std::to_string(s.window_right) + " threshold " + std::to_string(p.threshold) + " scale " +
                std::to_string(s.scale) + " case " + std::to_string(c) + " on " + kernels()->name);
     if (masked) {
-      s.mask = mask.data;
-      s.mask_batch = mask_stride[0], s.mask_head = mask_stride[1], s.mask_row = mask_stride[2];
-      s.mask_column = mask_stride[3];
+      s.mask = {mask.data,     s.mask.dtype,   mask_shape[0],  mask_shape[1],  mask_shape[2],
+                mask_shape[3], mask_stride[0], mask_stride[1], mask_stride[2], mask_stride[3]};
     }
     std::vector<int64_t> lengths;
     for (int64_t b = 0; b < s.batch; ++b) lengths.push_back(random.between(0, s.columns));
     if (lengths_given) s.key_lengths = lengths.data();
 
     Matrices input(random, s.dtype, s), grad_out(random, s.dtype, s);
-    s.input = input.buffer.data;
-    s.input_batch = input.batch, s.input_head = input.head, s.input_row = input.row;
+    s.input = {input.buffer.data, input.batch, input.head, input.row};
     const auto mask_at = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
       return b * mask_stride[0] + h * mask_stride[1] + i * mask_stride[2] + j * mask_stride[3];
     };
     const auto score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
       const int64_t length = s.key_lengths ? lengths[(size_t)b] : s.columns;
       const int64_t distance = j - i - (s.lower_right ? length - s.rows : 0);
-      if (j >= length || (s.window_left >= 0 && distance < -s.window_left)) return -INFINITY;
-      if (s.window_right >= 0 && distance > s.window_right) return -INFINITY;
+      if (j >= length || distance < -s.window_left || distance > s.window_right) return -INFINITY;
       double added = 0;
       if (masked) {
         added = mask.get(mask_at(b, h, i, j));
-        if (s.mask_dtype == Dtype::boolean) added = added != 0 ? 0 : -INFINITY;
+        if (s.mask.dtype == Dtype::boolean) added = added != 0 ? 0 : -INFINITY;
       }
       if (added == -INFINITY) {  // what is hidden may be anything
         input.buffer.set(b * input.batch + h * input.head + i * input.row + j, NAN);
@@ -124,7 +122,7 @@ void test_softmax_dropout(int cases) {
       want_stats[(size_t)row] = reference, want_stats[(size_t)(all_rows + row)] = total;
       for (int64_t j = 0; j < s.columns; ++j) {
         const double probability = total == 0 ? 0 : e[(size_t)j] / total;
-        const bool kept = philox_keep(p.seed, (uint32_t)(b * s.heads + h), i, j, p.threshold);
+        const bool kept = philox_keep(make_seed(seed), (uint32_t)(b * s.heads + h), i, j, p.threshold);
         want.push_back(kept ? probability * kept_scale : 0);
         grad.push_back(kept && probability > 0 ? grad_out(b, h, i, j) * kept_scale : 0);
         dot += probability * grad.back();
@@ -139,18 +137,8 @@ void test_softmax_dropout(int cases) {
 
     Buffer out(s.dtype, count, random.chance(50)), stats(Dtype::float32, 2 * all_rows);
     p.out = out.data, p.stats = (float*)stats.data;
-    run_on_threads({&out, &stats}, [&](const Parallel& parallel) {
-      Buffer workspace(Dtype::boolean, kernels()->softmax_dropout->forward_workspace(p, parallel) + 64, false);
-      p.workspace = (char*)workspace.data;
-      kernels()->softmax_dropout->forward(p, parallel);
-    });
-    SoftmaxDropout alone = p;
-    alone.stats = nullptr;
-    expect_again(out, [&](const Parallel& parallel) {
-      Buffer workspace(Dtype::boolean, kernels()->softmax_dropout->forward_workspace(alone, parallel) + 64, false);
-      alone.workspace = (char*)workspace.data;
-      kernels()->softmax_dropout->forward(alone, parallel);
-    });
+    run_on_threads({&out, &stats},
+                   [&](const Parallel& parallel) { run_kernel(kernels()->softmax_dropout->forward, p, parallel); });
     // Scores below 16 (65504 with the extreme mask) are rounded once: an absolute error, relative in P.
     const double largest = finite_extremes && masked ? 65520 : 16, relative = (largest + 16) * kEpsilon;
     expect_close("out", out, want, relative * fmax(1, kept_scale));
@@ -160,18 +148,14 @@ void test_softmax_dropout(int cases) {
 
     SoftmaxDropoutBackward q = {};
     q.scores = s, q.seed = p.seed, q.threshold = p.threshold;
-    q.grad_out = grad_out.buffer.data;
-    q.grad_batch = grad_out.batch, q.grad_head = grad_out.head, q.grad_row = grad_out.row;
+    q.grad_out = {grad_out.buffer.data, grad_out.batch, grad_out.head, grad_out.row};
     q.stats = p.stats;
-    const bool mask_grad = masked && s.mask_dtype != Dtype::boolean;
-    Buffer grad_input(s.dtype, count, random.chance(50)), grad_mask(s.mask_dtype, mask_grad ? mask_count : 0);
+    const bool mask_grad = masked && s.mask.dtype != Dtype::boolean;
+    Buffer grad_input(s.dtype, count, random.chance(50)), grad_mask(s.mask.dtype, mask_grad ? mask_count : 0);
     q.grad_input = grad_input.data, q.grad_mask = mask_grad ? grad_mask.data : nullptr;
-    for (int d = 0; d < 4; ++d) q.full[d] = full[d];
-    run_on_threads({&grad_input, &grad_mask}, [&](const Parallel& parallel) {
-      Buffer workspace(Dtype::boolean, kernels()->softmax_dropout->backward_workspace(q, parallel) + 64, false);
-      q.workspace = (char*)workspace.data;
-      kernels()->softmax_dropout->backward(q, parallel);
-    });
+    q.grad_mask_dtype = s.mask.dtype;
+    run_on_threads({&grad_input, &grad_mask},
+                   [&](const Parallel& parallel) { run_kernel(kernels()->softmax_dropout->backward, q, parallel); });
     // |dP| is below 18 kept_scale. The mask's gradient adds up as many such terms as it broadcasts over.
     const double grad_slack = 4 * relative * 18 * fmax(1, kept_scale);
     expect_close("grad_input", grad_input, want_grad, grad_slack);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from fastattn.torch_private import is_autocast_enabled
 
 ALL = 65536  # the threshold that drops everything
 MAX_HEAD_DIM = 256
+OLDEST_GPU = (8, 0)
 
 
 def dropout_scale(threshold: int) -> float:
@@ -73,6 +75,11 @@ def python_functions(package: str) -> dict[str, Callable[..., Any]]:
 # Why a backend refuses a call, or None
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def device_of(args: tuple) -> torch.device:
     """The device of a backend function's operands, of which the first tensor is one."""
     return next(arg for arg in args if isinstance(arg, Tensor)).device
@@ -98,3 +105,10 @@ def large_head(op: str, args: tuple) -> str | None:
         return None
     head_dim = max(args[0].shape[-1], args[2].shape[-1])
     return None if head_dim <= MAX_HEAD_DIM else f"it takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}"
+
+
+def old_gpu(device: torch.device) -> str | None:
+    if device.type != "cuda" or capability(device) >= OLDEST_GPU:
+        return None
+    oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, capability(device)))
+    return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from fastattn.backends import native
-from fastattn.backends.common import device_of, float64_operand, large_head, other_device
+from fastattn.backends.common import capability, device_of, float64_operand, large_head, old_gpu, other_device
 from fastattn.torch_private import is_transformed
 
 DEVICE = "cuda"
@@ -26,23 +24,10 @@ OPERATIONS = (
 )
 FUNCTIONS = {} if MISSING else native.functions("cuda", OPERATIONS)
 
-OLDEST_GPU = (8, 0)
 CAPABILITIES = native.capabilities()  # that the library has code for
 MAX_QUERIES = 16
 MAX_KEYS = 2**29  # counted in 32 bits, and so are rows of queries
 MAX_ROWS = 2**31 - 1
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def old_gpu(device: torch.device) -> str | None:
-    if device.type != "cuda" or capability(device) >= OLDEST_GPU:
-        return None
-    oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, capability(device)))
-    return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
 
 
 def refusal(op: str, args: tuple) -> str | None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.common import device_of, float64_operand, large_head, other_device, python_functions
-from fastattn.backends.cuda import old_gpu
+from fastattn.backends.common import device_of, float64_operand, large_head, old_gpu, other_device, python_functions
 
 DEVICE = "cuda"
 MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones

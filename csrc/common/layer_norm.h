@@ -1,11 +1,8 @@
 // LayerNorm over the last dimension, alone or of residual + dropout(input) in one pass, and the backward passes.
 #pragma once
-#include <stdint.h>
+#include "types.h"
 
-#include "../common/types.h"
-#include "stream.h"
-
-namespace fastattn::cuda {
+namespace fastattn {
 
 // Rows are numbered through all matrices; what has no stride of its own is contiguous.
 struct LayerNorm {
@@ -23,8 +20,8 @@ struct LayerNorm {
   float *mean, *rstd;  // (matrices * rows,)
   int64_t matrices, rows, columns;
   float eps;
-  const int64_t* seed;  // (key, offset); null: no dropout
-  int threshold;
+  const int64_t* seed;  // (key, offset)
+  int threshold;        // 0: no dropout
 };
 
 // For y = LN(x) * weight + bias with xhat = (x - mean) * rstd and g = grad_out * weight:
@@ -46,11 +43,6 @@ struct LayerNormBackward {
   int64_t matrices, rows, columns;
   const int64_t* seed;
   int threshold;
-  float* workspace;  // layer_norm_workspace() floats
 };
 
-void layer_norm(const LayerNorm&, cudaStream_t);
-void layer_norm_backward(const LayerNormBackward&, cudaStream_t);
-int64_t layer_norm_workspace(const LayerNormBackward&);
-
-}  // namespace fastattn::cuda
+}  // namespace fastattn

@@ -1,11 +1,8 @@
 // Dropout of a stack of matrices, and its mask alone. Backward is the same kernel, applied to the gradient.
 #pragma once
-#include <stdint.h>
+#include "types.h"
 
-#include "../common/types.h"
-#include "stream.h"
-
-namespace fastattn::cuda {
+namespace fastattn {
 
 struct Dropout {
   const void* input;  // (outer, inner, rows, columns): matrix z = outer_index * inner + inner_index; null for the mask
@@ -14,10 +11,8 @@ struct Dropout {
   int64_t outer, inner, rows, columns;
   int64_t input_outer, input_inner, input_row;  // strides in elements; columns are dense
   int64_t out_outer, out_inner, out_row;
-  const int64_t* seed;  // (key, offset), in the device's memory as all operands are
+  const int64_t* seed;  // (key, offset)
   int threshold;
 };
 
-void dropout(const Dropout&, cudaStream_t);
-
-}  // namespace fastattn::cuda
+}  // namespace fastattn

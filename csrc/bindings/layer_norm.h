@@ -1,0 +1,177 @@
+// LayerNorm, alone and of residual + dropout(input), as torch ops.
+#pragma once
+#include "../common/layer_norm.h"
+#include "tensors.h"
+
+namespace fastattn {
+namespace {
+
+// A tensor as rows at one stride: the last dimension, and all others folded into one; a copy where they do not fold.
+struct Rows {
+  Tensor tensor;
+  const void* data;
+  Dtype dtype;
+  int64_t stride = 0;
+
+  Rows(const Tensor& source, const char* name)
+      : tensor(folds(source) ? source : torch::stable::contiguous(source)),
+        data(tensor.const_data_ptr()),
+        dtype(dtype_of(source, name)) {
+    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+    for (int64_t d = (int64_t)sizes.size() - 2; d >= 0; --d)
+      if (sizes[d] > 1) {
+        stride = strides[d];
+        break;
+      }
+  }
+
+ private:
+  static bool folds(const Tensor& tensor) {
+    const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+    const int64_t last = (int64_t)sizes.size() - 1;
+    if (sizes[last] > 1 && strides[last] != 1) return false;
+    int64_t expected = -1;
+    for (int64_t d = last - 1; d >= 0; --d) {
+      if (sizes[d] == 1) continue;
+      if (expected >= 0 && strides[d] != expected) return false;
+      expected = strides[d] * sizes[d];
+    }
+    return true;
+  }
+};
+
+// (matrices, rows, columns) as the dropout formula counts them, a 1-D tensor is one row; without dropout one matrix.
+template <class Problem>
+void set_shape(Problem& problem, Sizes sizes, bool one_matrix) {
+  const int64_t dims = (int64_t)sizes.size();
+  problem.columns = sizes[dims - 1];
+  problem.rows = dims >= 2 ? sizes[dims - 2] : 1;
+  problem.matrices = 1;
+  for (int64_t d = 0; d < dims - 2; ++d) (one_matrix ? problem.rows : problem.matrices) *= sizes[d];
+}
+
+inline Dtype dtype_or_float32(const std::optional<Tensor>& tensor, const char* name) {
+  return tensor ? dtype_of(*tensor, name) : Dtype::float32;
+}
+
+// Returns (out, sum, mean, rstd); the sum is undefined without a residual.
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, const Tensor* residual,
+                                                          const std::optional<Tensor>& weight,
+                                                          const std::optional<Tensor>& bias,
+                                                          const std::optional<Tensor>& seed, int64_t threshold,
+                                                          double eps) {
+  const Backend backend(input);
+  const Sizes sizes = input.sizes(), outer(sizes.data(), sizes.size() - 1);
+  const Rows x(input, "input");
+  const std::optional<Tensor> w = contiguous(weight), b = contiguous(bias);
+  LayerNorm problem = {};
+  set_shape(problem, sizes, !residual);
+  problem.input = x.data, problem.input_dtype = problem.dtype = x.dtype, problem.input_row = x.stride;
+  std::optional<Rows> r;
+  Tensor sum;
+  if (residual) {
+    r.emplace(*residual, "residual");
+    problem.residual = r->data, problem.residual_dtype = r->dtype, problem.residual_row = r->stride;
+    if (r->dtype != x.dtype) problem.dtype = Dtype::float32;
+    sum = empty(sizes, problem.dtype, backend.device);
+    problem.sum = sum.mutable_data_ptr();
+  }
+  const Tensor out = empty(sizes, problem.dtype, backend.device);
+  const Tensor mean = empty(outer, Dtype::float32, backend.device), rstd = empty(outer, Dtype::float32, backend.device);
+  problem.weight = data_of<void>(w), problem.weight_dtype = dtype_or_float32(w, "weight");
+  problem.bias = data_of<void>(b), problem.bias_dtype = dtype_or_float32(b, "bias");
+  problem.out = out.mutable_data_ptr();
+  problem.mean = mean.mutable_data_ptr<float>(), problem.rstd = rstd.mutable_data_ptr<float>();
+  problem.eps = (float)eps;
+  set_dropout(problem, seed, threshold);
+  backend.run(problem);
+  return {out, sum, mean, rstd};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, double eps) {
+  auto [out, sum, mean, rstd] = run_layer_norm<Backend>(input, nullptr, weight, bias, std::nullopt, 0, eps);
+  return {out, mean, rstd};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
+                                                                  const std::optional<Tensor>& weight,
+                                                                  const std::optional<Tensor>& bias,
+                                                                  const std::optional<Tensor>& seed, int64_t threshold,
+                                                                  double eps) {
+  return run_layer_norm<Backend>(input, &residual, weight, bias, seed, threshold, eps);
+}
+
+// A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
+inline Tensor parameter_grad(const std::optional<ScalarType>& dtype, int64_t columns, Device device) {
+  return empty({dtype ? columns : 0}, dtype ? dtype_from(*dtype) : Dtype::float32, device);
+}
+
+// x: the input, or the sum of a fused forward pass. grad_input: where input_dtype is given, else undefined.
+// Returns (grad_input, grad_x, grad_weight, grad_bias).
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x, const Tensor& mean,
+    const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
+    const std::optional<ScalarType>& input_dtype, const std::optional<ScalarType>& weight_grad_dtype,
+    const std::optional<ScalarType>& bias_grad_dtype) {
+  const Backend backend(x);
+  const Rows dy(grad_out, "grad_out"), normalised(x, "input");
+  check_dtype(grad_out, "grad_out", normalised.dtype);
+  const std::optional<Tensor> w = contiguous(weight);
+  LayerNormBackward problem = {};
+  set_shape(problem, x.sizes(), !input_dtype);
+  problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
+  problem.x = normalised.data, problem.x_row = normalised.stride;
+  problem.dtype = problem.input_dtype = normalised.dtype;
+  std::optional<Rows> more;
+  if (grad_sum) {
+    check_dtype(*grad_sum, "grad_sum", normalised.dtype);
+    more.emplace(*grad_sum, "grad_sum");
+    problem.grad_sum = more->data, problem.grad_sum_row = more->stride;
+  }
+  problem.mean = mean.const_data_ptr<float>(), problem.rstd = rstd.const_data_ptr<float>();
+  problem.weight = data_of<void>(w), problem.weight_dtype = dtype_or_float32(w, "weight");
+  const Tensor grad_x = empty(x.sizes(), problem.dtype, backend.device);
+  problem.grad_x = grad_x.mutable_data_ptr();
+  Tensor grad_input;
+  if (input_dtype) {
+    problem.input_dtype = dtype_from(*input_dtype);
+    grad_input = empty(x.sizes(), problem.input_dtype, backend.device);
+    problem.grad_input = grad_input.mutable_data_ptr();
+  }
+  const Tensor grad_weight = parameter_grad(weight_grad_dtype, problem.columns, backend.device);
+  const Tensor grad_bias = parameter_grad(bias_grad_dtype, problem.columns, backend.device);
+  problem.grad_weight = weight_grad_dtype ? grad_weight.mutable_data_ptr() : nullptr;
+  problem.grad_bias = bias_grad_dtype ? grad_bias.mutable_data_ptr() : nullptr;
+  problem.grad_weight_dtype = dtype_of(grad_weight, "weight"), problem.grad_bias_dtype = dtype_of(grad_bias, "bias");
+  set_dropout(problem, seed, threshold);
+  backend.run(problem);
+  return {grad_input, grad_x, grad_weight, grad_bias};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& mean,
+                                                       const Tensor& rstd, const std::optional<Tensor>& weight,
+                                                       std::optional<ScalarType> weight_grad_dtype,
+                                                       std::optional<ScalarType> bias_grad_dtype) {
+  auto [grad_input, grad_x, grad_weight, grad_bias] =
+      run_layer_norm_backward<Backend>(grad_out, std::nullopt, input, mean, rstd, weight, std::nullopt, 0, std::nullopt,
+                                       weight_grad_dtype, bias_grad_dtype);
+  return {grad_x, grad_weight, grad_bias};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& mean,
+    const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,
+    ScalarType input_dtype, std::optional<ScalarType> weight_grad_dtype, std::optional<ScalarType> bias_grad_dtype) {
+  return run_layer_norm_backward<Backend>(grad_out, grad_sum, sum, mean, rstd, weight, seed, threshold, input_dtype,
+                                          weight_grad_dtype, bias_grad_dtype);
+}
+
+}  // namespace
+}  // namespace fastattn

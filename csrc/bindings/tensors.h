@@ -1,0 +1,173 @@
+// What the bindings of every library need of torch's tensors, through the stable ABI.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <sys/mman.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "../common/operands.h"
+
+namespace fastattn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// Compares torch's own numbers: a ScalarType would be looked up at each call.
+inline bool is_dtype(const Tensor& tensor, Dtype* dtype) {
+  int32_t number;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  if (number == aoti_torch_dtype_float32())
+    *dtype = Dtype::float32;
+  else if (number == aoti_torch_dtype_bfloat16())
+    *dtype = Dtype::bfloat16;
+  else if (number == aoti_torch_dtype_float16())
+    *dtype = Dtype::float16;
+  else if (number == aoti_torch_dtype_bool())
+    *dtype = Dtype::boolean;
+  else
+    return false;
+  return true;
+}
+
+inline Dtype dtype_of(const Tensor& tensor, const char* name) {
+  Dtype dtype;
+  STD_TORCH_CHECK(is_dtype(tensor, &dtype), name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
+                  ", expected float32, bfloat16 or float16");
+  return dtype;
+}
+
+inline void check_dtype(const Tensor& tensor, const char* name, Dtype expected) {
+  Dtype dtype;
+  STD_TORCH_CHECK(is_dtype(tensor, &dtype) && dtype == expected, name, " has dtype ",
+                  torch::headeronly::toString(tensor.scalar_type()), ", not that of the other operands");
+}
+
+inline Dtype dtype_from(ScalarType type) {
+  return type == ScalarType::Float ? Dtype::float32 : type == ScalarType::BFloat16 ? Dtype::bfloat16 : Dtype::float16;
+}
+
+inline int32_t shim_dtype(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float32: return aoti_torch_dtype_float32();
+    case Dtype::bfloat16: return aoti_torch_dtype_bfloat16();
+    case Dtype::float16: return aoti_torch_dtype_float16();
+    case Dtype::boolean: break;
+  }
+  return aoti_torch_dtype_bool();
+}
+
+// A page fault for every 4 KiB of fresh memory costs more than the kernels' own work on it; huge pages have 512 times
+// fewer.
+inline void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
+  constexpr int64_t kWorthwhile = 4 << 20;
+  constexpr uintptr_t kPage = 4096;
+  if (bytes < kWorthwhile) return;
+  const uintptr_t first = (uintptr_t)tensor.mutable_data_ptr();
+  const uintptr_t begin = (first + kPage - 1) & ~(kPage - 1), end = (first + (uintptr_t)bytes) & ~(kPage - 1);
+  madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a hint: kernels without huge pages refuse it
+}
+
+struct Device {
+  int32_t type = aoti_torch_device_type_cpu(), index = 0;
+};
+
+inline Device device_of(const Tensor& tensor) {
+  Device device;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
+  return device;
+}
+
+// Not through the dispatcher, which costs as much as a small operation.
+inline Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Device device) {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
+                                                         shim_dtype(dtype), device.type, device.index, &handle));
+  const Tensor tensor(handle);
+  if (device.type == aoti_torch_device_type_cpu()) prefer_huge_pages(tensor, tensor.numel() * size_of(dtype));
+  return tensor;
+}
+
+constexpr int kMaxDims = 64;  // torch's own limit
+
+inline Tensor empty(Sizes sizes, Dtype dtype, Device device) {
+  int64_t strides[kMaxDims], stride = 1;
+  for (int64_t d = (int64_t)sizes.size() - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= max(sizes[d], 1);
+  }
+  return empty_strided(sizes, Sizes(strides, sizes.size()), dtype, device);
+}
+
+inline Tensor empty(std::initializer_list<int64_t> sizes, Dtype dtype, Device device) {
+  return empty(Sizes(sizes.begin(), sizes.size()), dtype, device);
+}
+
+inline bool has_dense_columns(const Tensor& tensor) {
+  const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+  const size_t last = sizes.size() - 1;
+  return strides[last] == 1 || sizes[last] == 1;
+}
+
+inline Tensor with_dense_columns(const Tensor& tensor) {
+  return has_dense_columns(tensor) ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  if (!tensor || tensor->is_contiguous()) return tensor;
+  return torch::stable::contiguous(*tensor);
+}
+
+template <class T>
+const T* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? (const T*)tensor->const_data_ptr() : nullptr;
+}
+
+inline void* writable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
+// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+inline Heads heads_of(const Tensor& tensor) {
+  const Sizes strides = tensor.strides();
+  if (strides.size() == 3) return {writable(tensor), 0, strides[1], strides[0]};
+  return {writable(tensor), strides[0], strides[1], strides[2]};
+}
+
+inline Mask mask_of(const std::optional<Tensor>& tensor) {
+  Mask mask = {};
+  if (!tensor) return mask;
+  mask.data = writable(*tensor);
+  mask.dtype = dtype_of(*tensor, "attn_mask");
+  const auto dimension = [&](int d, int64_t* size, int64_t* stride) {
+    *stride = tensor->size(d) == 1 ? 0 : tensor->stride(d);
+    *size = *stride == 0 ? 1 : tensor->size(d);
+  };
+  dimension(0, &mask.batches, &mask.batch);
+  dimension(1, &mask.heads, &mask.head);
+  dimension(2, &mask.rows, &mask.row);
+  dimension(3, &mask.columns, &mask.column);
+  return mask;
+}
+
+// Of a mask whose gradient is wanted: that has all of its elements, those too that share their memory.
+inline void set_all_elements(Mask& mask, const Tensor& tensor) {
+  mask.batches = tensor.size(0), mask.heads = tensor.size(1), mask.rows = tensor.size(2), mask.columns = tensor.size(3);
+}
+
+template <class Problem>
+void set_dropout(Problem& problem, const std::optional<Tensor>& seed, int64_t threshold) {
+  problem.threshold = (int)threshold;
+  problem.seed = data_of<int64_t>(seed);
+}
+
+}  // namespace
+}  // namespace fastattn

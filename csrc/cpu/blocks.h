@@ -1,0 +1,32 @@
+// Tile sizes of attention, and the workspace.
+#pragma once
+#include "dropout_mask.h"
+#include "product.h"
+
+namespace fastattn {
+namespace {
+
+constexpr int kBlockM = kPanelVectors * kLanes;  // queries, a multiple of 16
+constexpr int kBlockN = 96;                      // keys, a multiple of 32
+constexpr int kChunk = 32 * kBlockN;             // keys: blocked summation bounds the rounding error of longer rows
+constexpr int kTasks = 16;                       // keep the threads busy; the number depends on the shape alone
+constexpr int kSplitKeys = 4 * kBlockN;          // at least, of a split where queries alone make too few tasks
+constexpr int kWord = 64;                        // bits of a column of a mask tile
+static_assert(kBlockM % kTileRows == 0 && kBlockM <= kWord && kBlockN % kTileColumns == 0, "dropout's tiles");
+
+constexpr float kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;
+
+// Bump allocator of 64-byte aligned arrays in a workspace; started at 0, it measures one.
+struct Arena {
+  uintptr_t at;
+
+  template <class A>
+  A* take(int64_t count) {
+    const uintptr_t array = at;
+    at += (uintptr_t)round_up(count * (int64_t)sizeof(A), 64);
+    return (A*)array;
+  }
+};
+
+}  // namespace
+}  // namespace fastattn

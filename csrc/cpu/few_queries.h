@@ -1,0 +1,162 @@
+// Products of few queries, as in decoding: elements of a row are lanes and nothing is packed.
+#pragma once
+#include "pack.h"
+
+namespace fastattn {
+namespace {
+
+constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // so few leave most of a panel empty
+constexpr int kRowsAtOnce = kLanes < 16 ? 2 : 4;  // register blocking: rows that share each load of keys and values
+
+// A key-value cache is read once, faster than the hardware prefetcher follows: prefetch rows a block ahead.
+template <class T>
+FASTATTN_INLINE void prefetch_row(const T* row, int length) {
+  for (int64_t byte = 0; byte < length * (int64_t)sizeof(T); byte += 64)
+    __builtin_prefetch((const char*)row + byte, 0, 2);
+}
+
+// How many of the keys from `first` have another a block ahead of them.
+FASTATTN_INLINE int rows_ahead(int64_t first, int64_t end) { return (int)min(max(end - first - kBlockN, 0), kBlockN); }
+
+// x[r * C + j] += row_r other_j, lane by lane, for n elements of R rows and C others.
+template <int R, int C, class T>
+FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* const* other, int d, int n, vf* x) {
+  vf left[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) left[r] = load(row + r * width + d);
+#pragma GCC unroll 16
+  for (int j = 0; j < C; ++j) {
+    const vf right = load_lanes(other[j] + d, n);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) x[r * C + j] = fma(right, left[r], x[r * C + j]);
+  }
+}
+
+// Dot products, lane r * C + j: row_r . from_j, where j = count - 1 stands for all j beyond it.
+template <int R, int C, class T>
+FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* from, int64_t stride, int count,
+                                    int length) {
+  vf x[kLanes];
+  const T* other[C];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) x[i] = vf{};
+#pragma GCC unroll 16
+  for (int j = 0; j < C; ++j) other[j] = from + min(j, count - 1) * stride;
+  int d = 0;
+  for (; d + kLanes <= length; d += kLanes) add_products<R, C>(row, width, other, d, kLanes, x);
+  if (d < length) add_products<R, C>(row, width, other, d, length - d, x);
+  // Transpose and add: each step halves the vectors and doubles the sums in each.
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int j = 0; j < half; ++j) {
+      vf low, high;
+      interleave(x[j], x[j + half], &low, &high);
+      x[j] = low + high;
+    }
+  return x[0];
+}
+
+// product (rows, kBlockN) = scale row_r . from_j for `count` others, then anything up to the end of a vector. `row`
+// (rows, width) is padded with zeros to whole vectors. `ahead` of the others have one a block ahead to prefetch.
+template <int R = kRowsAtOnce, class T>
+void row_products(int rows, const float* row, int64_t width, const T* from, int64_t stride, int count, int length,
+                  float scale, int ahead, float* product) {
+  constexpr int C = kLanes / R;
+  for (; rows >= R; rows -= R, row += R * width, product += R * kBlockN, ahead = 0)
+    for (int first = 0; first < count; first += C) {
+      const int rest = count - first;
+      const T* others = from + first * stride;
+      for (int j = 0; j < min(ahead - first, C); ++j) prefetch_row(others + (j + kBlockN) * stride, length);
+      if constexpr (R == 1) {
+        const vf x = rest > C / 2 ? products_of_rows<1, C>(row, width, others, stride, rest, length)
+                     : rest > 1   ? products_of_rows<1, C / 2>(row, width, others, stride, rest, length)
+                                  : products_of_rows<1, 1>(row, width, others, stride, rest, length);
+        store(product + first, x * scale);
+      } else {
+        float x[kLanes];
+        store(x, products_of_rows<R, C>(row, width, others, stride, rest, length) * scale);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) memcpy(product + i * kBlockN + first, x + i * C, C * sizeof(float));
+      }
+    }
+  if constexpr (R > 1) row_products<R / 2>(rows, row, width, from, stride, count, length, scale, ahead, product);
+}
+
+FASTATTN_INLINE bool has_zero(const float* x, int n) {
+  vf zeros = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) zeros = select(load(x + i) == vf{}, splat(1.0f), zeros);
+  for (; i < n; ++i) zeros[0] = x[i] == 0 ? 1 : zeros[0];
+  return max(zeros) != 0;
+}
+
+// sum_r = factor_r sum_r + sum_j weight_rj from_j for R rows of so many vectors.
+template <int R, int vectors, class T>
+FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t stride, int count, int length,
+                                     const float* factor, int ahead, float* sum, int64_t width) {
+  constexpr int kSums = R * vectors < 8 ? 2 : 1;  // independent chains hide the latency of FMA
+  const int last = length - (vectors - 1) * kLanes;
+  vf x[kSums][R][vectors];
+#pragma GCC unroll 2
+  for (int i = 0; i < kSums; ++i)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n) x[i][r][n] = vf{};
+  const auto add = [&](int j, int i) {
+    if (j < ahead) prefetch_row(from + (j + kBlockN) * stride, length);
+    if (R == 1 && weight[j] == 0) return;
+    const T* other = from + j * stride;
+    vf right[vectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < vectors; ++n)
+      right[n] = n + 1 < vectors || last >= kLanes ? load(other + n * kLanes) : load(other + n * kLanes, last);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n) x[i][r][n] = fma(right[n], splat(weight[r * kBlockN + j]), x[i][r][n]);
+  };
+  int j = 0;
+  for (; j + kSums <= count; j += kSums)
+#pragma GCC unroll 2
+    for (int i = 0; i < kSums; ++i) add(j + i, i);
+  if (j < count) add(j, 0);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < vectors; ++n) {
+      float* to = sum + r * width + n * kLanes;
+      const vf total = kSums > 1 ? x[0][r][n] + x[kSums - 1][r][n] : x[0][r][n];
+      store(to, factor ? fma(load(to), splat(factor[r]), total) : load(to) + total);
+    }
+}
+
+// sum_r = factor_r sum_r + sum_j weight_rj from_j for weight (rows, kBlockN), factors (rows) or null (1), and sum
+// (rows, width) of whole vectors. A weight of 0 skips its row, which may hold NaN. `ahead` as above.
+template <int R = kRowsAtOnce, class T>
+void add_rows(int rows, const float* weight, const T* from, int64_t stride, int count, int length, const float* factor,
+              int ahead, float* sum, int64_t width) {
+  for (; rows >= R; rows -= R, weight += R * kBlockN, factor += factor ? R : 0, sum += R * width, ahead = 0) {
+    bool hidden = false;
+    for (int r = 0; R > 1 && r < R; ++r) hidden |= has_zero(weight + r * kBlockN, count);
+    if (hidden) {
+      add_rows<1>(R, weight, from, stride, count, length, factor, ahead, sum, width);
+      continue;
+    }
+    for (int d = 0; d < length; d += 4 * kLanes) {
+      const int rest = min(length - d, 4 * kLanes);
+      const T* part = from + d;
+      switch ((rest + kLanes - 1) / kLanes) {
+        case 1: add_row_vectors<R, 1>(weight, part, stride, count, rest, factor, ahead, sum + d, width); break;
+        case 2: add_row_vectors<R, 2>(weight, part, stride, count, rest, factor, ahead, sum + d, width); break;
+        case 3: add_row_vectors<R, 3>(weight, part, stride, count, rest, factor, ahead, sum + d, width); break;
+        default: add_row_vectors<R, 4>(weight, part, stride, count, rest, factor, ahead, sum + d, width);
+      }
+    }
+  }
+  if constexpr (R > 1) add_rows<R / 2>(rows, weight, from, stride, count, length, factor, ahead, sum, width);
+}
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,119 @@
+// Which tiles and keys the mask excludes, and rows of it.
+#pragma once
+#include "sequence.h"
+
+namespace fastattn {
+namespace {
+
+// Of a tile: no pair is visible, some are, all are.
+enum class Coverage : uint8_t { empty, partial, full };
+
+// The coverage of every tile by the mask, and the keys that no query of a head sees; read once before the kernel.
+struct BlockMask {
+  int64_t panels, blocks, keys;
+  Coverage* coverage;  // (mask.batches * mask.heads, panels, blocks)
+  uint8_t* visible;    // (mask.batches * mask.heads, keys): some query sees the key
+  uint8_t* hidden;     // (mask.batches * mask.heads, blocks): no query sees some key of the block
+
+  BlockMask(const Attention& a, Arena* arena) {
+    const bool none = a.mask.data == nullptr;
+    const int64_t masks = none ? 0 : a.mask.batches * a.mask.heads;
+    panels = none || a.mask.rows == 1 ? 1 : ceil_div(a.seqlen_q, kBlockM);
+    keys = a.seqlen_k;
+    blocks = ceil_div(keys, kBlockN);
+    coverage = arena->take<Coverage>(masks * panels * blocks);
+    visible = arena->take<uint8_t>(masks * keys);
+    hidden = arena->take<uint8_t>(masks * blocks);
+  }
+
+  static int64_t index(const Mask& m, int64_t batch, int64_t head) {
+    return (m.batches == 1 ? 0 : batch) * m.heads + (m.heads == 1 ? 0 : head);
+  }
+
+  Coverage tile(const Mask& m, int64_t batch, int64_t head, int64_t query, int64_t key) const {
+    return coverage[(index(m, batch, head) * panels + (panels == 1 ? 0 : query / kBlockM)) * blocks + key / kBlockN];
+  }
+
+  // Which keys of a block some query of the heads sees through the window and through the mask: 1 or 0 each in
+  // `buffer` (kBlockN), or null: all. The others may hold NaN.
+  const uint8_t* visible_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key,
+                              int count, uint8_t* buffer) const {
+    const int64_t begin = s.begin(0) - key, end = s.end(s.seqlen_q - 1) - key;
+    bool all = begin <= 0 && count <= end;
+    if (a.mask.data) {
+      bool hides_any = true;
+      for (int64_t head = first_head; head < end_head; ++head)
+        hides_any &= hidden[index(a.mask, s.index, head) * blocks + key / kBlockN];
+      all &= !hides_any;
+    }
+    if (all) return nullptr;
+    for (int j = 0; j < count; ++j) {
+      buffer[j] = a.mask.data == nullptr;
+      for (int64_t head = first_head; a.mask.data && head < end_head; ++head)
+        buffer[j] |= visible[index(a.mask, s.index, head) * keys + key + j];
+      if (j < begin || j >= end) buffer[j] = 0;
+    }
+    return buffer;
+  }
+
+  void read(const Attention& a, const Parallel& parallel, int workers) const;
+};
+
+// n values of a row of a float mask.
+FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* to) {
+  with_type(m.dtype, [&](auto type) {
+    const decltype(type)* from = (const decltype(type)*)m.data + offset;
+    if (m.column != 1) {
+      for (int i = 0; i < n; ++i) to[i] = load_scalar(from + i * m.column);
+      return;
+    }
+    for_each_vector(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(from + i, lanes), lanes); });
+  });
+}
+
+// The same row as bytes, 1 where the key is visible, in place or in `buffer` (kBlockN).
+FASTATTN_INLINE const uint8_t* visible_row(const Mask& m, int64_t offset, int n, uint8_t* buffer) {
+  if (m.dtype == Dtype::boolean) {
+    const uint8_t* from = (const uint8_t*)m.data + offset;
+    if (m.column == 1) return from;
+    for (int i = 0; i < n; ++i) buffer[i] = from[i * m.column];
+    return buffer;
+  }
+  float value[kBlockN];
+  load_mask_row(m, offset, n, value);
+  for (int i = 0; i < n; ++i) buffer[i] = value[i] != -kInfinity;
+  return buffer;
+}
+
+void BlockMask::read(const Attention& a, const Parallel& parallel, int workers) const {
+  const Mask& m = a.mask;
+  if (!m.data) return;
+  parallel_for(parallel, workers, m.batches * m.heads, [&](int64_t index, int) {
+    memset(visible + index * keys, 0, (size_t)keys);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t key = block * kBlockN;
+      const int n = (int)min(kBlockN, keys - key);
+      uint8_t* columns = visible + index * keys + key;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        uint8_t any = 0, all = 1;
+        const int64_t end = min(m.rows, (panel + 1) * kBlockM);
+        for (int64_t row = panel * kBlockM; row < end; ++row) {
+          uint8_t buffer[kBlockN];
+          const uint8_t* bytes = visible_row(m, mask_offset(m, index / m.heads, index % m.heads, row, key), n, buffer);
+          for (int i = 0; i < n; ++i) {
+            any |= bytes[i];
+            all &= bytes[i];
+            columns[i] |= bytes[i];
+          }
+        }
+        coverage[(index * panels + panel) * blocks + block] = any == 0   ? Coverage::empty
+                                                              : all == 0 ? Coverage::partial
+                                                                         : Coverage::full;
+      }
+      hidden[index * blocks + block] = memchr(columns, 0, (size_t)n) != nullptr;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,278 @@
+// Microkernels of attention's products: C (rows, columns) = A (rows, depth) B (depth, columns) + beta C.
+//
+// Queries are lanes. A panel holds up to kBlockM queries transposed, (head_dim, query), so that B is always a panel or
+// a tile, loaded as vectors, and elements of A are broadcast from where they lie:
+//
+//   scores   S(key, query)          = K(key, head_dim) Q'(head_dim, query)  A by rows
+//   output   O(head_dim, query)    += V'(head_dim, key) P(key, query)       A by columns
+//   dV       dV(key, head_dim)     += P(key, query) dO(query, head_dim)     A by rows
+//
+// Softmax then works on whole vectors with one query in each lane.
+//
+// The unit of a product is a float32, or with bfloat16 dot-product instructions a pair of bfloat16, neighbours along
+// depth. AMX loads A by rows only, so what is read by columns elsewhere is packed transposed, and its depth is a
+// multiple of the tile's, so both operands are padded with zeros.
+#pragma once
+#include "amx.h"
+#include "simd.h"
+
+namespace fastattn {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kPanelVectors = 4, kMicroRows = 6;
+#elif defined(__AVX2__)
+constexpr int kPanelVectors = 2, kMicroRows = 6;
+#elif defined(__aarch64__)
+constexpr int kPanelVectors = 4, kMicroRows = 6;
+#else
+constexpr int kPanelVectors = 4, kMicroRows = 3;
+#endif
+
+struct Pair {
+  bfloat16 even, odd;
+};
+
+// The unit that elements of type T are computed in, and whether their rows are rows of units in memory.
+template <class T>
+struct UnitOf {
+  typedef float Unit;
+  static constexpr bool in_memory = false;
+};
+
+template <>
+struct UnitOf<float> {
+  typedef float Unit;
+  static constexpr bool in_memory = true;
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct UnitOf<bfloat16> {
+  typedef Pair Unit;
+  static constexpr bool in_memory = true;
+};
+#endif
+
+// Whether products of these units run on AMX.
+template <class Unit>
+constexpr bool kUsesAmx = false;
+#if defined(__AMX_BF16__)
+template <>
+constexpr bool kUsesAmx<Pair> = true;
+#endif
+
+// Elements in a unit.
+template <class Unit>
+constexpr int kElements = 1;
+template <>
+constexpr int kElements<Pair> = 2;
+
+// Units that hold so many elements.
+template <class Unit>
+constexpr int units_of(int elements) {
+  return (int)ceil_div(elements, kElements<Unit>);
+}
+
+// Depth of a product over so many elements: whole AMX tiles are padded with zeros.
+template <class Unit>
+constexpr int depth_of(int elements) {
+  return kUsesAmx<Unit> ? (int)round_up(units_of<Unit>(elements), kLanes) : units_of<Unit>(elements);
+}
+
+FASTATTN_INLINE vf broadcast(const char* p, float) {
+  float x;
+  memcpy(&x, p, sizeof x);
+  return splat(x);
+}
+
+FASTATTN_INLINE vf broadcast(const char* p, Pair) {
+  uint32_t x;
+  memcpy(&x, p, sizeof x);
+  return (vf)splat_bits(x);
+}
+
+FASTATTN_INLINE vf multiply_add(vf a, vf b, vf c, float) { return fma(a, b, c); }
+
+#if defined(__AVX512BF16__)
+FASTATTN_INLINE vf multiply_add(vf a, vf b, vf c, Pair) {
+  return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+
+// Lane by lane: the two numbers rounded to a pair.
+FASTATTN_INLINE vf make_pairs(vf even, vf odd, Pair) {
+  static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (vf)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), both);
+}
+#endif
+
+FASTATTN_INLINE vf load_unit(const float* p) { return load(p); }
+
+FASTATTN_INLINE vf load_unit(const Pair* p) {
+  vf x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
+
+// What the product is added to: 0, a factor for each column of C, C. It is summed from 0 all the same (blocked
+// summation): the rounding error grows with the square roots of depth and of the number of tiles, not of their product.
+enum class Beta { zero, vector, one };
+
+// Rows in memory, at a stride in bytes.
+struct Matrix {
+  const char* data;
+  int64_t stride;
+};
+
+// C = alpha A B where beta is 0, else C = A B + beta C. Strides of B and C are in units.
+template <class Unit>
+struct Product {
+  int rows, depth;
+  Matrix a;
+  const Unit* b;
+  int64_t b_stride;
+  float* c;
+  int64_t c_stride;
+  float alpha = 1;
+  const float* beta = nullptr;  // (columns), for Beta::vector
+
+  FASTATTN_INLINE void advance(int count, int64_t a_step) {
+    rows -= count;
+    a.data += count * a_step;
+    c += count * c_stride;
+  }
+};
+
+template <Beta beta, class Unit>
+FASTATTN_INLINE void epilogue(const Product<Unit>& p, vf sum, int m, int n) {
+  float* c = p.c + m * p.c_stride + n * kLanes;
+  if constexpr (beta == Beta::zero) store(c, sum * p.alpha);
+  if constexpr (beta == Beta::vector) store(c, fma(load(c), load(p.beta + n * kLanes), sum));
+  if constexpr (beta == Beta::one) store(c, load(c) + sum);
+}
+
+// M rows x N vectors of C in registers. A(m, k) is at m * stride + 4 k, by columns at k * stride + 4 m.
+template <int M, int N, bool by_columns, Beta beta, class Unit>
+FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
+  vf sum[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) sum[m][n] = vf{};
+  const char* row[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) row[m] = p.a.data + (by_columns ? m * 4 : m * p.a.stride);
+  const Unit* b = p.b;
+  for (int k = 0; k < p.depth; ++k) {
+    vf right[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) right[n] = load_unit(b + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf left = broadcast(by_columns ? row[0] + m * 4 : row[m] + (int64_t)k * 4, Unit{});
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sum[m][n] = multiply_add(left, right[n], sum[m][n], Unit{});
+    }
+    if constexpr (by_columns) row[0] += p.a.stride;
+    b += p.b_stride;
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) epilogue<beta>(p, sum[m][n], m, n);
+}
+
+// M x N AMX tiles of C, which have `rows` rows in all: 16 M, or fewer where M = 1 and the tiles are configured so.
+template <int M, int N, Beta beta>
+FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p, int rows) {
+  constexpr int64_t kRowBytes = N * kLanes * sizeof(float);
+  const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair);
+  alignas(64) float sum[M * kLanes][N * kLanes];
+  clear_tile<0>();
+  if constexpr (N > 1) clear_tile<1>();
+  if constexpr (M > 1) clear_tile<2>();
+  if constexpr (M > 1 && N > 1) clear_tile<3>();
+  for (int k = 0; k < p.depth; k += kLanes) {
+    const char* a = p.a.data + k * (int64_t)sizeof(Pair);
+    const Pair* b = p.b + k * p.b_stride;
+    load_tile<4>(a, p.a.stride);
+    load_tile<6>(b, b_bytes);
+    multiply_tiles<0, 4, 6>();
+    if constexpr (N > 1) {
+      load_tile<7>(b + kLanes, b_bytes);
+      multiply_tiles<1, 4, 7>();
+    }
+    if constexpr (M > 1) {
+      load_tile<5>(a + kLanes * p.a.stride, p.a.stride);
+      multiply_tiles<2, 5, 6>();
+    }
+    if constexpr (M > 1 && N > 1) multiply_tiles<3, 5, 7>();
+  }
+  store_tile<0>(sum[0], kRowBytes);
+  if constexpr (N > 1) store_tile<1>(sum[0] + kLanes, kRowBytes);
+  if constexpr (M > 1) store_tile<2>(sum[kLanes], kRowBytes);
+  if constexpr (M > 1 && N > 1) store_tile<3>(sum[kLanes] + kLanes, kRowBytes);
+  for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) epilogue<beta>(p, load(sum[m] + n * kLanes), m, n);
+}
+
+// M rows of tiles, of all columns: A stays in cache.
+template <int M, Beta beta>
+FASTATTN_INLINE void amx_rows(Product<Pair> p, int vectors, int rows) {
+  constexpr int kTwo = 2 * kLanes;
+  for (; vectors >= 2; vectors -= 2, p.b += kTwo, p.c += kTwo) {
+    amx_microkernel<M, 2, beta>(p, rows);
+    if constexpr (beta == Beta::vector) p.beta += kTwo;
+  }
+  if (vectors > 0) amx_microkernel<M, 1, beta>(p, rows);
+}
+
+template <Beta beta>
+__attribute__((noinline)) void amx_product(Product<Pair> p, int vectors) {
+  constexpr int kTwo = 2 * kLanes;
+  for (; p.rows >= kTwo; p.advance(kTwo, p.a.stride)) amx_rows<2, beta>(p, vectors, kTwo);
+  for (; p.rows > 0; p.advance(kLanes, p.a.stride)) {
+    const int count = min(p.rows, kLanes);
+    if (count < kLanes) shape_tiles(count);  // rows beyond the last are not loaded: there may be no memory
+    amx_rows<1, beta>(p, vectors, count);
+    if (count < kLanes) shape_tiles(kLanes);
+  }
+}
+
+template <int N, bool by_columns, Beta beta, class Unit>
+__attribute__((noinline)) void vector_product(Product<Unit> p) {
+  const int64_t step = by_columns ? 4 : p.a.stride;
+  for (; p.rows >= kMicroRows; p.advance(kMicroRows, step)) microkernel<kMicroRows, N, by_columns, beta>(p);
+  if (kMicroRows > 4 && p.rows >= 4) {
+    microkernel<4, N, by_columns, beta>(p);
+    p.advance(4, step);
+  }
+  if (p.rows >= 2) {
+    microkernel<2, N, by_columns, beta>(p);
+    p.advance(2, step);
+  }
+  if (p.rows >= 1) microkernel<1, N, by_columns, beta>(p);
+}
+
+// A product with so many vectors of columns, at most kPanelVectors.
+template <bool by_columns, Beta beta, class Unit>
+FASTATTN_INLINE void multiply(int vectors, const Product<Unit>& p) {
+  if constexpr (kUsesAmx<Unit>) {
+    static_assert(!by_columns, "AMX loads A by rows");
+    amx_product<beta>(p, vectors);
+  } else if (vectors == 1) {
+    vector_product<1, by_columns, beta>(p);
+  } else if (vectors == 2) {
+    vector_product<2, by_columns, beta>(p);
+  } else if constexpr (kPanelVectors > 2) {
+    vectors == 3 ? vector_product<3, by_columns, beta>(p) : vector_product<4, by_columns, beta>(p);
+  }
+}
+
+}  // namespace
+}  // namespace fastattn

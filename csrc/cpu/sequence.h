@@ -1,0 +1,52 @@
+// A sequence of the batch, dense or packed, and where its rows lie.
+#pragma once
+#include "../common/attention.h"
+#include "../common/parallel.h"
+#include "blocks.h"
+
+namespace fastattn {
+namespace {
+
+struct Sequence {
+  int64_t index, first_query, first_key, seqlen_q;
+  int64_t seqlen_k;  // in memory: those beyond the length too
+  Visibility<int64_t> visibility;
+
+  int64_t length() const { return visibility.length; }
+  int64_t begin(int64_t i) const { return visibility.begin(i); }
+  int64_t end(int64_t i) const { return visibility.end(i); }
+};
+
+FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
+  const bool packed = a.cu_seq_q;
+  const int64_t first_query = packed ? a.cu_seq_q[index] : 0, first_key = packed ? a.cu_seq_k[index] : 0;
+  const int64_t seqlen_q = packed ? a.cu_seq_q[index + 1] - first_query : a.seqlen_q;
+  const int64_t seqlen_k = packed ? a.cu_seq_k[index + 1] - first_key : a.seqlen_k;
+  const int64_t length = a.key_lengths ? a.key_lengths[index] : seqlen_k;
+  return {index,    first_query, first_key,
+          seqlen_q, seqlen_k,    Visibility<int64_t>(length, seqlen_q, a.lower_right, a.window_left, a.window_right)};
+}
+
+template <class T>
+FASTATTN_INLINE T* row_pointer(const Heads& heads, int64_t batch, int64_t head, int64_t row) {
+  return (T*)heads.data + row_offset(heads, batch, head, row);
+}
+
+// Of a query's statistics.
+FASTATTN_INLINE int64_t stats_offset(const Attention& a, const Sequence& s, int64_t head, int64_t query) {
+  if (a.cu_seq_q) return (s.first_query + query) * a.num_heads + head;
+  return (s.index * a.num_heads + head) * a.seqlen_q + query;
+}
+
+// How many query heads share a key/value head; there may be no heads at all.
+FASTATTN_INLINE int64_t group_of(const Attention& a) { return a.num_heads / max(a.num_kv_heads, 1); }
+
+// A second thread is worth waking for some 20 us of work; a (batch, head) is some, however short its rows are.
+FASTATTN_INLINE int useful_workers(const Attention& a, const Parallel& parallel, int products) {
+  const double pairs = (double)a.seqlen_q * a.seqlen_k;
+  const double work = a.batch * a.num_heads * (0.5 * pairs * (a.head_dim + a.value_head_dim) * products + 2000);
+  return (int)min((double)parallel.threads, 1 + work / 500000);
+}
+
+}  // namespace
+}  // namespace fastattn
