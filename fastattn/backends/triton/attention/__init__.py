@@ -24,7 +24,7 @@ from fastattn.backends.triton.attention.backward import (
 from fastattn.backends.triton.attention.block_mask import Cover, TileLists, cover_kernel, list_kernel
 from fastattn.backends.triton.attention.forward import Result, Splits, forward_kernel, merge_kernel
 from fastattn.backends.triton.attention.operands import Heads, Problem, Sequences
-from fastattn.backends.triton.attention.scores import Mask, SeenKeys
+from fastattn.backends.triton.attention.scores import SeenKeys
 from fastattn.backends.triton.kernel import cdiv, launch
 from fastattn.backends.triton.philox import dropout_of
 from fastattn.backends.triton.visibility import Window
@@ -99,7 +99,7 @@ class _Call:
         row_bytes = (self.head_dim | self.value_head_dim) * self.dtype.itemsize
         self.is_aligned = row_bytes % 16 == 0 and self._are_aligned(*heads)
         self.problem = Problem(
-            *heads, None if attn_mask is None else _mask(attn_mask), dropout_of(seed, threshold), sequences, window,
+            *heads, *_mask(attn_mask), dropout_of(seed, threshold), sequences, window,
             self.num_heads, self.num_heads // max(self.num_kv_heads, 1), self.head_dim, self.value_head_dim,
             scale, abs(scale) or 1.0,
         )  # fmt: skip
@@ -148,8 +148,8 @@ class _Call:
         cover = mask.pointer.new_empty((batch, heads, tiles_q, tiles_k), dtype=torch.int8)
         seen = mask.pointer.new_empty((batch, heads, tiles_q, self.seqlen_k), dtype=torch.uint8)
         launch(
-            cover_kernel, (cover.numel(),), self.device, mask, cover, seen, tiles_q, tiles_k, heads, rows,
-            self.seqlen_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            cover_kernel, (cover.numel(),), self.device, mask, self.problem.mask_column, cover, seen, tiles_q, tiles_k,
+            heads, rows, self.seqlen_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         )  # fmt: skip
         batch_stride, head_stride, stride_q, stride_k = (_stride(cover, dim) for dim in range(4))
         own_tiles, count, own, other = cdiv(self.seqlen_q, tile.block_m), tiles_k, tile.block_m, tile.block_n
@@ -159,7 +159,7 @@ class _Call:
         batch = batch if self.problem.sequences.lengths is None else self.batch
         lists = mask.pointer.new_empty((batch, heads, own_tiles, 2 + count), dtype=torch.int32)
         launch(
-            list_kernel, (batch * heads * own_tiles,), self.device, self.problem,
+            list_kernel, (batch * heads * own_tiles,), self.device, self.problem.sequences, self.problem.window,
             Cover(cover, batch_stride, head_stride, stride_q, stride_k), lists, heads, own_tiles, count,
             SIZE=own, BLOCK=other, LOWER_RIGHT=self.lower_right, KEYS_OWN=keys_own, CHUNK=128,
         )  # fmt: skip
@@ -280,10 +280,13 @@ def _stride(tensor: Tensor, dim: int) -> int:
     return tensor.stride(dim) if tensor.size(dim) > 1 else 0
 
 
-def _mask(attn_mask: Tensor) -> Mask:
+def _mask(attn_mask: Tensor | None) -> tuple[Heads | None, int | None]:
+    """(the mask, its columns' stride, None: 1), as ``Problem`` has them."""
+    if attn_mask is None:
+        return None, None
     mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
     batch, head, row, column = (_stride(mask, dim) for dim in range(4))
-    return Mask(mask, batch, head, row, None if column == 1 else column)
+    return Heads(mask, batch, head, row), None if column == 1 else column
 
 
 def _heads(tensor: Tensor) -> Heads:

@@ -78,7 +78,7 @@ def grad_query_kernel(
 ):  # fmt: skip
     tile_q, own_h, own_b = program(tiles, problem.num_heads)
     h, b = own_h, own_b
-    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
     first_i = tile_q * BLOCK_M
     if first_i >= sequence.seqlen_q:
         return
@@ -154,7 +154,7 @@ def grad_key_value_kernel(
 ):  # fmt: skip
     tile_k, kv_head, own_b = program(tiles, problem.num_heads // problem.group)
     b = own_b
-    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
     first_j = tile_k * BLOCK_N
     if first_j >= sequence.seqlen_k:
         return
@@ -281,7 +281,7 @@ def grad_mask_kernel(
         first_i = (own_q + n // visits_k % visits_q) * BLOCK_M
         h = own_h + n // visits_k // visits_q % visits_h
         b = own_b + n // visits_k // visits_q // visits_h
-        sequence = sequence_of(b, problem, LOWER_RIGHT)
+        sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
         i, j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
         inside, seen_j = i < sequence.seqlen_q, seen_keys(None, b, h, 0, j, sequence)
         queries = head_of(problem.query, b, h, sequence.first_query)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fastattn.backends.triton.attention.operands import sequence_of, wide
-from fastattn.backends.triton.attention.scores import INFINITY, mask_columns, mask_of
+from fastattn.backends.triton.attention.scores import INFINITY, mask_pointers
 from fastattn.backends.triton.kernel import kernel
 from fastattn.backends.triton.visibility import owned, visible_part, visible_tiles
 
@@ -72,16 +72,17 @@ def tile(plan, n, lists, PARTIAL: tl.constexpr):
 
 @kernel
 def cover_kernel(
-    mask, cover, seen, tiles_q, tiles_k, mask_heads, mask_rows, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    mask, mask_column, cover, seen, tiles_q, tiles_k, mask_heads, mask_rows, seqlen_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Reads the mask once, for the ``Cover`` of its tiles and the ``SeenKeys``."""
     program = tl.program_id(0)
     tile_k, tile_q = program % tiles_k, program // tiles_k % tiles_q
     plane = program // tiles_k // tiles_q
     i, j = tile_q * BLOCK_M + tl.arange(0, BLOCK_M), tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    base = mask_of(mask, plane // mask_heads, plane % mask_heads)
+    pointers = mask_pointers(mask, mask_column, plane // mask_heads, plane % mask_heads, i[:, None], j[None, :])
     inside = (i < mask_rows)[:, None] & (j < seqlen_k)[None, :]
-    value = tl.load(base + (wide(i)[:, None] * mask.row + mask_columns(j, mask)[None, :]), mask=inside, other=0)
+    value = tl.load(pointers, mask=inside, other=0)
     if value.dtype == tl.uint8:
         visible = (value != 0) & inside
         full = visible
@@ -98,14 +99,14 @@ def cover_kernel(
 
 @kernel
 def list_kernel(
-    problem, cover, lists, list_heads, tiles, count,
+    sequences, window, cover, lists, list_heads, tiles, count,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, LOWER_RIGHT: tl.constexpr, KEYS_OWN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``TileLists`` of tiles of SIZE queries or, KEYS_OWN, keys: what of ``cover`` the window leaves, in tiles of BLOCK
     of the other side."""
     program = tl.program_id(0)
     own, h, b = program % tiles, program // tiles % list_heads, program // tiles // list_heads
-    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    sequence = sequence_of(b, sequences, window, LOWER_RIGHT)
     last, band = owned(own * SIZE, SIZE, sequence.seqlen_q, sequence.band, KEYS_OWN)
     base = cover.pointer + (wide(b) * cover.batch + wide(h) * cover.head + wide(own) * cover.own)
     entry = lists + wide(program) * (count + 2)

@@ -58,7 +58,7 @@ def forward_kernel(
 ):  # fmt: skip
     tile_q, own_h, own_b = program(tiles, problem.num_heads)
     h, b = own_h, own_b
-    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
     first_i = tile_q * BLOCK_M
     if first_i >= sequence.seqlen_q:
         return
@@ -135,7 +135,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Attention to all keys from attention to each split of them, with weights exp(row_max - the largest) * row_sum."""
     tile_q, h, b = program(tiles, problem.num_heads)
-    sequence = sequence_of(b, problem, LOWER_RIGHT)
+    sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
     first_i = tile_q * BLOCK_M
     if first_i >= sequence.seqlen_q:
         return

@@ -41,7 +41,8 @@ class Problem(NamedTuple):
     query: Any  # Heads, times the scale's sign
     key: Any
     value: Any
-    mask: Any  # scores.Mask
+    mask: Any  # Heads, uint8 or float, with strides of 0 where it broadcasts
+    mask_column: Any  # its columns' stride; None: 1
     dropout: Any  # philox.Dropout
     sequences: Any
     window: Any
@@ -61,8 +62,8 @@ def program(tiles, heads):
 
 
 @triton.jit
-def sequence_of(b, problem, LOWER_RIGHT: tl.constexpr):
-    seqlen_q, seqlen_k, cu_seq_q, cu_seq_k, lengths = problem.sequences
+def sequence_of(b, sequences, window, LOWER_RIGHT: tl.constexpr):
+    seqlen_q, seqlen_k, cu_seq_q, cu_seq_k, lengths = sequences
     first_query, first_key = b * 0, b * 0
     if cu_seq_q is not None:
         first_query, first_key = tl.load(cu_seq_q + b), tl.load(cu_seq_k + b)
@@ -71,7 +72,7 @@ def sequence_of(b, problem, LOWER_RIGHT: tl.constexpr):
     length = seqlen_k
     if lengths is not None:
         length = tl.load(lengths + b).to(tl.int32)
-    band = band_of(length, seqlen_q, problem.window, LOWER_RIGHT)
+    band = band_of(length, seqlen_q, window, LOWER_RIGHT)
     return Sequence(first_query, seqlen_q, first_key, seqlen_k, band)
 
 

@@ -20,16 +20,6 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
-class Mask(NamedTuple):
-    """(B, H, Lq, Lk), uint8 or float, with strides of 0 where it broadcasts."""
-
-    pointer: Any
-    batch: Any
-    head: Any
-    row: Any
-    column: Any  # None: 1
-
-
 class SeenKeys(NamedTuple):
     """(B, H, tiles of queries, Lk) uint8: whether some query of the tile sees the key, as far as the mask goes."""
 
@@ -40,14 +30,10 @@ class SeenKeys(NamedTuple):
 
 
 @triton.jit
-def mask_columns(j, mask):
-    return wide(j) if mask.column is None else wide(j) * mask.column
-
-
-@triton.jit
-def mask_of(mask, b, h):
-    """Pointer to the mask of head h of sequence b."""
-    return mask.pointer + (wide(b) * mask.batch + wide(h) * mask.head)
+def mask_pointers(mask, column, b, h, i, j):
+    """``column`` is the columns' stride; None: 1."""
+    columns = wide(j) if column is None else wide(j) * column
+    return mask.pointer + (wide(b) * mask.batch + wide(h) * mask.head) + (wide(i) * mask.row + columns)
 
 
 @triton.jit
@@ -65,12 +51,10 @@ def seen_keys(seen, b, h, tile, j, sequence):
 def hide(x, problem, b, h, i, j, sequence):
     """x of a partial tile: -inf where query i does not see key j. A float mask is added."""
     visible = is_visible(i, j, sequence.band)
-    mask = problem.mask
-    if mask is not None:
-        pointers = mask_of(mask, b, h)
-        pointers += wide(i) * mask.row + mask_columns(j, mask)
+    if problem.mask is not None:
+        pointers = mask_pointers(problem.mask, problem.mask_column, b, h, i, j)
         inside = (i < sequence.seqlen_q) & (j < sequence.seqlen_k)
-        if mask.pointer.dtype.element_ty == tl.uint8:
+        if pointers.dtype.element_ty == tl.uint8:
             visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
         else:
             value = tl.load(pointers, mask=inside, other=-INFINITY).to(tl.float32)
