@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "../common/arithmetic.h"
 #include "../common/philox.h"
+#include "../common/types.h"
 #include "../cpu/kernels.h"
 
 namespace fastattn::testing {
