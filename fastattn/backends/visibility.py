@@ -7,15 +7,9 @@ from torch import Tensor
 
 
 def visibility(
-    rows: int,
-    columns: int,
-    device: torch.device,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-) -> Tensor | None:
+    rows: int, columns: int, device: torch.device, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    window_left: int, window_right: int, lower_right: bool,
+) -> Tensor | None:  # fmt: skip
     """bool, broadcastable to (B, H, rows, columns), True where a row sees a column; None where all see all."""
     visible = None
     j = torch.arange(columns, device=device)

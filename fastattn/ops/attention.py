@@ -16,9 +16,8 @@ from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.visibility import visibility
 from fastattn.ops import check
-from fastattn.ops.register import Op, fast_path
+from fastattn.ops.register import Op, fast_path, save_call
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
-from fastattn.torch_private import is_autocast_enabled
 
 __all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
 
@@ -240,21 +239,6 @@ def _heads(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
-    if type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == value.dim() == 4:
-        batch, heads, _, size = query.shape
-        key_batch, key_heads, length, key_size = key.shape
-        value_batch, value_heads, value_length, _ = value.shape
-        if (
-            batch == key_batch == value_batch
-            and heads == key_heads == value_heads
-            and length == value_length
-            and size == key_size > 0
-            and query.dtype is key.dtype is value.dtype
-            and query.dtype in check.FLOATS
-            and query.device == key.device == value.device
-            and not is_autocast_enabled()
-        ):
-            return query, key, value, (batch,)  # nothing to convert or broadcast: the short way for small problems
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.float_tensor(name, label, tensor)
         if tensor.dim() < 2:
@@ -407,12 +391,10 @@ def _fake_attention_backward(
 attention_backward_op = Op("attention_backward", _fake_attention_backward)
 
 
-def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, key_lengths, seed, *ctx.settings = inputs
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     out, _, stats = output
     ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, stats, query, key, value, attn_mask, key_lengths, seed)
+    save_call(ctx, inputs, out, stats)
 
 
 def _attention_backward(
@@ -425,7 +407,7 @@ def _attention_backward(
     return *grads, grad_mask if mask_grad else None
 
 
-attention_op = Op("attention", _fake_attention, _setup_attention, _attention_backward)
+attention_op = Op("attention", _fake_attention, _setup, _attention_backward)
 
 
 def _fake_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -448,14 +430,6 @@ def _fake_varlen_attention_backward(
 varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_attention_backward)
 
 
-def _setup_varlen_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, *ctx.settings = inputs
-    out, _, stats = output
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, stats, query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed)
-
-
 def _varlen_attention_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Tensor, ...]:
@@ -465,6 +439,4 @@ def _varlen_attention_backward(
     return varlen_attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings)
 
 
-varlen_attention_op = Op(
-    "varlen_attention", _fake_varlen_attention, _setup_varlen_attention, _varlen_attention_backward
-)
+varlen_attention_op = Op("varlen_attention", _fake_varlen_attention, _setup, _varlen_attention_backward)

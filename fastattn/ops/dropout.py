@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn.backends.common import dense_strides
 from fastattn.ops import check
-from fastattn.ops.register import Op
+from fastattn.ops.register import Op, save_call
 
 __all__ = ["dropout", "dropout_mask"]
 
@@ -82,13 +82,12 @@ def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seed, ctx.threshold = inputs
-    ctx.save_for_backward(seed)
+    save_call(ctx, inputs[1:])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     # Dropout is linear and symmetric: its own transpose.
-    return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, ctx.threshold),)
+    return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, *ctx.settings),)
 
 
 dropout_op = Op("dropout", _fake_dropout, _setup, _backward)

@@ -159,7 +159,6 @@ def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     _, mean, rstd = output
     ctx.parameter_dtypes = _dtypes(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, mean, rstd, weight)
 
 
@@ -214,7 +213,6 @@ def _setup_dropout_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tup
     _, total, mean, rstd = output
     ctx.input_dtype, ctx.residual_dtype, ctx.parameter_dtypes = input.dtype, residual.dtype, _dtypes(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(total, mean, rstd, weight, seed)
 
 

@@ -95,6 +95,14 @@ class Op:
             return self._apply(*args, redispatch)
 
 
+def save_call(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
+    """Save for the backward pass: ``results`` and the call's tensors, which come first, and its other arguments as
+    ``ctx.settings``."""
+    tensors = next((n for n, arg in enumerate(inputs) if not isinstance(arg, Tensor | None)), len(inputs))
+    ctx.save_for_backward(*results, *inputs[:tensors])
+    ctx.settings = inputs[tensors:]
+
+
 def _autograd_function(
     name: str, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
 ) -> type[SingleLevelFunction]:
@@ -108,6 +116,7 @@ def _autograd_function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.count, ctx.backend = len(inputs), inputs[-2]
+            ctx.set_materialize_grads(False)
             if setup_context is not None:
                 setup_context(ctx, inputs[:-2], output)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import Op
+from fastattn.ops.register import Op, save_call
 
 __all__ = ["softmax_dropout"]
 
@@ -82,12 +82,10 @@ softmax_dropout_backward_op = Op("softmax_dropout_backward", _fake_softmax_dropo
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    input, attn_mask, key_lengths, seed, *ctx.settings = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
     # The input and two numbers a row, rather than P: one tensor less is written, and P is cheap to recompute.
-    ctx.save_for_backward(stats, input, attn_mask, key_lengths, seed)
+    save_call(ctx, inputs, stats)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

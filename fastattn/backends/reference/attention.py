@@ -48,16 +48,9 @@ def _sum_groups(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _probabilities(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, scale: float,
+    window_left: int, window_right: int, lower_right: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operands in the dtype of computation, key and value per query head with unused keys zeroed; P; stats."""
     q, k, v = opmath(query), opmath(key), opmath(value)
     k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
@@ -72,19 +65,10 @@ def _probabilities(
 
 @_in_own_dtype
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    threshold: int,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
     first_matrix: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _, _, v, probabilities, stats = _probabilities(
         query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
     )
@@ -95,24 +79,10 @@ def attention(
 
 @_in_own_dtype
 def attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    threshold: int,
-    mask_grad: bool,
-    first_matrix: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float, window_left: int,
+    window_right: int, lower_right: bool, threshold: int, mask_grad: bool, first_matrix: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, probabilities, _ = _probabilities(
         query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
     )
@@ -144,20 +114,9 @@ def _as_batch(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    seqused_k: Tensor | None,
-    seed: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One attention a sequence; query (Tq, Hq, E), out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
     heads = query.size(1)
     out = query.new_zeros(query.size(0), heads, value.size(2))
@@ -173,24 +132,10 @@ def varlen_attention(
 
 
 def varlen_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    seqused_k: Tensor | None,
-    seed: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, seed: Tensor | None, max_q: int, max_k: int,
+    scale: float, window_left: int, window_right: int, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
     for s, (q, k) in enumerate(_sequences(cu_seq_q, cu_seq_k, seqused_k)):
         sequence = attention_backward(

@@ -31,14 +31,9 @@ def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 def layer_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_grad_dtype: torch.dtype | None,
-    bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    weight_grad_dtype: torch.dtype | None, bias_grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
     grad, x = opmath(grad_out), opmath(input)
     centred = x - x.mean(-1, keepdim=True)
@@ -61,14 +56,9 @@ def layer_norm_backward(
 
 
 def dropout_add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    threshold: int,
+    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
     total = drop(opmath(input), seed, threshold) + opmath(residual)
     normal, mean, rstd = _normalise(total, eps)
@@ -76,18 +66,10 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_layer_norm_backward(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    seed: Tensor | None,
-    threshold: int,
-    input_dtype: torch.dtype,
-    weight_grad_dtype: torch.dtype | None,
+    grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad_dtype: torch.dtype | None,
     bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grad_total, grad_weight, grad_bias = layer_norm_backward(
         grad_out, sum, mean, rstd, weight, weight_grad_dtype, bias_grad_dtype
     )

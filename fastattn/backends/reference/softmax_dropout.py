@@ -53,16 +53,9 @@ def mask_gradient(grad_scores: Tensor, attn_mask: Tensor | None, wanted: bool) -
 
 
 def softmax_dropout(
-    input: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    threshold: int,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float,
+    window_left: int, window_right: int, lower_right: bool, threshold: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = input.shape[-2:]
     visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     probabilities, stats = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
@@ -70,19 +63,10 @@ def softmax_dropout(
 
 
 def softmax_dropout_backward(
-    grad_out: Tensor,
-    stats: Tensor,
-    input: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    threshold: int,
+    grad_out: Tensor, stats: Tensor, input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
     mask_grad: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = input.shape[-2:]
     visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     probabilities, _ = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
