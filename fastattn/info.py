@@ -28,10 +28,7 @@ def report() -> str:
         ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
         ("cpu", f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()} in torch"),
         ("cuda", _cuda()),
-        (
-            "triton",
-            f"not used: {triton.MISSING}" if triton.MISSING else f"{version('triton')}, for CUDA tensors",
-        ),
+        ("triton", f"not used: {triton.MISSING}" if triton.MISSING else f"{version('triton')}, for CUDA tensors"),
     ]
     rows += [(f"_{name} library", _library(name)) for name in native.LIBRARIES]
     return "\n".join(f"{label:14} {text}" for label, text in rows)

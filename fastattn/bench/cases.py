@@ -137,18 +137,9 @@ def _attention_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return tensors, {}
 
 
-def _attention(
-    case: Case,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> Tensor:
-    # By position and without what torch's has not, as torch's is called, wherever that is what the case asks for.
-    ours = {} if key_lengths is None and seed is None else {"key_lengths": key_lengths, "seed": seed}
-    return fastattn.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, case.causal, **ours)
+def _attention(case: Case, *operands: Tensor, attn_mask: Tensor | None = None, **others: Tensor) -> Tensor:
+    # By position, as torch's is called; `others` are what torch's has not.
+    return fastattn.scaled_dot_product_attention(*operands, attn_mask, case.dropout, case.causal, **others)
 
 
 def _attention_flops(case: Case) -> int:

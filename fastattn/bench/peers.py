@@ -42,35 +42,21 @@ _HELD_TO = {
 os.environ.update(_HELD_TO.get(os.environ.get("FASTATTN_CPU_ISA", ""), {}))
 
 
-def _attention(
-    case: Case,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-) -> Tensor:
-    if key_lengths is not None:
-        attn_mask = _padding_mask(key, key_lengths)
+def _attention(case: Case, query: Tensor, key: Tensor, value: Tensor, **mask: Tensor) -> Tensor:
+    attn_mask = _attn_mask(key, **mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, case.causal)
 
 
-def _padding_mask(key: Tensor, key_lengths: Tensor) -> Tensor:
+def _attn_mask(key: Tensor, attn_mask: Tensor | None = None, key_lengths: Tensor | None = None) -> Tensor | None:
+    if key_lengths is None:
+        return attn_mask
     return (torch.arange(key.size(-2), device=key.device) < key_lengths[:, None])[:, None, None]
 
 
-def _attention_formula(
-    case: Case,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-) -> Tensor:
+def _attention_formula(case: Case, query: Tensor, key: Tensor, value: Tensor, **mask: Tensor) -> Tensor:
     """As textbooks have it, for torch.compile: the scores exist."""
     scores = query @ key.mT * query.size(-1) ** -0.5
-    if key_lengths is not None:
-        attn_mask = _padding_mask(key, key_lengths)
+    attn_mask = _attn_mask(key, **mask)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     if case.causal:
