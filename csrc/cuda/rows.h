@@ -1,9 +1,9 @@
 // Row operations go over a stack of matrices in pairs of rows, i and i + 8: the four lanes at a tile of the dropout
 // formula compute two of its calls each and exchange the bits, so that each call serves all eight elements.
 //
-// A row belongs to a warp (up to 512 columns) or to a block (up to 4096), which hold it in registers and read it once, or
-// to a block that reads it in pieces, for its statistics and again for the result. The dtype of an operand is a switch
-// around the loads of eight neighbouring elements: kernels are compiled for few shapes and for no dtype.
+// A row belongs to a warp (up to 512 columns) or to a block (up to 4096), which hold it in registers and read it once,
+// or to a block that reads it in pieces, for its statistics and again for the result. The dtype of an operand is a
+// switch around the loads of eight neighbouring elements: kernels are compiled for few shapes and for no dtype.
 #pragma once
 #include <cuda_runtime.h>
 #include <math.h>

@@ -163,10 +163,10 @@ def largest_tf32_head(is_masked: bool, device: torch.device) -> int:
     return 64 if is_masked and capability(device)[0] >= 10 else 128
 
 
-# Rows of a sequence from which on its full tiles are read through tensor descriptors (TMA): one thread asks for a tile,
-# so none has registers for pointers, and columns beyond the head size come as zeros. A partial tile is read by pointers,
-# since rows that nobody sees may hold NaN, and so are short, packed and expanded operands and split keys. The host makes
-# two descriptors a kernel, some 15 us, most of it Triton's own: made on the device, each program would need memory and a
+# Rows of a sequence from which on its full tiles are read through tensor descriptors (TMA): one thread asks for a
+# tile, so none has registers for pointers, and columns beyond the head size come as zeros. Pointers read partial tiles,
+# since rows that nobody sees may hold NaN, and short, packed and expanded operands and split keys. The host makes two
+# descriptors a kernel, some 15 us, most of it Triton's own: made on the device, each program would need memory and a
 # fence. An estimate, not measured on a GPU.
 DESCRIPTOR_ROWS = 1024
 
