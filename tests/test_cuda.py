@@ -1,5 +1,6 @@
 """What only the cuda backend has: faults that its emulation must find, what nvcc makes of it, how it is built."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -161,7 +162,8 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
         path.write_text(source)
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
     program = [sys.executable, ROOT / "tools/planted_faults_cuda.py", library, operation]
-    done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    tested = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
+    done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=tested)
     if found is None:
         assert done.returncode == 0, done.stdout
     else:

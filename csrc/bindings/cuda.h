@@ -12,9 +12,10 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace fastattn {
 
-// Declares the launch of a kernel that needs no workspace; kernels.h has the others.
+// Declares a kernel's launch.
 #define FASTATTN_KERNEL(Problem, stem)    \
   namespace cuda {                        \
+  template <>                             \
   void run(const Problem&, cudaStream_t); \
   }
 

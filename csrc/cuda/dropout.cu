@@ -1,6 +1,7 @@
 // Dropout and its mask.
-#include "kernels.h"
+#include "../common/dropout.h"
 
+#include "kernels.h"
 #include "launch.h"
 #include "rows.h"
 
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) drop_rows(const Dropout p, bool
 
 }  // namespace
 
+template <>
 void run(const Dropout& p, cudaStream_t stream) {
   const bool wide = is_wide(p.out, p.dtype, p.columns, p.out_outer, p.out_inner, p.out_row) &&
                     (!p.input || is_wide(p.input, p.dtype, p.columns, p.input_outer, p.input_inner, p.input_row));

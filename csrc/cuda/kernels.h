@@ -1,5 +1,4 @@
-// Launches of CUDA kernels that need a workspace, in floats, 16-byte aligned; operands are in device memory. The others
-// are run(problem, stream), which the bindings declare.
+// Launches of the CUDA kernels, with operands in device memory.
 #pragma once
 #include "../common/attention.h"
 #include "../common/layer_norm.h"
@@ -7,6 +6,11 @@
 typedef struct CUstream_st* cudaStream_t;
 
 namespace fastattn::cuda {
+
+template <class Problem>
+void run(const Problem&, cudaStream_t);
+
+// Those below need a workspace, in floats, 16-byte aligned.
 
 // Forward, dense and without dropout, for few queries to many keys as in decoding. num_splits: of the keys, so that
 // every multiprocessor works.

@@ -283,6 +283,7 @@ int64_t groups_of(const LayerNormBackward& p) {
 
 }  // namespace
 
+template <>
 void run(const LayerNorm& p, cudaStream_t stream) {
   const bool wide = is_wide(p.input, p.input_dtype, p.columns, p.input_row) &&
                     is_wide(p.residual, p.residual_dtype, p.columns, p.residual_row) &&

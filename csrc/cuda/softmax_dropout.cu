@@ -1,6 +1,7 @@
 // Softmax-dropout, forward and backward.
-#include "kernels.h"
+#include "../common/softmax_dropout.h"
 
+#include "kernels.h"
 #include "launch.h"
 #include "rows.h"
 
@@ -199,6 +200,7 @@ int64_t blocks_of(const Scores& s, const Spread& spread) {
 
 }  // namespace
 
+template <>
 void run(const SoftmaxDropout& p, cudaStream_t stream) {
   const Scores& s = p.scores;
   const bool wide = is_wide(s.input, s.dtype, s.columns) && is_wide(p.out, s.dtype, s.columns);
@@ -207,6 +209,7 @@ void run(const SoftmaxDropout& p, cudaStream_t stream) {
   launch(kernel, blocks_of(s, spread), spread.threads, stream, p, with_mask(wide, s));
 }
 
+template <>
 void run(const SoftmaxDropoutBackward& p, cudaStream_t stream) {
   const Scores& s = p.scores;
   const bool wide = is_wide(s.input, s.dtype, s.columns) && is_wide(p.grad_out, s.dtype, s.columns) &&
