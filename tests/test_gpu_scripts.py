@@ -141,8 +141,10 @@ def test_tuner(monkeypatch, tmp_path):
     if DEVICE != "cpu":
         pytest.skip("for Triton's interpreter")
     tune = load("tools/tune.py")
-    from fastattn.backends.triton import rows
+    from fastattn.backends.triton import FUNCTIONS, rows
     from fastattn.backends.triton.attention import tiles
+
+    assert FUNCTIONS["dropout"]  # imports the operations, which list their blocks
 
     def tables():
         return repr([rows.LIMITS, *(table for name, table in vars(tiles).items() if name.isupper())])

@@ -6,6 +6,7 @@
 namespace fastattn {
 
 FASTATTN_KERNEL(Attention, attention)
+FASTATTN_KERNEL(AttentionBackward, attention_backward)
 
 namespace {
 
@@ -51,6 +52,22 @@ inline std::tuple<Tensor, Tensor, Tensor> run_attention(const Backend& backend, 
   set_stats(a, stats);
   backend.run(a);
   return {out, lse, stats};
+}
+
+// Runs the backward pass into the gradients.
+template <class Problem>  // so that a library without the kernel compiles
+void run_attention_backward(const Backend& backend, Problem& a, const Tensor& grad_out,
+                            const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
+                            const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
+  const Tensor dout = with_dense_columns(grad_out), o = with_dense_columns(out);
+  const Tensor rows = torch::stable::contiguous(stats);
+  const std::optional<Tensor> dlse = contiguous(grad_lse);
+  a.out = heads_of(o);
+  set_stats(a, rows);
+  a.grad_out = heads_of(dout);
+  a.grad_lse = data_of<float>(dlse);
+  a.grad_query = heads_of(grad_query), a.grad_key = heads_of(grad_key), a.grad_value = heads_of(grad_value);
+  backend.run(a);
 }
 
 }  // namespace

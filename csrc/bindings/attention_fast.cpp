@@ -1,4 +1,4 @@
-// The fast path of scaled_dot_product_attention (fastattn/ops/register.py), for decoding.
+// The fast path of scaled_dot_product_attention (fastattn/ops/register.py), which decoding needs.
 #include <float.h>
 #include <math.h>
 

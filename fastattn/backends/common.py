@@ -14,14 +14,14 @@ from torch import Tensor
 from fastattn.backends.schema import STEM_OF
 from fastattn.torch_private import is_autocast_enabled
 
-ALL = 65536  # the threshold that drops everything
+DROP_ALL = 65536  # the threshold that drops everything
 MAX_HEAD_DIM = 256
 OLDEST_GPU = (8, 0)
 
 
 def dropout_scale(threshold: int) -> float:
     """What kept elements are multiplied by."""
-    return ALL / (ALL - threshold) if threshold < ALL else 0.0
+    return DROP_ALL / (DROP_ALL - threshold) if threshold < DROP_ALL else 0.0
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     name = "scaled_dot_product_attention"
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
-    q, k, v, batch = _heads(name, query, key, value, enable_gqa)
+    q, k, v, batch = _operands(name, query, key, value, enable_gqa)
     _, heads, rows, head_dim = q.shape
     columns = k.shape[2]
     if attn_mask is not None:
@@ -123,7 +123,7 @@ def attention_weights(
     """
     name = "attention_weights"
     check.flag(name, "enable_gqa", enable_gqa)
-    q, k, _, batch = _heads(name, query, key, key, enable_gqa)
+    q, k, _, batch = _operands(name, query, key, key, enable_gqa)
     attn_mask, is_causal, causal_variant = _causal_bias(
         name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
     )
@@ -235,7 +235,7 @@ def varlen_attn(
 # Checks
 
 
-def _heads(
+def _operands(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
@@ -284,7 +284,7 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
     """(B, H, ...) with the batch dimensions of operands of this rank."""
     if len(batch) > 1:
         return result.unflatten(0, batch)
-    for _ in range(rank, 4):  # what _heads added in front of lower ranks
+    for _ in range(rank, 4):  # what _operands added in front of lower ranks
         result = result.squeeze(0)
     return result
 

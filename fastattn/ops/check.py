@@ -98,9 +98,7 @@ def window(
         raise TypeError(f"{function}: window_size must be two integers, got {window_size!r}")
     if min(window_size) < -1:
         raise ValueError(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
-    left, right = (
-        most if side == -1 else min(int(side), most) for side, most in zip(window_size, reach, strict=True)
-    )
+    left, right = (most if side == -1 else min(int(side), most) for side, most in zip(window_size, reach, strict=True))
     return left, 0 if is_causal else right
 
 

@@ -145,7 +145,7 @@ _TYPES = {
 
 
 def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a public function: small calls go to the compiled ``name`` with the user's own arguments.
+    """Decorate a public function: plain calls go to the compiled ``name`` with the user's own arguments.
 
     The compiled function checks them itself and returns None for all but plain calls, which the decorated function
     then serves, or finds the words for. It is not asked where a gradient is wanted, a backend is forced, autocast is on

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import ALL, dense_strides, dropout_scale, stat_dtype
+from fastattn.backends.common import DROP_ALL, dense_strides, dropout_scale, stat_dtype
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -57,7 +57,7 @@ def drop(input: Tensor, seed: Tensor | None, threshold: int, first_matrix: int =
     """``input`` with dropped elements 0 and kept ones scaled by 65536 / (65536 - threshold), in input's dtype."""
     if threshold == 0 or seed is None:
         return input
-    if threshold == ALL:
+    if threshold == DROP_ALL:
         return torch.zeros_like(input)
     keep = dropout_mask(input.shape, seed, threshold, first_matrix)
     return torch.where(keep, input * dropout_scale(threshold), 0.0)

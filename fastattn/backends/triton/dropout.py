@@ -12,7 +12,9 @@ from torch import Tensor
 from fastattn.backends.common import dense_strides, dropout_scale
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
 from fastattn.backends.triton.philox import Dropout, keep_rows
-from fastattn.backends.triton.rows import are_aligned, divide, fits_int32, row_tile, rows_of
+from fastattn.backends.triton.rows import LIMITS, RowLimits, are_aligned, divide, fits_int32, row_tile, rows_of
+
+LIMITS["dropout"] = RowLimits(2048, 1024, 1024, 512)
 
 
 class Matrices(NamedTuple):

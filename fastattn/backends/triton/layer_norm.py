@@ -9,7 +9,20 @@ from torch import Tensor
 
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
 from fastattn.backends.triton.philox import Dropout, dropout_of, keep_rows
-from fastattn.backends.triton.rows import are_aligned, as_rows, divide, empty_like, fits_int32, row_tile, rows_of
+from fastattn.backends.triton.rows import (
+    LIMITS,
+    RowLimits,
+    are_aligned,
+    as_rows,
+    divide,
+    empty_like,
+    fits_int32,
+    row_tile,
+    rows_of,
+)
+
+LIMITS["layer_norm"] = RowLimits(2048, 8192, 4096, 512)
+LIMITS["layer_norm_backward"] = RowLimits(1024, 4096, 4096, 256)
 
 # Programs among which the rows of a weight gradient are divided, the same on every device: all add in the same order.
 MAX_PROGRAMS = 512

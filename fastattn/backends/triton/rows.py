@@ -23,13 +23,7 @@ class RowLimits(NamedTuple):
     warp_elements: int
 
 
-LIMITS = {
-    "dropout": RowLimits(2048, 1024, 1024, 512),
-    "layer_norm": RowLimits(2048, 8192, 4096, 512),
-    "layer_norm_backward": RowLimits(1024, 4096, 4096, 256),
-    "softmax_dropout": RowLimits(2048, 8192, 4096, 256),
-    "softmax_dropout_backward": RowLimits(2048, 8192, 4096, 256),
-}
+LIMITS: dict[str, RowLimits] = {}  # by kernel; each operation's file has its own
 _MAX_WARPS = 16
 
 

@@ -11,8 +11,21 @@ from torch import Tensor
 
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
 from fastattn.backends.triton.philox import dropout_of, keep_rows
-from fastattn.backends.triton.rows import are_aligned, as_rows, divide, empty_like, fits_int32, row_tile, rows_of
+from fastattn.backends.triton.rows import (
+    LIMITS,
+    RowLimits,
+    are_aligned,
+    as_rows,
+    divide,
+    empty_like,
+    fits_int32,
+    row_tile,
+    rows_of,
+)
 from fastattn.backends.triton.visibility import Window, band_of, end_key, first_key
+
+LIMITS["softmax_dropout"] = RowLimits(2048, 8192, 4096, 256)
+LIMITS["softmax_dropout_backward"] = RowLimits(2048, 8192, 4096, 256)
 
 
 class Matrices(NamedTuple):

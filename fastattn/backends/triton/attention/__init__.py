@@ -95,11 +95,11 @@ class _Call:
         self.is_prescaled = is_huge or (attn_mask is not None and attn_mask.dtype != torch.bool)
         if scale <= 0:
             query = query * (-1 if scale < 0 else 0)
-        heads = _heads(query), _heads(key), _heads(value)
+        heads = heads_of(query), heads_of(key), heads_of(value)
         row_bytes = (self.head_dim | self.value_head_dim) * self.dtype.itemsize
         self.is_aligned = row_bytes % 16 == 0 and self._are_aligned(*heads)
         self.problem = Problem(
-            *heads, *_mask(attn_mask), dropout_of(seed, threshold), sequences, window,
+            *heads, *mask_of(attn_mask), dropout_of(seed, threshold), sequences, window,
             self.num_heads, self.num_heads // max(self.num_kv_heads, 1), self.head_dim, self.value_head_dim,
             scale, abs(scale) or 1.0,
         )  # fmt: skip
@@ -194,7 +194,7 @@ class _Call:
         tiles_q, tiles_k = cdiv(self.seqlen_q, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
         programs = tiles_q * self.num_heads * self.batch
         num_splits = tiles.num_splits(programs, tiles_k, self.device)
-        result = Result(_heads(out), lse, *stats.unbind(), *_row_strides(lse))
+        result = Result(heads_of(out), lse, *stats.unbind(), *_row_strides(lse))
         constants = self._constants(tile, result.out)
         lists = self.lists(tile, keys_own=False)
         if num_splits == 1:
@@ -206,7 +206,7 @@ class _Call:
             return out, lse, stats
         split_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
         split_stats = stats.new_empty((2, num_splits, *shape))
-        split_heads = _heads(split_out[0])._replace(pointer=split_out)
+        split_heads = heads_of(split_out[0])._replace(pointer=split_out)
         split_result = Result(split_heads, None, *split_stats.unbind(), *_row_strides(lse))
         splits = Splits(split_out.stride(0), split_stats.stride(1))
         launch(
@@ -223,9 +223,9 @@ class _Call:
 
     def grad_heads(self, grad_out: Tensor) -> Heads:
         """The output's gradient, as aligned as the operands, by a copy if it must be."""
-        heads = _heads(grad_out)
+        heads = heads_of(grad_out)
         if self.is_aligned and not self._are_aligned(heads):
-            heads = _heads(grad_out.clone(memory_format=torch.contiguous_format))
+            heads = heads_of(grad_out.clone(memory_format=torch.contiguous_format))
         return heads
 
     def backward(
@@ -233,8 +233,8 @@ class _Call:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
         """The gradients of query, key and value, and what the mask's needs."""
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
-        out_heads = _heads(out)
-        query_heads, key_heads, value_heads = _heads(grad_query), _heads(grad_key), _heads(grad_value)
+        out_heads = heads_of(out)
+        query_heads, key_heads, value_heads = heads_of(grad_query), heads_of(grad_key), heads_of(grad_value)
         made = torch.empty((3, *stats.shape[1:]), dtype=stats.dtype, device=self.device)
         rows = Rows(*stats.unbind(), *made.unbind(), *_row_strides(made[0]))
         modes = {"PRESCALED": self.is_prescaled, "FOLD_SUM": not self.is_prescaled and self.dtype != torch.float32}
@@ -268,7 +268,7 @@ class _Call:
         programs = batch * heads * cdiv(mask_rows, tile.block_m) * cdiv(mask_columns, tile.block_n)
         launch(
             grad_mask_kernel, (programs,), self.device, self.problem, self.batch, grad_heads,
-            MaskGrad(*_heads(grad_mask), heads, mask_rows, mask_columns), rows, tiles_q, tiles_k,
+            MaskGrad(*heads_of(grad_mask), heads, mask_rows, mask_columns), rows, tiles_q, tiles_k,
             ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
             **self._constants(tile, grad_heads),
         )  # fmt: skip
@@ -280,7 +280,7 @@ def _stride(tensor: Tensor, dim: int) -> int:
     return tensor.stride(dim) if tensor.size(dim) > 1 else 0
 
 
-def _mask(attn_mask: Tensor | None) -> tuple[Heads | None, int | None]:
+def mask_of(attn_mask: Tensor | None) -> tuple[Heads | None, int | None]:
     """(the mask, its columns' stride, None: 1), as ``Problem`` has them."""
     if attn_mask is None:
         return None, None
@@ -289,7 +289,7 @@ def _mask(attn_mask: Tensor | None) -> tuple[Heads | None, int | None]:
     return Heads(mask, batch, head, row), None if column == 1 else column
 
 
-def _heads(tensor: Tensor) -> Heads:
+def heads_of(tensor: Tensor) -> Heads:
     """Of (B, H, L, D), or of packed (T, H, D); of a copy if a row has not unit stride."""
     if tensor.stride(-1) != 1:
         tensor = tensor.contiguous()

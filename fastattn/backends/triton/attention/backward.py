@@ -24,8 +24,8 @@ from fastattn.backends.triton.attention.scores import (
     INFINITY,
     LOG2E,
     exponential,
-    hide,
     licm_spills,
+    mask_scores,
     order_products,
     scores,
     seen_keys,
@@ -127,7 +127,7 @@ def grad_query_kernel(
             x = scores(q, k, problem.magnitude, PRESCALED, PRECISION)
             if PARTIAL:
                 own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
-                x = hide(x, problem, b, h, own_i[:, None], j[None, :], sequence)
+                x = mask_scores(x, problem, b, h, own_i[:, None], j[None, :], sequence)
             p = _probabilities(x, shift[:, None], inverse_sum[:, None], problem.magnitude, PRESCALED, FOLD_SUM)
             order_products(q)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -195,7 +195,7 @@ def grad_key_value_kernel(
                 x = scores(k, q, problem.magnitude, PRESCALED, PRECISION)
                 if PARTIAL:
                     own_j = rematerialise(first_j, n + problem.group) + tl.arange(0, BLOCK_N)
-                    x = hide(x, problem, b, h, i[None, :], own_j[:, None], sequence)
+                    x = mask_scores(x, problem, b, h, i[None, :], own_j[:, None], sequence)
                 if (BLOCK_D + BLOCK_DV > 256) & (q.dtype != tl.float32):
                     tl.debug_barrier()  # the operands of two consecutive products do not fit in registers
                 p = _probabilities(x, shift[None, :], inverse_sum[None, :], problem.magnitude, PRESCALED, FOLD_SUM)
@@ -299,7 +299,7 @@ def grad_mask_kernel(
         at = row_offsets(rows, b, h, sequence.first_query, i)
         shift, inverse_sum = _normaliser(rows, at, inside, True, False)
         delta = tl.load(rows.delta + at, mask=inside, other=0.0)
-        x = hide(x, problem, b, h, i[:, None], j[None, :], sequence)
+        x = mask_scores(x, problem, b, h, i[:, None], j[None, :], sequence)
         if problem.dropout is not None:
             kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
             dp = tl.where(kept, dp, 0.0) * problem.dropout.scale

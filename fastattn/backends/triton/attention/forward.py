@@ -22,8 +22,8 @@ from fastattn.backends.triton.attention.scores import (
     LN2,
     LOG2E,
     exponential,
-    hide,
     licm_spills,
+    mask_scores,
     order_products,
     scores,
     seen_keys,
@@ -92,7 +92,7 @@ def forward_kernel(
             x = scores(q, k, problem.magnitude, PRESCALED, PRECISION)
             if PARTIAL:
                 own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
-                x = hide(x, problem, b, h, own_i[:, None], j[None, :], sequence)
+                x = mask_scores(x, problem, b, h, own_i[:, None], j[None, :], sequence)
             raised = tl.maximum(row_max, to_exponent(tl.max(x, 1), problem.magnitude, PRESCALED))
             m = tl.where(raised == -INFINITY, 0.0, raised)  # a row that has seen nothing so far
             p = exponential(to_exponent(x, problem.magnitude, PRESCALED) - m[:, None], PRESCALED)

@@ -48,7 +48,7 @@ def seen_keys(seen, b, h, tile, j, sequence):
 
 
 @triton.jit
-def hide(x, problem, b, h, i, j, sequence):
+def mask_scores(x, problem, b, h, i, j, sequence):
     """x of a partial tile: -inf where query i does not see key j. A float mask is added."""
     visible = is_visible(i, j, sequence.band)
     if problem.mask is not None:
