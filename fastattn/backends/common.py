@@ -72,9 +72,6 @@ def python_functions(package: str) -> dict[str, Callable[..., Any]]:
     return {name: getattr(importlib.import_module(f"{package}.{stem}"), name) for name, stem in STEM_OF.items()}
 
 
-# Why a backend refuses a call, or None
-
-
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -85,30 +82,20 @@ def device_of(args: tuple) -> torch.device:
     return next(arg for arg in args if isinstance(arg, Tensor)).device
 
 
-def other_device(expected: str, device: torch.device) -> str | None:
-    return None if device.type == expected else f"it takes {expected} tensors, the operands are on {device.type}"
-
-
-def float64_operand(args: tuple) -> str | None:
-    """The kernels compute in float32. The tensors of a backend function come first."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if arg.dtype is torch.float64:
-                return "it takes float32, bfloat16 and float16, not float64"
-        elif arg is not None:
-            break
+def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | None:
+    """Why a backend with kernels for ``expected`` devices does not serve ``op(*args)``, as far as all of them agree."""
+    device = device_of(args)
+    if device.type != expected:
+        return f"it takes {expected} tensors, the operands are on {device.type}"
+    if any(isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args):
+        return "it takes float32, bfloat16 and float16, not float64"
+    if op in ("attention", "varlen_attention"):
+        head_dim = max(args[0].shape[-1], args[2].shape[-1])
+        if head_dim > MAX_HEAD_DIM:
+            return f"it takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}"
+    if missing:  # after the operands' own reasons: it would serve these if it were there
+        return missing
+    if device.type == "cuda" and capability(device) < OLDEST_GPU:
+        oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, capability(device)))
+        return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"
     return None
-
-
-def large_head(op: str, args: tuple) -> str | None:
-    if op not in ("attention", "varlen_attention"):
-        return None
-    head_dim = max(args[0].shape[-1], args[2].shape[-1])
-    return None if head_dim <= MAX_HEAD_DIM else f"it takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}"
-
-
-def old_gpu(device: torch.device) -> str | None:
-    if device.type != "cuda" or capability(device) >= OLDEST_GPU:
-        return None
-    oldest, found = (".".join(map(str, version)) for version in (OLDEST_GPU, capability(device)))
-    return f"it takes GPUs of compute capability {oldest} or newer, this one has {found}"

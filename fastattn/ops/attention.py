@@ -371,13 +371,10 @@ def _brief(values: Tensor) -> str:
 
 
 def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = query.shape[:3]
-    dtype = stat_dtype(query.dtype)
-    return (
-        empty_heads(query, query.size(2), value.size(3)),
-        query.new_empty(rows, dtype=dtype),
-        query.new_empty((2, *rows), dtype=dtype),
-    )
+    """Dense or packed."""
+    rows, size, dtype = query.shape[:-1], value.size(-1), stat_dtype(query.dtype)
+    out = empty_heads(query, query.size(2), size) if query.dim() == 4 else query.new_empty((*rows, size))
+    return out, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype)
 
 
 def _fake_attention_backward(
@@ -410,16 +407,6 @@ def _attention_backward(
 attention_op = Op("attention", _fake_attention, _setup, _attention_backward)
 
 
-def _fake_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = query.shape[:2]
-    dtype = stat_dtype(query.dtype)
-    return (
-        query.new_empty((*rows, value.size(2))),
-        query.new_empty(rows, dtype=dtype),
-        query.new_empty((2, *rows), dtype=dtype),
-    )
-
-
 def _fake_varlen_attention_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
     *rest: Any,
@@ -439,4 +426,4 @@ def _varlen_attention_backward(
     return varlen_attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings)
 
 
-varlen_attention_op = Op("varlen_attention", _fake_varlen_attention, _setup, _varlen_attention_backward)
+varlen_attention_op = Op("varlen_attention", _fake_attention, _setup, _varlen_attention_backward)

@@ -149,13 +149,11 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
     )
     if not fits:
         raise ValueError(f"{function}: attn_mask must be broadcastable to {tuple(sizes)}, got shape {tuple(given)}")
-    if attn_mask.dim() > 4:
-        batch = attn_mask.shape[:-3]
-        if all(size == 1 for size in batch):
-            return attn_mask.reshape(1, *attn_mask.shape[-3:])
+    batch = attn_mask.shape[:-3]
+    if len(sizes) > 4 and any(size != 1 for size in batch):
         return attn_mask.expand(*sizes[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
-    if len(sizes) > 4 and attn_mask.dim() == 4 and attn_mask.size(0) != 1:
-        return attn_mask.expand(*sizes[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    if len(batch) > 1:
+        return attn_mask.flatten(0, -4)
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 

@@ -134,7 +134,7 @@ def _eps(name: str, eps: float) -> float:
     return float(eps)
 
 
-def _fake_layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+def _fake_layer_norm(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows = input.shape[:-1]
     dtype = stat_dtype(input.dtype)
     return input.new_empty(input.shape), input.new_empty(rows, dtype=dtype), input.new_empty(rows, dtype=dtype)
@@ -157,7 +157,7 @@ layer_norm_backward_op = Op("layer_norm_backward", _fake_layer_norm_backward)
 def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     input, weight, bias, _ = inputs
     _, mean, rstd = output
-    ctx.parameter_dtypes = _dtypes(weight, bias)
+    ctx.parameter_dtypes = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(input, mean, rstd, weight)
 
@@ -174,49 +174,38 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: 
 layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_norm_backward)
 
 
-def _dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-    return None if weight is None else weight.dtype, None if bias is None else bias.dtype
-
-
 def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     """The values whose gradients are needed, None in the place of the others."""
     return [value if need else None for need, value in zip(needed, values, strict=True)]
 
 
-def _fake_dropout_add_layer_norm(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dtype = torch.promote_types(input.dtype, residual.dtype)
-    rows = input.shape[:-1]
-    return (
-        input.new_empty(input.shape, dtype=dtype),
-        input.new_empty(input.shape, dtype=dtype),
-        input.new_empty(rows, dtype=stat_dtype(dtype)),
-        input.new_empty(rows, dtype=stat_dtype(dtype)),
-    )
+def _fake_residual(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
+    out, mean, rstd = _fake_layer_norm(sum)
+    return out, sum, mean, rstd
 
 
-def _fake_dropout_add_layer_norm_backward(
+def _fake_residual_backward(
     grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
     seed: Tensor | None, threshold: int, input_dtype: torch.dtype, *parameter_dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return (
-        sum.new_empty(sum.shape, dtype=input_dtype),
-        sum.new_empty(sum.shape),
-        *_fake_parameter_grads(sum, *parameter_dtypes),
-    )
+    grads = _fake_layer_norm_backward(grad_out, sum, mean, rstd, weight, *parameter_dtypes)
+    return sum.new_empty(sum.shape, dtype=input_dtype), *grads
 
 
-dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake_dropout_add_layer_norm_backward)
+dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake_residual_backward)
 
 
-def _setup_dropout_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     input, residual, weight, bias, seed, ctx.threshold, _ = inputs
     _, total, mean, rstd = output
-    ctx.input_dtype, ctx.residual_dtype, ctx.parameter_dtypes = input.dtype, residual.dtype, _dtypes(weight, bias)
+    ctx.input_dtype, ctx.residual_dtype = input.dtype, residual.dtype
+    ctx.parameter_dtypes = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(total, mean, rstd, weight, seed)
 
 
-def _dropout_add_layer_norm_backward(
+def _residual_backward(
     ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _mean: None, _rstd: None
 ) -> tuple[Tensor | None, ...]:
     total, mean, rstd, weight, seed = ctx.saved_tensors
@@ -230,9 +219,4 @@ def _dropout_add_layer_norm_backward(
     return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads)
 
 
-dropout_add_layer_norm_op = Op(
-    "dropout_add_layer_norm",
-    _fake_dropout_add_layer_norm,
-    _setup_dropout_add_layer_norm,
-    _dropout_add_layer_norm_backward,
-)
+dropout_add_layer_norm_op = Op("dropout_add_layer_norm", _fake_residual, _setup_residual, _residual_backward)

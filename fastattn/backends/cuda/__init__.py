@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import native
-from fastattn.backends.common import capability, device_of, float64_operand, large_head, old_gpu, other_device
+from fastattn.backends.common import capability, common_refusal, device_of
 from fastattn.torch_private import is_transformed
 
 DEVICE = "cuda"
@@ -21,10 +21,10 @@ MAX_ROWS = 2**31 - 1
 
 def refusal(op: str, args: tuple) -> str | None:
     """Why this backend does not serve ``op(*args)``, or None."""
-    device = device_of(args)
-    reason = other_device(DEVICE, device) or float64_operand(args) or large_head(op, args) or MISSING or old_gpu(device)
+    reason = common_refusal(DEVICE, MISSING, op, args)
     if reason:
         return reason
+    device = device_of(args)
     if device.type == "cuda" and not any(first <= capability(device) <= last for first, last in CAPABILITIES):
         return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
     if op not in FUNCTIONS:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.common import device_of, float64_operand, large_head, old_gpu, other_device, python_functions
+from fastattn.backends.common import common_refusal, device_of, python_functions
 
 DEVICE = "cuda"
 MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones
@@ -36,10 +36,8 @@ FUNCTIONS = _Functions()
 
 def refusal(op: str, args: tuple) -> str | None:
     """Why this backend does not serve ``op(*args)``, or None."""
-    device = device_of(args)
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    wrong = None if interpreted else other_device(DEVICE, device)
-    reason = wrong or float64_operand(args) or large_head(op, args) or MISSING or old_gpu(device)
+    interpreted = device_of(args).type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    reason = common_refusal("cpu" if interpreted else DEVICE, MISSING, op, args)
     if reason:
         return reason
     if op in ("attention", "softmax_dropout"):
