@@ -205,6 +205,32 @@ def test_the_fast_path_is_the_same_operation(dtype, settings, lengths, monkeypat
         assert out.stride() == wanted.stride()
 
 
+@needs_cpu
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (3, 0)], ids=str)
+@pytest.mark.parametrize("affine", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_fast_path_of_layer_norm(dtype, affine, shape, monkeypatch):
+    x, columns = torch.randn(*shape).to(dtype), shape[-1:]
+    weight, bias = (None, None) if affine is None else torch.randn(2, *columns).to(affine)
+    with backend("cpu"):
+        wanted = layer_norm(x, columns, weight, bias, 1e-3)
+    monkeypatch.setattr(register, "choose", no_choice)
+    assert torch.equal(layer_norm(x, columns, weight, bias, 1e-3), wanted)
+    assert torch.equal(layer_norm(x, columns, bias=bias, weight=weight, eps=1e-3), wanted)
+
+
+@pytest.mark.parametrize("prenorm", [False, True])
+@pytest.mark.parametrize("wanted", ["nothing", "no grad", "input", "residual", "weight", "bias"])
+def test_the_sum_is_written_where_somebody_reads_it(wanted, prenorm, monkeypatch):
+    tensors = {"input": X, "residual": X, "weight": torch.ones(8), "bias": torch.ones(8)}
+    for name in ("input", "bias") if wanted == "no grad" else (wanted,):
+        if name in tensors:
+            tensors[name] = tensors[name].clone().requires_grad_()
+    with torch.set_grad_enabled(wanted != "no grad"):
+        call = functools.partial(dropout_add_layer_norm, **tensors, prenorm=prenorm)
+        assert normalised(monkeypatch, "dropout_add_layer_norm", call)["keep_sum"] is (prenorm or wanted in tensors)
+
+
 OTHERWISE = {
     "a mask": lambda t: scaled_dot_product_attention(t, t, t, torch.ones(5, 5).bool()),
     "dropout": lambda t: scaled_dot_product_attention(t, t, t, dropout_p=0.1),
@@ -217,6 +243,9 @@ OTHERWISE = {
     "rows that are not dense": lambda t: scaled_dot_product_attention(*[t.mT.contiguous().mT] * 3),
     "float64": lambda t: scaled_dot_product_attention(*[t.double()] * 3),
     "autocast": torch.autocast("cpu", torch.bfloat16)(lambda t: scaled_dot_product_attention(t, t, t)),
+    "layer_norm over two dimensions": lambda t: layer_norm(t, (5, 8)),
+    "a shape that is no tuple": lambda t: layer_norm(t, [8]),
+    "the gradient of a weight by name": lambda t: layer_norm(t, (8,), weight=torch.ones(8, requires_grad=True)),
     "a wide head": lambda t: scaled_dot_product_attention(*[t.repeat(1, 1, 1, 33)] * 3),
 }
 
@@ -247,6 +276,7 @@ def test_what_leaves_the_fast_path(name, monkeypatch):
         ((X, X, X), {"dropout_p": -1.0}, r"dropout_p must be in \[0, 1\], got -1.0"),
         ((X, X, None), {}, "value must be a Tensor, got NoneType"),
         ((X, X, X[..., :4, :]), {}, "key and value must have the same length, got 5 and 4"),
+        ((X, X, X), {"nonsense": None}, "unexpected keyword argument 'nonsense'"),
         ((X, X.int(), X), {}, "key must be float32, bfloat16, float16 or float64, got int32"),
     ],
 )

@@ -78,7 +78,7 @@ def _layer_norm(dtype: torch.dtype, columns: int) -> None:
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
     input, parameter, seed = _empty(8, 64, columns, dtype=dtype), _empty(columns), _empty(2, dtype=torch.int64)
     residual = _empty(8, 64, columns)
-    out, total, mean, rstd = dropout_add_layer_norm(input, residual, parameter, parameter, seed, threshold, 1e-5)
+    out, total, mean, rstd = dropout_add_layer_norm(input, residual, parameter, parameter, seed, threshold, 1e-5, True)
     dropout_add_layer_norm_backward(
         out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
     )

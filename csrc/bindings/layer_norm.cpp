@@ -57,12 +57,12 @@ inline Dtype dtype_or_float32(const std::optional<Tensor>& tensor, const char* n
   return tensor ? dtype_of(*tensor, name) : Dtype::float32;
 }
 
-// Returns (out, sum, mean, rstd); the sum is undefined without a residual.
+// Returns (out, sum, mean, rstd); without keep_sum an empty sum.
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, const Tensor* residual,
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias,
                                                           const std::optional<Tensor>& seed, int64_t threshold,
-                                                          double eps) {
+                                                          double eps, bool keep_sum) {
   const Backend backend(input);
   const Sizes sizes = input.sizes(), outer(sizes.data(), sizes.size() - 1);
   const Rows x(input, "input");
@@ -71,14 +71,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
   set_shape(problem, sizes, !residual);
   problem.input = x.data, problem.input_dtype = problem.dtype = x.dtype, problem.input_row = x.stride;
   std::optional<Rows> r;
-  Tensor sum;
   if (residual) {
     r.emplace(*residual, "residual");
     problem.residual = r->data, problem.residual_dtype = r->dtype, problem.residual_row = r->stride;
     if (r->dtype != x.dtype) problem.dtype = Dtype::float32;
-    sum = empty(sizes, problem.dtype, backend.device);
-    problem.sum = sum.mutable_data_ptr();
   }
+  const int64_t none = 0;
+  const Tensor sum = empty(keep_sum ? sizes : Sizes(&none, 1), problem.dtype, backend.device);
+  problem.sum = keep_sum ? sum.mutable_data_ptr() : nullptr;
   const Tensor out = empty(sizes, problem.dtype, backend.device);
   const Tensor mean = empty(outer, Dtype::float32, backend.device), rstd = empty(outer, Dtype::float32, backend.device);
   problem.weight = data_of<void>(w), problem.weight_dtype = dtype_or_float32(w, "weight");
@@ -93,16 +93,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
-  auto [out, sum, mean, rstd] = run_layer_norm(input, nullptr, weight, bias, std::nullopt, 0, eps);
+  auto [out, sum, mean, rstd] = run_layer_norm(input, nullptr, weight, bias, std::nullopt, 0, eps, false);
   return {out, mean, rstd};
+}
+
+// A whole public call, as attention_fast: undefined where it is not a plain one.
+Tensor layer_norm_fast(const Tensor& input, std::vector<int64_t> normalized_shape, const std::optional<Tensor>& weight,
+                       const std::optional<Tensor>& bias, double eps) {
+  Dtype dtype;
+  const auto is_parameter = [&](const std::optional<Tensor>& tensor) {
+    return !tensor || (is_plain(*tensor, &dtype) && tensor->dim() == 1 && tensor->size(0) == normalized_shape[0]);
+  };
+  if (normalized_shape.size() != 1 || !is_plain(input, &dtype) || input.dim() == 0 ||
+      input.size(-1) != normalized_shape[0] || !is_parameter(weight) || !is_parameter(bias) || !(eps >= 0))
+    return Tensor();
+  return std::get<0>(layer_norm(input, weight, bias, eps));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
                                                                   const std::optional<Tensor>& weight,
                                                                   const std::optional<Tensor>& bias,
                                                                   const std::optional<Tensor>& seed, int64_t threshold,
-                                                                  double eps) {
-  return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps);
+                                                                  double eps, bool keep_sum) {
+  return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum);
 }
 
 // A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
@@ -171,6 +184,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
 }
 
 FASTATTN_OPERATION(layer_norm)
+FASTATTN_OPERATION(layer_norm_fast)
 FASTATTN_OPERATION(layer_norm_backward)
 FASTATTN_OPERATION(dropout_add_layer_norm)
 FASTATTN_OPERATION(dropout_add_layer_norm_backward)

@@ -133,6 +133,16 @@ inline bool has_dense_columns(const Tensor& tensor) {
   return strides[last] == 1 || sizes[last] == 1;
 }
 
+// Whether a fast path takes it (fastattn/ops/register.py): a dense CPU tensor of a dtype that the kernels take.
+inline bool is_plain(const Tensor& tensor, Dtype* dtype) {
+  int32_t device, layout;
+  if (!tensor.defined()) return false;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return device == aoti_torch_device_type_cpu() && layout == aoti_torch_layout_strided() && is_dtype(tensor, dtype) &&
+         *dtype != Dtype::boolean;
+}
+
 inline Tensor with_dense_columns(const Tensor& tensor) {
   return has_dense_columns(tensor) ? tensor : torch::stable::contiguous(tensor);
 }

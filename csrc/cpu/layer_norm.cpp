@@ -134,7 +134,7 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
       keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r) {
         if (!block.has(r)) continue;
-        Sum* sum = (Sum*)p.sum + (first + r) * p.columns;
+        Sum* sum = (Sum*)(p.sum ? p.sum : p.out) + (first + r) * p.columns;
         add_row((const Input*)p.input + (first + r) * p.input_row + column,
                 (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
                 p.threshold > 0 ? keep.bits[r] : nullptr, scale);

@@ -24,6 +24,7 @@ Results:
 - lse (B, Hq, Lq), mean, rstd and stats are float32, of float64 operands float64. stats (2, B, Hq, Lq) are each row's
   row_max, finite, and row_sum = sum(exp(s - row_max)), 0 and 0 of a fully masked row: P = exp(s - row_max) / row_sum.
   lse alone would not do: of a row all at finfo.min it loses the log of the sum.
+- sum is an empty tensor of shape (0,) without keep_sum: nobody reads it, and to write it is a third of the time.
 - Gradients have their operand's dtype; an unwanted one is an empty tensor of shape (0,). weight_grad_dtype and
   bias_grad_dtype are None where that gradient is not wanted.
 """
@@ -72,8 +73,8 @@ _STEMS = {
             "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
         ),
         "dropout_add_layer_norm": (
-            "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps) "
-            "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
+            "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps, "
+            "bool keep_sum) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
         ),
         "dropout_add_layer_norm_backward": (
             "(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, "
@@ -86,11 +87,14 @@ _STEMS = {
         "dropout_mask": "(SymInt[] shape, Tensor seed, int threshold) -> Tensor",  # bool, True = kept
     },
 }
-# The fast path of a public function, with its arguments (ops/register.py): of the cpu library alone.
+# The fast path of a public function, with its arguments (ops/register.py).
 _FAST_PATHS = {
     "attention_fast": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
         "float? scale=None, bool enable_gqa=False) -> Tensor"
+    ),
+    "layer_norm_fast": (
+        "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor"
     ),
 }
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
-from fastattn.ops.register import Op
+from fastattn.ops.register import Op, fast_path, may_want_gradient
 
 __all__ = ["dropout_add_layer_norm", "layer_norm"]
 
 _SIZES = (int, numbers.Integral, torch.SymInt)
 
 
+@fast_path("layer_norm_fast")
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -112,7 +113,8 @@ def dropout_add_layer_norm(
     check.check_seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
     seed = check.draw_seed(seed, threshold, input.device)
-    out, total, _, _ = dropout_add_layer_norm_op(input, residual, weight, bias, seed, threshold, eps)
+    keep_sum = prenorm or may_want_gradient(input, residual, weight, bias)
+    out, total, _, _ = dropout_add_layer_norm_op(input, residual, weight, bias, seed, threshold, eps, keep_sum)
     return (out, total) if prenorm else out
 
 
@@ -182,7 +184,7 @@ def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 def _fake_residual(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
     out, mean, rstd = _fake_layer_norm(sum)
-    return out, sum, mean, rstd
+    return out, sum if rest[-1] else sum.new_empty(0), mean, rstd
 
 
 def _fake_residual_backward(
@@ -197,7 +199,7 @@ dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake
 
 
 def _setup_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, residual, weight, bias, seed, ctx.threshold, _ = inputs
+    input, residual, weight, bias, seed, ctx.threshold, *_ = inputs
     _, total, mean, rstd = output
     ctx.input_dtype, ctx.residual_dtype = input.dtype, residual.dtype
     ctx.parameter_dtypes = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]

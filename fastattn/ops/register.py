@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -95,6 +96,13 @@ class Op:
             return self._apply(*args, redispatch)
 
 
+def may_want_gradient(*args: Any) -> bool:
+    """Whether a gradient of some of these may be wanted: somebody who observes the call decides that later."""
+    return is_observed() or (
+        torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    )
+
+
 def save_call(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
     """Save for the backward pass: ``results`` and the call's tensors, which come first, and its other arguments as
     ``ctx.settings``."""
@@ -141,6 +149,7 @@ _TYPES = {
     "float": frozenset((float,)),
     "float?": frozenset((float, type(None))),
     "bool": frozenset((bool,)),
+    "int[]": frozenset((tuple,)),
 }
 
 
@@ -158,13 +167,19 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     required = sum("=" not in label for _, label in arguments)
 
     def is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not required <= len(args) <= len(positional):
+        if is_observed() or not required <= len(args) <= len(positional):
             return False
+        given: Iterable[tuple[Any, Any]] = zip(args, positional, strict=False)
+        if kwargs:
+            given = itertools.chain(given, ((arg, types.get(label, ())) for label, arg in kwargs.items()))
         grad_enabled = torch.is_grad_enabled()
-        for arg, kinds in zip(args, positional, strict=False):
-            if type(arg) not in kinds or (grad_enabled and kinds is _PLAIN and arg.requires_grad):
+        for arg, kinds in given:
+            kind = type(arg)
+            if kind not in kinds or (grad_enabled and kind in _PLAIN and arg.requires_grad):
                 return False
-        return all(label in types and type(arg) in types[label] for label, arg in kwargs.items())
+            if kind is tuple and not all(type(number) is int for number in arg):
+                return False
+        return True
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if compiled is None:
@@ -175,7 +190,6 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if (
                 thread.forced is None
                 and not thread.explaining
-                and not is_observed()
                 and not is_autocast_enabled()
                 and is_plain(args, kwargs)
                 and (result := compiled(*args, **kwargs)) is not None

@@ -57,12 +57,12 @@ def layer_norm_backward(
 
 def dropout_add_layer_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float,
+    eps: float, keep_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
     total = drop(opmath(input), seed, threshold) + opmath(residual)
     normal, mean, rstd = _normalise(total, eps)
-    return _affine(normal, weight, bias).to(dtype), total.to(dtype), mean, rstd
+    return _affine(normal, weight, bias).to(dtype), total.to(dtype) if keep_sum else total.new_empty(0), mean, rstd
 
 
 def dropout_add_layer_norm_backward(

@@ -334,12 +334,12 @@ def layer_norm_backward(
 
 def dropout_add_layer_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float,
+    eps: float, keep_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
-    out, total = empty_like(input, dtype), empty_like(input, dtype)
+    out, total = empty_like(input, dtype), empty_like(input, dtype) if keep_sum else None
     mean, rstd = _run_forward(input, residual, weight, bias, dropout_of(seed, threshold), out, total, eps)
-    return out, total, mean, rstd
+    return out, out.new_empty(0) if total is None else total, mean, rstd
 
 
 def dropout_add_layer_norm_backward(
