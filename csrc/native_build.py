@@ -5,7 +5,6 @@ instruction sets and flags from here. Only PyTorch's headers and its libtorch_cp
 libraries use PyTorch's stable ABI, so that one build serves every torch from 2.10 on and every Python.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -44,18 +43,13 @@ OPTIMIZE = "-O3"
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 
 
-def contract() -> str:
-    """What fastattn/backends/native.py asks a library for: a hash of the schemas that it is built for."""
-    schemas = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["SCHEMAS"]
-    return hashlib.sha256("\n".join(schemas[name] for name in sorted(schemas)).encode()).hexdigest()[:12]
-
-
 def bindings(library: str, torch: Path, optimize: str) -> list[tuple[str, Path, str]]:
     """(object, source, flags) of the files that see torch: those of the operations that the library has kernels of."""
     kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library"}
+    contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
         f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
-        f" -DFASTATTN_CONTRACT='\"{contract()}\"' -DFASTATTN_BACKEND='\"{library}.h\"'"
+        f" -DFASTATTN_CONTRACT='\"{contract}\"' -DFASTATTN_BACKEND='\"{library}.h\"'"
     )
     return [
         (f"bindings.{source.stem}.o", source, flags)

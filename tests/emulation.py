@@ -20,7 +20,7 @@ def load(path):
     controls = ctypes.CDLL(str(path))
     controls.guard_operands.restype = ctypes.c_char_p
     controls.seed_order.argtypes = [ctypes.c_uint64]
-    assert torch.ops.fastattn_cuda.contract() == backends.native.contract()
+    assert torch.ops.fastattn_cuda.contract() == backends.native.CONTRACT
     return backends.native.functions("cuda"), controls
 
 

@@ -361,7 +361,7 @@ def test_library_of_another_machine_has_a_reason(package):
 
 def test_library_of_another_version_has_a_reason(package, library, monkeypatch):
     (package / "_cpu.so").symlink_to(library)
-    monkeypatch.setitem(native.SCHEMAS, "of_tomorrow", "of_tomorrow(Tensor input) -> Tensor")
+    monkeypatch.setattr(native, "CONTRACT", "of tomorrow")
     assert native.library("cpu") is None
     assert native.reason("cpu") == "_cpu.so is of another version of this package; build it anew"
 

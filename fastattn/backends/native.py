@@ -4,7 +4,6 @@
 """
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.schema import SCHEMAS
+from fastattn.backends.schema import CONTRACT, SCHEMAS
 from fastattn.torch_private import bind
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -72,14 +71,9 @@ def _load(name: str) -> tuple[Any, str]:
     except (OSError, RuntimeError) as error:
         return None, f"{path.name} does not load: {str(error).splitlines()[0]}"
     loaded = getattr(torch.ops, f"fastattn_{name}")
-    if not hasattr(loaded, "contract") or loaded.contract() != contract():
+    if not hasattr(loaded, "contract") or loaded.contract() != CONTRACT:
         return None, f"{path.name} is of another version of this package; build it anew"
     return loaded, ""
-
-
-def contract() -> str:
-    """A hash of the schemas, which the build compiles into the libraries."""
-    return hashlib.sha256("\n".join(SCHEMAS[name] for name in sorted(SCHEMAS)).encode()).hexdigest()[:12]
 
 
 def library(name: str) -> Any:

@@ -1,7 +1,7 @@
 """The backend functions: names, arguments and results, each written once.
 
-The ops, the compiled libraries' registrations and a test of every backend's signatures follow from ``SCHEMAS``. This
-module imports nothing, since the build reads it too.
+The ops, the compiled libraries' registrations and a test of every backend's signatures follow from ``SCHEMAS``. The
+build reads this file too, without torch.
 
 A backend function has no autograd and no checks. It relies on what ``ops`` has normalised:
 
@@ -28,6 +28,8 @@ Results:
 - Gradients have their operand's dtype; an unwanted one is an empty tensor of shape (0,). weight_grad_dtype and
   bias_grad_dtype are None where that gradient is not wanted.
 """
+
+import hashlib
 
 _ATTENTION = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
@@ -102,3 +104,4 @@ STEM_OF = {name: stem for stem, functions in _STEMS.items() for name in function
 SCHEMAS = {
     name: name + signature for functions in (*_STEMS.values(), _FAST_PATHS) for name, signature in functions.items()
 }
+CONTRACT = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()[:12]  # compiled into the libraries
