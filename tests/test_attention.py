@@ -794,7 +794,10 @@ def test_every_head_size(backend, dtype, e):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_every_tile_edge(backend, p, dtype, lq, lk):
+def test_every_tile_edge(backend, p, dtype, lq, lk, monkeypatch):
+    if lk == 1:
+        # One key: dP - D cancels whole, two sums of 16 products, each with up to 8 ulp of its terms; torch's is exact.
+        monkeypatch.setitem(EPSILON, torch.float32, 16 * torch.finfo(torch.float32).eps)
     tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
     for diagonal, masked in itertools.product(DIAGONALS.values(), (False, True)):
         if interpreted(backend) and masked == (p > 0):
