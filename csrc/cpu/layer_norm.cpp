@@ -94,7 +94,8 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
   });
   const float about = (float)(total / (double)p.columns);
-  const OutputRow<T> out(p.out, row * p.columns, p.matrices * p.rows * p.columns);
+  const bool in_place = x == (const T*)p.out + row * p.columns;  // in cache: a streaming store would evict it
+  const OutputRow<T> out(p.out, row * p.columns, in_place ? 0 : p.matrices * p.rows * p.columns);
   if (convert)
     normalize_around(p, converted, about, row, out);
   else
