@@ -245,6 +245,9 @@ def test_a_slow_ours_fails_the_gate(monkeypatch):
         (Floor(2.1, fraction=0.8), {"ratio": 1.65, "fraction": 0.82}, ""),
         # The limit is ten times torch's speed: 2.1 counts.
         (Floor(2.1, fraction=0.25), {"ratio": 2.0, "fraction": 0.26, "limit_seconds": 0.1}, "2.00 times"),
+        # A tenth of torch's second is not counted: 1 / (1 / 0.97 + 0.1) = 0.88.
+        (Floor(0.97, overhead=0.1), {"ratio": 0.89}, ""),
+        (Floor(0.97, overhead=0.1), {"ratio": 0.87}, "0.87 times as fast as torch, at least 0.88"),
         # Without a limit the ratio counts alone.
         (Floor(2.1, fraction=0.8), {"ratio": 2.0}, "2.00 times"),
     ],

@@ -314,7 +314,7 @@ struct Forward {
     T* to = row_pointer<T>(a.out, s.index, head, s.first_query + query);
     const vf factor = splat(dropout_scale(a.threshold) / row_sum);
     for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
-      store_lanes(to + d, normalised(load(out + d), splat(row_sum), factor), lanes);
+      store(to + d, normalised(load(out + d), splat(row_sum), factor), lanes);
     });
     write_stats(stats_offset(a, s, head, query), row_max, row_sum);
   }

@@ -176,9 +176,8 @@ struct Backward {
 
   float dot(const T* grad, const T* out) const {
     vf total = {};
-    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
-      total = fma(load_lanes(grad + d, lanes), load_lanes(out + d, lanes), total);
-    });
+    for_each_vector(a.value_head_dim,
+                    [&](int64_t d, int lanes) { total = fma(load(grad + d, lanes), load(out + d, lanes), total); });
     return sum(total);
   }
 
@@ -342,7 +341,7 @@ struct Backward {
   }
 
   FASTATTN_INLINE void write_row(const float* from, float factor, int length, T* to) const {
-    for_each_vector(length, [&](int64_t d, int lanes) { store_lanes(to + d, load(from + d) * factor, lanes); });
+    for_each_vector(length, [&](int64_t d, int lanes) { store(to + d, load(from + d) * factor, lanes); });
   }
 
   float* partial_row(int64_t split, const Sequence& s, int64_t head, int64_t query) const {
@@ -459,7 +458,7 @@ struct Backward {
       }
 #pragma GCC unroll 4
       for (int n = 0; n < vectors; ++n)
-        store_lanes(to + n * kLanes, total[n] * factor, n + 1 < vectors ? kLanes : min(last, kLanes));
+        store(to + n * kLanes, total[n] * factor, n + 1 < vectors ? kLanes : min(last, kLanes));
     }
   }
 
@@ -570,16 +569,15 @@ struct Backward {
           for (int j = 0; j < count; ++j) {
             vf total = {};
             for (int v = 0; v < kPanelVectors; ++v) total += load(block + j * kBlockM + v * kLanes);
-            store_scalar(to + key + j, sum(total));
+            store(to + key + j, splat(sum(total)), 1);
           }
           continue;
         }
         float* lines = scratch.mask.rows;
         transpose(block, kBlockM, kBlockN, kBlockM, lines, kBlockN);
         for (int i = 0; i < rows; ++i)
-          for_each_vector(count, [&](int64_t j, int n) {
-            store_lanes(to + i * m.columns + key + j, load(lines + i * kBlockN + j), n);
-          });
+          for_each_vector(
+              count, [&](int64_t j, int n) { store(to + i * m.columns + key + j, load(lines + i * kBlockN + j), n); });
       }
     });
   }

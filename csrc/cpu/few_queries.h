@@ -26,7 +26,7 @@ FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* cons
   for (int r = 0; r < R; ++r) left[r] = load(row + r * width + d);
 #pragma GCC unroll 16
   for (int j = 0; j < C; ++j) {
-    const vf right = load_lanes(other[j] + d, n);
+    const vf right = load(other[j] + d, n);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) x[r * C + j] = fma(right, left[r], x[r * C + j]);
   }
@@ -110,8 +110,7 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
     const T* other = from + j * stride;
     vf right[vectors];
 #pragma GCC unroll 4
-    for (int n = 0; n < vectors; ++n)
-      right[n] = n + 1 < vectors || last >= kLanes ? load(other + n * kLanes) : load(other + n * kLanes, last);
+    for (int n = 0; n < vectors; ++n) right[n] = load(other + n * kLanes, n + 1 < vectors ? kLanes : min(last, kLanes));
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4

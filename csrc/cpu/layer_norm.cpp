@@ -44,7 +44,7 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
       }
     for (; j < end; j += kLanes) {
       const int n = (int)min(kLanes, end - j);
-      const vf d = keep_bits(first_lanes(n), load_lanes(x + j, n) - about);
+      const vf d = keep_bits(first_lanes(n), load(x + j, n) - about);
       left_parts[0] += d;
       square_parts[0] = fma(d, d, square_parts[0]);
     }
@@ -60,14 +60,14 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
   const float *weight = (const float*)p.weight, *bias = (const float*)p.bias;
   if (weight && bias)
     for_each_vector(columns, [&](int64_t j, int n) {
-      const vf xhat = (load_lanes(x + j, n) - center) * scale;
-      out.put(j, fma(xhat, load_lanes(weight + j, n), load_lanes(bias + j, n)), n);
+      const vf xhat = (load(x + j, n) - center) * scale;
+      out.put(j, fma(xhat, load(weight + j, n), load(bias + j, n)), n);
     });
   else
     for_each_vector(columns, [&](int64_t j, int n) {
-      vf y = (load_lanes(x + j, n) - center) * scale;
-      if (weight) y *= load_lanes(weight + j, n);
-      if (bias) y += load_lanes(bias + j, n);
+      vf y = (load(x + j, n) - center) * scale;
+      if (weight) y *= load(weight + j, n);
+      if (bias) y += load(bias + j, n);
       out.put(j, y, n);
     });
 }
@@ -84,7 +84,7 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     vf parts[4] = {};
     const auto add = [&](vf& part, int64_t j, int n) {
       const vf v = load_ahead(x + j, n);
-      if (convert) store_lanes(converted + j, v, n);
+      if (convert) store(converted + j, v, n);
       part += v;
     };
     int64_t j = begin;
@@ -109,7 +109,7 @@ void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t col
   for_each_vector(columns, [&](int64_t j, int n) {
     vf x = load_ahead(input + j, n);
     if (keep) x = keep_bits(keep[j / 32] >> j % 32, x * scale);
-    store_lanes(sum + j, load_ahead(residual + j, n) + x, n);
+    store(sum + j, load_ahead(residual + j, n) + x, n);
   });
 }
 
@@ -167,7 +167,7 @@ const float* as_float32(const void* values, Dtype dtype, int64_t columns, char**
   *workspace += bytes;
   with_type(dtype, [&](auto type) {
     const auto* from = (const decltype(type)*)values;
-    for_each_vector(columns, [&](int64_t j, int n) { store_lanes(converted + j, load_lanes(from + j, n), n); });
+    for_each_vector(columns, [&](int64_t j, int n) { store(converted + j, load(from + j, n), n); });
   });
   return converted;
 }
@@ -225,11 +225,11 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
     vf g_part = {}, gx_part = {};
     for_each_vector(begin, end, [&](int64_t j, int n) {
       const vf grad = load_ahead(dy + j, n), xhat = (load_ahead(x + j, n) - mean) * rstd;
-      const vf g = weight ? grad * load_lanes(weight + j, n) : grad;
+      const vf g = weight ? grad * load(weight + j, n) : grad;
       g_part += g;
       gx_part = fma(g, xhat, gx_part);
-      if (weight_sum) store_lanes(weight_sum + j, fma(grad, xhat, load_lanes(weight_sum + j, n)), n);
-      if (bias_sum) store_lanes(bias_sum + j, load_lanes(bias_sum + j, n) + grad, n);
+      if (weight_sum) store(weight_sum + j, fma(grad, xhat, load(weight_sum + j, n)), n);
+      if (bias_sum) store(bias_sum + j, load(bias_sum + j, n) + grad, n);
     });
     g_total += sum(g_part);
     gx_total += sum(gx_part);
@@ -248,9 +248,9 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
     const uint32_t* bits = keep.bits[r];
     for_each_vector(min(kChunk, p.columns - column), [&](int64_t k, int n) {
       const int64_t j = column + k;
-      vf g = load_lanes(dy + j, n);
-      if (weight) g *= load_lanes(weight + j, n);
-      const vf xhat = (load_lanes(x + j, n) - mean) * rstd;
+      vf g = load(dy + j, n);
+      if (weight) g *= load(weight + j, n);
+      const vf xhat = (load(x + j, n) - mean) * rstd;
       vf dx = (g - g_mean - xhat * gx_mean) * rstd;
       if (grad_sum) dx += load_ahead(grad_sum + j, n);
       grad_x.put(j, dx, n);
@@ -264,7 +264,7 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
 void from_float32(const float* values, Dtype dtype, int64_t count, void* out, int64_t first) {
   with_type(dtype, [&](auto type) {
     auto* to = (decltype(type)*)out + first;
-    for_each_vector(count, [&](int64_t j, int n) { store_lanes(to + j, load_lanes(values + j, n), n); });
+    for_each_vector(count, [&](int64_t j, int n) { store(to + j, load(values + j, n), n); });
   });
 }
 
@@ -305,9 +305,8 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
                      memset(total, 0, sizeof total);
                      for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
                        const float* sums = workspace + chunk * chunk_row + offset[k] + first;
-                       for_each_vector(count, [&](int64_t j, int n) {
-                         store(total + j, load(total + j) + load_lanes(sums + j, n));
-                       });
+                       for_each_vector(
+                           count, [&](int64_t j, int n) { store(total + j, load(total + j) + load(sums + j, n)); });
                      }
                      if (k == 0)
                        from_float32(total, p.grad_weight_dtype, count, p.grad_weight, first);

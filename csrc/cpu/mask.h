@@ -64,10 +64,10 @@ FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* 
   with_type(m.dtype, [&](auto type) {
     const decltype(type)* from = (const decltype(type)*)m.data + offset;
     if (m.column != 1) {
-      for (int i = 0; i < n; ++i) to[i] = load_scalar(from + i * m.column);
+      for (int i = 0; i < n; ++i) to[i] = load(from + i * m.column, 1)[0];
       return;
     }
-    for_each_vector(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(from + i, lanes), lanes); });
+    for_each_vector(n, [&](int64_t i, int lanes) { store(to + i, load(from + i, lanes), lanes); });
   });
 }
 

@@ -21,11 +21,11 @@ FASTATTN_INLINE void prefetch_ahead(const void* p) {
   __builtin_prefetch((const void*)((uintptr_t)p + kPrefetchDistance));
 }
 
-// As load_lanes(), for the first pass over an operand.
+// As load(), for the first pass over an operand.
 template <class T>
 FASTATTN_INLINE vf load_ahead(const T* p, int n) {
   prefetch_ahead(p);
-  return load_lanes(p, n);
+  return load(p, n);
 }
 
 // Call body(begin, end) for parts of [0, columns). Blocked summation: each part in float32, their sums in float64,
@@ -51,7 +51,7 @@ struct OutputRow {
     if (n == kLanes && streamed)
       stream(data + j, x);
     else
-      store_lanes(data + j, x, n);
+      store(data + j, x, n);
   }
 };
 

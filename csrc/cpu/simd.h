@@ -62,29 +62,25 @@ FASTATTN_INLINE vf max(vf a, vf b) {
 #endif
 }
 
-FASTATTN_INLINE float sum(vf x) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)x);
+FASTATTN_INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+FASTATTN_INLINE float max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
-  float lane[kLanes];
-  memcpy(lane, &x, sizeof x);
+template <class F>
+FASTATTN_INLINE float reduce(vf x, const F& combine) {
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
-#endif
+    for (int i = 0; i < half; ++i) x[i] = combine(x[i], x[i + half]);
+  return x[0];
+}
+
+FASTATTN_INLINE float sum(vf x) {
+  return reduce(x, [](float a, float b) { return a + b; });
 }
 
 FASTATTN_INLINE float max(vf x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)x);
-#else
-  float lane[kLanes];
-  memcpy(lane, &x, sizeof x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-  return lane[0];
-#endif
+  return reduce(x, [](float a, float b) { return a > b ? a : b; });
 }
+#endif
 
 // ---- lanes as bits: bit i of a word stands for lane i ----
 
@@ -238,6 +234,7 @@ FASTATTN_INLINE void finish_stream() {
 
 // The first n lanes (0 <= n <= kLanes); the others read as 0 and are not touched in memory.
 FASTATTN_INLINE vf load(const float* p, int n) {
+  if (n == kLanes) return load(p);
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_loadu_ps((__mmask16)first_lanes(n), p);
 #else
@@ -248,6 +245,7 @@ FASTATTN_INLINE vf load(const float* p, int n) {
 }
 
 FASTATTN_INLINE void store(float* p, vf x, int n) {
+  if (n == kLanes) return store(p, x);
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, (__mmask16)first_lanes(n), (__m512)x);
 #else
@@ -257,6 +255,7 @@ FASTATTN_INLINE void store(float* p, vf x, int n) {
 
 template <class T>
 FASTATTN_INLINE vf load(const T* p, int n) {
+  if (n == kLanes) return load(p);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return to_float((vh)_mm256_maskz_loadu_epi16((__mmask16)first_lanes(n), p), T{});
 #else
@@ -268,6 +267,7 @@ FASTATTN_INLINE vf load(const T* p, int n) {
 
 template <class T>
 FASTATTN_INLINE void store(T* p, vf x, int n) {
+  if (n == kLanes) return store(p, x);
   const vh h = from_float(x, T{});
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   _mm256_mask_storeu_epi16(p, (__mmask16)first_lanes(n), (__m256i)h);
@@ -289,34 +289,11 @@ FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
   for_each_vector(0, columns, body);
 }
 
-template <class T>
-FASTATTN_INLINE vf load_lanes(const T* p, int n) {
-  return n == kLanes ? load(p) : load(p, n);
-}
-
-template <class T>
-FASTATTN_INLINE void store_lanes(T* p, vf x, int n) {
-  if (n == kLanes)
-    store(p, x);
-  else
-    store(p, x, n);
-}
-
 // Bytes as a mask: -1 where not 0.
 FASTATTN_INLINE vi load_nonzero(const uint8_t* p, int n) {
   vb x = {};
   memcpy(&x, p, (size_t)n);
   return __builtin_convertvector(x, vu) != 0;
-}
-
-template <class T>
-FASTATTN_INLINE float load_scalar(const T* p) {
-  return load(p, 1)[0];
-}
-
-template <class T>
-FASTATTN_INLINE void store_scalar(T* p, float x) {
-  store(p, splat(x), 1);
 }
 
 // f(T{}) of the floating-point type that a dtype names.

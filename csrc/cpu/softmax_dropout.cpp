@@ -52,7 +52,7 @@ FASTATTN_INLINE vf apply_mask(vf s, const uint8_t* mask, int n) {
 
 template <class M>
 FASTATTN_INLINE vf apply_mask(vf s, const M* mask, int n) {
-  const vf added = load_lanes(mask, n);
+  const vf added = load(mask, n);
   return select(added == splat(-INFINITY), added, s + added);  // masked scores may be NaN
 }
 
@@ -273,9 +273,9 @@ struct MaskGroups {
 template <class M>
 void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
   if (full) {
-    for_each_vector(columns, [&](int64_t j, int n) { store_lanes(out + j, load_lanes(values + j, n), n); });
+    for_each_vector(columns, [&](int64_t j, int n) { store(out + j, load(values + j, n), n); });
   } else {
-    store_scalar(out, sum_vectors({0, columns}, columns, [&](int64_t j, int n) { return load_lanes(values + j, n); }));
+    store(out, splat(sum_vectors({0, columns}, columns, [&](int64_t j, int n) { return load(values + j, n); })), 1);
   }
 }
 

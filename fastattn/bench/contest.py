@@ -143,12 +143,14 @@ def failures(result: Result, baseline: Result | None = None) -> list[str]:
 
 
 def attainable_ratio(result: Result) -> float:
-    """The floor's ratio to torch, or what its fraction of the limit is worth here if that is less.
+    """The floor's ratio to torch beside its overhead, or what its fraction of the limit is worth here if that is less.
 
     A ratio set on one machine can exceed limit / torch on another, where torch sits nearer to the limit.
     """
     floor = result.floor
     ratio = floor.ratio or 0.0
+    if ratio and floor.overhead:
+        ratio = 1 / (1 / ratio + floor.overhead / result.seconds["torch"])
     if floor.fraction is None or not result.fraction:
         return ratio
     return min(ratio, floor.fraction * result.seconds["torch"] / result.seconds[result.limited_by])
