@@ -167,12 +167,14 @@ WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_masks_combine(backend, window, mask, diagonal, queries):
+@pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
     """Every kind of mask with either diagonal, key lengths, windows and dropout, all at once, with all gradients."""
     tensors = *operands((3, 2, 1, queries, 43, 16, 24)), MASKS[mask]((3, 2, queries, 43))
-    for lengths, p in itertools.product((None, torch.tensor([43, 0, 18])), (0.0, 0.4)):
-        options = {"key_lengths": lengths, "dropout_p": p, "seed": SEED if p else None, **DIAGONALS[diagonal]}
-        check(*tensors, enable_gqa=True, window_size=window, **options)
+    lengths = None if lengths is None else torch.tensor(lengths)
+    options = {"key_lengths": lengths, "dropout_p": p, "seed": SEED if p else None, **DIAGONALS[diagonal]}
+    check(*tensors, enable_gqa=True, window_size=window, **options)
 
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)
@@ -495,26 +497,28 @@ def test_mask_that_leaves_one_key(backend, dtype):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("diagonal", DIAGONALS)
-def test_identity_value_shows_the_zero_pattern(backend, diagonal, kind, dtype, p):
+@pytest.mark.parametrize("window", [(-1, -1), (30, 17)], ids=str)
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, diagonal, kind, dtype, p):
     """With V = identity the output is P itself: exactly zero where masked or dropped, and nowhere else."""
     b, h, lq, lk = (1, 2, 37, 75) if interpreted(backend) else (2, 4, 70, 113)
     query, key, _ = operands((b, h, h // 2, lq, lk, 16, 1), dtype)
     query, key = query / 4, key / 4
     value = torch.eye(lk, dtype=dtype).expand(b, h // 2, lk, lk)
     mask = MASKS[kind]((b, h, lq, lk))
-    for window, lengths in itertools.product([(-1, -1), (30, 17)], [None, torch.tensor([50, lk][:b])]):
-        masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
-        call = functools.partial(
-            scaled_dot_product_attention, query, key, dropout_p=p, enable_gqa=True, seed=SEED if p else None, **masks
-        )
-        kept = visible((b, h, lq, lk), mask, **masks)
-        if p:
-            kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
-        assert torch.equal(call(value, mask) != 0, kept), masks
-        # The gradient of V is P transposed times the output gradient: identity again.
-        leaf = value[:, :, :, :lq].clone().requires_grad_()
-        (grad,) = torch.autograd.grad(call(leaf, mask), leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
-        assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT), masks
+    lengths = torch.tensor([50, lk][:b]) if has_lengths else None
+    masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
+    call = functools.partial(
+        scaled_dot_product_attention, query, key, dropout_p=p, enable_gqa=True, seed=SEED if p else None, **masks
+    )
+    kept = visible((b, h, lq, lk), mask, **masks)
+    if p:
+        kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
+    assert torch.equal(call(value, mask) != 0, kept)
+    # The gradient of V is P transposed times the output gradient: identity again.
+    leaf = value[:, :, :, :lq].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(call(leaf, mask), leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
+    assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -794,13 +798,13 @@ def test_every_head_size(backend, dtype, e):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_every_tile_edge(backend, p, dtype, lq, lk, monkeypatch):
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+def test_every_tile_edge(backend, diagonal, p, dtype, lq, lk, monkeypatch):
     if lk == 1:
         # One key: dP - D cancels whole, two sums of 16 products, each with up to 8 ulp of its terms; torch's is exact.
         monkeypatch.setitem(EPSILON, torch.float32, 16 * torch.finfo(torch.float32).eps)
     tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
-    for diagonal, masked in itertools.product(DIAGONALS.values(), (False, True)):
-        if interpreted(backend) and masked == (p > 0):
-            continue  # each of the two at every edge; both together, test_any_problem's
-        masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)} if masked else {}
-        check(*tensors, dropout_p=p, seed=SEED, **masks, **diagonal)
+    masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)}
+    # Interpreted, either dropout or masks at every edge; both together, test_any_problem's.
+    for options in ({} if p else masks,) if interpreted(backend) else ({}, masks):
+        check(*tensors, dropout_p=p, seed=SEED, **options, **DIAGONALS[diagonal])

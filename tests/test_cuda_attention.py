@@ -93,10 +93,10 @@ def test_shapes(shape, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("queries", [1, 2, 3, 9, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_groups(group, dtype):
-    for queries in (1, 2, 3, 9, 16):
-        check(*operands((1, group, 1, queries, 35, 8, 8), dtype), is_causal=True)
+def test_groups(group, queries, dtype):
+    check(*operands((1, group, 1, queries, 35, 8, 8), dtype), is_causal=True)
 
 
 @pytest.mark.slow
@@ -110,27 +110,34 @@ def test_every_head_size(e, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_combine(mask, diagonal, dtype):
+@pytest.mark.parametrize("window", WINDOWS[::2], ids=str)
+@pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
+def test_masks_combine(lengths, window, mask, diagonal, dtype):
     tensors = operands((3, 4, 2, 9, 43, 16, 24), dtype)
-    for window, lengths in itertools.product(WINDOWS[::2], (None, torch.tensor([43, 0, 18]))):
-        options = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
-        check(*tensors, MASKS[mask]((3, 4, 9, 43)), **options)
+    lengths = None if lengths is None else torch.tensor(lengths)
+    options = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
+    check(*tensors, MASKS[mask]((3, 4, 9, 43)), **options)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, *LOW], ids=str)
-def test_mask_broadcasts_and_strides(kind):
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [
+        *(
+            (shape, lambda t: t)
+            for shape in [(1, 1, 1, 43), (3, 1, 1, 43), (1, 4, 5, 1), (3, 1, 5, 43), (4, 1, 1), (5, 43), (5, 1), (1,)]
+        ),
+        ((3, 4, 43, 5), lambda t: t.mT),
+        ((3, 4, 5, 86), lambda t: t[..., ::2]),
+        ((3, 4, 6, 50), lambda t: t[:, :, 1:, 7:]),
+        ((4, 3, 43), lambda t: t.transpose(0, 1)[:, :, None]),
+    ],
+    ids=str,
+)
+def test_mask_broadcasts_and_strides(kind, shape, view):
     dtype = torch.float32 if kind == torch.bool else kind
-    tensors = operands((3, 4, 4, 5, 43, 8, 8), dtype)
-    for shape in [(1, 1, 1, 43), (3, 1, 1, 43), (1, 4, 5, 1), (3, 1, 5, 43), (4, 1, 1), (5, 43), (5, 1), (1,)]:
-        check(*tensors, torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind))
-    full = torch.randn(3, 4, 43, 5).to(dtype)
-    for mask in (
-        full.mT,
-        torch.randn(3, 4, 5, 86).to(dtype)[..., ::2],
-        torch.randn(3, 4, 6, 50).to(dtype)[:, :, 1:, 7:],
-        torch.randn(4, 3, 43).to(dtype).transpose(0, 1)[:, :, None],
-    ):
-        check(*tensors, mask > 0 if kind == torch.bool else mask)
+    mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
+    check(*operands((3, 4, 4, 5, 43, 8, 8), dtype), view(mask))
 
 
 @st.composite
@@ -184,47 +191,63 @@ def test_parts_of_the_keys(controls, dtype):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_excluded_keys_may_hold_anything(dtype, bad):
+@pytest.mark.parametrize("by", ["lengths", "lengths, causal", "mask", "ragged mask", "lengths, float mask"])
+def test_excluded_keys_may_hold_anything(by, dtype, bad):
     query, key, value = operands((2, 4, 2, 9, 70, 16, 24), dtype)
     lengths = torch.tensor([37, 64])
     padding = torch.arange(70) < lengths[:, None, None, None]
     for b, length in enumerate(lengths):
         key[b, :, length:] = bad
         value[b, :, length:] = bad
-    for mask, options in (
-        (None, {"key_lengths": lengths}),
-        (None, {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"}),
-        (padding, {}),
-        (padding & (torch.rand(2, 4, 9, 70) < 0.8), {}),
-        (torch.randn(70), {"key_lengths": lengths}),
-    ):
-        check(query, key, value, mask, **options)
+    mask, options = {
+        "lengths": (None, {"key_lengths": lengths}),
+        "lengths, causal": (None, {"key_lengths": lengths, "is_causal": True, "causal_variant": "lower_right"}),
+        "mask": (padding, {}),
+        "ragged mask": (padding & (torch.rand(2, 4, 9, 70) < 0.8), {}),
+        "lengths, float mask": (torch.randn(70), {"key_lengths": lengths}),
+    }[by]
+    check(query, key, value, mask, **options)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_rows_with_nothing_to_see(dtype):
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_rows_with_nothing_to_see(kind, dtype):
     query, key, value = operands((2, 2, 2, 9, 40, 16, 16), dtype)
     mask = torch.rand(2, 1, 9, 40) < 0.5
     mask[0, :, 3] = mask[1, :, 5:] = False
     empty = (~mask.any(-1)).expand(2, 2, 9)
-    for hiding in (mask, torch.zeros(mask.shape).masked_fill(~mask, -math.inf)):
-        out, lse = check(query, key, value, hiding)
-        assert (out[empty] == 0).all()
-        assert (lse[empty] == -math.inf).all()
-    for shape in ((2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)):
-        out, lse = scaled_dot_product_attention(*operands(shape, dtype), return_lse=True)
-        assert (out == 0).all()
-        assert (lse == -math.inf).all()
+    if kind == "float":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    out, lse = check(query, key, value, mask)
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == -math.inf).all()
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_any_scale_and_score(dtype):
+@pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
+def test_nothing_at_all(shape, dtype):
+    out, lse = scaled_dot_product_attention(*operands(shape, dtype), return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("scale", [0, -0.7, 3.5])
+def test_scale(scale, dtype):
+    check(*operands((1, 2, 2, 6, 43, 16, 16), dtype), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("magnitude", [1e4, -1e4])
+def test_large_scores(magnitude, dtype):
     tensors = operands((1, 2, 2, 6, 43, 16, 16), dtype)
-    for scale in (0, -0.7, 3.5):
-        check(*tensors, scale=scale)
     largest = (tensors[0].double() @ tensors[1].double().mT).abs().amax().item()
-    for magnitude in (1e4, -1e4):
-        check(*tensors, scale=magnitude / largest)
+    check(*tensors, scale=magnitude / largest)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_mask_of_the_smallest_number(dtype):
+    tensors = operands((1, 2, 2, 6, 43, 16, 16), dtype)
     minimum = torch.finfo(dtype).min
     check(*tensors, torch.zeros(43, dtype=dtype).masked_fill(torch.arange(43) > 20, minimum))
     if dtype != torch.float16:  # its minimum leaves room for the score below its last place in float32

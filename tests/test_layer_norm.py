@@ -241,11 +241,11 @@ def test_layout_of_two_normalized_dimensions(backend):
 )
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.7])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
-def test_fused(backend, shape, p, dtypes):
+@pytest.mark.parametrize("kind", ["", "w", "b", "wb"])
+def test_fused(backend, kind, shape, p, dtypes):
     """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
-    for kind in ("", "w", "b", "wb"):
-        input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
-        check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
+    input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
+    check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
 
 
 @pytest.mark.representative
@@ -265,22 +265,27 @@ def test_fused_extremes(backend):
 
 
 @pytest.mark.torch_version
-def test_subsets_of_gradients(backend):
+@pytest.mark.parametrize("needed", itertools.product((False, True), repeat=4), ids=str)
+def test_subsets_of_gradients(backend, needed):
     names = "input", "residual", "weight", "bias"
     tensors = torch.randn(9, 33), torch.randn(9, 33), torch.randn(33), torch.randn(33)
     wanted = gradients(lambda *t: dropout_add_layer_norm(*t, 0.3, seed=SEED), tensors)[1]
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     output_grad = torch.randn(9, 33, generator=generator, dtype=torch.float64).bfloat16().float()
-    for needed in itertools.product((False, True), repeat=4):
-        leaves = [t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
-        if any(needed):
-            dropout_add_layer_norm(*leaves, 0.3, seed=SEED).backward(output_grad)
-        for name, leaf, n, g in zip(names, leaves, needed, wanted, strict=True):
-            assert torch.equal(leaf.grad, g) if n else leaf.grad is None, name
-    _, total = dropout_add_layer_norm(
-        *(leaves := [t.clone().requires_grad_() for t in tensors]), 0.3, seed=SEED, prenorm=True
-    )
-    total.sum().backward()  # the sum alone: nothing reaches weight and bias
+    leaves = [t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+    out = dropout_add_layer_norm(*leaves, 0.3, seed=SEED)
+    assert out.requires_grad == any(needed)
+    if any(needed):
+        out.backward(output_grad)
+    for name, leaf, n, g in zip(names, leaves, needed, wanted, strict=True):
+        assert torch.equal(leaf.grad, g) if n else leaf.grad is None, name
+
+
+@pytest.mark.torch_version
+def test_gradient_of_the_sum_alone(backend):
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((9, 33), (9, 33), (33,), (33,))]
+    _, total = dropout_add_layer_norm(*leaves, 0.3, seed=SEED, prenorm=True)
+    total.sum().backward()  # nothing reaches weight and bias
     assert torch.equal(leaves[1].grad, torch.ones(9, 33))
     torch.testing.assert_close(leaves[0].grad, dropout_mask((9, 33), 0.3, SEED) / (1 - 19661 / 65536))
 

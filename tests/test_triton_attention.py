@@ -124,69 +124,75 @@ def _tiles_of(
 @pytest.mark.parametrize("keys_own", [False, True])
 @pytest.mark.parametrize("lower_right", [False, True])
 @pytest.mark.parametrize(("m", "n", "length"), [(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)])
-def test_tiles_that_a_window_leaves(m, n, length, lower_right, keys_own):
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0), (20, 45), (0, -1), (0, 0), (63, 31)], ids=str)
+def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own):
     """Against every pair: a tile is full iff it exists and each of its pairs with what exists of the owned tile is
     visible, however ragged that is, and no tile of a visible pair is missing."""
     size, block = 32, 16
     own_count, other_count, other_end = (n, m, m) if keys_own else (m, n, length)
-    for window in ((-1, -1), (-1, 0), (40, 0), (20, 45), (0, -1), (0, 0), (63, 31)):
-        pairs = visible(
-            (1, 1, m, n), None, window_size=window, key_lengths=torch.tensor([length]),
-            causal_variant="lower_right" if lower_right else "upper_left",
-        )[0, 0]  # fmt: skip
-        pairs, exist = (pairs.mT, length) if keys_own else (pairs, m)
-        ranges = torch.zeros(cdiv(own_count, size), 4, dtype=torch.int32)
-        parts = torch.zeros(len(ranges), cdiv(other_count, block), 2, dtype=torch.bool)
-        _tiles_of[(len(ranges),)](
-            ranges,
-            parts,
-            m,
-            length,
-            *finite(window, m, n, lower_right),
-            parts.size(1),
-            size,
-            block,
-            lower_right,
-            keys_own,
-        )
-        for tile, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
-            assert 0 <= begin <= full_begin <= full_end <= end <= parts.size(1)
-            rows = pairs[tile * size : min((tile + 1) * size, exist)]
-            for other in range(parts.size(1)):
-                block_pairs = rows[:, other * block : (other + 1) * block]
-                every = len(rows) > 0 and (other + 1) * block <= other_end and bool(block_pairs.all())
-                some, all_visible = parts[tile, other].tolist()
-                assert (some and all_visible) == every == (full_begin <= other < full_end), (window, tile, other)
-                if block_pairs.any():
-                    assert some, (window, tile, other)
-                    assert begin <= other < end, (window, tile, other)
+    pairs = visible(
+        (1, 1, m, n), None, window_size=window, key_lengths=torch.tensor([length]),
+        causal_variant="lower_right" if lower_right else "upper_left",
+    )[0, 0]  # fmt: skip
+    pairs, exist = (pairs.mT, length) if keys_own else (pairs, m)
+    ranges = torch.zeros(cdiv(own_count, size), 4, dtype=torch.int32)
+    parts = torch.zeros(len(ranges), cdiv(other_count, block), 2, dtype=torch.bool)
+    _tiles_of[(len(ranges),)](
+        ranges,
+        parts,
+        m,
+        length,
+        *finite(window, m, n, lower_right),
+        parts.size(1),
+        size,
+        block,
+        lower_right,
+        keys_own,
+    )
+    for tile, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
+        assert 0 <= begin <= full_begin <= full_end <= end <= parts.size(1)
+        rows = pairs[tile * size : min((tile + 1) * size, exist)]
+        for other in range(parts.size(1)):
+            block_pairs = rows[:, other * block : (other + 1) * block]
+            every = len(rows) > 0 and (other + 1) * block <= other_end and bool(block_pairs.all())
+            some, all_visible = parts[tile, other].tolist()
+            assert (some and all_visible) == every == (full_begin <= other < full_end), (tile, other)
+            if block_pairs.any():
+                assert some, (tile, other)
+                assert begin <= other < end, (tile, other)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-def test_splits_of_the_keys_merge(dtype, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": (200, 0), "lower_right": True},
+        {"attn_mask": lambda: torch.randn(1, 4, 1, 300).masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
+        {"seed": SEED, "p": 0.3},
+    ],
+    ids=["plain", "window", "mask", "dropout"],
+)
+def test_splits_of_the_keys_merge(options, dtype, monkeypatch):
     """Few queries against many keys: each program takes a split of the keys, which may be empty."""
     monkeypatch.setattr(tiles, "num_splits", lambda programs, key_tiles, device: 3)
     query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((4, 5, 32), (2, 300, 32), (2, 300, 24)))
     lengths = torch.tensor([300, 0, 130])
     key[2, :, 130:] = math.nan
     value[2, :, 130:] = math.nan
-    for options in (
-        {},
-        {"window": (200, 0), "lower_right": True},
-        {"attn_mask": torch.randn(4, 1, 300)[None].masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
-        {"seed": SEED, "p": 0.3},
-    ):
-        with strict(twice=not options):
-            out, lse, (row_max, row_sum) = call(query, key, value, lengths=lengths, **options)
-        wanted, wanted_lse, _ = exact(
-            query, key, value, options.get("attn_mask"), options.get("p", 0.0), seed=SEED, enable_gqa=True,
-            key_lengths=lengths, window_size=options.get("window", (-1, -1)),
-            causal_variant="lower_right" if options.get("lower_right") else "upper_left",
-        )  # fmt: skip
-        # Values of order 1: a few roundings of the weights and the result to the dtype; float32 scores of order 10.
-        torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
-        torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
+    if "attn_mask" in options:
+        options = {"attn_mask": options["attn_mask"]()}
+    with strict(twice=not options):
+        out, lse, (row_max, row_sum) = call(query, key, value, lengths=lengths, **options)
+    wanted, wanted_lse, _ = exact(
+        query, key, value, options.get("attn_mask"), options.get("p", 0.0), seed=SEED, enable_gqa=True,
+        key_lengths=lengths, window_size=options.get("window", (-1, -1)),
+        causal_variant="lower_right" if options.get("lower_right") else "upper_left",
+    )  # fmt: skip
+    # Values of order 1: a few roundings of the weights and the result to the dtype; float32 scores of order 10.
+    torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
 
 
 DESCRIBED = {
