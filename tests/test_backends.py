@@ -63,6 +63,13 @@ def test_explain(function):
     assert forced != text or native.library("cpu") is None
 
 
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_explain_draws_no_random_numbers(function):
+    before = torch.get_rng_state()
+    explain(function, *CALLS[function], **({"dropout_p": 0.5} if function is dropout_add_layer_norm else {}))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @needs_cpu
 @pytest.mark.parametrize("function", [f for f in CALLS if f is not dropout_mask], ids=lambda f: f.__name__)
 def test_forced_backend_refuses_what_it_cannot_serve(function):
@@ -277,6 +284,7 @@ def test_what_leaves_the_fast_path(name, monkeypatch):
         ((X, X, None), {}, "value must be a Tensor, got NoneType"),
         ((X, X, X[..., :4, :]), {}, "key and value must have the same length, got 5 and 4"),
         ((X, X, X), {"nonsense": None}, "unexpected keyword argument 'nonsense'"),
+        ((X, X, X), {"query": X}, "multiple values for argument 'query'"),
         ((X, X.int(), X), {}, "key must be float32, bfloat16, float16 or float64, got int32"),
     ],
 )

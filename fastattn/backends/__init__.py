@@ -136,7 +136,8 @@ def backend(name: str) -> Iterator[None]:
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other would not. Nothing is computed.
+    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other would not. Nothing is computed
+    and no random numbers are drawn.
 
     Args:
         op: a public function of fastattn, ``explain(fastattn.layer_norm, x, (512,))``, or a module built on them,
@@ -152,9 +153,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not callable(op):
         raise TypeError(f"explain: op must be a function such as fastattn.layer_norm, got {op!r}")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     thread.explaining = True
     try:
-        op(*args, **kwargs)
+        with torch.random.fork_rng(devices):
+            op(*args, **kwargs)
     except _Explained as explained:
         return explained.explanation
     finally:

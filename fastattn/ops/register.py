@@ -156,9 +156,9 @@ _TYPES = {
 def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a public function: plain calls go to the compiled ``name`` with the user's own arguments.
 
-    The compiled function checks them itself and returns None for all but plain calls, which the decorated function
-    then serves, or finds the words for. It is not asked where a gradient is wanted, a backend is forced, autocast is on
-    or somebody listens at torch's dispatcher.
+    The compiled function checks them itself and returns None, or raises, for all but plain calls, which the decorated
+    function then serves, or finds the words for. It is not asked where a gradient is wanted, a backend is forced,
+    autocast is on or somebody listens at torch's dispatcher.
     """
     compiled = CPU_FUNCTIONS.get(name)
     arguments = [argument.split() for argument in SCHEMAS[name].split("(")[1].split(")")[0].split(", ")]
@@ -187,14 +187,13 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if (
-                thread.forced is None
-                and not thread.explaining
-                and not is_autocast_enabled()
-                and is_plain(args, kwargs)
-                and (result := compiled(*args, **kwargs)) is not None
-            ):
-                return result
+            if thread.forced is None and not thread.explaining and not is_autocast_enabled() and is_plain(args, kwargs):
+                try:
+                    result = compiled(*args, **kwargs)
+                except RuntimeError:  # torch's words for another layout, or an argument given twice
+                    result = None
+                if result is not None:
+                    return result
             return function(*args, **kwargs)
 
         return call
