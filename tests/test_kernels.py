@@ -57,7 +57,9 @@ def test_every_instruction_set_of_this_machine():
         assert names == torch.ops.fastattn_cpu.isas().split(",")
 
 
-@pytest.mark.parametrize(("cpu", "best"), [("Haswell", "avx2"), ("Nehalem", "generic")])
+@pytest.mark.parametrize(
+    ("cpu", "best"), [pytest.param("Haswell", "avx2", marks=pytest.mark.slow), ("Nehalem", "generic")]
+)
 def test_older_machines(cpu, best):
     """An emulated machine raises SIGILL on any instruction that it lacks."""
     if platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None:
