@@ -25,7 +25,7 @@ from fastattn.bench import report
 from fastattn.translation.data import ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import bleu, held_out
 from fastattn.translation.model import SinusoidalPositions
-from fastattn.translation.search import EXTRA_TOKENS, translate
+from fastattn.translation.search import EXTRA_TOKENS, Search, translate
 from fastattn.translation.tokenizer import Tokenizer
 from fastattn.translation.train import RECIPES, Trainer, TrainingOptions, fastest_precision
 
@@ -116,7 +116,9 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
             print(kind, curve[-1], flush=True)
     model.eval()
     translations = (
-        translate(model, tokenizer, test[0], beam=1) if kind == "fastattn" else greedy(model, tokenizer, test[0])
+        translate(model, tokenizer, test[0], Search(beam=1))
+        if kind == "fastattn"
+        else greedy(model, tokenizer, test[0])
     )
     score, signature = bleu(translations, test[1])
     return {

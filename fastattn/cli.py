@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (InputError, OSError) as error:
         print(f"fastattn {options.command}: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"fastattn {options.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"fastattn {options.command}: interrupted {interrupt}".rstrip(), file=sys.stderr)
         return 130
 
 
@@ -149,15 +149,17 @@ def _translator(options: argparse.Namespace) -> Callable[[list[str]], list[str]]
     import torch
 
     from fastattn.translation import checkpoint
-    from fastattn.translation.search import translate
+    from fastattn.translation.search import Search, translate
 
+    search = Search(options.beam, options.length_penalty, options.batch_size)
     if options.output is not None and not Path(options.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {options.output}: its folder does not exist")
     if options.output is not None and Path(options.output).is_dir():
         raise InputError(f"cannot write {options.output}: it is a folder")
     model, tokenizer = checkpoint.load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
-    search = {"beam": options.beam, "length_penalty": options.length_penalty, "batch_size": options.batch_size}
-    return partial(translate, model, tokenizer, **search)
+    if checkpoint.updates(options.model) == 0:
+        print(f"fastattn {options.command}: warning: {options.model} has not been trained yet", file=sys.stderr)
+    return partial(translate, model, tokenizer, search=search)
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -1,9 +1,11 @@
 """The `fastattn` command: what it does, what it says of bad input, and that a killed run resumes to the same bits."""
 
+import functools
 import gzip
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tqdm
 
 import fastattn
 from fastattn import cli
@@ -220,6 +223,52 @@ def test_what_an_interrupted_start_left_is_no_run(small, tmp_path, capsys):
     assert cli.main(train_arguments(small, tmp_path / "out", "--max-steps", "1")) == 0
 
 
+def test_search_options_are_read_before_the_model(tmp_path, capsys):
+    assert "beam is 0, expected at least 1" in failure(["translate", tmp_path / "missing", "--beam", "0"], capsys)
+
+
+def test_a_model_that_was_never_trained_says_so(run, small, tmp_path, capsys):
+    (tmp_path / "line").write_text("day\n")
+    for step, warned in ((0, True), (2, False)):
+        arguments = ["translate", str(run / f"step-{step:08d}"), "--input", str(tmp_path / "line")]
+        assert cli.main([*arguments, "--beam", "1", "--output", str(tmp_path / "out")]) == 0
+        assert ("has not been trained yet" in capsys.readouterr().err) is warned
+
+
+def test_a_run_stopped_before_its_first_update_resumes(run, small, tmp_path):
+    started = tmp_path / "started"
+    shutil.copytree(run / "step-00000000", started / "step-00000000")
+    assert cli.main(train_arguments(small, started, "--max-steps", "2", "--resume")) == 0
+    assert (started / "step-00000002/model.safetensors").read_bytes() == (
+        run / "step-00000002/model.safetensors"
+    ).read_bytes()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
+    """It says where the run is before the first update, moves with each, ends at 100 %, and fits 80 columns."""
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setattr(tqdm.tqdm, "__init__", functools.partialmethod(tqdm.tqdm.__init__, mininterval=0))
+    assert cli.main(train_arguments(small, tmp_path / "run", "--max-steps", "3", "--max-minutes", "600")) == 0
+    lines = [line for line in screen.getvalue().replace("\r", "\n").split("\n") if line]
+    assert lines[0].startswith("tiny: ")
+    assert lines[0].endswith("fp32, batches of 300 tokens, 3 updates or 600 min")
+    assert max(map(len, lines)) <= 80
+    seen = re.findall(r"(\d+)%\|.*\| update (\d+)", screen.getvalue().replace("\r", "\n"))
+    assert list(dict.fromkeys(seen)) == [("0", "0"), ("33", "1"), ("67", "2"), ("100", "3")]
+
+
+def test_the_bar_knows_the_limit_in_time(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    limits = ["--max-steps", "1000000", "--max-minutes", "0.01"]
+    assert cli.main(train_arguments(small, tmp_path / "run", *limits)) == 0
+    assert "100%|" in screen.getvalue()
+
+
 def test_bad_commands(capsys):
     assert "invalid choice: 'fly'" in failure(["fly"], capsys)
     assert "arguments are required: --train, --valid, --out" in failure(["train"], capsys)
@@ -263,6 +312,28 @@ def test_trained_and_translated_by_the_command(small, tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert len(read_lines(tmp_path / "translation")) == 1
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
+    """SIGINT saves after the update at hand."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = start(train_arguments(small, broken, "--save-every", "1000", "--max-steps", "100000"))
+    assert process.stderr.readline().startswith("tiny: ")
+    assert process.stderr.readline().startswith("update 20: ")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    step = int(checkpoint.newest(broken).name.removeprefix("step-"))
+    said = err.splitlines()[-1]
+    assert said == f"fastattn train: interrupted after update {step}, which is saved: --resume goes on from there"
+    for arguments in ((broken, "--resume"), (whole,)):
+        process = start(train_arguments(small, *arguments, "--max-steps", str(step + 2)))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    first, second = (checkpoint.newest(run) / "model.safetensors" for run in (whole, broken))
+    assert first.parent.name == second.parent.name
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_killed_and_resumed_is_as_never_killed(small, tmp_path):

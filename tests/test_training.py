@@ -18,7 +18,7 @@ from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import ParallelText, decode_lines, read_lines, read_parallel
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import bleu, held_out, smoothed_loss
-from fastattn.translation.search import beam_search, translate
+from fastattn.translation.search import Search, beam_search, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, train
 
@@ -285,7 +285,7 @@ def test_training_learns_and_search_finds_it():
     assert correct == tokens == text.targets.lengths.sum()
     model = trainer.model.eval()
     for beam, batch_size in ((1, 8), (4, 8), (4, 1), (2, 3)):
-        assert translate(model, tokenizer, sources, beam=beam, batch_size=batch_size) == targets
+        assert translate(model, tokenizer, sources, Search(beam, batch_size=batch_size)) == targets
     assert translate(model, tokenizer, [*sources[::-1], "", sources[2]]) == [*targets[::-1], "", targets[2]]
     assert translate(model, tokenizer, []) == []
 
@@ -322,7 +322,7 @@ def test_a_wide_beam_finds_the_best_hypothesis(monkeypatch, length_penalty):
     config = TransformerConfig(6, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
     model = Transformer(config).eval()
     source = torch.tensor([[3, 4, EOS_ID], [5, 3, EOS_ID]])
-    found = beam_search(model, source, torch.tensor([3, 3]), beam=256, length_penalty=length_penalty)
+    found = beam_search(model, source, torch.tensor([3, 3]), Search(256, length_penalty))
     for row, hypothesis in enumerate(found):
         score, tokens = exhaustive(model, source[row : row + 1], length_penalty, longest=4)
         assert hypothesis.tokens == tokens
@@ -333,7 +333,7 @@ def test_greedy_search_takes_the_likeliest_token():
     torch.manual_seed(2)
     model = small_model(dropout=0.0).eval()
     source = torch.randint(3, 200, (3, 6))
-    found = beam_search(model, source, torch.tensor([6, 6, 6]), beam=1)
+    found = beam_search(model, source, torch.tensor([6, 6, 6]), Search(beam=1))
     for row, hypothesis in enumerate(found):
         tokens = []
         with torch.no_grad():
@@ -348,18 +348,19 @@ def test_greedy_search_takes_the_likeliest_token():
 def test_sentences_do_not_influence_one_another(verses):
     sources, _, tokenizer = verses
     model = small_model().eval()
-    together = translate(model, tokenizer, sources[:12], batch_size=12)
+    together = translate(model, tokenizer, sources[:12], Search(batch_size=12))
     assert any(together)
     shuffled = random.Random(1).sample(range(12), 12)
-    assert translate(model, tokenizer, [sources[i] for i in shuffled], batch_size=5) == [together[i] for i in shuffled]
-    assert translate(model, tokenizer, sources[:12], batch_size=1) == together
+    assert translate(model, tokenizer, [sources[i] for i in shuffled], Search(batch_size=5)) == [
+        together[i] for i in shuffled
+    ]
+    assert translate(model, tokenizer, sources[:12], Search(batch_size=1)) == together
 
 
-@pytest.mark.parametrize(("name", "number"), [("beam", 0), ("batch_size", -1)])
-def test_search_refuses_bad_numbers(verses, name, number):
-    sources, _, tokenizer = verses
+@pytest.mark.parametrize(("name", "number"), [("beam", 0), ("batch_size", -1), ("length_penalty", math.inf)])
+def test_search_refuses_bad_numbers(name, number):
     with pytest.raises(InputError, match=f"{name} is {number}"):
-        translate(small_model().eval(), tokenizer, sources[:2], **{name: number})
+        Search(**{name: number})
 
 
 # --- checkpoints ---

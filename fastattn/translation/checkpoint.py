@@ -3,7 +3,7 @@
 A run's folder holds ``step-00000400/`` folders, each complete in itself, and the link ``best`` to the one of lowest
 validation loss::
 
-    model.safetensors   the weights (tied matrices once)
+    model.safetensors   the weights (tied matrices once) and the number of updates they have had
     config.json         the model's TransformerConfig
     tokenizer.model     the sentencepiece model
     training.pt         optimizer and place in the data: what resuming needs and translating does not
@@ -35,7 +35,7 @@ def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, trainin
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}  # tied ones once
-    require("safetensors.torch").save_file(parameters, partial / WEIGHTS)
+    require("safetensors.torch").save_file(parameters, partial / WEIGHTS, {"updates": str(step)})
     (partial / CONFIG).write_text(model.config.to_json(), encoding="utf-8")
     (partial / TOKENIZER).write_bytes(tokenizer.model)
     torch.save(training, partial / TRAINING)
@@ -101,6 +101,13 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transfor
             f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} pieces but the model {model.config.vocab_size}"
         )
     return model.to(device).eval(), tokenizer
+
+
+def updates(path: str | Path) -> int | None:
+    """How many updates the weights of :func:`load`'s checkpoint have had; None if it does not say."""
+    with require("safetensors").safe_open(find(path) / WEIGHTS, framework="pt") as weights:
+        number = (weights.metadata() or {}).get("updates")
+    return None if number is None else int(number)
 
 
 def load_training(checkpoint: Path) -> dict:

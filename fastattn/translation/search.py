@@ -23,33 +23,49 @@ class Hypothesis:
     score: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """How translations are searched for.
+
+    Args:
+        beam: hypotheses a sentence; 1 is greedy decoding.
+        length_penalty: alpha, by which hypotheses of different lengths are compared.
+        batch_size: sentences at a time: it changes the speed, not the output.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    beam: int = 4
+    length_penalty: float = 0.6
+    batch_size: int = 64
+
+    def __post_init__(self):
+        for name in ("beam", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if not math.isfinite(self.length_penalty):
+            raise InputError(f"length_penalty is {self.length_penalty}, expected a finite number")
+
+
 @torch.inference_mode()
 def beam_search(
-    model: Transformer,
-    source: Tensor,
-    source_lengths: Tensor,
-    *,
-    beam: int = 4,
-    length_penalty: float = 0.6,
+    model: Transformer, source: Tensor, source_lengths: Tensor, search: Search = Search()
 ) -> list[Hypothesis]:
     """The best hypothesis of each sentence.
 
-    Each sentence keeps ``beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``length_penalty``. A finished one is
-    frozen: it keeps its score and its place until better ones push it out. A sentence ends when all its hypotheses are
-    finished or have as many tokens as its source and ``EXTRA_TOKENS`` more. Sentences do not influence one another.
-    ``beam=1`` is greedy decoding.
+    Each sentence keeps ``search.beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``search.length_penalty``. A
+    finished one is frozen: it keeps its score and its place until better ones push it out. A sentence ends when all its
+    hypotheses are finished or have as many tokens as its source and ``EXTRA_TOKENS`` more. Sentences do not influence
+    one another.
 
     Args:
         model: in evaluation mode.
         source: int64 (B, S), padded on the right.
         source_lengths: int64 (B,), at least 1.
     """
-    if beam < 1:
-        raise InputError(f"beam is {beam}, expected at least 1")
-    config, device = model.config, source.device
+    config, device, beam = model.config, source.device, search.beam
     limits = source_lengths + EXTRA_TOKENS
-    if not math.isfinite(length_penalty):
-        raise InputError(f"length_penalty is {length_penalty}, expected a finite number")
     batch, longest = len(source), int(limits.max())
     results = [Hypothesis([], -torch.inf)] * batch
 
@@ -78,7 +94,7 @@ def beam_search(
 
         new_length = length + ~finished
         new_log_p = log_p[..., None] + choice
-        score = new_log_p / ((5 + new_length[..., None]) / 6) ** length_penalty
+        score = new_log_p / ((5 + new_length[..., None]) / 6) ** search.length_penalty
         score, best = score.flatten(1).topk(min(beam, score[0].numel()), dim=-1)
         parent = best // choice.shape[-1]
         log_p = new_log_p.flatten(1).gather(1, best)
@@ -107,30 +123,20 @@ def beam_search(
     return results
 
 
-def translate(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    lines: list[str],
-    *,
-    beam: int = 4,
-    length_penalty: float = 0.6,
-    batch_size: int = 64,
-) -> list[str]:
+def translate(model: Transformer, tokenizer: Tokenizer, lines: list[str], search: Search = Search()) -> list[str]:
     """The translation of each line, in the order given; that of a blank line is empty.
 
-    Sentences of like length share a batch of ``batch_size``: it changes the speed, not the output.
+    Sentences of like length share a batch.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}, expected at least 1")
     ids = tokenizer.encode(lines)
     sentences = Sentences(ids)
     order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
     device = model.output.weight.device
     found: list[list[int]] = [[] for _ in lines]
-    for first in range(0, len(order), batch_size):
-        index = order[first : first + batch_size]
+    for first in range(0, len(order), search.batch_size):
+        index = order[first : first + search.batch_size]
         source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index)))
-        hypotheses = beam_search(model, source, lengths, beam=beam, length_penalty=length_penalty)
+        hypotheses = beam_search(model, source, lengths, search)
         for i, hypothesis in zip(index, hypotheses, strict=True):
             found[i] = hypothesis.tokens
     return tokenizer.decode(found)

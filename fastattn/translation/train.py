@@ -10,8 +10,11 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
+import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,11 +162,12 @@ def train(
     Training ends after ``max_steps`` updates or ``max_minutes`` minutes, whichever is first, resumed time included.
     Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint. What is None
     comes from the preset's recipe, or with ``resume`` from the checkpoint. ``out/metrics.jsonl`` receives a line every
-    few updates.
+    few updates. Ctrl-C ends the run after the update at hand, with a checkpoint; a second one at once, without.
 
     Raises:
         InputError: unusable text or options, or an ``out`` that is not empty (without ``resume``) or holds no
             checkpoint (with it). Nothing is overwritten.
+        KeyboardInterrupt: Ctrl-C; its words say from where the run can be resumed.
     """
     out = Path(out)
     for package in ("safetensors.torch", "sentencepiece", "tqdm"):
@@ -310,28 +314,34 @@ class _Run:
         """Update until a limit is reached; returns the best checkpoint."""
         trainer = self.trainer
         sums, since = torch.zeros(4, dtype=torch.float64), time.monotonic()
-        if trainer.step == 0:
+        if not checkpoint.steps(self.out):
             self._save()
-        with _Progress(limits) as progress:
+        with _deferred_interrupt() as interrupted, _Progress(self, limits) as progress:
             while not self._finished(limits):
                 sums += trainer.update().cpu()
-                finished = self._finished(limits)
-                saving = finished or trainer.step % limits.save_every == 0
-                if saving or trainer.step % REPORT_EVERY == 0:
+                scoring = self._finished(limits) or trainer.step % limits.save_every == 0
+                if scoring or interrupted.is_set() or trainer.step % REPORT_EVERY == 0:
                     row = self._row(sums, time.monotonic() - since)
-                    if saving:
+                    if scoring:
                         row |= held_out(trainer.model, self.valid, trainer.autocast())
                     with open(self.out / METRICS, "a", encoding="utf-8") as metrics:
                         metrics.write(json.dumps(row) + "\n")
-                    progress.show(row)
-                    if saving:
-                        self._save(row["valid_loss"])
+                    progress.report(row)
+                    if scoring or interrupted.is_set():
+                        self._save(row.get("valid_loss", math.inf))
                     sums, since = torch.zeros(4, dtype=torch.float64), time.monotonic()
+                progress.advance()
+                if interrupted.is_set() and not self._finished(limits):
+                    raise KeyboardInterrupt(f"after update {trainer.step}, which is saved: --resume goes on from there")
         return checkpoint.find(self.out)
 
     def _finished(self, limits: _Limits) -> bool:
-        out_of_time = limits.max_minutes is not None and self.seconds >= 60 * limits.max_minutes
-        return self.trainer.step >= limits.max_steps or out_of_time
+        return self.done(limits) >= 1
+
+    def done(self, limits: _Limits) -> float:
+        """The share of the run that is done, by the limit that will be reached first."""
+        time_share = 0.0 if limits.max_minutes is None else self.seconds / (60 * limits.max_minutes)
+        return max(self.trainer.step / limits.max_steps, time_share)
 
     def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
         """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
@@ -362,12 +372,50 @@ class _Run:
         checkpoint.prune(self.out, KEPT_CHECKPOINTS)
 
 
-class _Progress:
-    """A bar on a terminal, a line a report elsewhere; both on stderr."""
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event; a second one raises KeyboardInterrupt as ever. Only the main thread hears of either."""
+    interrupted = threading.Event()
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is not signal.default_int_handler:
+        yield interrupted
+        return
 
-    def __init__(self, limits: _Limits):
-        self._limits = limits
-        self._bar = require("tqdm").tqdm(total=limits.max_steps, unit=" updates") if sys.stderr.isatty() else None
+    def interrupt(*_) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class _Progress:
+    """What is left of a run: a bar on a terminal, a line a report elsewhere; both on stderr."""
+
+    def __init__(self, run: _Run, limits: _Limits):
+        self._run, self._limits = run, limits
+        options, parameters = run.trainer.options, sum(p.numel() for p in run.trainer.model.parameters())
+        until = f"{limits.max_steps} updates"
+        if limits.max_minutes is not None:
+            until += f" or {limits.max_minutes:g} min"
+        print(
+            f"{options.preset}: {parameters / 1e6:.1f}M parameters, {options.precision}, "
+            f"batches of {options.batch_tokens} tokens, {until}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = require("tqdm").tqdm(
+                total=1.0,
+                initial=min(1.0, run.done(limits)),
+                ncols=min(80, shutil.get_terminal_size().columns),
+                bar_format="{percentage:3.0f}%|{bar}| {desc}{postfix} [{elapsed}<{remaining}]",
+                desc=f"update {run.trainer.step}",
+            )
 
     def __enter__(self) -> "_Progress":
         return self
@@ -376,17 +424,24 @@ class _Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def show(self, row: dict[str, float]) -> None:
-        words = [f"loss {row['loss']:.3f}", f"perplexity {row['perplexity']:.1f}", f"accuracy {row['accuracy']:.3f}"]
-        words.append(f"{row['tokens_per_second']:.0f} tokens/s")
-        valid = f"validation loss {row['valid_loss']:.3f}" if "valid_loss" in row else ""
-        if self._bar is None:
-            print(f"update {row['step']}:", ", ".join([*words, valid] if valid else words), file=sys.stderr, flush=True)
+    def advance(self) -> None:
+        """Another update is done."""
+        if self._bar is not None:
+            self._bar.set_description_str(f"update {self._run.trainer.step}", refresh=False)
+            self._bar.update(min(1.0, self._run.done(self._limits)) - self._bar.n)
+
+    def report(self, row: dict[str, float]) -> None:
+        """Say what a row of the metrics holds."""
+        words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_second']:.0f} tokens/s"]
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(words), refresh=False)
+            if "valid_loss" in row:
+                self._bar.write(f"update {row['step']}: validation loss {row['valid_loss']:.3f}", file=sys.stderr)
             return
-        if valid:
-            self._bar.write(f"update {row['step']}: {valid}", file=sys.stderr)
-        self._bar.set_postfix_str(", ".join(words), refresh=False)
-        self._bar.update(int(row["step"]) - self._bar.n)
+        words[1:1] = [f"perplexity {row['perplexity']:.1f}", f"accuracy {row['accuracy']:.3f}"]
+        if "valid_loss" in row:
+            words.append(f"validation loss {row['valid_loss']:.3f}")
+        print(f"update {row['step']}: {', '.join(words)}", file=sys.stderr, flush=True)
 
 
 def read_metrics(out: str | Path) -> list[dict[str, float]]:
