@@ -146,7 +146,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 key and value) projects it once.
             key_padding_mask: (N, S) or (S,), bool (True = BLOCKED, as in torch) or float (added to the scores).
             need_weights: also return the weights, which takes O(L S) memory: pass False where speed matters.
-            attn_mask: (L, S) or (N * num_heads, L, S), bool (True = BLOCKED) or float.
+            attn_mask: (L, S), (N * num_heads, L, S) or (N, 1 or num_heads, L, S), bool (True = BLOCKED) or float.
             average_attn_weights: return the mean of the weights over the heads.
             is_causal: causal attention. It replaces ``attn_mask``, of which torch's flag of this name is a hint.
             key_lengths: (N,) integers: only the leading ``key_lengths[n]`` keys exist.
@@ -270,10 +270,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 mask = attn_mask
             elif attn_mask.shape == (batch * heads, rows, columns):
                 mask = attn_mask.unflatten(0, (batch, heads))
+            elif attn_mask.shape in ((batch, 1, rows, columns), (batch, heads, rows, columns)):
+                mask = attn_mask
             else:
                 raise ValueError(
-                    f"MultiHeadAttention: attn_mask must have shape {(rows, columns)} or "
-                    f"{(batch * heads, rows, columns)}, got {tuple(attn_mask.shape)}"
+                    f"MultiHeadAttention: attn_mask must have shape {(rows, columns)}, "
+                    f"{(batch * heads, rows, columns)} or {(batch, '1 or num_heads', rows, columns)}, "
+                    f"got {tuple(attn_mask.shape)}"
                 )
             mask = ~mask if mask.dtype == torch.bool else mask
         if key_padding_mask is not None:
@@ -392,9 +395,20 @@ class KeyValueCache:
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def reorder(self, index: Tensor) -> None:
-        """Keep the batch entries ``index``, (B',) integers, in that order: what beam search does to its hypotheses."""
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)
+        """Keep the batch entries ``index``, (B',) integers, in that order. Entries that keep their place stay there."""
+        if self._keys is None or self._values is None:
+            return
+        moved = (index != torch.arange(len(index), device=index.device)).nonzero()[:, 0]
+        self._keys = self._moved(self._keys, index, moved)
+        self._values = self._moved(self._values, index, moved)
+
+    def _moved(self, store: Tensor, index: Tensor, moved: Tensor) -> Tensor:
+        if len(index) > len(store):
+            return store.index_select(0, index)
+        if len(moved):
+            used = store[:, :, : self.length]
+            used[moved] = used[index[moved]]
+        return store[: len(index)]
 
     def reset(self) -> None:
         """Forget everything."""

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation.errors import InputError
-from fastattn.translation.model import AttentionWeights, DecoderCache, SinusoidalPositions
+from fastattn.translation.model import AttentionWeights, SinusoidalPositions
+from fastattn.translation.tokenizer import BOS_ID
 
 SMALL = TransformerConfig(vocab_size=40, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2)
 VARIANTS = {
@@ -76,30 +77,40 @@ def test_padding_changes_nothing(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("steps", [[1] * 7, [3, 1, 2, 1]], ids=str)
-def test_cached_decoding_equals_full_decoding(model, steps):
+def test_step_by_step_decoding_equals_full_decoding(model):
     source, target = batch((9, 4, 6), (7, 7, 7))
     lengths = model.lengths(source)
-    memory = model.encode(source, lengths)
-    full = model.decode(target, memory, lengths)
-    cache = DecoderCache(SMALL.decoder_layers, 7)
-    parts = [model.decode(part, memory, lengths, cache) for part in target.split(steps, dim=1)]
-    assert cache.length == 7
-    torch.testing.assert_close(torch.cat(parts, dim=1), full, **CLOSE)
+    state = model.begin(source)
+    parts = [model.step(token, state) for token in target.split(1, dim=1)]
+    assert state.position == 7
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.decode(target, model.encode(source), lengths), **CLOSE)
 
 
 @torch.no_grad()
-def test_a_reordered_cache_continues_the_rows_it_was_given():
-    model = Transformer(SMALL).eval()
-    source, target = batch((9, 4, 6), (7, 7, 7))
-    index = torch.tensor([2, 0, 2, 1])
+@pytest.mark.parametrize("window_size", [(-1, -1), (2, 2), (0, 0)], ids=str)
+def test_every_hypothesis_continues_its_own_past(window_size):
+    """Hypotheses branch, die out and change places, and sentences leave: each one's features are those of its tokens
+    decoded alone."""
+    model = Transformer(dataclasses.replace(SMALL, window_size=window_size)).eval()
+    source, _ = batch((9, 4, 6, 5), (7, 7, 7, 7))
     lengths = model.lengths(source)
-    memory, cache = model.encode(source, lengths), DecoderCache(SMALL.decoder_layers)
-    model.decode(target[:, :4], memory, lengths, cache)
-    cache.reorder(index)
-    continued = model.decode(target[index, 4:], memory[index], lengths[index], cache)
-    full = model.decode(target[index], memory[index], lengths[index])
-    torch.testing.assert_close(continued, full[:, 4:], **CLOSE)
+    state, sentences = model.begin(source), torch.arange(4)
+    tokens = torch.full((4, 1, 1), BOS_ID)
+    generator = torch.Generator().manual_seed(3)
+    for width, kept in ((1, [0, 1, 2, 3]), (3, [0, 1, 2, 3]), (5, [3, 1, 2]), (2, [2, 1]), (4, [1, 0]), (4, [1])):
+        features = model.step(tokens[:, :, -1], state)
+        for row, sentence in enumerate(sentences):
+            past = tokens[row]
+            memory = model.encode(source[sentence, None], lengths[sentence, None]).expand(len(past), -1, -1)
+            full = model.decode(past, memory, lengths[sentence].expand(len(past)))
+            torch.testing.assert_close(features[row], full[:, -1], **CLOSE)
+        index = torch.tensor(kept)
+        parents = torch.randint(tokens.shape[1], (len(index), width), generator=generator)
+        state.select(index, parents)
+        tokens, sentences = tokens[index], sentences[index]
+        history = tokens.gather(1, parents[..., None].expand(-1, -1, tokens.shape[2]))
+        following = torch.randint(3, SMALL.vocab_size, (len(index), width, 1), generator=generator)
+        tokens = torch.cat((history, following), -1)
 
 
 def test_sinusoids():

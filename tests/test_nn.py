@@ -281,6 +281,28 @@ def test_cache_itself():
         cache.append(keys[:, :, :1], values[:, :, :1])
 
 
+@pytest.mark.parametrize("index", [[0, 1, 2], [2, 1, 0], [1], [0, 2], [2, 2, 0, 1, 1], [1, 1, 1], []], ids=str)
+def test_a_cache_keeps_what_it_is_told(index):
+    cache, index = KeyValueCache(), torch.tensor(index, dtype=torch.int64)
+    keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
+    cache.append(keys, values)
+    cache.reorder(index)
+    more = torch.randn(len(index), 2, 1, 4), torch.randn(len(index), 2, 1, 6)
+    for kept, old, new in zip(cache.append(*more), (keys, values), more, strict=True):
+        assert torch.equal(kept, torch.cat((old[index], new), 2))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_masks_of_four_dimensions(heads, kind):
+    """(N, 1 or num_heads, L, S) is what (N * num_heads, L, S) is."""
+    module, x = MultiHeadAttention(16, 4, batch_first=True).eval(), torch.randn(3, 5, 16)
+    mask = torch.rand(3, heads, 5, 5) < 0.4 if kind == torch.bool else torch.randn(3, heads, 5, 5)
+    expected = module(x, x, x, attn_mask=mask.expand(3, 4, 5, 5).flatten(0, 1))
+    for out, wanted in zip(module(x, x, x, attn_mask=mask), expected, strict=True):
+        torch.testing.assert_close(out, wanted, **CLOSE)
+
+
 @WEIGHTS
 def test_autocast(backend, weights):
     ours, theirs = pair(16, 4, batch_first=True)

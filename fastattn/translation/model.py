@@ -29,30 +29,56 @@ class AttentionWeights:
     cross: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-class DecoderCache:
-    """The keys and values of every decoder layer, for decoding a few tokens at a time.
+class DecoderState:
+    """What decoding token by token has seen of B sentences, W hypotheses each: keys and values of every layer.
 
-    Args:
-        layers: number of decoder layers.
-        max_length: the longest target, where it is known (allocates once).
+    The hypotheses of a sentence share its encoder output, and keep the keys of all of them side by side. ``ancestry``
+    says which are a hypothesis's own: choosing other parents changes that mask, and no key is moved.
+
+    Attributes:
+        memory, source_lengths: the encoder's output (B, S, d_model), int64 (B,).
+        position: number of target tokens seen.
+        ancestry: bool (B, W, keys), in the order in which the keys came.
     """
 
-    def __init__(self, layers: int, max_length: int | None = None):
-        self.self_attention = [KeyValueCache(max_length) for _ in range(layers)]
+    def __init__(self, memory: Tensor, source_lengths: Tensor, layers: int):
+        self.memory, self.source_lengths = memory, source_lengths
+        self.position = 0
+        self.ancestry = torch.ones(len(memory), 1, 0, dtype=torch.bool, device=memory.device)
+        self._key_positions = source_lengths.new_empty(0)
+        self.self_attention = [KeyValueCache() for _ in range(layers)]
         self.cross_attention = [KeyValueCache(static=True) for _ in range(layers)]
 
-    @property
-    def length(self) -> int:
-        """Number of target tokens seen."""
-        return self.self_attention[0].length
+    def advance(self, hypotheses: int) -> None:
+        """Count the next token of each of ``hypotheses``, whose keys the layers are about to append."""
+        own = torch.eye(hypotheses, dtype=torch.bool, device=self.ancestry.device)
+        self.ancestry = torch.cat((self.ancestry, own.expand(len(self.ancestry), -1, -1)), -1)
+        self._key_positions = torch.cat(
+            (self._key_positions, self._key_positions.new_full((hypotheses,), self.position))
+        )
+        self.position += 1
 
-    def reorder(self, index: Tensor, same_sources: bool = False) -> None:
-        """Keep the batch rows ``index`` (int64, (N,)), in that order; rows may repeat.
+    def blocked(self, window: int) -> Tensor | None:
+        """The keys that a hypothesis's newest token does not attend to: bool (B, 1, W, keys), or None.
 
-        ``same_sources``: every row's new source sentence is its old one, so that cross-attention may stay as it is.
+        ``window``: how many positions before its own it may see; -1: all.
         """
-        for cache in self.self_attention if same_sources else self.self_attention + self.cross_attention:
-            cache.reorder(index)
+        if self.ancestry.shape[1] == 1 and window == -1:
+            return None
+        visible = self.ancestry
+        if window != -1:
+            visible = visible & (self._key_positions >= self.position - 1 - window)
+        return ~visible[:, None]
+
+    def select(self, sentences: Tensor, parents: Tensor) -> None:
+        """Go on with ``sentences``, int64 (B',), whose new hypotheses continue the old ``parents``, int64 (B', W')."""
+        kept = self.ancestry[sentences]
+        self.ancestry = kept.gather(1, parents[..., None].expand(-1, -1, kept.shape[2]))
+        everyone = torch.arange(len(self.memory), device=sentences.device)
+        if not torch.equal(sentences, everyone):
+            self.memory, self.source_lengths = self.memory[sentences], self.source_lengths[sentences]
+            for cache in (*self.self_attention, *self.cross_attention):
+                cache.reorder(sentences)
 
 
 class Transformer(nn.Module):
@@ -140,23 +166,34 @@ class Transformer(nn.Module):
             raise ValueError(f"source has {source.shape[0]} sentences but target {target.shape[0]}: they must pair up")
         sites = self._sites(seeds, source.device)
         memory = self._encode(source, source_lengths, sites, weights)
-        return self._decode(target, memory, source_lengths, target_lengths, None, sites, weights)
+        return self._decode(target, memory, source_lengths, target_lengths, sites, weights)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model) for source (B, S)."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         return self._encode(source, source_lengths, self._sites(None, source.device), None)
 
-    def decode(
-        self, target: Tensor, memory: Tensor, source_lengths: Tensor, cache: DecoderCache | None = None
-    ) -> Tensor:
-        """Features (B, T, d_model) of target (B, T) over :meth:`encode`'s memory.
-
-        With ``cache``, ``target`` holds only the tokens after those that the cache has seen.
-        """
-        target_lengths = None if cache is not None else self.lengths(target)
+    def decode(self, target: Tensor, memory: Tensor, source_lengths: Tensor) -> Tensor:
+        """Features (B, T, d_model) of target (B, T) over :meth:`encode`'s memory."""
         sites = self._sites(None, target.device)
-        return self._decode(target, memory, source_lengths, target_lengths, cache, sites, None)
+        return self._decode(target, memory, source_lengths, self.lengths(target), sites, None)
+
+    def begin(self, source: Tensor, source_lengths: Tensor | None = None) -> DecoderState:
+        """Encode source (B, S), to be decoded token by token by :meth:`step`."""
+        source_lengths = self.lengths(source) if source_lengths is None else source_lengths
+        return DecoderState(self.encode(source, source_lengths), source_lengths, self.config.decoder_layers)
+
+    def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """Features (B, W, d_model) of the next token, (B, W), of each hypothesis of ``state``, which it joins."""
+        x = self._embed(self.target_embedding, self.target_positions(state.position, 1, tokens.device), tokens, None)
+        state.advance(tokens.shape[1])
+        x, residual = self.decoder.begin(x)
+        blocked = state.blocked(self.config.window_size[0])
+        for layer, *caches in zip(self.decoder.layers, state.self_attention, state.cross_attention, strict=True):
+            x, residual = layer.step(  # type: ignore[operator]
+                x, residual, blocked, state.memory, state.source_lengths, *caches
+            )
+        return x
 
     def logits(self, features: Tensor) -> Tensor:
         """Scores (..., vocab_size) of features (..., d_model)."""
@@ -195,27 +232,28 @@ class Transformer(nn.Module):
             raise ValueError(f"seeds has {given}, expected a tensor of shape {(self.dropout_sites, 2)}")
         return iter(seeds.unbind())
 
-    def _embed(self, embedding: nn.Embedding, positions: nn.Module, tokens: Tensor, start: int, seed) -> Tensor:
-        self._check_tokens(tokens)
+    def _embed(self, embedding: nn.Embedding, positions: Tensor, tokens: Tensor, seed) -> Tensor:
         x = embedding(tokens)
         if self.config.scale_embeddings:
             x = x * self.config.d_model**0.5
-        return self.embedding_dropout(x + positions(start, tokens.shape[1], tokens.device).to(x.dtype), seed)
+        return self.embedding_dropout(x + positions.to(x.dtype), seed)
 
     def _encode(self, source, source_lengths, sites, weights) -> Tensor:
-        x = self._embed(self.source_embedding, self.source_positions, source, 0, next(sites))
+        self._check_tokens(source)
+        positions = self.source_positions(0, source.shape[1], source.device)
+        x = self._embed(self.source_embedding, positions, source, next(sites))
         x, residual = self.encoder.begin(x)
         for layer in self.encoder.layers:
             x, residual = layer(x, residual, source_lengths, sites, weights)
         return x
 
-    def _decode(self, target, memory, source_lengths, target_lengths, cache, sites, weights) -> Tensor:
-        start = 0 if cache is None else cache.length
-        x = self._embed(self.target_embedding, self.target_positions, target, start, next(sites))
+    def _decode(self, target, memory, source_lengths, target_lengths, sites, weights) -> Tensor:
+        self._check_tokens(target)
+        positions = self.target_positions(0, target.shape[1], target.device)
+        x = self._embed(self.target_embedding, positions, target, next(sites))
         x, residual = self.decoder.begin(x)
-        for i, layer in enumerate(self.decoder.layers):
-            caches = (None, None) if cache is None else (cache.self_attention[i], cache.cross_attention[i])
-            x, residual = layer(x, residual, target_lengths, memory, source_lengths, caches, sites, weights)
+        for layer in self.decoder.layers:
+            x, residual = layer(x, residual, target_lengths, memory, source_lengths, sites, weights)
         return x
 
 
@@ -271,23 +309,30 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(config, factory)
         self.feed_forward_norm = _norm(config, factory)
 
-    def forward(self, x, residual, lengths, memory, memory_lengths, caches, sites, weights):
+    def forward(self, x, residual, lengths, memory, memory_lengths, sites, weights):
         need = {"need_weights": weights is not None, "average_attn_weights": False}
-        self_cache, cross_cache = caches
         y, self_weights = self.self_attention(
-            x, x, x, is_causal=True, key_lengths=lengths, window_size=self.window_size, cache=self_cache,
-            seed=next(sites), **need,
-        )  # fmt: skip
-        x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
-        y, cross_weights = self.cross_attention(
-            x, memory, memory, key_lengths=memory_lengths, cache=cross_cache, seed=next(sites), **need
+            x, x, x, is_causal=True, key_lengths=lengths, window_size=self.window_size, seed=next(sites), **need
         )
+        x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
+        y, cross_weights = self.cross_attention(x, memory, memory, key_lengths=memory_lengths, seed=next(sites), **need)
         x, residual = _add_norm(self.cross_attention_norm, y, residual, next(sites))
         if weights is not None:
             weights.decoder.append(self_weights)
             weights.cross.append(cross_weights)
         y = self.feed_forward(x, next(sites))
         return _add_norm(self.feed_forward_norm, y, residual, next(sites))
+
+    def step(self, x, residual, blocked, memory, memory_lengths, self_cache, cross_cache):
+        """:meth:`forward` of one token of each hypothesis, x and residual (B, W, d_model): the hypotheses of a sentence
+        are the queries of one attention."""
+        y, _ = self.self_attention(x, x, x, need_weights=False, attn_mask=blocked, cache=self_cache)
+        x, residual = _add_norm(self.self_attention_norm, y, residual, None)
+        y, _ = self.cross_attention(
+            x, memory, memory, need_weights=False, key_lengths=memory_lengths, cache=cross_cache
+        )
+        x, residual = _add_norm(self.cross_attention_norm, y, residual, None)
+        return _add_norm(self.feed_forward_norm, self.feed_forward(x), residual, None)
 
 
 class FeedForward(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastattn.translation.data import Sentences
 from fastattn.translation.errors import InputError
-from fastattn.translation.model import DecoderCache, Transformer
+from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 # A translation has at most this many tokens more than its source.
@@ -69,10 +69,8 @@ def beam_search(
     batch, longest = len(source), int(limits.max())
     results = [Hypothesis([], -torch.inf)] * batch
 
-    # Row r of the decoder's batch is hypothesis r % width of sentence r // width: one a sentence before the first step.
-    memory = model.encode(source, source_lengths)
-    cache = DecoderCache(config.decoder_layers, longest)
-    width = 1
+    # One hypothesis a sentence before the first step, ``width`` of them after it.
+    state = model.begin(source, source_lengths)
     sentence = torch.arange(batch, device=device)
     tokens = torch.full((batch, 1, 1), config.bos_id, device=device)
     log_p = torch.zeros(batch, 1, device=device)
@@ -80,13 +78,11 @@ def beam_search(
     finished = torch.zeros(batch, 1, dtype=torch.bool, device=device)
 
     for step in range(1, longest + 1):
-        features = model.decode(tokens[:, :, -1].reshape(-1, 1), memory, source_lengths, cache)
-        logits = model.logits(features[:, 0]).float()
+        logits = model.logits(model.step(tokens[:, :, -1], state)).float()
         normaliser = logits.logsumexp(-1, keepdim=True)
-        logits[:, [config.pad_id, config.bos_id]] = -torch.inf
+        logits[..., [config.pad_id, config.bos_id]] = -torch.inf
         choice, token = logits.topk(min(beam, config.vocab_size - 2), dim=-1)
-        choice = (choice - normaliser).unflatten(0, (-1, width))
-        token = token.unflatten(0, (-1, width))
+        choice = choice - normaliser
         # A finished hypothesis has one continuation: itself.
         choice[finished] = -torch.inf
         choice[..., 0].masked_fill_(finished, 0.0)
@@ -111,16 +107,20 @@ def beam_search(
             results[sentence[row]] = Hypothesis(tokens[row, 0, 1:end].tolist(), score[row, 0].item())
         if done.all():
             break
-        alive = (~done).nonzero()[:, 0]
-        rows = (alive[:, None] * width + parent[alive]).flatten()
-        same_sources = len(rows) == len(source_lengths)
-        cache.reorder(rows, same_sources)
-        if not same_sources:
-            memory, source_lengths = memory[rows], source_lengths[rows]
-        width = parent.shape[1]
+        alive = _fill_gaps(done)
+        state.select(alive, parent[alive])
         sentence, limits, tokens = sentence[alive], limits[alive], tokens[alive]
         log_p, length, finished = log_p[alive], length[alive], finished[alive]
     return results
+
+
+def _fill_gaps(done: Tensor) -> Tensor:
+    """The sentences that are not done: the last of them in the places of those that are, the others in their own."""
+    alive = (~done).nonzero()[:, 0]
+    order = torch.arange(len(alive), device=done.device)
+    gaps = done[: len(alive)]
+    order[gaps] = alive[alive >= len(alive)]
+    return order
 
 
 def translate(model: Transformer, tokenizer: Tokenizer, lines: list[str], search: Search = Search()) -> list[str]:
