@@ -18,7 +18,7 @@ from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import ParallelText, decode_lines, read_lines, read_parallel
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import bleu, held_out, smoothed_loss
-from fastattn.translation.search import Search, beam_search, translate
+from fastattn.translation.search import Search, _largest, beam_search, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, train
 
@@ -327,6 +327,18 @@ def test_a_wide_beam_finds_the_best_hypothesis(monkeypatch, length_penalty):
         score, tokens = exhaustive(model, source[row : row + 1], length_penalty, longest=4)
         assert hypothesis.tokens == tokens
         assert hypothesis.score == pytest.approx(score, abs=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 4, 30])
+@pytest.mark.parametrize("size", [3, 40, 159, 160, 799, 8000, 37003])
+def test_the_largest_of_long_rows(size, k):
+    """As torch.topk, wherever they stand: among the columns and in what is left over."""
+    x = torch.stack([torch.randperm(size, generator=torch.Generator().manual_seed(i)).float() for i in range(20)])
+    x = x.view(4, 5, size)
+    wanted = x.topk(min(k, size))
+    values, index = _largest(x, min(k, size))
+    assert torch.equal(values, wanted.values)
+    assert torch.equal(index, wanted.indices)
 
 
 def test_greedy_search_takes_the_likeliest_token():
