@@ -22,12 +22,13 @@ from torch.nn import functional as F
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.bench import report
+from fastattn.translation import precision
 from fastattn.translation.data import ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import bleu, held_out
 from fastattn.translation.model import SinusoidalPositions
 from fastattn.translation.search import EXTRA_TOKENS, Search, translate
 from fastattn.translation.tokenizer import Tokenizer
-from fastattn.translation.train import RECIPES, Trainer, TrainingOptions, fastest_precision
+from fastattn.translation.train import RECIPES, Trainer, TrainingOptions
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +97,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
     )
     tokenizer = Tokenizer.train(train[0] + train[1], 8000)
     options = TrainingOptions(
-        "tiny", 8000, RECIPE.batch_tokens, RECIPE.warmup, RECIPE.rate, precision=fastest_precision(), seed=1
+        "tiny", 8000, RECIPE.batch_tokens, RECIPE.warmup, RECIPE.rate, precision=precision.resolve("auto"), seed=1
     )
     torch.manual_seed(options.seed)
     config = TransformerConfig.preset("tiny", tokenizer.vocab_size)

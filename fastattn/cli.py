@@ -1,14 +1,16 @@
 """The `fastattn` command: train, translate, evaluate, bench, info, demo."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fastattn import bench, info
 from fastattn.translation.errors import InputError
+
+CHUNK = 16  # batches of standard input that are translated together, if as much has arrived: like lengths share a batch
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,6 +61,9 @@ def _parser() -> _Parser:
     command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
     command.add_argument("--input", metavar="FILE", help="text or .gz, a sentence a line (default: standard input)")
     command.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
+    command.add_argument(
+        "--n-best", type=int, default=1, metavar="N", help="translations a line, as `line ||| translation ||| score`"
+    )
     _add_search(command)
 
     command = commands.add_parser("evaluate", help="score a trained model's translations with BLEU")
@@ -91,6 +96,13 @@ def _add_search(command: argparse.ArgumentParser) -> None:
         "--length-penalty", type=float, default=0.6, help="exponent of ((5 + length) / 6) (default 0.6)"
     )
     command.add_argument("--batch-size", type=int, default=64, help="sentences at a time (default 64)")
+    command.add_argument("--temperature", type=float, help="sample, from softmax(logits / temperature)")
+    command.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest pieces (default: all)")
+    command.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest of this probability")
+    command.add_argument("--seed", type=int, default=1, help="of what is sampled (default 1)")
+    command.add_argument(
+        "--precision", default="auto", help="bf16, fp32, or auto (default): bf16 where the hardware multiplies it"
+    )
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -115,43 +127,70 @@ def _train(options: argparse.Namespace) -> None:
 
 def _translate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
-    from fastattn.translation.data import decode_lines, read_lines
+    from fastattn.translation.data import arriving_lines, read_lines
+    from fastattn.translation.search import candidates
 
-    translate = _translator(options)
+    model, tokenizer, search = _load(options, options.n_best)
+
+    def translated(lines: list[str], first: int, advance: Callable[[int], object]) -> str:
+        found = candidates(model, tokenizer, lines, search, advance)
+        if options.n_best == 1:
+            return "".join(f"{translations[0].text if translations else ''}\n" for translations in found)
+        return "".join(
+            f"{number} ||| {translation.text} ||| {translation.score:.4f}\n"
+            for number, translations in enumerate(found, first)
+            for translation in translations
+        )
+
     if options.input is None:
-        lines = decode_lines(sys.stdin.buffer.read(), "standard input")
+        parts, total = arriving_lines(sys.stdin.buffer, "standard input", CHUNK * options.batch_size), None
     else:
         lines = read_lines(options.input)
-    text = "".join(f"{line}\n" for line in translate(lines))
-    if options.output is None:
-        sys.stdout.buffer.write(text.encode())
-        sys.stdout.flush()
-    else:
-        checkpoint.write_text(Path(options.output), text)
+        parts, total = iter([lines]), sum(bool(line.strip()) for line in lines)
+    text, first = [], 1
+    with _sentences_done(total) as advance:
+        for lines in parts:
+            part = translated(lines, first, advance)
+            first += len(lines)
+            if options.output is None:
+                sys.stdout.buffer.write(part.encode())
+                sys.stdout.flush()
+            else:
+                text.append(part)
+    if first == 1:
+        raise InputError("standard input is empty: expected one sentence a line")
+    if options.output is not None:
+        checkpoint.write_text(Path(options.output), "".join(text))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.data import read_parallel
     from fastattn.translation.evaluate import bleu
+    from fastattn.translation.search import translate
 
-    translate = _translator(options)
+    model, tokenizer, search = _load(options)
     sources, references = read_parallel(*options.test)
-    translations = translate(sources)
+    with _sentences_done(len(sources)) as advance:
+        translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
         checkpoint.write_text(Path(options.output), "".join(f"{line}\n" for line in translations))
     score, signature = bleu(translations, references)
     print(f"BLEU {score:.2f} on {len(references)} sentences\n{signature}")
 
 
-def _translator(options: argparse.Namespace) -> Callable[[list[str]], list[str]]:
-    """Translates lines with the model and the search that the options name."""
+def _load(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any, Any]:
+    """The model, the tokenizer and the search that the options name; the options are checked first."""
     import torch
 
-    from fastattn.translation import checkpoint
-    from fastattn.translation.search import Search, translate
+    from fastattn.translation import checkpoint, precision
+    from fastattn.translation.search import Search
 
-    search = Search(options.beam, options.length_penalty, options.batch_size)
+    search = Search(
+        options.beam, options.length_penalty, options.batch_size, n_best,
+        options.temperature, options.top_k, options.top_p, options.seed,
+    )  # fmt: skip
+    dtype = precision.DTYPES[precision.resolve(options.precision)]
     if options.output is not None and not Path(options.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {options.output}: its folder does not exist")
     if options.output is not None and Path(options.output).is_dir():
@@ -159,7 +198,19 @@ def _translator(options: argparse.Namespace) -> Callable[[list[str]], list[str]]
     model, tokenizer = checkpoint.load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
     if checkpoint.updates(options.model) == 0:
         print(f"fastattn {options.command}: warning: {options.model} has not been trained yet", file=sys.stderr)
-    return partial(translate, model, tokenizer, search=search)
+    return model.to(dtype), tokenizer, search
+
+
+@contextlib.contextmanager
+def _sentences_done(total: int | None) -> Iterator[Callable[[int], object]]:
+    """A progress bar on a terminal, of a known number of sentences: what to call with those that are done."""
+    if total is None or not sys.stderr.isatty():
+        yield lambda sentences: None
+        return
+    from fastattn.translation.errors import require
+
+    with require("tqdm").tqdm(total=total, unit=" sentences", ncols=80, leave=False) as bar:
+        yield bar.update
 
 
 def _bench(options: argparse.Namespace) -> int:

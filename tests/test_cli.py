@@ -86,6 +86,45 @@ def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
     assert capsysbinary.readouterr().out == printed
 
 
+def test_n_best(run, small, tmp_path, capsys):
+    (tmp_path / "in").write_text("day\n\nnight\n")
+    assert cli.main(["translate", str(run), "--input", str(tmp_path / "in"), "--n-best", "3"]) == 0
+    rows = [line.split(" ||| ") for line in capsys.readouterr().out.splitlines()]
+    assert [int(number) for number, _, _ in rows] == [1, 1, 1, 3, 3, 3]
+    scores = [float(score) for _, _, score in rows]
+    assert scores[:3] == sorted(scores[:3], reverse=True)
+
+
+def test_sampling(run, small, tmp_path, capsys):
+    (tmp_path / "in").write_text("day\nnight\n")
+    arguments = [
+        "translate",
+        str(run),
+        "--input",
+        str(tmp_path / "in"),
+        "--temperature",
+        "1",
+        "--top-k",
+        "50",
+        "--seed",
+    ]
+    printed = []
+    for seed in ("1", "1", "2"):
+        assert cli.main([*arguments, seed]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+
+
+def test_a_pipe_is_answered_line_by_line(run):
+    process = start(["translate", str(run), "--beam", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    for line in ("day\n", "night\n"):
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert process.stdout.readline().endswith("\n")  # before the next one is sent
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
 def test_evaluate(run, small, tmp_path, capsys):
     arguments = ["evaluate", str(run), "--test", *small, "--beam", "1", "--output", str(tmp_path / "hypotheses")]
     assert cli.main(arguments) == 0
@@ -200,6 +239,7 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
     assert "length_penalty is nan" in failure(
         ["translate", run, "--input", small[0], "--length-penalty", "nan"], capsys
     )
+    assert "unknown precision 'fp8'" in failure(["translate", run, "--input", small[0], "--precision", "fp8"], capsys)
     assert "batch_size is 0" in failure(["translate", run, "--input", small[0], "--batch-size", "0"], capsys)
     assert output.read_text() == "mine"
 
@@ -281,12 +321,12 @@ def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def start(arguments):
+def start(arguments, **pipes):
     command = [sys.executable, "-m", "fastattn.cli", *arguments]
     # The bits of torch's own matrix products depend on the number of threads: as many as here.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     root = Path(fastattn.__file__).parent.parent  # of the tested package, which it imports from where it starts
-    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True, **pipes)
 
 
 def test_no_traceback_reaches_the_user(tmp_path):

@@ -2,8 +2,10 @@
 
 import dataclasses
 import gzip
+import io
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -15,10 +17,10 @@ from torch.nn import functional as F
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
-from fastattn.translation.data import ParallelText, decode_lines, read_lines, read_parallel
+from fastattn.translation.data import ParallelText, arriving_lines, decode_lines, read_lines, read_parallel
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import bleu, held_out, smoothed_loss
-from fastattn.translation.search import Search, _largest, beam_search, translate
+from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, train
 
@@ -288,14 +290,14 @@ def test_training_learns_and_search_finds_it():
         assert translate(model, tokenizer, sources, Search(beam, batch_size=batch_size)) == targets
     assert translate(model, tokenizer, [*sources[::-1], "", sources[2]]) == [*targets[::-1], "", targets[2]]
     assert translate(model, tokenizer, []) == []
+    assert translate(model.to(torch.bfloat16), tokenizer, sources) == targets
 
 
 # --- search ---
 
 
-def exhaustive(model, source, length_penalty, longest):
-    """The best of all hypotheses of at most ``longest`` tokens, by scoring every one from scratch."""
-    best = (-math.inf, [])
+def every_hypothesis(model, source, length_penalty, longest):
+    """(score, tokens) of all hypotheses of at most ``longest`` tokens, every one scored from scratch."""
     stack = [([], 0.0)]
     with torch.no_grad():
         while stack:
@@ -307,11 +309,9 @@ def exhaustive(model, source, length_penalty, longest):
                 total = log_p + log_probs[token].item()
                 score = total / ((5 + len(tokens) + 1) / 6) ** length_penalty
                 if token == EOS_ID or len(tokens) + 1 == longest:
-                    ids = tokens if token == EOS_ID else [*tokens, token]
-                    best = max(best, (score, ids))
+                    yield score, tokens if token == EOS_ID else [*tokens, token]
                 if token != EOS_ID:
                     stack.append(([*tokens, token], total))
-    return best
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
@@ -323,10 +323,66 @@ def test_a_wide_beam_finds_the_best_hypothesis(monkeypatch, length_penalty):
     model = Transformer(config).eval()
     source = torch.tensor([[3, 4, EOS_ID], [5, 3, EOS_ID]])
     found = beam_search(model, source, torch.tensor([3, 3]), Search(256, length_penalty))
-    for row, hypothesis in enumerate(found):
-        score, tokens = exhaustive(model, source[row : row + 1], length_penalty, longest=4)
+    for row, (hypothesis,) in enumerate(found):
+        score, tokens = max(every_hypothesis(model, source[row : row + 1], length_penalty, longest=4))
         assert hypothesis.tokens == tokens
         assert hypothesis.score == pytest.approx(score, abs=1e-4)
+
+
+def test_the_n_best_are_in_order(monkeypatch):
+    """Against the five best of all hypotheses."""
+    monkeypatch.setattr("fastattn.translation.search.EXTRA_TOKENS", 1)
+    torch.manual_seed(6)
+    config = TransformerConfig(6, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
+    model, source = Transformer(config).eval(), torch.tensor([[3, 4, EOS_ID]])
+    (found,) = beam_search(model, source, torch.tensor([3]), Search(256, 0.6, n_best=5))
+    wanted = sorted(every_hypothesis(model, source, 0.6, longest=4), reverse=True)[:5]
+    assert [hypothesis.tokens for hypothesis in found] == [tokens for _, tokens in wanted]
+    assert [hypothesis.score for hypothesis in found] == pytest.approx([score for score, _ in wanted], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0, 1, 2, 3, 4]),
+        (3, 1.0, [1, 2, 4]),
+        (0, 0.6, [1, 4]),
+        (4, 0.8, [1, 2, 4]),
+        (1, 1.0, [1]),
+        (0, 1e-9, [1]),
+    ],
+)
+def test_draws_follow_the_distribution(top_k, top_p, kept):
+    """A grid of equidistant numbers in the place of random ones draws each token as often as it is probable."""
+    p = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3], dtype=torch.float64)
+    wanted = torch.zeros(5, dtype=torch.float64)
+    wanted[kept] = p[kept] / p[kept].sum()
+    count = 10_000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    drawn = _draw(p.log().expand(count, -1), uniform, top_k, top_p)
+    torch.testing.assert_close(drawn.bincount(minlength=5) / count, wanted.float(), rtol=0, atol=2 / count)
+
+
+def test_samples_depend_on_seed_and_sentence_alone(verses):
+    sources, _, tokenizer = verses
+    model = small_model().eval()
+    search = Search(temperature=1.0, n_best=3, seed=5)
+    together = candidates(model, tokenizer, sources[:6], search)
+    assert all(len({translation.text for translation in found}) == 3 for found in together)
+    assert all([t.score for t in found] == sorted((t.score for t in found), reverse=True) for found in together)
+    alone = candidates(model, tokenizer, sources[5::-1], dataclasses.replace(search, batch_size=2))[::-1]
+    assert [[t.text for t in found] for found in alone] == [[t.text for t in found] for found in together]
+    other = candidates(model, tokenizer, sources[:6], dataclasses.replace(search, seed=6))
+    assert other != together
+
+
+def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(verses):
+    sources, _, tokenizer = verses
+    model = small_model().eval()
+    sampled = candidates(model, tokenizer, sources[:4], Search(temperature=3.0, top_k=1))
+    greedy = candidates(model, tokenizer, sources[:4], Search(beam=1))
+    assert [found[0].text for found in sampled] == [found[0].text for found in greedy]
+    assert [found[0].score for found in sampled] == pytest.approx([found[0].score for found in greedy], abs=1e-4)
 
 
 @pytest.mark.parametrize("k", [1, 4, 30])
@@ -346,7 +402,7 @@ def test_greedy_search_takes_the_likeliest_token():
     model = small_model(dropout=0.0).eval()
     source = torch.randint(3, 200, (3, 6))
     found = beam_search(model, source, torch.tensor([6, 6, 6]), Search(beam=1))
-    for row, hypothesis in enumerate(found):
+    for row, (hypothesis,) in enumerate(found):
         tokens = []
         with torch.no_grad():
             while len(tokens) < 56 and (not tokens or tokens[-1] != EOS_ID):
@@ -369,10 +425,51 @@ def test_sentences_do_not_influence_one_another(verses):
     assert translate(model, tokenizer, sources[:12], Search(batch_size=1)) == together
 
 
-@pytest.mark.parametrize(("name", "number"), [("beam", 0), ("batch_size", -1), ("length_penalty", math.inf)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("beam", 0),
+        ("batch_size", -1),
+        ("length_penalty", math.inf),
+        ("n_best", 0),
+        ("n_best", 5),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("temperature", 0.0),
+        ("temperature", math.nan),
+    ],
+)
 def test_search_refuses_bad_numbers(name, number):
     with pytest.raises(InputError, match=f"{name} is {number}"):
         Search(**{name: number})
+
+
+def test_what_is_for_sampling_needs_a_temperature():
+    with pytest.raises(InputError, match="give a temperature too"):
+        Search(top_k=5)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_lines_arrive_one_by_one_or_together(end):
+    reading, writing = os.pipe()
+    with open(reading, "rb") as stream:
+        lines = arriving_lines(stream, "pipe", 3)
+        os.write(writing, "\ufeffseñor\n".encode())
+        assert next(lines) == ["señor"]
+        os.write(writing, b"one\n\nthree" + end)
+        os.close(writing)
+        together = [line for part in lines for line in part]
+        assert together == ["one", "", "three"]
+
+
+def test_lines_before_a_bad_one_are_not_lost():
+    lines = arriving_lines(io.BytesIO(b"one\ntwo\n\xff\n"), "pipe", 10)
+    seen = []
+    with pytest.raises(InputError, match="pipe is not UTF-8: byte 0xff in line 3"):
+        seen.extend(line for part in lines for line in part)
+    for part in arriving_lines(io.BytesIO(b"one\ntwo\n"), "pipe", 1):
+        assert len(part) == 1
 
 
 # --- checkpoints ---

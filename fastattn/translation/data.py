@@ -2,10 +2,13 @@
 
 import dataclasses
 import gzip
+import queue
 import random
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -32,6 +35,38 @@ def read_lines(path: str | Path) -> list[str]:
     except (EOFError, zlib.error) as error:
         raise InputError(f"{path} is not a complete gzip file: {error}") from None
     return decode_lines(data, str(path))
+
+
+def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]]:
+    """The lines of a UTF-8 stream as they come: at least one at a time, at most ``most``, whatever has arrived.
+
+    Raises:
+        InputError: a line is not UTF-8.
+    """
+    arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in stream:
+            arrived.put(line)
+        arrived.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    number, line = 0, arrived.get()
+    while line is not None:
+        lines = []
+        while line is not None:
+            number += 1
+            try:
+                lines.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
+            except UnicodeDecodeError as error:
+                if lines:
+                    yield lines
+                raise InputError(f"{name} is not UTF-8: byte {line[error.start]:#04x} in line {number}") from None
+            if len(lines) == most or arrived.empty():
+                break
+            line = arrived.get()
+        yield lines
+        line = arrived.get() if line is not None else None
 
 
 def decode_lines(data: bytes, name: str) -> list[str]:

@@ -1,7 +1,9 @@
-"""Beam search over cached decoding, a batch of sentences at a time (section 6.1 of the paper)."""
+"""Beam search (section 6.1 of the paper) and sampling, a batch of sentences at a time."""
 
 import dataclasses
 import math
+import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,13 +27,26 @@ class Hypothesis:
 
 
 @dataclasses.dataclass(frozen=True)
+class Translation:
+    """The text and the score of a hypothesis."""
+
+    text: str
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Search:
-    """How translations are searched for.
+    """How translations are searched for: by beam search or, with a temperature, by sampling.
 
     Args:
         beam: hypotheses a sentence; 1 is greedy decoding.
         length_penalty: alpha, by which hypotheses of different lengths are compared.
         batch_size: sentences at a time: it changes the speed, not the output.
+        n_best: translations a sentence.
+        temperature: draw each token from softmax(logits / temperature).
+        top_k: of the k likeliest only; 0: of all.
+        top_p: of the likeliest that have this probability together only (Holtzman et al. 2020, section 3.1).
+        seed: of the draws, which depend on it, the sentence and the temperature alone.
 
     Raises:
         InputError: a value outside its range.
@@ -40,20 +55,34 @@ class Search:
     beam: int = 4
     length_penalty: float = 0.6
     batch_size: int = 64
+    n_best: int = 1
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1
 
     def __post_init__(self):
-        for name in ("beam", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name, least in (("beam", 1), ("batch_size", 1), ("n_best", 1), ("top_k", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least {least}")
         if not math.isfinite(self.length_penalty):
             raise InputError(f"length_penalty is {self.length_penalty}, expected a finite number")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}, expected a probability above 0")
+        if self.temperature is None:
+            if self.n_best > self.beam:
+                raise InputError(f"n_best is {self.n_best}, expected at most the beam, {self.beam}")
+            if (self.top_k, self.top_p) != (0, 1.0):
+                raise InputError("top_k and top_p choose what is sampled: give a temperature too")
+        elif not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise InputError(f"temperature is {self.temperature}, expected a positive number")
 
 
 @torch.inference_mode()
 def beam_search(
     model: Transformer, source: Tensor, source_lengths: Tensor, search: Search = Search()
-) -> list[Hypothesis]:
-    """The best hypothesis of each sentence.
+) -> list[list[Hypothesis]]:
+    """The ``search.n_best`` best hypotheses of each sentence, best first.
 
     Each sentence keeps ``search.beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``search.length_penalty``. A
     finished one is frozen: it keeps its score and its place until better ones push it out. A sentence ends when all its
@@ -68,7 +97,7 @@ def beam_search(
     config, device, beam = model.config, source.device, search.beam
     limits = source_lengths + EXTRA_TOKENS
     batch, longest = len(source), int(limits.max())
-    results = [Hypothesis([], -torch.inf)] * batch
+    results: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
     # One hypothesis a sentence before the first step, ``width`` of them after it.
     state = model.begin(source, source_lengths)
@@ -103,9 +132,7 @@ def beam_search(
 
         done = finished.all(1) | (limits <= step)
         for row in done.nonzero()[:, 0].tolist():
-            # topk has sorted the hypotheses: the first is the best.
-            end = 1 + int(length[row, 0]) - int(finished[row, 0])
-            results[sentence[row]] = Hypothesis(tokens[row, 0, 1:end].tolist(), score[row, 0].item())
+            results[sentence[row]] = _hypotheses(tokens[row], length[row], finished[row], score[row])[: search.n_best]
         if done.all():
             break
         alive = _fill_gaps(done)
@@ -113,6 +140,72 @@ def beam_search(
         sentence, limits, tokens = sentence[alive], limits[alive], tokens[alive]
         log_p, length, finished = log_p[alive], length[alive], finished[alive]
     return results
+
+
+@torch.inference_mode()
+def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: Search) -> list[list[Hypothesis]]:
+    """``search.n_best`` hypotheses of each sentence, drawn token by token; best first.
+
+    The arguments are :func:`beam_search`'s; ``search`` has a temperature. The draws of a sentence come from a generator
+    of its own.
+    """
+    if search.temperature is None:
+        raise InputError("sampling needs a temperature")
+    config, device, width = model.config, source.device, search.n_best
+    limits = source_lengths + EXTRA_TOKENS
+    results: list[list[Hypothesis]] = [[] for _ in source]
+    draws = [
+        random.Random(f"{search.seed} {ids[:length]}")  # a string seeds it alike in every process
+        for ids, length in zip(source.tolist(), source_lengths.tolist(), strict=True)
+    ]
+    state = model.begin(source, source_lengths)
+    sentence = torch.arange(len(source), device=device)
+    state.select(sentence, torch.zeros(len(source), width, dtype=torch.int64, device=device))
+    tokens = torch.full((len(source), width, 1), config.bos_id, device=device)
+    log_p = torch.zeros(len(source), width, device=device)
+    finished = torch.zeros(len(source), width, dtype=torch.bool, device=device)
+    for step in range(1, int(limits.max()) + 1):
+        logits = model.logits(model.step(tokens[:, :, -1], state)).float()
+        log_sum = logits.logsumexp(-1)
+        logits[..., [config.pad_id, config.bos_id]] = -torch.inf
+        uniform = torch.tensor([[draws[i].random() for _ in range(width)] for i in sentence.tolist()], device=device)
+        token = _draw(logits / search.temperature, uniform, search.top_k, search.top_p)
+        gained = logits.gather(-1, token[..., None])[..., 0] - log_sum
+        log_p = log_p + gained.masked_fill(finished, 0.0)
+        tokens = torch.cat((tokens, token.masked_fill(finished, config.pad_id)[..., None]), dim=-1)
+        finished = finished | (token == config.eos_id)
+
+        done = finished.all(1) | (limits <= step)
+        length = (tokens[..., 1:] != config.pad_id).sum(-1)
+        score = log_p / ((5 + length) / 6) ** search.length_penalty
+        for row in done.nonzero()[:, 0].tolist():
+            found = _hypotheses(tokens[row], length[row], finished[row], score[row])
+            results[sentence[row]] = sorted(found, key=lambda hypothesis: hypothesis.score, reverse=True)
+        if done.all():
+            break
+        alive = _fill_gaps(done)
+        state.select(alive, torch.arange(width, device=device).expand(len(alive), -1))
+        sentence, limits, tokens = sentence[alive], limits[alive], tokens[alive]
+        log_p, finished = log_p[alive], finished[alive]
+    return results
+
+
+def _draw(logits: Tensor, uniform: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Of each row of logits (..., V) the token at which the cumulated probability exceeds ``uniform`` (...)."""
+    logits, token = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # likeliest first
+    p = logits.double().softmax(-1)
+    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
+    cumulated = p.cumsum(-1)
+    place = (cumulated <= uniform[..., None] * cumulated[..., -1:]).sum(-1)
+    return token.gather(-1, place[..., None])[..., 0]
+
+
+def _hypotheses(tokens: Tensor, length: Tensor, finished: Tensor, score: Tensor) -> list[Hypothesis]:
+    """A sentence's, of tokens (W, 1 + T) that begin with begin; length (W,) counts the end of those that have one."""
+    ends = (1 + length - finished.long()).tolist()
+    return [
+        Hypothesis(ids[1:end], value) for ids, end, value in zip(tokens.tolist(), ends, score.tolist(), strict=True)
+    ]
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -142,20 +235,41 @@ def _fill_gaps(done: Tensor) -> Tensor:
     return order
 
 
-def translate(model: Transformer, tokenizer: Tokenizer, lines: list[str], search: Search = Search()) -> list[str]:
-    """The translation of each line, in the order given; that of a blank line is empty.
+def candidates(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    lines: list[str],
+    search: Search = Search(),
+    advance: Callable[[int], object] = lambda sentences: None,
+) -> list[list[Translation]]:
+    """The ``search.n_best`` translations of each line, best first, in the order of the lines; none of a blank line.
 
-    Sentences of like length share a batch.
+    Sentences of like length share a batch. ``advance`` is told how many more are done.
     """
     ids = tokenizer.encode(lines)
     sentences = Sentences(ids)
     order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
     device = model.output.weight.device
-    found: list[list[int]] = [[] for _ in lines]
+    found: list[list[Translation]] = [[] for _ in lines]
     for first in range(0, len(order), search.batch_size):
         index = order[first : first + search.batch_size]
         source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index)))
-        hypotheses = beam_search(model, source, lengths, search)
-        for i, hypothesis in zip(index, hypotheses, strict=True):
-            found[i] = hypothesis.tokens
-    return tokenizer.decode(found)
+        results = (beam_search if search.temperature is None else sample)(model, source, lengths, search)
+        for i, hypotheses in zip(index, results, strict=True):
+            texts = tokenizer.decode([hypothesis.tokens for hypothesis in hypotheses])
+            scores = [hypothesis.score for hypothesis in hypotheses]
+            found[i] = [Translation(*pair) for pair in zip(texts, scores, strict=True)]
+        advance(len(index))
+    return found
+
+
+def translate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    lines: list[str],
+    search: Search = Search(),
+    advance: Callable[[int], object] = lambda sentences: None,
+) -> list[str]:
+    """The best of each line's :func:`candidates`; that of a blank line is empty."""
+    found = candidates(model, tokenizer, lines, search, advance)
+    return [translations[0].text if translations else "" for translations in found]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fastattn.translation import checkpoint
+from fastattn.translation import precision as precisions
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.data import Batch, ParallelText, read_parallel
 from fastattn.translation.errors import InputError, require
@@ -30,8 +31,6 @@ from fastattn.translation.evaluate import held_out, perplexity, smoothed_loss
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
-PRECISIONS = ("auto", "bf16", "fp32")
-BFLOAT16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}  # as the kernel names them, on x86 and on Arm
 METRICS = "metrics.jsonl"
 KEPT_CHECKPOINTS = 3
 REPORT_EVERY = 20  # updates
@@ -239,8 +238,6 @@ def _expect_positive(**values: int) -> None:
 def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="auto", seed=1) -> TrainingOptions:
     if preset not in RECIPES:
         raise InputError(f"unknown preset {preset!r}, expected one of {', '.join(RECIPES)}")
-    if precision not in PRECISIONS:
-        raise InputError(f"unknown precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
     recipe = RECIPES[preset]
     batch_tokens = recipe.batch_tokens if batch_tokens is None else batch_tokens
     _expect_positive(vocab_size=vocab_size, batch_tokens=batch_tokens)
@@ -252,7 +249,7 @@ def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="a
         batch_tokens=batch_tokens,
         warmup=recipe.warmup,
         rate=recipe.rate,
-        precision=fastest_precision() if precision == "auto" else precision,
+        precision=precisions.resolve(precision),
         seed=seed,
     )
 
@@ -274,15 +271,6 @@ def _same_options(saved: TrainingOptions, given: dict) -> TrainingOptions:
         if value != getattr(saved, name) and (name, value) != ("precision", "auto"):
             raise InputError(f"{name} is {value!r} but the run to resume has {getattr(saved, name)!r}: leave it out")
     return saved
-
-
-def fastest_precision() -> str:
-    """ "bf16" where this machine multiplies bfloat16 matrices in hardware, else "fp32"."""
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    information = Path("/proc/cpuinfo")
-    words = information.read_text().split() if information.is_file() else ()
-    return "fp32" if BFLOAT16_INSTRUCTIONS.isdisjoint(words) else "bf16"
 
 
 class _Run:
