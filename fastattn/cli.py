@@ -1,4 +1,4 @@
-"""The `fastattn` command: train, translate, evaluate, bench, info, demo."""
+"""The `fastattn` command: train, translate, evaluate, export, bench, info, demo."""
 
 import argparse
 import contextlib
@@ -74,6 +74,12 @@ def _parser() -> _Parser:
     )
     command.add_argument("--output", metavar="FILE", help="also write the translations there")
     _add_search(command)
+
+    command = commands.add_parser("export", help="write a trained model in another program's format")
+    command.set_defaults(run=_export)
+    command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
+    command.add_argument("--to", required=True, choices=["ctranslate2"], help="the program")
+    command.add_argument("out", metavar="OUT", help="a new folder")
 
     command = commands.add_parser("bench", help="speed beside what a user would pick instead, and the machine's limits")
     command.set_defaults(run=_bench)
@@ -177,6 +183,14 @@ def _evaluate(options: argparse.Namespace) -> None:
         checkpoint.write_text(Path(options.output), "".join(f"{line}\n" for line in translations))
     score, signature = bleu(translations, references)
     print(f"BLEU {score:.2f} on {len(references)} sentences\n{signature}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from fastattn.translation import checkpoint
+    from fastattn.translation.export import to_ctranslate2
+
+    to_ctranslate2(*checkpoint.load(options.model), options.out)
+    print(f"{options.out} holds the model for ctranslate2.Translator, and its tokenizer")
 
 
 def _load(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any, Any]:

@@ -61,6 +61,10 @@ class Tokenizer:
         """Text of each list of ids; begin, end and padding vanish."""
         return self._processor.decode(ids, num_threads=-1) if ids else []
 
+    def join(self, pieces: list[str]) -> str:
+        """Text of a list of pieces."""
+        return self._processor.decode(pieces)
+
     def pieces(self, ids: list[int]) -> list[str]:
         """The spelling of each piece."""
         return self._processor.id_to_piece(ids)
