@@ -24,7 +24,7 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.bench import report
 from fastattn.translation import precision
 from fastattn.translation.data import ParallelText, Sentences, read_parallel
-from fastattn.translation.evaluate import bleu, held_out
+from fastattn.translation.evaluate import held_out, scores
 from fastattn.translation.model import SinusoidalPositions
 from fastattn.translation.search import EXTRA_TOKENS, Search, translate
 from fastattn.translation.tokenizer import Tokenizer
@@ -112,8 +112,8 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
         tokens += trainer.update()[3].item()
         seconds += time.monotonic() - start
         if trainer.step % RECIPE.save_every == 0 or seconds >= 60 * minutes:
-            scores = held_out(model, held_out_batches, trainer.autocast())
-            curve.append({"update": trainer.step, "seconds": round(seconds, 1), "tokens": tokens, **scores})
+            on_dev = held_out(model, held_out_batches, trainer.autocast())
+            curve.append({"update": trainer.step, "seconds": round(seconds, 1), "tokens": tokens, **on_dev})
             print(kind, curve[-1], flush=True)
     model.eval()
     translations = (
@@ -121,13 +121,13 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
         if kind == "fastattn"
         else greedy(model, tokenizer, test[0])
     )
-    score, signature = bleu(translations, test[1])
+    found = scores(translations, test[1])
     return {
         "updates": trainer.step,
         "tokens_per_second": tokens / seconds,
         "valid_loss": curve[-1]["valid_loss"],
-        "bleu": score,
-        "signature": signature,
+        "bleu": found.bleu,
+        "signature": found.bleu_signature,
         "precision": options.precision,
         "minutes": minutes,
         "curve": curve,

@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, NoReturn
 from fastattn import bench, info
 from fastattn.translation.errors import InputError
 
+EVALUATION_TOKENS = 4096  # a side of a batch
 CHUNK = 16  # batches of standard input that are translated together, if as much has arrived: like lengths share a batch
 
 
@@ -66,13 +69,14 @@ def _parser() -> _Parser:
     )
     _add_search(command)
 
-    command = commands.add_parser("evaluate", help="score a trained model's translations with BLEU")
+    command = commands.add_parser("evaluate", help="score a trained model: BLEU, chrF, perplexity, accuracy")
     command.set_defaults(run=_evaluate)
     command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
     command.add_argument(
         "--test", nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
     )
     command.add_argument("--output", metavar="FILE", help="also write the translations there")
+    command.add_argument("--json", action="store_true", help="print the scores as JSON")
     _add_search(command)
 
     command = commands.add_parser("export", help="write a trained model in another program's format")
@@ -171,8 +175,9 @@ def _translate(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
-    from fastattn.translation.data import read_parallel
-    from fastattn.translation.evaluate import bleu
+    from fastattn.translation.data import ParallelText, read_parallel
+    from fastattn.translation.evaluate import held_out, scores
+    from fastattn.translation.sanity import evaluation_warnings
     from fastattn.translation.search import translate
 
     model, tokenizer, search = _load(options)
@@ -181,8 +186,21 @@ def _evaluate(options: argparse.Namespace) -> None:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
         checkpoint.write_text(Path(options.output), "".join(f"{line}\n" for line in translations))
-    score, signature = bleu(translations, references)
-    print(f"BLEU {score:.2f} on {len(references)} sentences\n{signature}")
+    _warn(options, *evaluation_warnings(sources, translations, references))
+    text = ParallelText(tokenizer, sources, references)
+    of_references = held_out(model, map(text.batch, text.buckets(EVALUATION_TOKENS)), contextlib.nullcontext())
+    found = scores(translations, references)
+    perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
+    if options.json:
+        numbers = {"sentences": len(sources), "perplexity": perplexity, "accuracy": accuracy}
+        print(json.dumps({**dataclasses.asdict(found), **numbers}, indent=2))
+        return
+    print(
+        f"BLEU {found.bleu:.2f} on {len(references)} sentences\n{found.bleu_signature}\n"
+        f"chrF {found.chrf:.2f}\n{found.chrf_signature}\n"
+        f"perplexity {perplexity:.2f}, accuracy {accuracy:.3f} of the references' pieces\n"
+        f"tokenised, compound-split BLEU {found.compound_split_bleu:.2f}: the kind that the paper reports"
+    )
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -211,8 +229,13 @@ def _load(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any, Any]:
         raise InputError(f"cannot write {options.output}: it is a folder")
     model, tokenizer = checkpoint.load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
     if checkpoint.updates(options.model) == 0:
-        print(f"fastattn {options.command}: warning: {options.model} has not been trained yet", file=sys.stderr)
+        _warn(options, f"{options.model} has not been trained yet")
     return model.to(dtype), tokenizer, search
+
+
+def _warn(options: argparse.Namespace, *warnings: str) -> None:
+    for warning in warnings:
+        print(f"fastattn {options.command}: warning: {warning}", file=sys.stderr)
 
 
 @contextlib.contextmanager

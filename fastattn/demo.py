@@ -11,7 +11,7 @@ from fastattn.bench import contest
 from fastattn.bench.cases import Case
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import read_lines
-from fastattn.translation.evaluate import bleu
+from fastattn.translation.evaluate import scores
 from fastattn.translation.search import translate
 from fastattn.translation.train import read_metrics, train
 
@@ -64,8 +64,8 @@ def run(out: str | None = None) -> int:
     shown = sorted(range(SCORED), key=lambda i: len(sources[i]))[:: SCORED // SHOWN // 2][:SHOWN]
     for i in shown:
         print(f"source       {sources[i]}\ntranslation  {translations[i]}\nreference    {references[i]}\n")
-    score, signature = bleu(translations, references)
-    print(f"BLEU {score:.1f} on {SCORED} sentences of the test text ({signature}).")
+    found = scores(translations, references)
+    print(f"BLEU {found.bleu:.1f} on {SCORED} sentences of the test text ({found.bleu_signature}).")
     print(
         "Two minutes teach it the language and some of the words: a BLEU below 10 is to be expected. `fastattn train`\n"
         "for twenty minutes on the same text makes it a translator."

@@ -128,11 +128,18 @@ def test_a_pipe_is_answered_line_by_line(run):
 def test_evaluate(run, small, tmp_path, capsys):
     arguments = ["evaluate", str(run), "--test", *small, "--beam", "1", "--output", str(tmp_path / "hypotheses")]
     assert cli.main(arguments) == 0
-    score, signature = capsys.readouterr().out.splitlines()
-    assert score.startswith("BLEU ")
-    assert score.endswith(" on 60 sentences")
+    bleu, signature, chrf, _, perplexity, compounds = capsys.readouterr().out.splitlines()
+    assert bleu.startswith("BLEU ")
+    assert bleu.endswith(" on 60 sentences")
     assert "|tok:13a|" in signature
+    assert chrf.startswith("chrF ")
+    assert perplexity.startswith("perplexity ")
+    assert "compound-split BLEU" in compounds
     assert len((tmp_path / "hypotheses").read_text(encoding="utf-8").splitlines()) == 60
+    assert cli.main([*arguments, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert bleu == f"BLEU {numbers['bleu']:.2f} on {numbers['sentences']} sentences"
+    assert perplexity.startswith(f"perplexity {numbers['perplexity']:.2f}, accuracy {numbers['accuracy']:.3f} ")
 
 
 def test_info(capsys):
@@ -295,9 +302,11 @@ def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
     monkeypatch.setattr(tqdm.tqdm, "__init__", functools.partialmethod(tqdm.tqdm.__init__, mininterval=0))
     assert cli.main(train_arguments(small, tmp_path / "run", "--max-steps", "3", "--max-minutes", "600")) == 0
     lines = [line for line in screen.getvalue().replace("\r", "\n").split("\n") if line]
-    assert lines[0].startswith("tiny: ")
-    assert lines[0].endswith("fp32, batches of 300 tokens, 3 updates or 600 min")
-    assert max(map(len, lines)) <= 80
+    warning, first, *bar = lines
+    assert warning.startswith("warning: 60 of 60 validation sources also stand in the training text")
+    assert first.startswith("tiny: ")
+    assert first.endswith("fp32, batches of 300 tokens, 3 updates or 600 min")
+    assert max(map(len, (first, *bar))) <= 80
     seen = re.findall(r"(\d+)%\|.*\| update (\d+)", screen.getvalue().replace("\r", "\n"))
     assert list(dict.fromkeys(seen)) == [("0", "0"), ("33", "1"), ("67", "2"), ("100", "3")]
 

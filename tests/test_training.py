@@ -19,7 +19,7 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import ParallelText, arriving_lines, decode_lines, read_lines, read_parallel
 from fastattn.translation.errors import InputError
-from fastattn.translation.evaluate import bleu, held_out, smoothed_loss
+from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, train
@@ -580,7 +580,7 @@ def test_what_an_interrupted_removal_leaves_is_removed(tmp_path, verses, monkeyp
 def test_held_out_loss(text):
     model = small_model()
     batches = [text.batch(index) for index in text.buckets(2000)]
-    scores = held_out(model, batches, torch.autocast("cpu", enabled=False))
+    of_text = held_out(model, batches, torch.autocast("cpu", enabled=False))
     assert model.training
     model.eval()
     nll = tokens = 0
@@ -591,19 +591,37 @@ def test_held_out_loss(text):
                 model(batch.source, batch.target)[0], batch.labels[0], ignore_index=PAD_ID, reduction="sum"
             ).item()
             tokens += batch.tokens
-    assert scores["valid_loss"] == pytest.approx(nll / tokens, rel=1e-5)
-    assert scores["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
-    assert 0 <= scores["valid_accuracy"] <= 1
+    assert of_text["valid_loss"] == pytest.approx(nll / tokens, rel=1e-5)
+    assert of_text["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
+    assert 0 <= of_text["valid_accuracy"] <= 1
 
 
-def test_bleu():
+def test_scores():
     references = ["El perro duerme en la casa grande .", "Y dijo Dios: Sea la luz."]
-    score, signature = bleu(references, references)
-    assert score == pytest.approx(100)
-    assert "tok:13a" in signature
-    assert bleu(["Dios dijo: luz", "perro"], references)[0] < 10
+    same = scores(references, references)
+    assert (same.bleu, same.chrf, same.compound_split_bleu) == pytest.approx((100, 100, 100))
+    assert "tok:13a" in same.bleu_signature
+    assert "nc:6" in same.chrf_signature
+    other = scores(["Dios dijo: luz", "perro"], references)
+    assert max(other.bleu, other.compound_split_bleu) < 10
+    assert other.chrf < 30
     with pytest.raises(InputError, match="1 translations cannot be scored against 2 references"):
-        bleu(["a"], references)
+        scores(["a"], references)
+
+
+def test_compounds_are_split_as_in_the_papers_bleu():
+    r"""perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g' of the tokenised text, then BLEU of its words."""
+    found = scores(["the well-known state of the art"], ["the well-known state-of-the-art"])
+    words = ["the", "well", "##AT##-##AT##", "known", "state", "of", "the", "art"]
+    state = ["state", "##AT##-##AT##", "of", "##AT##-##AT##", "the", "##AT##-##AT##", "art"]
+    reference = [*words[:4], *state]
+    precisions = []
+    for n in range(1, 5):
+        grams, wanted = ([tuple(text[i:][:n]) for i in range(len(text) - n + 1)] for text in (words, reference))
+        hits = sum(min(grams.count(gram), wanted.count(gram)) for gram in set(grams))
+        precisions.append((hits if hits else 0.5) / len(grams))  # sacrebleu's exponential smoothing of a first zero
+    expected = math.exp(1 - len(reference) / len(words)) * math.prod(precisions) ** 0.25
+    assert found.compound_split_bleu == pytest.approx(100 * expected)
 
 
 def test_plots(tmp_path, verses):
@@ -631,8 +649,8 @@ def test_a_run_writes_metrics_and_checkpoints(tmp_path, capsys):
         assert math.isfinite(rows[0][name])
     model, tokenizer = checkpoint.load(best)
     valid = ParallelText(tokenizer, *map(read_lines, files))
-    scores = held_out(model, map(valid.batch, valid.buckets(1000)), torch.autocast("cpu", enabled=False))
-    assert rows[0]["valid_loss"] == pytest.approx(scores["valid_loss"], rel=1e-6)
+    of_text = held_out(model, map(valid.batch, valid.buckets(1000)), torch.autocast("cpu", enabled=False))
+    assert rows[0]["valid_loss"] == pytest.approx(of_text["valid_loss"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("update 2: loss ")
     assert "\r" not in "".join(lines)

@@ -29,6 +29,7 @@ from fastattn.translation.data import Batch, ParallelText, read_parallel
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.evaluate import held_out, perplexity, smoothed_loss
 from fastattn.translation.model import Transformer
+from fastattn.translation.sanity import training_warnings
 from fastattn.translation.tokenizer import Tokenizer
 
 METRICS = "metrics.jsonl"
@@ -208,7 +209,11 @@ def train(
         tokenizer = Tokenizer.train(sources + targets, options.vocab_size)
         torch.manual_seed(options.seed)
         model = Transformer(TransformerConfig.preset(options.preset, tokenizer.vocab_size)).to(device)
-    trainer = Trainer(model, ParallelText(tokenizer, sources, targets), options)
+    text = ParallelText(tokenizer, sources, targets)
+    if not resume:
+        for warning in training_warnings((sources, targets), valid_pairs, text, tokenizer):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    trainer = Trainer(model, text, options)
     run = _Run(out, trainer, tokenizer, ParallelText(tokenizer, *valid_pairs), text_digest)
     if resume:
         run.load_state(newest, state)

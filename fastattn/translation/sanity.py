@@ -1,0 +1,123 @@
+"""What is probably wrong with a corpus: said before hours are spent on it."""
+
+import collections
+import re
+import statistics
+from collections.abc import Iterable
+
+from fastattn.translation.data import MAX_TRAINING_PIECES, ParallelText
+from fastattn.translation.tokenizer import Tokenizer
+
+Pairs = tuple[list[str], list[str]]
+
+OVERLAP = 0.05  # of held-out sources that also stand in the training text; verses and news repeat themselves a little
+COPIES = 0.05  # of pairs whose sides are equal; few teach a model to copy (Khayrallah and Koehn 2018)
+LEFT_OUT = 0.05  # of pairs that no update sees
+WHOLE_WORDS = 0.2  # of words that are one piece, at least
+SPACED = 20  # characters a word, at most: above, the script has no spaces between words
+PAIRED = 0.3  # correlation of the lengths of sentences and their translations, at least; real text has 0.8 and more
+ENOUGH = 100  # lines from which on a share says something
+# UTF-8 read as Latin-1 or Windows-1252 and written again, and the character for what could not be read.
+MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd")
+
+
+def training_warnings(train: Pairs, valid: Pairs, text: ParallelText, tokenizer: Tokenizer) -> list[str]:
+    """What is suspicious in the text of a run; ``text`` is ``train``, encoded."""
+    found = [*_pairing(train, "training"), *_encoding(train, "training"), *_encoding(valid, "validation")]
+    found += _swapped(train, valid)
+    if text.left_out > LEFT_OUT * len(train[0]):
+        sizes = zip(tokenizer.encode(train[0]), tokenizer.encode(train[1]), strict=True)
+        first = next(n for n, pair in enumerate(sizes, 1) if not all(0 < len(s) <= MAX_TRAINING_PIECES for s in pair))
+        found.append(
+            f"{text.left_out} of {len(train[0])} training pairs are left out, the first in line {first}: "
+            f"a side is empty or longer than {MAX_TRAINING_PIECES} pieces"
+        )
+    seen = set(map(_normal, train[0]))
+    found += _share(
+        (_normal(line) in seen for line in valid[0]), OVERLAP, "validation sources also stand in the training text",
+        "scores on them say nothing of new text",
+    )  # fmt: skip
+    for lines, side in zip(train, ("source", "target"), strict=True):
+        words = collections.Counter(word for line in lines[:10_000] for word in line.split())
+        number = words.total()
+        if not number or sum(len(word) * count for word, count in words.items()) > SPACED * number:
+            continue
+        encoded = zip(words.values(), tokenizer.encode(list(words)), strict=True)
+        whole = sum(count for count, ids in encoded if len(ids) == 1)
+        if whole < WHOLE_WORDS * number:
+            found.append(
+                f"only {whole / number:.0%} of the words of the {side} side are one piece of the vocabulary of "
+                f"{tokenizer.vocab_size}: sentences grow long and training slow; give a larger --vocab-size"
+            )
+    return found
+
+
+def evaluation_warnings(sources: list[str], translations: list[str], references: list[str]) -> list[str]:
+    """What is suspicious in translations beside their references."""
+    found = [*_pairing((sources, references), "test"), *_encoding((sources, references), "test")]
+    if _fit(sources, translations) > _fit(references, translations):
+        found.append(
+            "the translations have more words of the sources than of the references: "
+            "are the two files swapped, or does the model copy?"
+        )
+    return found
+
+
+def _pairing(pairs: Pairs, name: str) -> list[str]:
+    """Copies, and lines that do not translate each other."""
+    sources, targets = pairs
+    copied = (_normal(s) == _normal(t) != "" for s, t in zip(sources, targets, strict=True))
+    found = _share(copied, COPIES, f"{name} pairs have two equal sides", "a model learns to copy from them")
+    sizes = [[len(line) for line in side] for side in pairs]
+    if len(sources) >= ENOUGH and all(len(set(side)) > 1 for side in sizes):
+        bounded = ([min(size, 3 * statistics.median(side)) for size in side] for side in sizes)  # a few are overlong
+        correlation = statistics.correlation(*bounded)
+        if correlation < PAIRED:
+            found.append(
+                f"the lengths of the {name} lines and of their translations hardly go together (correlation "
+                f"{correlation:.2f}): does line n pair with line n?"
+            )
+    return found
+
+
+def _encoding(pairs: Pairs, name: str) -> list[str]:
+    found = []
+    for lines, side in zip(pairs, ("source", "target"), strict=True):
+        broken = [number for number, line in enumerate(lines, 1) if MOJIBAKE.search(line)]
+        if broken:
+            example = MOJIBAKE.search(lines[broken[0] - 1])
+            found.append(
+                f"{len(broken)} {name} {side} lines look like text in a wrong encoding, the first in line {broken[0]}: "
+                f"{example[0] if example else ''!r}"
+            )
+    return found
+
+
+def _swapped(train: Pairs, valid: Pairs) -> list[str]:
+    """The validation files in the other order than the training files."""
+    straight, crossed = (
+        sum(_fit(known, lines) for known, lines in zip(train, side, strict=True)) for side in (valid, valid[::-1])
+    )
+    if crossed > straight:
+        return ["the validation source has the words of the training target and the reverse: the languages are swapped"]
+    return []
+
+
+def _fit(known: Iterable[str], lines: Iterable[str]) -> float:
+    """The share of the words of ``lines`` that ``known`` has."""
+    vocabulary = {word for line in known for word in line.lower().split()}
+    words = [word for line in lines for word in line.lower().split()]
+    return sum(word in vocabulary for word in words) / max(1, len(words))
+
+
+def _share(hits: Iterable[bool], most: float, what: str, why: str) -> list[str]:
+    """A warning where more than ``most`` of the lines are hits: how many, and the first."""
+    marks = list(hits)
+    number = sum(marks)
+    if number <= most * len(marks):
+        return []
+    return [f"{number} of {len(marks)} {what}, the first in line {marks.index(True) + 1}: {why}"]
+
+
+def _normal(line: str) -> str:
+    return " ".join(line.lower().split())

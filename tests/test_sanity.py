@@ -1,0 +1,114 @@
+"""Warnings about a corpus: each fault is found in the real corpus with that fault planted, and none without."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import fastattn
+from fastattn.translation.data import ParallelText, read_lines
+from fastattn.translation.sanity import evaluation_warnings, training_warnings
+from fastattn.translation.tokenizer import Tokenizer
+
+VERSES = Path(fastattn.__file__).parent / "verses"
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    """(training, validation), each sources and targets."""
+    train, valid = (tuple(read_lines(VERSES / f"{name}.{side}") for side in ("en", "es")) for name in ("test", "dev"))
+    return train, valid
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return Tokenizer.train(corpus[0][0] + corpus[0][1], 3000)
+
+
+def warned(train, valid, tokenizer):
+    return training_warnings(train, valid, ParallelText(tokenizer, *train), tokenizer)
+
+
+def test_the_enclosed_corpus_is_sane(corpus, tokenizer):
+    assert warned(*corpus, tokenizer) == []
+    (sources, targets), _ = corpus
+    assert evaluation_warnings(sources, targets[1:] + targets[:1], targets) == []
+
+
+def overlap(train, valid):
+    return train, tuple(
+        mine + [line.upper() for line in theirs[5:45]] for mine, theirs in zip(valid, train, strict=True)
+    )
+
+
+def swapped(train, valid):
+    return train, valid[::-1]
+
+
+def empty(train, valid):
+    return (["" if 7 <= n < 50 else line for n, line in enumerate(train[0])], train[1]), valid
+
+
+def overlong(train, valid):
+    return (train[0], [line * (20 if 7 <= n < 50 else 1) for n, line in enumerate(train[1])]), valid
+
+
+def copies(train, valid):
+    return (train[0], [s if 7 <= n < 50 else t for n, (s, t) in enumerate(zip(*train, strict=True))]), valid
+
+
+def shifted(train, valid):
+    return (train[0], train[1][1:] + train[1][:1]), valid
+
+
+def mojibake(train, valid):
+    return (train[0], train[1][:30] + [line.encode().decode("latin-1") for line in train[1][30:]]), valid
+
+
+def windows(train, valid):
+    return train, ([line.replace("'", "\u2019").encode().decode("cp1252", "replace") for line in valid[0]], valid[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (overlap, r"of 621 validation sources also stand in the training text, the first in line \d+: "),
+        (swapped, "the languages are swapped"),
+        (
+            empty,
+            r"43 of 622 training pairs are left out, the first in line 8: a side is empty or longer than 256 pieces",
+        ),
+        (overlong, r"43 of 622 training pairs are left out, the first in line 8: "),
+        (copies, r"4\d of 622 training pairs have two equal sides, the first in line 8: "),
+        (shifted, r"lengths of the training lines .* hardly go together \(correlation -?0\.\d\d\)"),
+        (mojibake, r"training target lines look like text in a wrong encoding, the first in line 31: 'Ã"),
+        (windows, r"validation source lines look like text in a wrong encoding, the first in line \d+: 'â€'"),
+    ],
+)
+def test_a_fault_is_found(corpus, tokenizer, fault, message):
+    train, valid = fault(*corpus)
+    (warning,) = warned(train, valid, tokenizer)
+    assert re.search(message, warning), warning
+
+
+def test_a_vocabulary_that_splits_every_word(corpus):
+    (sources, targets), valid = corpus
+    letters = Tokenizer.train(sources + targets, 110)
+    found = warned((sources, targets), valid, letters)
+    assert [line.partition(" of the vocabulary")[0][-18:] for line in found] == ["side are one piece"] * 2
+
+
+def test_text_without_spaces_has_no_words_to_split():
+    lines = ["".join(random.Random(n).choices("一二三四五六七八九十百千", k=30)) for n in range(50)]
+    tokenizer = Tokenizer.train(lines, 30)
+    assert warned((lines, lines[::-1]), (lines[:1], lines[-1:]), tokenizer) == [
+        "1 of 1 validation sources also stand in the training text, the first in line 1: scores on them say nothing of "
+        "new text"
+    ]
+
+
+def test_translations_in_the_language_of_their_sources(corpus):
+    (english, spanish), _ = corpus
+    (copying,) = evaluation_warnings(english, english[1:] + english[:1], spanish)
+    assert copying.startswith("the translations have more words of the sources than of the references")
