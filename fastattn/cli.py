@@ -1,4 +1,4 @@
-"""The `fastattn` command: train, translate, evaluate, export, bench, info, demo."""
+"""The `fastattn` command: train, translate, evaluate, plot, export, bench, info, demo."""
 
 import argparse
 import contextlib
@@ -67,6 +67,9 @@ def _parser() -> _Parser:
     command.add_argument(
         "--n-best", type=int, default=1, metavar="N", help="translations a line, as `line ||| translation ||| score`"
     )
+    command.add_argument("--attention", metavar="FILE", help="draw the heads for the first sentence: .png or .svg")
+    command.add_argument("--attention-kind", default="cross", help="encoder, decoder or cross (default)")
+    command.add_argument("--attention-layer", type=int, metavar="N", help="counted from 1 (default: the last)")
     _add_search(command)
 
     command = commands.add_parser("evaluate", help="score a trained model: BLEU, chrF, perplexity, accuracy")
@@ -78,6 +81,11 @@ def _parser() -> _Parser:
     command.add_argument("--output", metavar="FILE", help="also write the translations there")
     command.add_argument("--json", action="store_true", help="print the scores as JSON")
     _add_search(command)
+
+    command = commands.add_parser("plot", help="draw the loss of a run, training and validation")
+    command.set_defaults(run=_plot)
+    command.add_argument("folder", metavar="DIR", help="the folder of a run")
+    command.add_argument("--output", metavar="FILE", help=".png or .svg (default: DIR/loss.png)")
 
     command = commands.add_parser("export", help="write a trained model in another program's format")
     command.set_defaults(run=_export)
@@ -136,22 +144,15 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _translate(options: argparse.Namespace) -> None:
-    from fastattn.translation import checkpoint
+    from fastattn.translation import checkpoint, plots
     from fastattn.translation.data import arriving_lines, read_lines
     from fastattn.translation.search import candidates
 
+    picture, kind = options.attention, options.attention_kind
+    if picture is not None:
+        plots.check_path(picture)
     model, tokenizer, search = _load(options, options.n_best)
-
-    def translated(lines: list[str], first: int, advance: Callable[[int], object]) -> str:
-        found = candidates(model, tokenizer, lines, search, advance)
-        if options.n_best == 1:
-            return "".join(f"{translations[0].text if translations else ''}\n" for translations in found)
-        return "".join(
-            f"{number} ||| {translation.text} ||| {translation.score:.4f}\n"
-            for number, translations in enumerate(found, first)
-            for translation in translations
-        )
-
+    layer = plots.check_layer(model.config, kind, options.attention_layer)
     if options.input is None:
         parts, total = arriving_lines(sys.stdin.buffer, "standard input", CHUNK * options.batch_size), None
     else:
@@ -160,17 +161,35 @@ def _translate(options: argparse.Namespace) -> None:
     text, first = [], 1
     with _sentences_done(total) as advance:
         for lines in parts:
-            part = translated(lines, first, advance)
+            found = candidates(model, tokenizer, lines, search, advance)
+            part = _n_best_lines(found, first) if options.n_best > 1 else _best_lines(found)
             first += len(lines)
             if options.output is None:
                 sys.stdout.buffer.write(part.encode())
                 sys.stdout.flush()
             else:
                 text.append(part)
+            pairs = [(line, best[0].text) for line, best in zip(lines, found, strict=True) if best]
+            if picture is not None and pairs:
+                heads = plots.attention_heads(model, tokenizer, *pairs[0], kind, layer)
+                plots.heat_maps(heads, picture, f"{kind} attention, layer {layer}")
+                picture = None
     if first == 1:
         raise InputError("standard input is empty: expected one sentence a line")
     if options.output is not None:
         checkpoint.write_text(Path(options.output), "".join(text))
+
+
+def _best_lines(found: list[list[Any]]) -> str:
+    return "".join(f"{translations[0].text if translations else ''}\n" for translations in found)
+
+
+def _n_best_lines(found: list[list[Any]], first: int) -> str:
+    return "".join(
+        f"{number} ||| {translation.text} ||| {translation.score:.4f}\n"
+        for number, translations in enumerate(found, first)
+        for translation in translations
+    )
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -201,6 +220,19 @@ def _evaluate(options: argparse.Namespace) -> None:
         f"perplexity {perplexity:.2f}, accuracy {accuracy:.3f} of the references' pieces\n"
         f"tokenised, compound-split BLEU {found.compound_split_bleu:.2f}: the kind that the paper reports"
     )
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from fastattn.translation import plots
+    from fastattn.translation.train import METRICS, read_metrics
+
+    picture = Path(options.folder) / "loss.png" if options.output is None else Path(options.output)
+    plots.check_path(picture)
+    rows = read_metrics(options.folder)
+    if not rows:
+        raise InputError(f"{options.folder} holds no {METRICS} yet: expected the folder of a run of `fastattn train`")
+    plots.loss_curve(rows, picture)
+    print(picture)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -72,8 +72,8 @@ def run(out: str | None = None) -> int:
     )
 
     plots.loss_curve(read_metrics(folder), folder / "loss.png")
-    weights, rows, columns = plots.cross_attention(model, tokenizer, sources[shown[1]], translations[shown[1]])
-    plots.heat_map(weights, rows, columns, folder / "attention.png")
+    heads = plots.attention_heads(model, tokenizer, sources[shown[1]], translations[shown[1]])
+    plots.heat_maps(heads, folder / "attention.png", "cross attention of the last layer")
     print(f"\n{folder} holds loss.png, attention.png and the model. Try: fastattn translate {folder} --input FILE")
     return wrong
 

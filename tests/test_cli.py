@@ -142,6 +142,24 @@ def test_evaluate(run, small, tmp_path, capsys):
     assert perplexity.startswith(f"perplexity {numbers['perplexity']:.2f}, accuracy {numbers['accuracy']:.3f} ")
 
 
+def test_pictures(run, small, tmp_path, capsys):
+    heads, curve = tmp_path / "heads.svg", tmp_path / "curve.png"
+    arguments = ["translate", str(run), "--input", small[0], "--beam", "1"]
+    drawn = ["--attention", str(heads), "--attention-kind", "encoder", "--attention-layer", "2"]
+    assert cli.main([*arguments, *drawn]) == 0
+    assert "encoder attention, layer 2" in heads.read_text(encoding="utf-8")
+    assert cli.main(["plot", str(run), "--output", str(curve)]) == 0
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    for bad, message in (
+        (["--attention", "heads.jpeg"], "cannot draw heads.jpeg: expected a name that ends in .png or .svg"),
+        (["--attention", str(tmp_path / "no/heads.png")], "its folder does not exist"),
+        (["--attention-layer", "4"], "the layer of the cross attention is 4, expected 1 to 3"),
+    ):
+        assert message in failure([*arguments, *bad], capsys)
+    assert "holds no metrics.jsonl yet" in failure(["plot", tmp_path], capsys)
+
+
 def test_info(capsys):
     assert cli.main(["info"]) == 0
     assert "_cpu library" in capsys.readouterr().out

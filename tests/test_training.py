@@ -7,8 +7,10 @@ import json
 import math
 import os
 import random
+import struct
 from pathlib import Path
 
+import matplotlib.axes
 import pytest
 import torch
 from conftest import require
@@ -20,6 +22,7 @@ from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import ParallelText, arriving_lines, decode_lines, read_lines, read_parallel
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
+from fastattn.translation.model import AttentionWeights
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, TrainingOptions, dropout_seeds, train
@@ -624,16 +627,56 @@ def test_compounds_are_split_as_in_the_papers_bleu():
     assert found.compound_split_bleu == pytest.approx(100 * expected)
 
 
-def test_plots(tmp_path, verses):
+@pytest.mark.parametrize("kind", plots.KINDS)
+def test_attention_heads(verses, kind):
+    """Against the probabilities of the layer's own projections, rows and columns named by what they are."""
     sources, targets, tokenizer = verses
-    weights, rows, columns = plots.cross_attention(small_model().eval(), tokenizer, sources[0], targets[0])
-    assert weights.shape == (len(rows), len(columns))
-    assert (rows[-1], columns[-1]) == ("</s>", "</s>")
-    torch.testing.assert_close(weights.sum(1), torch.ones(len(rows)))
-    plots.heat_map(weights, rows, columns, tmp_path / "map.png")
-    plots.loss_curve([{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0, "valid_loss": 8.5}], tmp_path / "loss.png")
-    for name in ("map.png", "loss.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    model = small_model().eval()
+    heads = plots.attention_heads(model, tokenizer, sources[0], targets[0], kind)
+    source, target = (tokenizer.pieces(ids) for ids in tokenizer.encode([sources[0], targets[0]]))
+    read, seen, predicted = [*source, "</s>"], ["<s>", *target], [*target, "</s>"]
+    named = {"encoder": (read, read), "decoder": (predicted, seen), "cross": (predicted, read)}
+    assert (heads.rows, heads.columns) == named[kind]
+    weights = AttentionWeights()
+    ids, begun = tokenizer.encode([sources[0], targets[0]])
+    model(torch.tensor([[*ids, EOS_ID]]), torch.tensor([[BOS_ID, *begun]]), weights=weights)
+    assert torch.equal(heads.weights, getattr(weights, kind)[0][0])
+    torch.testing.assert_close(heads.weights.sum(-1), torch.ones(4, len(heads.rows)))
+
+
+def test_a_layer_that_does_not_exist():
+    config = small_model().config
+    assert plots.check_layer(config, "decoder", None) == 1
+    with pytest.raises(InputError, match="layer of the cross attention is 2, expected 1 to 1"):
+        plots.check_layer(config, "cross", 2)
+    with pytest.raises(InputError, match="unknown kind of attention 'self', expected one of encoder, decoder, cross"):
+        plots.check_layer(config, "self", 1)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5, 16])
+@pytest.mark.parametrize("length", [1, 200])
+def test_pictures_fit_a_screen(tmp_path, heads, length):
+    pieces = [f"▁piece{n}" for n in range(length)]
+    plots.heat_maps(plots.Heads(torch.rand(heads, length, length), pieces, pieces), tmp_path / "map.png", "title")
+    png = (tmp_path / "map.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert struct.unpack(">2I", png[16:24]) == (1280, 720)
+
+
+def test_the_loss_curve_is_of_one_kind(tmp_path, monkeypatch):
+    """Training's cross-entropy is that without label smoothing, as validation's is."""
+    drawn = {}
+    plot = matplotlib.axes.Axes.plot
+
+    def spy(axes, x, y, *args, label, **kwargs):
+        drawn[label] = (x, y)
+        return plot(axes, x, y, *args, label=label, **kwargs)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", spy)
+    rows = [{"step": 1, "loss": 9.0, "perplexity": math.e**8}, {"step": 2, "loss": 8.0, "perplexity": math.e**7}]
+    plots.loss_curve([rows[0], {**rows[1], "valid_loss": 7.5}], tmp_path / "loss.svg")
+    assert drawn == {"training": ([1, 2], pytest.approx([8, 7])), "validation": ([2], [7.5])}
+    assert "<svg" in (tmp_path / "loss.svg").read_text()
 
 
 def test_a_run_writes_metrics_and_checkpoints(tmp_path, capsys):

@@ -1,50 +1,113 @@
 """Pictures of a run: its loss curve, and where a translation attends."""
 
+import dataclasses
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fastattn.translation.errors import require
+from fastattn.translation.config import TransformerConfig
+from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import AttentionWeights, Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
+KINDS = [field.name for field in dataclasses.fields(AttentionWeights)]  # encoder, decoder, cross
+FORMATS = (".png", ".svg")
+SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
+LABELS = (84, 48)  # columns and rows of the whole picture that have room for a label
+
 
 def loss_curve(rows: list[dict[str, float]], path: str | Path) -> None:
-    """Training and validation loss over updates, from the rows of ``metrics.jsonl``, as a PNG."""
+    """Cross-entropy of training and validation, without label smoothing, over the updates of ``metrics.jsonl``."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     valid = [row for row in rows if "valid_loss" in row]
-    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label="training, smoothed labels")
+    axes.plot([row["step"] for row in rows], [math.log(row["perplexity"]) for row in rows], label="training")
     axes.plot([row["step"] for row in valid], [row["valid_loss"] for row in valid], "o-", label="validation")
-    axes.set(xlabel="update", ylabel="loss (nats a token)")
+    axes.set(xlabel="update", ylabel="cross-entropy (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The attention of each head of a layer: probabilities (H, rows, columns), and the pieces along both."""
+
+    weights: Tensor
+    rows: list[str]
+    columns: list[str]
+
+
 @torch.no_grad()
-def cross_attention(
-    model: Transformer, tokenizer: Tokenizer, source: str, target: str
-) -> tuple[Tensor, list[str], list[str]]:
-    """How a translation attends to its source: (T, S) probabilities, the mean of the last layer's heads, and
-    the pieces that its rows predict and its columns read."""
-    end, begin = model.config.eos_id, model.config.bos_id
+def attention_heads(
+    model: Transformer, tokenizer: Tokenizer, source: str, target: str, kind: str = "cross", layer: int | None = None
+) -> Heads:
+    """How a layer's heads attend while ``model`` reads ``source`` and predicts ``target``.
+
+    The rows are the pieces of the source ("encoder"), or those that are predicted ("decoder", "cross"). The columns are
+    the pieces that are attended to: of the source, or of the target so far, from its beginning on ("decoder").
+
+    Args:
+        kind: "encoder", "decoder" or "cross".
+        layer: counted from 1; the last where not given.
+
+    Raises:
+        InputError: another kind, or a layer that the model lacks.
+    """
+    layer = check_layer(model.config, kind, layer)
+    begin, end = model.config.bos_id, model.config.eos_id
     source_ids, target_ids = tokenizer.encode([source, target])
+    read, seen, predicted = [*source_ids, end], [begin, *target_ids], [*target_ids, end]
     weights = AttentionWeights()
-    columns, rows = [*source_ids, end], [*target_ids, end]
-    model(torch.tensor([columns]), torch.tensor([[begin, *target_ids]]), weights=weights)
-    return weights.cross[-1][0].mean(0), tokenizer.pieces(rows), tokenizer.pieces(columns)
+    device = model.output.weight.device
+    model(torch.tensor([read], device=device), torch.tensor([seen], device=device), weights=weights)
+    rows, columns = {"encoder": (read, read), "decoder": (predicted, seen), "cross": (predicted, read)}[kind]
+    of_layer = getattr(weights, kind)[layer - 1][0].float().cpu()
+    return Heads(of_layer, tokenizer.pieces(rows), tokenizer.pieces(columns))
 
 
-def heat_map(weights: Tensor, rows: list[str], columns: list[str], path: str | Path) -> None:
-    """Probabilities (rows, columns) as a PNG with a label for each."""
-    size = (2 + 0.3 * len(columns), 1.5 + 0.25 * len(rows))
-    figure = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(weights.float().cpu().numpy(), cmap="viridis", vmin=0.0, aspect="auto")
-    axes.set_xticks(range(len(columns)), columns, rotation=90)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlabel="source", ylabel="translation")
-    figure.colorbar(image, label="attention probability, mean of the last layer's heads")
-    figure.savefig(path, dpi=150)
+def heat_maps(heads: Heads, path: str | Path, title: str = "") -> None:
+    """One map a head, on one scale, as a PNG or SVG of a screen's size."""
+    number = len(heads.weights)
+    high = math.isqrt(number)
+    wide = math.ceil(number / high)
+    figure = require("matplotlib.figure").Figure(figsize=SCREEN, layout="constrained")
+    grid = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[number:]:
+        axes.set_axis_off()
+    image = None
+    for head, (axes, weights) in enumerate(zip(grid.flat, heads.weights.numpy(), strict=False), 1):
+        image = axes.imshow(weights, cmap="viridis", vmin=0.0, vmax=float(heads.weights.max()), aspect="auto")
+        axes.set_title(f"head {head}", fontsize=8)
+        axes.tick_params(labelbottom=head + wide > number, labelleft=head % wide == 1 or wide == 1)
+        for axis, pieces, most, turn in (
+            (axes.xaxis, heads.columns, LABELS[0] // wide, 90),
+            (axes.yaxis, heads.rows, LABELS[1] // high, 0),
+        ):
+            every = math.ceil(len(pieces) / most)
+            axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    figure.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
+    figure.savefig(path, dpi=100)
+
+
+def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
+    """The layer, counted from 1, the last where not given; raises :class:`InputError` for one that does not exist."""
+    if kind not in KINDS:
+        raise InputError(f"unknown kind of attention {kind!r}, expected one of {', '.join(KINDS)}")
+    layers = config.encoder_layers if kind == "encoder" else config.decoder_layers
+    if layer is not None and not 1 <= layer <= layers:
+        raise InputError(f"the layer of the {kind} attention is {layer}, expected 1 to {layers}")
+    return layer or layers
+
+
+def check_path(path: str | Path) -> None:
+    """Raises :class:`InputError` unless a picture can be written to ``path``."""
+    path = Path(path)
+    if path.suffix not in FORMATS:
+        raise InputError(f"cannot draw {path}: expected a name that ends in {' or '.join(FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"cannot write {path}: its folder does not exist")
+    require("matplotlib")
