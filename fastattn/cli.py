@@ -90,7 +90,12 @@ def _parser() -> _Parser:
     command = commands.add_parser("export", help="write a trained model in another program's format")
     command.set_defaults(run=_export)
     command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
-    command.add_argument("--to", required=True, choices=["ctranslate2"], help="the program")
+    command.add_argument(
+        "--to",
+        required=True,
+        choices=["ctranslate2", "int8"],
+        help="the program; int8: a checkpoint of a quarter of the size",
+    )
     command.add_argument("out", metavar="OUT", help="a new folder")
 
     command = commands.add_parser("bench", help="speed beside what a user would pick instead, and the machine's limits")
@@ -239,8 +244,13 @@ def _export(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.export import to_ctranslate2
 
-    to_ctranslate2(*checkpoint.load(options.model), options.out)
-    print(f"{options.out} holds the model for ctranslate2.Translator, and its tokenizer")
+    model, tokenizer = checkpoint.load(options.model)
+    if options.to == "int8":
+        checkpoint.save_int8(model, tokenizer, checkpoint.updates(options.model), options.out)
+        print(f"{options.out} holds the model and its tokenizer, for every command that takes a checkpoint")
+    else:
+        to_ctranslate2(model, tokenizer, options.out)
+        print(f"{options.out} holds the model for ctranslate2.Translator, and its tokenizer")
 
 
 def _load(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any, Any]:

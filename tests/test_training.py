@@ -503,6 +503,26 @@ def test_a_checkpoint_restores_model_and_training(tmp_path, verses, text):
         assert torch.equal(ours, theirs)
 
 
+def test_an_int8_checkpoint(tmp_path, verses):
+    """Every weight within half a step of its row, vectors as they were, zero rows zero; a quarter of the size."""
+    _, _, tokenizer = verses
+    model = small_model()
+    with torch.no_grad():
+        model.output.weight[7] = 0.0
+    checkpoint.save_int8(model, tokenizer, 5, tmp_path / "small")
+    loaded, same_tokenizer = checkpoint.load(tmp_path / "small")
+    assert same_tokenizer.model == tokenizer.model
+    assert checkpoint.updates(tmp_path / "small") == 5
+    for (name, expected), actual in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        step = expected.abs().amax(-1, keepdim=True) / 127 if expected.dim() > 1 else torch.zeros(1)
+        assert ((actual - expected).abs() <= step * 0.5000001).all(), name
+        assert (actual != expected).any() == (expected.dim() > 1), name
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert (tmp_path / "small/model.safetensors").stat().st_size < 1.6 * parameters  # rows are short here: 32 and 64
+    with pytest.raises(InputError, match="exists already"):
+        checkpoint.save_int8(model, tokenizer, 5, tmp_path / "small")
+
+
 def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
     _, _, tokenizer = verses
     model = small_model()

@@ -4,7 +4,6 @@ CTranslate2 has the paper's Transformer, post-norm and pre-norm, with the positi
 that it cannot hold exactly is refused with the reason.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,6 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
     Raises:
         InputError: ``out`` exists, ctranslate2 is not installed, or it has no place for what the model does.
     """
-    out = Path(out)
-    if out.exists():
-        raise InputError(f"{out} exists already: name another folder")
     specs = require("ctranslate2.specs", "export")
     config = model.config
     if config.window_size != (-1, -1):
@@ -66,12 +62,9 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
     spec.config.layer_norm_epsilon = config.norm_eps
     spec.validate()
     spec.optimize()
-    partial = out.with_name(f"{checkpoint.PARTIAL}{out.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    spec.save(str(partial))
-    (partial / checkpoint.TOKENIZER).write_bytes(tokenizer.model)
-    partial.rename(out)
+    with checkpoint.written_whole(Path(out)) as partial:
+        spec.save(str(partial))
+        (partial / checkpoint.TOKENIZER).write_bytes(tokenizer.model)
 
 
 def _stack(spec: Any, stack: Any, config: TransformerConfig) -> None:
