@@ -93,8 +93,8 @@ def _parser() -> _Parser:
     command.add_argument(
         "--to",
         required=True,
-        choices=["ctranslate2", "int8"],
-        help="the program; int8: a checkpoint of a quarter of the size",
+        choices=["ctranslate2", "huggingface", "int8"],
+        help="CTranslate2, transformers (as a Marian model), or a checkpoint of ours of a quarter of the size",
     )
     command.add_argument("out", metavar="OUT", help="a new folder")
 
@@ -242,15 +242,15 @@ def _plot(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
-    from fastattn.translation.export import to_ctranslate2
+    from fastattn.translation.export import to_ctranslate2, to_huggingface
 
     model, tokenizer = checkpoint.load(options.model)
     if options.to == "int8":
         checkpoint.save_int8(model, tokenizer, checkpoint.updates(options.model), options.out)
-        print(f"{options.out} holds the model and its tokenizer, for every command that takes a checkpoint")
     else:
-        to_ctranslate2(model, tokenizer, options.out)
-        print(f"{options.out} holds the model for ctranslate2.Translator, and its tokenizer")
+        {"ctranslate2": to_ctranslate2, "huggingface": to_huggingface}[options.to](model, tokenizer, options.out)
+    reader = {"ctranslate2": "ctranslate2.Translator", "huggingface": "transformers' MarianMTModel and MarianTokenizer"}
+    print(f"{options.out} holds the model and its tokenizer for {reader.get(options.to, 'every command')}")
 
 
 def _load(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any, Any]:

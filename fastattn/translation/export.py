@@ -1,9 +1,12 @@
 """A trained model as other programs read it.
 
-CTranslate2 has the paper's Transformer, post-norm and pre-norm, with the positions and scales that it is given; a model
-that it cannot hold exactly is refused with the reason.
+CTranslate2 has the paper's Transformer, post-norm and pre-norm, with the positions and scales that it is given.
+Marian's architecture in Hugging Face's transformers is the post-norm one with sinusoidal positions. A model that they
+cannot hold exactly is refused with the reason.
 """
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import LearnedPositions, Transformer
-from fastattn.translation.tokenizer import Tokenizer
+from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
 SINUSOIDS = 4096  # positions that an exported table of sinusoids has
 
@@ -65,6 +68,99 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
     with checkpoint.written_whole(Path(out)) as partial:
         spec.save(str(partial))
         (partial / checkpoint.TOKENIZER).write_bytes(tokenizer.model)
+
+
+def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: str | Path) -> None:
+    """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and MarianTokenizer.
+
+    Marian keeps the sines of a position before its cosines, where the paper's alternate. So the features are permuted,
+    in every matrix alike, which the model's output does not show.
+
+    Raises:
+        InputError: ``out`` exists, or Marian's architecture has no place for what the model does.
+    """
+    config = model.config
+    for holds, what in (
+        (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first)"),
+        (config.positions == "sinusoidal", "has sinusoidal positions: this model has learned ones"),
+        (config.window_size == (-1, -1), "has no restricted self-attention: this model has a window_size"),
+        ({config.head_dim, config.value_head_dim} <= {None, config.d_model // config.num_heads},
+         "has heads of d_model / num_heads features: this model has other head_dim or value_head_dim"),
+        (config.norm_eps == 1e-5, f"adds 1e-5 in its norms: this model has norm_eps={config.norm_eps}"),
+    ):  # fmt: skip
+        if not holds:
+            raise InputError(f"Marian's architecture {what}")
+
+    order = torch.arange(config.d_model).view(-1, 2).t().flatten()  # the even features, then the odd
+    tied = config.tying != "none" and not config.scale_logits
+    scale = config.d_model**-0.5 if config.scale_logits else 1.0
+    bias = torch.zeros(config.vocab_size) if model.output.bias is None else model.output.bias
+    weights = {"final_logits_bias": bias[None]}
+    if config.tying == "all":
+        weights["model.shared.weight"] = model.source_embedding.weight[:, order]
+    else:
+        weights["model.encoder.embed_tokens.weight"] = model.source_embedding.weight[:, order]
+        weights["model.decoder.embed_tokens.weight"] = model.target_embedding.weight[:, order]
+    if not tied:
+        weights["lm_head.weight"] = model.output.weight[:, order] * scale
+    for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        for number, layer in enumerate(stack.layers):
+            for name, tensor in _marian_layer(layer, order):
+                weights[f"model.{side}.layers.{number}.{name}"] = tensor
+    special = {"pad_token_id": config.pad_id, "bos_token_id": config.bos_id, "eos_token_id": config.eos_id}
+    special["decoder_start_token_id"] = config.bos_id
+    marian = {
+        "architectures": ["MarianMTModel"], "model_type": "marian", "activation_function": "relu", "dtype": "float32",
+        "vocab_size": config.vocab_size, "d_model": config.d_model, "encoder_layers": config.encoder_layers,
+        "decoder_layers": config.decoder_layers, "encoder_ffn_dim": config.d_ff, "decoder_ffn_dim": config.d_ff,
+        "encoder_attention_heads": config.num_heads, "decoder_attention_heads": config.num_heads,
+        "dropout": config.dropout, "attention_dropout": config.attention_dropout,
+        "activation_dropout": config.ffn_dropout, "max_position_embeddings": SINUSOIDS,
+        "scale_embedding": config.scale_embeddings, "share_encoder_decoder_embeddings": config.tying == "all",
+        "tie_word_embeddings": tied, "forced_eos_token_id": None, **special,
+    }  # fmt: skip
+    generation = {"max_new_tokens": SINUSOIDS - 1, "bad_words_ids": [[config.pad_id], [config.bos_id]], **special}
+    pieces = tokenizer.pieces(list(range(config.vocab_size)))
+    named = {
+        f"{name}_token": pieces[i] for name, i in (("pad", config.pad_id), ("eos", config.eos_id), ("unk", UNK_ID))
+    }
+    files = {
+        "config.json": marian,
+        "generation_config.json": generation,
+        "tokenizer_config.json": {"tokenizer_class": "MarianTokenizer", "model_max_length": SINUSOIDS, **named},
+        "vocab.json": {piece: number for number, piece in enumerate(pieces)},
+    }
+    save_file = require("safetensors.torch").save_file
+    with checkpoint.written_whole(Path(out)) as partial:
+        contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, partial / "model.safetensors", {"format": "pt"})
+        for name, content in files.items():
+            (partial / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for name in ("source.spm", "target.spm"):
+            (partial / name).write_bytes(tokenizer.model)
+
+
+def _marian_layer(layer: Any, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+    attentions = {"self_attn": (layer.self_attention, layer.self_attention_norm)}
+    if hasattr(layer, "cross_attention"):
+        attentions["encoder_attn"] = (layer.cross_attention, layer.cross_attention_norm)
+    for name, (attention, norm) in attentions.items():
+        biases = attention.in_proj_bias, attention.out_proj.bias
+        in_bias, out_bias = (
+            order.new_zeros(w.shape[0], dtype=torch.float32) if b is None else b
+            for b, w in zip(biases, (attention.in_proj_weight, attention.out_proj.weight), strict=True)
+        )
+        for part, weight, bias in zip("qkv", attention.in_proj_weight.chunk(3), in_bias.chunk(3), strict=True):
+            yield f"{name}.{part}_proj.weight", weight[:, order]
+            yield f"{name}.{part}_proj.bias", bias
+        yield f"{name}.out_proj.weight", attention.out_proj.weight[order]
+        yield f"{name}.out_proj.bias", out_bias[order]
+        yield f"{name}_layer_norm.weight", norm.weight[order]
+        yield f"{name}_layer_norm.bias", norm.bias[order]
+    inner, outer, norm = layer.feed_forward.inner, layer.feed_forward.outer, layer.feed_forward_norm
+    yield from (("fc1.weight", inner.weight[:, order]), ("fc1.bias", inner.bias))
+    yield from (("fc2.weight", outer.weight[order]), ("fc2.bias", outer.bias[order]))
+    yield from (("final_layer_norm.weight", norm.weight[order]), ("final_layer_norm.bias", norm.bias[order]))
 
 
 def _stack(spec: Any, stack: Any, config: TransformerConfig) -> None:

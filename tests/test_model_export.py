@@ -10,8 +10,8 @@ from fastattn.demo import VERSES
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
 from fastattn.translation.errors import InputError
-from fastattn.translation.export import to_ctranslate2
-from fastattn.translation.search import Search, candidates
+from fastattn.translation.export import to_ctranslate2, to_huggingface
+from fastattn.translation.search import Search, candidates, translate
 from fastattn.translation.tokenizer import Tokenizer
 
 SMALL = TransformerConfig(vocab_size=300, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2)
@@ -21,6 +21,7 @@ VARIANTS = {
     "free heads": dataclasses.replace(SMALL, head_dim=7, value_head_dim=7),
     "learned": dataclasses.replace(SMALL, positions="learned", attention_bias=True, output_bias=True),
     "untied": dataclasses.replace(SMALL, tying="none", scale_embeddings=False, encoder_layers=3),
+    "biases": dataclasses.replace(SMALL, attention_bias=True, output_bias=True, encoder_layers=1),
     "logits scaled": dataclasses.replace(SMALL, tying="output", scale_logits=True),
 }
 
@@ -91,12 +92,59 @@ def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, 
     assert not any(tmp_path.iterdir())
 
 
-def test_the_command(ctranslate2, verses, tmp_path, capsys):
-    model = random_model(SMALL)
-    checkpoint.save(tmp_path / "run", 3, model, verses[2], {})
-    arguments = ["export", str(tmp_path / "run"), "--to", "ctranslate2", str(tmp_path / "out")]
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+@pytest.mark.parametrize("variant", ["paper", "untied", "biases", "logits scaled"])
+def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
+    """Logits of real sentences, padded; greedy translations of 40; ids of the tokenizer."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sources, targets, tokenizer = verses
+    model = random_model(VARIANTS[variant])
+    to_huggingface(model, tokenizer, tmp_path / "model")
+    marian, loading = transformers.MarianMTModel.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading.values())
+    words = transformers.MarianTokenizer.from_pretrained(tmp_path / "model")
+    found = words(sources[:40], return_tensors="pt", padding=True)
+    ids = tokenizer.encode(sources[:40])
+    assert [row[row != 0].tolist() for row in found.input_ids] == [[*sentence, 2] for sentence in ids]
+    target = torch.tensor([[1, *tokenizer.encode(targets[:1])[0]]]).expand(40, -1)
+    with torch.no_grad():
+        logits = marian.eval()(**found, decoder_input_ids=target).logits
+        torch.testing.assert_close(logits, model(found.input_ids, target), rtol=1e-4, atol=1e-4)
+        pieces = marian.generate(**found, num_beams=1, max_new_tokens=30)
+    ours = translate(model, tokenizer, sources[:40], Search(beam=1))
+    for text, translation in zip(words.batch_decode(pieces, skip_special_tokens=True), ours, strict=True):
+        assert translation.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm_first": True}, "normalises after each sub-layer"),
+        ({"positions": "learned"}, "has sinusoidal positions"),
+        ({"window_size": (3, 3)}, "no restricted self-attention"),
+        ({"head_dim": 5, "value_head_dim": 5}, "heads of d_model / num_heads features"),
+        ({"norm_eps": 1e-6}, "norm_eps=1e-06"),
+    ],
+)
+def test_what_marian_cannot_hold_is_refused(verses, tmp_path, change, words):
+    with pytest.raises(InputError, match=words):
+        to_huggingface(Transformer(dataclasses.replace(SMALL, **change)), verses[2], tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+
+
+FILES = {
+    "ctranslate2": ["model.bin", "tokenizer.model"],
+    "huggingface": ["model.safetensors", "config.json", "source.spm", "vocab.json"],
+    "int8": ["model.safetensors", "config.json", "tokenizer.model"],
+}
+
+
+@pytest.mark.parametrize("program", FILES)
+def test_the_command(ctranslate2, verses, tmp_path, capsys, program):
+    checkpoint.save(tmp_path / "run", 3, random_model(SMALL), verses[2], {})
+    arguments = ["export", str(tmp_path / "run"), "--to", program, str(tmp_path / "out")]
     assert cli.main(arguments) == 0
-    assert (tmp_path / "out/model.bin").is_file()
-    assert (tmp_path / "out/tokenizer.model").read_bytes() == verses[2].model
+    for name in FILES[program]:
+        assert (tmp_path / "out" / name).is_file()
     assert cli.main(arguments) == 1
     assert "exists already" in capsys.readouterr().err
