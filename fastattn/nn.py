@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fastattn.backends.visibility import visibility
 from fastattn.ops import check
 from fastattn.ops.attention import attention_weights, scaled_dot_product_attention
 from fastattn.ops.dropout import dropout
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 from fastattn.ops.softmax_dropout import softmax_dropout
+from fastattn.torch_private import must_be_called
 
 __all__ = [
     "Dropout",
@@ -31,24 +33,29 @@ class MultiHeadAttention(nn.MultiheadAttention):
     """Multi-head attention with torch's constructor, forward, state dict and initialisation, on fastattn's kernels.
 
     Source: Vaswani et al. 2017, section 3.2.2: Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K,
-    V W_i^V). Beyond ``torch.nn.MultiheadAttention``: free head sizes (the paper's d_k and d_v), ``is_causal`` without a
-    mask and together with padding, key lengths, windows, a key-value cache, output 0 (not NaN) for rows masked whole.
+    V W_i^V). Beyond ``torch.nn.MultiheadAttention``: free head sizes (the paper's d_k and d_v), fewer heads of keys and
+    values than of queries, ``is_causal`` without a mask and together with padding, key lengths, windows, a key-value
+    cache, 4-D masks, output 0 (not NaN) for rows masked whole. All of it combines. Inside torch's encoder and decoder
+    layers it is called in training and evaluation.
 
     Args:
         embed_dim: size of query and output.
         num_heads: number of heads h.
         dropout: probability of dropping an attention weight in training.
         bias: biases of the input and output projections.
-        add_bias_kv: append a learned key and value.
-        add_zero_attn: append a key and a value of zeros.
+        add_bias_kv: append a learned key and value, which every query sees.
+        add_zero_attn: append a key and a value of zeros, which every query sees.
         kdim, vdim: sizes of key and value; embed_dim by default.
         batch_first: operands are (N, L, E) rather than (L, N, E).
         device, dtype: of the parameters.
         head_dim: d_k, size of a head's queries and keys; embed_dim // num_heads by default.
         value_head_dim: d_v, size of a head's values; head_dim by default.
+        num_kv_heads: heads of keys and values, a divisor of num_heads, each shared by neighbouring query heads;
+            num_heads by default.
 
     Raises:
-        ValueError: sizes that are not positive, or embed_dim not a multiple of num_heads and head_dim not given.
+        ValueError: sizes that are not positive, embed_dim not a multiple of num_heads and head_dim not given (also an
+            AssertionError, torch's type), num_heads not a multiple of num_kv_heads, dropout outside [0, 1].
     """
 
     def __init__(
@@ -67,20 +74,27 @@ class MultiHeadAttention(nn.MultiheadAttention):
         *,
         head_dim: int | None = None,
         value_head_dim: int | None = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         if embed_dim <= 0 or num_heads <= 0:
-            raise ValueError(
-                f"MultiHeadAttention: embed_dim and num_heads must be positive, got {embed_dim} and {num_heads}"
-            )
+            raise ValueError(f"{_NAME}: embed_dim and num_heads must be positive, got {embed_dim} and {num_heads}")
         if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"MultiHeadAttention: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
-                "or give head_dim"
+            mend = "or give head_dim"
+            if num_heads % embed_dim == 0:
+                mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim})"
+            raise check.ModuleValueError(
+                f"{_NAME}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; {mend}"
             )
-        check.threshold("MultiHeadAttention", dropout, "dropout")
+        if isinstance(dropout, int) and dropout > 1:
+            raise ValueError(
+                f"{_NAME}: dropout, the third argument, must be in [0, 1], got {dropout}; head sizes are named: "
+                f"{_NAME}({embed_dim}, {num_heads}, head_dim={dropout})"
+            )
+        check.threshold(_NAME, dropout, "dropout")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.dropout = dropout
         self.batch_first = batch_first
         self.add_zero_attn = add_zero_attn
@@ -90,8 +104,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
         if self.head_dim <= 0 or self.value_head_dim <= 0:
             raise ValueError(
-                "MultiHeadAttention: head_dim and value_head_dim must be positive, got "
-                f"{self.head_dim} and {self.value_head_dim}"
+                f"{_NAME}: head_dim and value_head_dim must be positive, got {self.head_dim} and {self.value_head_dim}"
+            )
+        if self.num_kv_heads <= 0 or num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{_NAME}: num_kv_heads must be positive and divide num_heads, got {num_kv_heads} and {num_heads}"
             )
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         sizes = self._projection_sizes
@@ -101,26 +118,32 @@ class MultiHeadAttention(nn.MultiheadAttention):
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 self.register_parameter(name, None)
         else:
-            self.register_parameter("in_proj_weight", None)
             self.q_proj_weight = nn.Parameter(torch.empty(sizes[0], embed_dim, **factory))
             self.k_proj_weight = nn.Parameter(torch.empty(sizes[1], self.kdim, **factory))
             self.v_proj_weight = nn.Parameter(torch.empty(sizes[2], self.vdim, **factory))
+            self.register_parameter("in_proj_weight", None)
         if bias:
             self.in_proj_bias = nn.Parameter(torch.empty(sum(sizes), **factory))
         else:
             self.register_parameter("in_proj_bias", None)
-        self.out_proj = NonDynamicallyQuantizableLinear(sizes[2], embed_dim, bias=bias, **factory)
+        self.out_proj = NonDynamicallyQuantizableLinear(
+            num_heads * self.value_head_dim, embed_dim, bias=bias, **factory
+        )
         if add_bias_kv:
             self.bias_k = nn.Parameter(torch.empty(1, 1, sizes[1], **factory))
             self.bias_v = nn.Parameter(torch.empty(1, 1, sizes[2], **factory))
         else:
             self.bias_k = self.bias_v = None
         self._reset_parameters()
+        must_be_called(self)
 
     @property
     def _projection_sizes(self) -> tuple[int, int, int]:
-        keys, values = self.num_heads * self.head_dim, self.num_heads * self.value_head_dim
-        return keys, keys, values
+        return (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.value_head_dim,
+        )
 
     def forward(
         self,
@@ -141,7 +164,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Attend from query to key and value.
 
         Args:
-            query: (N, L, E) with ``batch_first``, else (L, N, E); or (L, E).
+            query: (N, L, E) with ``batch_first``, else (L, N, E); or (L, E). With ``batch_first`` also a nested tensor
+                of N sequences, strided or jagged; then key and value are nested too, and there is no mask.
             key, value: the same with length S and sizes kdim, vdim. Passing one tensor as query, key and value (or as
                 key and value) projects it once.
             key_padding_mask: (N, S) or (S,), bool (True = BLOCKED, as in torch) or float (added to the scores).
@@ -157,78 +181,132 @@ class MultiHeadAttention(nn.MultiheadAttention):
             seed: int64 (2,) of the dropout; drawn from torch's default generator when not given.
 
         Returns:
-            The output, of query's shape; and None or the weights after dropout, (N, L, S), unaveraged (N, h, L, S).
+            The output, of query's shape; and None or the weights after dropout, (N, L, S), unaveraged (N, h, L, S),
+            S with the keys that add_bias_kv and add_zero_attn append.
 
         Raises:
-            TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it.
+            TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it. They
+                are RuntimeErrors and AssertionErrors too where torch's module raises these.
         """
-        name = "MultiHeadAttention"
-        for label, tensor in (("query", query), ("key", key), ("value", value)):
-            check.float_tensor(name, label, tensor)
-            if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
-                raise ValueError(
-                    f"{name}: query, key and value must all be 3-D, or all 2-D (no batch), got {label} of shape "
-                    f"{tuple(tensor.shape)} beside query of shape {tuple(query.shape)}"
-                )
-        for label, tensor, size in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            if tensor.size(-1) != size:
-                raise ValueError(f"{name}: {label} must have size {size} in its last dimension, got {tensor.size(-1)}")
-            if tensor.dtype != query.dtype and check.autocast_dtype(query) is None:
-                raise TypeError(
-                    f"{name}: query, key and value must have one dtype, got {query.dtype} and {tensor.dtype}"
-                )
-        if cache is not None and not isinstance(cache, KeyValueCache):
-            raise TypeError(f"{name}: cache must be a KeyValueCache, got {type(cache).__name__}")
+        self._check_operands(query, key, value, cache)
+        if query.is_nested:
+            return self._nested(
+                query, key, value, key_padding_mask, attn_mask, key_lengths, cache, need_weights=need_weights,
+                average_attn_weights=average_attn_weights, is_causal=is_causal, window_size=window_size, seed=seed,
+            )  # fmt: skip
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, cache)
         if cache is not None:
             k, v = cache.append(k, v)
         if k.size(0) != q.size(0):
-            raise ValueError(f"{name}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
-        extra = int(self.bias_k is not None) + int(self.add_zero_attn)
-        if extra and (
-            key_lengths is not None or window_size not in ((-1, -1), [-1, -1]) or (is_causal and attn_mask is None)
-        ):
-            raise ValueError(
-                f"{name}: add_bias_kv and add_zero_attn append keys that every query sees, which key_lengths, "
-                "window_size and is_causal cannot say; give attn_mask or key_padding_mask instead"
+            raise check.ModuleValueError(
+                f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}"
             )
-        is_causal = is_causal and not extra
         mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
-        if extra:
-            k, v = self._append_key(k, self.bias_k), self._append_key(v, self.bias_v)
-            mask = mask if mask is None else F.pad(mask, (0, extra), value=mask.dtype == torch.bool)
         causal_variant = "lower_right" if cache is not None and not cache.static else "upper_left"
+        if self.bias_k is not None or self.add_zero_attn:
+            mask = self._visible(q, k, mask, is_causal, causal_variant, key_lengths, window_size)
+            is_causal, key_lengths, window_size = False, None, (-1, -1)
+            appended = -k.size(2)
+            k, v = self._append_key(k, self.bias_k), self._append_key(v, self.bias_v)
+            appended += k.size(2)
+            mask = mask if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
         dropout_p = self.dropout if self.training else 0.0
         if dropout_p > 0.0 and seed is None:
             seed = check.new_seeds((2,), q.device)
-        out = scaled_dot_product_attention(
-            q, k, v, mask, dropout_p, is_causal, causal_variant=causal_variant,
-            key_lengths=key_lengths, window_size=window_size, seed=seed,
-        )  # fmt: skip
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        masks: dict[str, Any] = {
+            "is_causal": is_causal, "enable_gqa": self.num_kv_heads != self.num_heads,
+            "causal_variant": causal_variant, "key_lengths": key_lengths, "window_size": window_size, "seed": seed,
+        }  # fmt: skip
+        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, **masks)
+        out = _linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
         if not batched:
             out = out.squeeze(0)
         elif not self.batch_first:
             out = out.transpose(0, 1)
         if not need_weights:
             return out, None
-        weights = attention_weights(
-            q, k, mask, dropout_p, is_causal, causal_variant=causal_variant,
-            key_lengths=key_lengths, window_size=window_size, seed=seed,
-        )  # fmt: skip
+        weights = attention_weights(q, k, mask, dropout_p, **masks)
         if average_attn_weights:
             weights = weights.mean(1)
         return out, weights if batched else weights.squeeze(0)
 
+    def _check_operands(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None) -> None:
+        parameter = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+        for label, tensor, size in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            check.float_tensor(_NAME, label, tensor)
+            if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
+                raise check.ModuleValueError(
+                    f"{_NAME}: query, key and value must all be 3-D, or all 2-D (no batch), got {label} of "
+                    f"{tensor.dim()} dimensions{_shape(tensor)} beside query of {query.dim()}{_shape(query)}"
+                )
+            if tensor.size(-1) != size:
+                raise check.ModuleValueError(
+                    f"{_NAME}: {label} must have size {size} in its last dimension, got {tensor.size(-1)}"
+                )
+            if tensor.dtype != parameter.dtype and check.autocast_dtype(query) is None:
+                raise check.ModuleTypeError(
+                    f"{_NAME}: {label} must have the parameters' dtype {str(parameter.dtype)[6:]}, "
+                    f"got {str(tensor.dtype)[6:]}"
+                )
+            if tensor.is_nested != query.is_nested or tensor.layout != query.layout:
+                raise check.ModuleTypeError(
+                    f"{_NAME}: query, key and value must all be nested tensors of one layout, or none of them; "
+                    f"{label} is not as query is"
+                )
+        if not query.is_nested and key.shape[:-1] != value.shape[:-1]:
+            raise check.ModuleValueError(
+                f"{_NAME}: key and value must have one length and one batch size, got shapes {tuple(key.shape)} "
+                f"and {tuple(value.shape)}"
+            )
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise TypeError(f"{_NAME}: cache must be a KeyValueCache, got {type(cache).__name__}")
+
+    def _nested(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None,
+        key_lengths: Tensor | None, cache: KeyValueCache | None, **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Nested operands, padded for the products and the kernels; weights are padded with zeros."""
+        if not self.batch_first:
+            raise check.ModuleValueError(f"{_NAME}: nested tensors are (N, L, E): construct it with batch_first=True")
+        given = {"key_padding_mask": key_padding_mask, "key_lengths": key_lengths, "cache": cache}
+        given["attn_mask"] = None if options["is_causal"] else attn_mask
+        for name, argument in given.items():
+            if argument is not None:
+                raise check.ModuleValueError(
+                    f"{_NAME}: {name} cannot be given beside nested tensors; pad them with to_padded_tensor()"
+                )
+        lengths = {id(t): [rows.size(0) for rows in t.unbind()] for t in (query, key, value)}
+        if lengths[id(key)] != lengths[id(value)]:
+            raise check.ModuleValueError(
+                f"{_NAME}: key and value must have the same lengths, got {lengths[id(key)]} and {lengths[id(value)]}"
+            )
+        padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}  # one tensor stays one tensor
+        out, weights = self.forward(
+            padded[id(query)],
+            padded[id(key)],
+            padded[id(value)],
+            key_lengths=torch.tensor(lengths[id(key)], device=key.device),
+            **options,
+        )
+        rows = [sequence[:length] for sequence, length in zip(out, lengths[id(query)], strict=True)]
+        if query.layout == torch.jagged:  # with query's own offsets, so that the two can be added
+            nested = torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets())  # type: ignore[attr-defined]
+        else:
+            nested = torch.nested.as_nested_tensor(rows)
+        if weights is not None:
+            absent = torch.arange(out.size(1)) >= torch.tensor(lengths[id(query)])[:, None]
+            weights = weights.masked_fill(absent.to(out.device).view(-1, *[1] * (weights.dim() - 3), out.size(1), 1), 0)
+        return nested, weights
+
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, h, length, head size) queries, keys and values, by as few products as shared operands allow."""
+        """(N, heads, length, head size) queries, keys and values, by as few products as shared operands allow."""
         sizes = self._projection_sizes
         if self._qkv_same_embed_dim:
             weights: Sequence[Tensor] = (
@@ -240,25 +318,26 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if self.in_proj_bias is not None:
             biases = [self.in_proj_bias] if len(weights) == 1 else self.in_proj_bias.split(sizes)
         if len(weights) == 1:
-            q, k, v = F.linear(query, weights[0], biases[0]).split(sizes, -1)
-            return self._split_heads(q), self._split_heads(k), self._split_heads(v)
-        q = self._split_heads(F.linear(query, weights[0], biases[0]))
+            q, k, v = _linear(query, weights[0], biases[0]).split(sizes, -1)
+            q = self._split_heads(q, self.num_heads)
+            return q, self._split_heads(k, self.num_kv_heads), self._split_heads(v, self.num_kv_heads)
+        q = self._split_heads(_linear(query, weights[0], biases[0]), self.num_heads)
         if cache is not None and cache.static and cache.length:
             return q, *cache.contents()
         if key is value and self._qkv_same_embed_dim:
             weight = self.in_proj_weight[sizes[0] :]
             bias = None if self.in_proj_bias is None else self.in_proj_bias[sizes[0] :]
-            k, v = F.linear(key, weight, bias).split(sizes[1:], -1)
+            k, v = _linear(key, weight, bias).split(sizes[1:], -1)
         else:
-            k, v = F.linear(key, weights[1], biases[1]), F.linear(value, weights[2], biases[2])
-        return q, self._split_heads(k), self._split_heads(v)
+            k, v = _linear(key, weights[1], biases[1]), _linear(value, weights[2], biases[2])
+        return q, self._split_heads(k, self.num_kv_heads), self._split_heads(v, self.num_kv_heads)
 
-    def _split_heads(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor, heads: int) -> Tensor:
         if projected.dim() == 2:
             projected = projected.unsqueeze(0)
         elif not self.batch_first:
             projected = projected.transpose(0, 1)
-        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def _mask(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
         """torch's two masks (bool True = blocked) as one of attention's (bool True = takes part)."""
@@ -273,37 +352,59 @@ class MultiHeadAttention(nn.MultiheadAttention):
             elif attn_mask.shape in ((batch, 1, rows, columns), (batch, heads, rows, columns)):
                 mask = attn_mask
             else:
-                raise ValueError(
-                    f"MultiHeadAttention: attn_mask must have shape {(rows, columns)}, "
-                    f"{(batch * heads, rows, columns)} or {(batch, '1 or num_heads', rows, columns)}, "
-                    f"got {tuple(attn_mask.shape)}"
+                raise check.ModuleValueError(
+                    f"{_NAME}: attn_mask must have shape {(rows, columns)}, {(batch * heads, rows, columns)} or "
+                    f"{(batch, '1 or num_heads', rows, columns)}, got {tuple(attn_mask.shape)}"
                 )
             mask = ~mask if mask.dtype == torch.bool else mask
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask)
             padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 else key_padding_mask
             if padding.shape != (batch, columns):
-                raise ValueError(
-                    f"MultiHeadAttention: key_padding_mask must have shape {(batch, columns)}, "
-                    f"got {tuple(key_padding_mask.shape)}"
+                raise check.ModuleValueError(
+                    f"{_NAME}: key_padding_mask must have shape {(batch, columns)}, got {tuple(key_padding_mask.shape)}"
                 )
             padding = padding[:, None, None, :]
             padding = ~padding if padding.dtype == torch.bool else padding
             mask = padding if mask is None else _both(mask, padding)
         return mask
 
+    def _visible(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, causal_variant: str,
+        key_lengths: Tensor | None, window_size: tuple[int, int],
+    ) -> Tensor | None:  # fmt: skip
+        """``mask`` with what the other three say, none of which holds for keys that are appended."""
+        rows, columns = q.size(2), k.size(2)
+        lower_right = causal_variant == "lower_right"
+        key_lengths = check.key_lengths(_NAME, key_lengths, q.size(0), columns, q.device)
+        window = check.window(_NAME, window_size, is_causal, lower_right, rows, columns)
+        visible = visibility(rows, columns, q.device, None, key_lengths, *window, lower_right)
+        return mask if visible is None else visible if mask is None else _both(mask, visible)
+
     def _append_key(self, heads: Tensor, learned: Tensor | None) -> Tensor:
         """(N, h, S, size) keys or values with the learned one and the zero one appended, where there are such."""
         if learned is not None:
-            row = learned.view(1, self.num_heads, 1, -1).expand(heads.size(0), -1, -1, -1)
+            row = learned.view(1, heads.size(1), 1, -1).expand(heads.size(0), -1, -1, -1)
             heads = torch.cat((heads, row.to(heads.dtype)), 2)
         return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
+
+
+_NAME = "MultiHeadAttention"
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, which takes a bias of another dtype for some shapes alone, for all shapes."""
+    return F.linear(input, weight, bias if bias is None else bias.to(weight.dtype))
+
+
+def _shape(tensor: Tensor) -> str:
+    return "" if tensor.is_nested else f" and shape {tuple(tensor.shape)}"
 
 
 def _check_mask(label: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         kind = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"MultiHeadAttention: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
+        raise check.ModuleTypeError(f"{_NAME}: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
 
 
 def _both(first: Tensor, second: Tensor) -> Tensor:

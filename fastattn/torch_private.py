@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -39,3 +40,13 @@ def bind_apply(function: type[SingleLevelFunction]) -> Callable[..., Any]:
     """``function.apply``, whose backward pass is what autograd calls, without a search for an override (``vjp``)."""
     function._backward_cls.apply = function.backward
     return function.apply  # type: ignore[attr-defined]
+
+
+def must_be_called(module: nn.Module) -> None:
+    """Keep torch's encoder layer from computing with the parameters of ``module`` in place of calling it, which it does
+    in evaluation unless a part of it has a hook. No other hook's handle has this number, in whatever process."""
+    module._forward_pre_hooks[-1] = _unchanged
+
+
+def _unchanged(module: nn.Module, args: tuple[Any, ...]) -> None:
+    pass

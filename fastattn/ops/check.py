@@ -16,6 +16,14 @@ _AUTOCAST_DEVICES = frozenset(
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class ModuleValueError(ValueError, RuntimeError, AssertionError):
+    """A ValueError where torch's module raises one of the others, depending on the line that notices."""
+
+
+class ModuleTypeError(TypeError, RuntimeError, AssertionError):
+    """A TypeError where torch's module raises one of the others, depending on the line that notices."""
+
+
 def float_tensor(function: str, name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor of a floating-point dtype that the operations take."""
     if not isinstance(value, Tensor):
