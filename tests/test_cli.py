@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ import fastattn
 from fastattn import cli
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
+from fastattn.translation.train import read_metrics
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 DEV = [str(VERSES / "dev.en"), str(VERSES / "dev.es")]
@@ -381,13 +383,18 @@ def test_trained_and_translated_by_the_command(small, tmp_path):
     assert len(read_lines(tmp_path / "translation")) == 1
 
 
+def until(process, beginning):
+    """Read what the process says up to a line."""
+    while not (line := process.stderr.readline()).startswith(beginning):
+        assert line, process.wait()
+
+
 @pytest.mark.slow
 def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
     """SIGINT saves after the update at hand."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = start(train_arguments(small, broken, "--save-every", "1000", "--max-steps", "100000"))
-    assert process.stderr.readline().startswith("tiny: ")
-    assert process.stderr.readline().startswith("update 20: ")
+    until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -423,10 +430,40 @@ def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
     finished = start(train_arguments(small, broken, *limits, "--resume"))
     _, err = finished.communicate(timeout=120)
     assert finished.returncode == 0, err
+    assert [path.name for path in checkpoint.steps(whole)] == ["step-00000008", "step-00000012", "step-00000014"]
+    assert_same_run(whole, broken)
+    assert [row["step"] for row in read_metrics(whole)] == [4, 8, 12, 14]
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(small, tmp_path):
+    """SIGKILL 20 times: before the first checkpoint, between two, while one is written; the same bits at the end."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    moments, resume = random.Random(3), []
+    for kill in range(20):
+        process = start(train_arguments(small, broken, "--max-steps", "100000", "--save-every", "2", *resume))
+        if kill > 0:
+            until(process, "tiny: ")
+        if kill % 3 == 2:  # go forward, on a slow machine too
+            until(process, "update ")
+        time.sleep(moments.uniform(0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL
+        resume = ["--resume"] if checkpoint.steps(broken) else []
+    step = int(checkpoint.newest(broken).name.removeprefix("step-"))
+    assert step > 0
+    for arguments in ((broken, "--resume"), (whole,)):
+        process = start(train_arguments(small, *arguments, "--max-steps", str(step + 2), "--save-every", "2"))
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert_same_run(whole, broken)
+
+
+def assert_same_run(whole, broken):
+    """Equal bits in everything but the time that it took."""
     names = [path.name for path in checkpoint.steps(whole)]
-    assert (
-        names == [path.name for path in checkpoint.steps(broken)] == ["step-00000008", "step-00000012", "step-00000014"]
-    )
+    assert names == [path.name for path in checkpoint.steps(broken)]
     for file in ("model.safetensors", "tokenizer.model", "config.json"):
         assert (whole / names[-1] / file).read_bytes() == (broken / names[-1] / file).read_bytes()
     first, second = (checkpoint.load_training(run / names[-1]) for run in (whole, broken))
@@ -436,8 +473,6 @@ def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
 
     def rows(run):
         timings = ("seconds", "tokens_per_second")
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k not in timings} for line in lines]
+        return [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(run)]
 
     assert rows(whole) == rows(broken)
-    assert [row["step"] for row in rows(whole)] == [4, 8, 12, 14]
