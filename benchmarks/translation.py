@@ -26,7 +26,7 @@ from fastattn.translation import precision
 from fastattn.translation.data import ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import held_out, scores
 from fastattn.translation.model import SinusoidalPositions
-from fastattn.translation.search import EXTRA_TOKENS, Search, translate
+from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import Tokenizer
 from fastattn.translation.train import RECIPES, Trainer, TrainingOptions
 
@@ -81,7 +81,7 @@ def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batc
         source, lengths = sentences.padded(index)
         target = torch.full((len(index), 1), model.config.bos_id)
         finished = torch.zeros(len(index), dtype=torch.bool)
-        while not finished.all() and target.shape[1] < source.shape[1] + EXTRA_TOKENS:
+        while not finished.all() and target.shape[1] < source.shape[1] + Search.extra_tokens:
             token = model.output(model.features(source, target, lengths, None)[:, -1]).argmax(-1)
             token.masked_fill_(finished, model.config.eos_id)
             target, finished = torch.cat((target, token[:, None]), 1), finished | (token == model.config.eos_id)

@@ -318,27 +318,25 @@ def every_hypothesis(model, source, length_penalty, longest):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
-def test_a_wide_beam_finds_the_best_hypothesis(monkeypatch, length_penalty):
+def test_a_wide_beam_finds_the_best_hypothesis(length_penalty):
     """Against exhaustive search over a vocabulary of 6, at most 4 tokens: a beam of all 4**4 prefixes misses none."""
-    monkeypatch.setattr("fastattn.translation.search.EXTRA_TOKENS", 1)
     torch.manual_seed(5)
     config = TransformerConfig(6, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
     model = Transformer(config).eval()
     source = torch.tensor([[3, 4, EOS_ID], [5, 3, EOS_ID]])
-    found = beam_search(model, source, torch.tensor([3, 3]), Search(256, length_penalty))
+    found = beam_search(model, source, torch.tensor([3, 3]), Search(256, length_penalty, extra_tokens=1))
     for row, (hypothesis,) in enumerate(found):
         score, tokens = max(every_hypothesis(model, source[row : row + 1], length_penalty, longest=4))
         assert hypothesis.tokens == tokens
         assert hypothesis.score == pytest.approx(score, abs=1e-4)
 
 
-def test_the_n_best_are_in_order(monkeypatch):
+def test_the_n_best_are_in_order():
     """Against the five best of all hypotheses."""
-    monkeypatch.setattr("fastattn.translation.search.EXTRA_TOKENS", 1)
     torch.manual_seed(6)
     config = TransformerConfig(6, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
     model, source = Transformer(config).eval(), torch.tensor([[3, 4, EOS_ID]])
-    (found,) = beam_search(model, source, torch.tensor([3]), Search(256, 0.6, n_best=5))
+    (found,) = beam_search(model, source, torch.tensor([3]), Search(256, 0.6, n_best=5, extra_tokens=1))
     wanted = sorted(every_hypothesis(model, source, 0.6, longest=4), reverse=True)[:5]
     assert [hypothesis.tokens for hypothesis in found] == [tokens for _, tokens in wanted]
     assert [hypothesis.score for hypothesis in found] == pytest.approx([score for score, _ in wanted], abs=1e-4)
@@ -436,6 +434,7 @@ def test_sentences_do_not_influence_one_another(verses):
         ("length_penalty", math.inf),
         ("n_best", 0),
         ("n_best", 5),
+        ("extra_tokens", -1),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.5),

@@ -13,8 +13,6 @@ from fastattn.translation.errors import InputError
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
-# A translation has at most this many tokens more than its source.
-EXTRA_TOKENS = 50
 FOLD = 40  # rows into which `_largest` folds a vocabulary
 
 
@@ -46,6 +44,7 @@ class Search:
         temperature: draw each token from softmax(logits / temperature).
         top_k: of the k likeliest only; 0: of all.
         top_p: of the likeliest that have this probability together only (Holtzman et al. 2020, section 3.1).
+        extra_tokens: how many tokens more than its source a translation has at most (section 6.1).
         seed: of the draws, which depend on it, the sentence and the temperature alone.
 
     Raises:
@@ -60,9 +59,10 @@ class Search:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 1
+    extra_tokens: int = 50
 
     def __post_init__(self):
-        for name, least in (("beam", 1), ("batch_size", 1), ("n_best", 1), ("top_k", 0)):
+        for name, least in (("beam", 1), ("batch_size", 1), ("n_best", 1), ("top_k", 0), ("extra_tokens", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}, expected at least {least}")
         if not math.isfinite(self.length_penalty):
@@ -86,8 +86,8 @@ def beam_search(
 
     Each sentence keeps ``search.beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``search.length_penalty``. A
     finished one is frozen: it keeps its score and its place until better ones push it out. A sentence ends when all its
-    hypotheses are finished or have as many tokens as its source and ``EXTRA_TOKENS`` more. Sentences do not influence
-    one another.
+    hypotheses are finished or have as many tokens as its source and ``search.extra_tokens`` more. Sentences do not
+    influence one another.
 
     Args:
         model: in evaluation mode.
@@ -95,7 +95,7 @@ def beam_search(
         source_lengths: int64 (B,), at least 1.
     """
     config, device, beam = model.config, source.device, search.beam
-    limits = source_lengths + EXTRA_TOKENS
+    limits = source_lengths + search.extra_tokens
     batch, longest = len(source), int(limits.max())
     results: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
@@ -152,7 +152,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
     if search.temperature is None:
         raise InputError("sampling needs a temperature")
     config, device, width = model.config, source.device, search.n_best
-    limits = source_lengths + EXTRA_TOKENS
+    limits = source_lengths + search.extra_tokens
     results: list[list[Hypothesis]] = [[] for _ in source]
     draws = [
         random.Random(f"{search.seed} {ids[:length]}")  # a string seeds it alike in every process

@@ -1,0 +1,224 @@
+"""Decoding beside CTranslate2: the base model with random weights, 25 source tokens, as many target tokens (or as asked
+for), a batch of 32 with beam 4 and one sentence greedily.
+
+    python benchmarks/decoding.py --record
+
+Two OpenMP runtimes in one process falsify each other, so each program is timed in processes of its own, by turns; a
+ratio is that of the medians. `--record` keeps the results as benchmarks/results/decoding-MACHINE.json, with what a step
+consists of, and writes the table of docs/performance.md from them.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional as F
+
+import fastattn
+from fastattn import Transformer, TransformerConfig
+from fastattn import nn as modules
+from fastattn.bench import report
+from fastattn.translation import checkpoint, precision, search
+from fastattn.translation import model as transformer
+from fastattn.translation.data import read_lines
+from fastattn.translation.export import to_ctranslate2
+from fastattn.translation.search import Search, beam_search
+from fastattn.translation.tokenizer import EOS_ID, Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSES = Path(fastattn.__file__).parent / "verses"
+VOCABULARY = 16_000
+SOURCE_TOKENS = 25
+CASES = {"32 sentences, beam 4": (32, 4), "1 sentence, greedy": (1, 1)}
+SECONDS = 3.0  # a measurement takes at least
+# What a step's time goes into: the functions that do it. The rest is the search itself and Python.
+PARTS = {
+    "matrix products": [(F, "linear")],
+    "attention": [(modules, "scaled_dot_product_attention")],
+    "residual + LayerNorm": [(modules, "dropout_add_layer_norm"), (modules, "layer_norm")],
+    "keys and values": [(modules.KeyValueCache, "append"), (transformer.DecoderState, "select")],
+    "choice of tokens": [(search, "_largest"), (torch.Tensor, "logsumexp")],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=25, help="target tokens")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "MODEL"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(*options.child, options.tokens)))
+        return
+    dtypes = ["fp32"] if precision.resolve("auto") == "fp32" else ["bf16", "fp32"]
+    programs = [f"fastattn {dtype}" for dtype in dtypes] + ["ctranslate2 float32", "ctranslate2 int8"]
+    found: dict[str, list[dict[str, Any]]] = {program: [] for program in programs}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        for turn in range(options.rounds):
+            for program in programs:
+                command = [sys.executable, __file__, "--tokens", str(options.tokens), "--child", program, folder]
+                lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                found[program].append(json.loads(lines.splitlines()[-1]))
+                print(turn, program, found[program][-1]["tokens_per_second"], file=sys.stderr, flush=True)
+    results = {
+        program: {
+            "tokens_per_second": {
+                case: statistics.median(run["tokens_per_second"][case] for run in runs) for case in CASES
+            },
+            "shares": runs[-1]["shares"],
+        }
+        for program, runs in found.items()
+    }
+    lines = table(results)
+    print("\n".join(lines))
+    if options.record:
+        record(results, lines, options.tokens)
+
+
+def write_model(folder: Path) -> None:
+    """The base model, random, as a checkpoint and for CTranslate2."""
+    lines = [line for language in ("en", "es") for line in read_lines(VERSES / f"train.{language}.gz")]
+    tokenizer = Tokenizer.train(lines, VOCABULARY)
+    torch.manual_seed(1)
+    model = Transformer(TransformerConfig.preset("base", tokenizer.vocab_size)).eval()
+    checkpoint.save(folder, 0, model, tokenizer, {})
+    to_ctranslate2(model, tokenizer, folder / "ctranslate2")
+
+
+def child(program: str, folder: str, tokens: int) -> dict[str, Any]:
+    """Tokens a second of each case, and for ours the shares of a step."""
+    name, kind = program.split()
+    generator = torch.Generator().manual_seed(2)
+    source = torch.randint(10, VOCABULARY, (32, SOURCE_TOKENS - 1), generator=generator)
+    decode: Callable[[int, int], int]
+    if name == "fastattn":
+        model, _ = checkpoint.load(folder)
+        model = model.to(precision.DTYPES[kind])
+        ended = F.pad(source, (0, 1), value=EOS_ID)
+        lengths = torch.full((32,), SOURCE_TOKENS)
+
+        def decode(batch: int, beam: int) -> int:
+            wanted = Search(beam, extra_tokens=tokens - SOURCE_TOKENS)
+            found = beam_search(model, ended[:batch], lengths[:batch], wanted)
+            return sum(len(best.tokens) for best, *_ in found)
+    else:
+        import ctranslate2
+
+        threads = torch.get_num_threads()
+        translator = ctranslate2.Translator(f"{folder}/ctranslate2", compute_type=kind, intra_threads=threads)
+        _, tokenizer = checkpoint.load(folder)
+        pieces = [tokenizer.pieces(row) for row in source.tolist()]
+
+        def decode(batch: int, beam: int) -> int:
+            limits = {"min_decoding_length": tokens, "max_decoding_length": tokens}
+            results = translator.translate_batch(pieces[:batch], beam_size=beam, length_penalty=0.6, **limits)
+            return sum(len(result.hypotheses[0]) for result in results)
+
+    speeds, shares = {}, {}
+    for case, (batch, beam) in CASES.items():
+        speeds[case] = speed(decode, batch, beam)
+        if name == "fastattn":
+            with timed_parts() as parts:
+                start = time.perf_counter()
+                speed(decode, batch, beam)
+                seconds = time.perf_counter() - start
+            shares[case] = {part: spent / seconds for part, spent in parts.items()}
+    return {"tokens_per_second": speeds, "shares": shares}
+
+
+def speed(decode: Callable[[int, int], int], batch: int, beam: int) -> float:
+    decode(batch, beam)
+    tokens, start = 0, time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        tokens += decode(batch, beam)
+    return tokens / (time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def timed_parts():
+    """Within it the functions of PARTS count their seconds; one inside another counts for the inner one alone."""
+    spent, inner = dict.fromkeys(PARTS, 0.0), [0.0]
+
+    def timed(function: Callable, part: str) -> Callable:
+        def call(*args, **kwargs):
+            start, before = time.perf_counter(), inner[0]
+            inner[0] = 0.0
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - start
+                spent[part] += seconds - inner[0]
+                inner[0] = before + seconds
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for part, functions in PARTS.items():
+            for owner, name in functions:
+                patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield spent
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    ours, *_ = results
+    lines = [f"| tokens a second | {' | '.join(CASES)} |", f"| --- | {' | '.join('---' for _ in CASES)} |"]
+    for program, result in results.items():
+        speeds = result["tokens_per_second"]
+        cells = [f"{speeds[case]:.0f}" for case in CASES]
+        if program != ours:
+            best = results[ours]["tokens_per_second"]
+            cells = [f"{cell}, {best[case] / speeds[case]:.2f}x" for cell, case in zip(cells, CASES, strict=True)]
+        lines.append(f"| {program} | {' | '.join(cells)} |")
+    lines += ["", f"| share of a step, {ours} | {' | '.join(CASES)} |", f"| --- | {' | '.join('---' for _ in CASES)} |"]
+    shares = results[ours]["shares"]
+    for part in PARTS:
+        lines.append(f"| {part} | {' | '.join(f'{shares[case][part]:.0%}' for case in CASES)} |")
+    rest = " | ".join(f"{1 - sum(shares[case].values()):.0%}" for case in CASES)
+    lines.append(f"| the search itself, Python | {rest} |")
+    return lines
+
+
+def record(results: dict[str, Any], lines: list[str], tokens: int) -> None:
+    import ctranslate2
+
+    machine = report.machine()
+    versions = {
+        "fastattn": fastattn.__version__,
+        "torch": torch.__version__,
+        "ctranslate2": ctranslate2.__version__,
+    }
+    data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens": tokens, "results": results}
+    path = ROOT / f"benchmarks/results/decoding-{report.kind(machine)}.json"
+    replace(path, json.dumps(data, indent=1) + "\n")
+    head = (
+        f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}, CTranslate2 "
+        f"{versions['ctranslate2']}; {SOURCE_TOKENS} source tokens, {tokens} target tokens. Behind CTranslate2's "
+        "figures: how many times as many ours makes.\n"
+    )
+    page = ROOT / "docs/performance.md"
+    before, _, rest = page.read_text().partition("<!-- decoding:begin -->\n")
+    _, end, after = rest.partition("<!-- decoding:end -->")
+    replace(page, f"{before}<!-- decoding:begin -->\n{head}\n" + "\n".join(lines) + f"\n{end}{after}")
+
+
+def replace(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    main()
