@@ -83,7 +83,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             mend = "or give head_dim"
             if num_heads % embed_dim == 0:
                 mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim})"
-            raise check.ModuleValueError(
+            raise check.BadValue(
                 f"{_NAME}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; {mend}"
             )
         if isinstance(dropout, int) and dropout > 1:
@@ -199,7 +199,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if cache is not None:
             k, v = cache.append(k, v)
         if k.size(0) != q.size(0):
-            raise check.ModuleValueError(
+            raise check.BadValue(
                 f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}"
             )
         mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
@@ -240,26 +240,26 @@ class MultiHeadAttention(nn.MultiheadAttention):
         ):
             check.float_tensor(_NAME, label, tensor)
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
-                raise check.ModuleValueError(
+                raise check.BadValue(
                     f"{_NAME}: query, key and value must all be 3-D, or all 2-D (no batch), got {label} of "
                     f"{tensor.dim()} dimensions{_shape(tensor)} beside query of {query.dim()}{_shape(query)}"
                 )
             if tensor.size(-1) != size:
-                raise check.ModuleValueError(
+                raise check.BadValue(
                     f"{_NAME}: {label} must have size {size} in its last dimension, got {tensor.size(-1)}"
                 )
             if tensor.dtype != parameter.dtype and check.autocast_dtype(query) is None:
-                raise check.ModuleTypeError(
+                raise check.BadType(
                     f"{_NAME}: {label} must have the parameters' dtype {str(parameter.dtype)[6:]}, "
                     f"got {str(tensor.dtype)[6:]}"
                 )
             if tensor.is_nested != query.is_nested or tensor.layout != query.layout:
-                raise check.ModuleTypeError(
+                raise check.BadType(
                     f"{_NAME}: query, key and value must all be nested tensors of one layout, or none of them; "
                     f"{label} is not as query is"
                 )
         if not query.is_nested and key.shape[:-1] != value.shape[:-1]:
-            raise check.ModuleValueError(
+            raise check.BadValue(
                 f"{_NAME}: key and value must have one length and one batch size, got shapes {tuple(key.shape)} "
                 f"and {tuple(value.shape)}"
             )
@@ -272,17 +272,17 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Nested operands, padded for the products and the kernels; weights are padded with zeros."""
         if not self.batch_first:
-            raise check.ModuleValueError(f"{_NAME}: nested tensors are (N, L, E): construct it with batch_first=True")
+            raise check.BadValue(f"{_NAME}: nested tensors are (N, L, E): construct it with batch_first=True")
         given = {"key_padding_mask": key_padding_mask, "key_lengths": key_lengths, "cache": cache}
         given["attn_mask"] = None if options["is_causal"] else attn_mask
         for name, argument in given.items():
             if argument is not None:
-                raise check.ModuleValueError(
+                raise check.BadValue(
                     f"{_NAME}: {name} cannot be given beside nested tensors; pad them with to_padded_tensor()"
                 )
         lengths = {id(t): [rows.size(0) for rows in t.unbind()] for t in (query, key, value)}
         if lengths[id(key)] != lengths[id(value)]:
-            raise check.ModuleValueError(
+            raise check.BadValue(
                 f"{_NAME}: key and value must have the same lengths, got {lengths[id(key)]} and {lengths[id(value)]}"
             )
         padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}  # one tensor stays one tensor
@@ -352,7 +352,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             elif attn_mask.shape in ((batch, 1, rows, columns), (batch, heads, rows, columns)):
                 mask = attn_mask
             else:
-                raise check.ModuleValueError(
+                raise check.BadValue(
                     f"{_NAME}: attn_mask must have shape {(rows, columns)}, {(batch * heads, rows, columns)} or "
                     f"{(batch, '1 or num_heads', rows, columns)}, got {tuple(attn_mask.shape)}"
                 )
@@ -361,7 +361,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             _check_mask("key_padding_mask", key_padding_mask)
             padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 else key_padding_mask
             if padding.shape != (batch, columns):
-                raise check.ModuleValueError(
+                raise check.BadValue(
                     f"{_NAME}: key_padding_mask must have shape {(batch, columns)}, got {tuple(key_padding_mask.shape)}"
                 )
             padding = padding[:, None, None, :]
@@ -404,7 +404,7 @@ def _shape(tensor: Tensor) -> str:
 def _check_mask(label: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         kind = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
-        raise check.ModuleTypeError(f"{_NAME}: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
+        raise check.BadType(f"{_NAME}: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
 
 
 def _both(first: Tensor, second: Tensor) -> Tensor:

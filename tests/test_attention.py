@@ -262,6 +262,9 @@ def test_causal_bias(backend, variant):
     tensors = operands((2, 2, 2, 5, 9, 8, 8))
     wanted = exact(*tensors, is_causal=True, causal_variant=variant)[0]
     assert_accurate(scaled_dot_product_attention(*tensors, bias), wanted, wanted)
+    for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+        with pytest.raises(ValueError, match="CausalBias"):
+            function(*tensors, bias, is_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -305,19 +308,38 @@ def test_strides(backend, kind):
     check(*(t.bfloat16() for t in tensors), is_causal=True)
 
 
+def in_order(order, sizes, dtype=torch.float32):
+    """A tensor of these sizes whose dimensions lie in this order in memory."""
+    return torch.randn([sizes[dim] for dim in order], dtype=dtype).permute([order.index(dim) for dim in range(4)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layouts", list(itertools.product(["dense", "transposed"], repeat=2)), ids="-".join)
-def test_output_layout_is_querys(backend, layouts, dtype):
-    operand = {
-        "dense": torch.randn(2, 3, 5, 8, dtype=dtype),
-        "transposed": torch.randn(2, 5, 3, 8, dtype=dtype).transpose(1, 2),
-    }
-    query, key = (operand[layout] for layout in layouts)
-    (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_output_layout_is_querys(backend, order, dtype):
+    """Every order of B, H and L, of the gradients too; fakes agree."""
+    query = in_order((*order, 3), (2, 3, 5, 8), dtype)
+    key = in_order((*order[::-1], 3), (2, 3, 7, 8), dtype)
+    value = in_order((*order[1:], order[0], 3), (2, 3, 7, 8), dtype)
+    (out,), grads = gradients(scaled_dot_product_attention, (query, key, value))
     assert out.stride() == query.stride()
     if DEVICE == "cpu":  # on a GPU torch's layout depends on which of its kernels runs
+        assert out.stride() == F.scaled_dot_product_attention(query, key, value).stride()
+    assert [g.stride() for g in grads] == [query.stride(), key.stride(), value.stride()]
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (query, key, value)]
+        assert scaled_dot_product_attention(*fakes).stride() == out.stride()
+        assert [g.stride() for g in gradients(scaled_dot_product_attention, fakes)[1]] == [g.stride() for g in grads]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)
+def test_output_of_a_query_without_dense_columns_is_contiguous(backend, order):
+    query, key = in_order(order, (2, 3, 5, 8)), torch.randn(2, 3, 7, 8)
+    out = scaled_dot_product_attention(query, key, key)
+    assert out.is_contiguous()
+    if DEVICE == "cpu":
         assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
-    assert [g.stride() for g in grads] == [query.stride(), key.stride(), key.stride()]
+    with FakeTensorMode() as mode:
+        assert scaled_dot_product_attention(*map(mode.from_tensor, (query, key, key))).stride() == out.stride()
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (1, 3, 5, 8), (1, 1, 5, 8)], ids=["heads", "batch", "both"])
@@ -331,6 +353,41 @@ def test_output_of_an_expanded_query_is_contiguous(backend, shape):
     with FakeTensorMode() as mode:
         fakes = mode.from_tensor(query), mode.from_tensor(key), mode.from_tensor(key)
         assert scaled_dot_product_attention(*fakes).stride() == out.stride()
+
+
+@pytest.mark.parametrize("masks", [{}, {"is_causal": True}, {"window_size": (2, 1)}], ids=["", "causal", "window"])
+def test_head_size_0_is_the_mean_of_the_values(masks):
+    tensors = torch.randn(2, 3, 5, 0), torch.randn(2, 3, 7, 0), torch.randn(2, 3, 7, 4)
+    (out,), grads = gradients(functools.partial(scaled_dot_product_attention, **masks), tensors)
+    (wanted,), wanted_grads = gradients(functools.partial(torch_attention, **masks), tensors)
+    for a, e in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(a, e)
+    assert fastattn.explain(scaled_dot_product_attention, *tensors).backend == "reference"
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 4), (4, 1, 2), (6, 3, 2), (6, 2, 1)], ids=str)
+def test_key_and_value_with_groups_of_their_own(backend, heads):
+    tensors = [torch.randn(2, h, n, 8) for h, n in zip(heads, (5, 7, 7), strict=True)]
+    check(*tensors, lse=False, enable_gqa=True)
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("scale", [1e-40, -1e-40, 2.0**-126, torch.tensor(0.5), 0, 1], ids=str)
+def test_one_scale_on_every_way(scale):
+    """Directly, through torch's dispatcher and on the reference: what is less than a normal number is 0 on all."""
+    tensors = operands((1, 2, 2, 5, 7, 8, 8))
+
+    def loss(*tensors):
+        return scaled_dot_product_attention(*tensors, scale=scale).square().sum()
+
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    direct = torch.autograd.grad(loss(*leaves), leaves)
+    assert bool(direct[0].any()) == bool(direct[1].any()) == (abs(scale) >= 2.0**-126)
+    for a, e in zip(torch.func.grad(loss, (0, 1, 2))(*tensors), direct, strict=True):
+        assert torch.equal(a, e)
+    with fastattn.backend("reference"):
+        for a, e in zip(torch.autograd.grad(loss(*leaves), leaves), direct, strict=True):
+            torch.testing.assert_close(a, e, atol=1e-6 * largest(e), rtol=1e-5)
 
 
 def test_operands_are_left_alone(backend):

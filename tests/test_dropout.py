@@ -216,6 +216,9 @@ def test_outside_training_it_is_the_identity(backend):
     assert torch.equal(dropout(input, 0.5, False), input)
     assert torch.equal(dropout(input, 0.0), input)
     assert torch.equal(dropout(input, 0.5, training=False), F.dropout(input, 0.5, training=False))
+    integers = torch.arange(5)
+    assert dropout(integers, training=False) is integers
+    assert torch.equal(dropout(integers, 0.0), F.dropout(integers, 0.0))
 
 
 @pytest.mark.representative

@@ -58,7 +58,6 @@ BAD = [
     (lambda: attention(Q, K2, V2), "3", "4"),
     (lambda: attention(Q, K2, V2, enable_gqa=True), "key", "3", "4"),
     (lambda: attention(Q, K2, V, enable_gqa=True), "3", "4"),
-    (lambda: attention(Q[..., :0], K[..., :0], V), "query", "0"),
     # masks, shared with attention_weights
     *(
         (lambda o=o, call=call: call(**o), *words)
@@ -145,8 +144,6 @@ BAD = [
     (lambda: layer_norm(X, (8,), torch.ones(8, dtype=torch.int32)), "weight", "int32"),
     (lambda: layer_norm(X, (8,), torch.ones(8, device="meta")), "weight", "meta", "cpu"),
     (lambda: layer_norm(X, (8,), eps="small"), "eps", "small"),
-    (lambda: layer_norm(X, (8,), eps=-1.0), "eps", "-1.0"),
-    (lambda: layer_norm(X, (8,), eps=float("nan")), "eps", "nan"),
     # dropout_add_layer_norm
     (lambda: dropout_add_layer_norm(X, X[:2]), "residual", "(2, 5, 8)", "(3, 5, 8)"),
     (lambda: dropout_add_layer_norm(X, None), "residual", "NoneType"),
@@ -210,6 +207,7 @@ BAD_MODULES = [
 
 
 def check(call, words):
+    """The error, for more to be asked of it."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     message = str(caught.value)
@@ -217,13 +215,15 @@ def check(call, words):
         assert re.search(rf"(?<![\w.]){re.escape(word)}(?![\w]|\.\d)", message), f"{word!r} not in: {message}"
     assert "\n" not in message, message
     assert len(message) < 400, message
+    return caught.value
 
 
 @pytest.mark.parametrize("case", BAD, ids=[f"{n}-{words[0]}" for n, (_, *words) in enumerate(BAD)])
 def test_bad_input(case):
     call, *words = case
     state = torch.random.get_rng_state()
-    check(call, words)
+    error = check(call, words)
+    assert isinstance(error, RuntimeError)  # what torch's functions raise
     assert torch.equal(torch.random.get_rng_state(), state)  # refused before a seed was drawn
 
 

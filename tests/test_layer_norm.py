@@ -104,6 +104,18 @@ def test_shapes(backend, kind, shape, normalized, dtype):
     check(torch.randn(shape).to(dtype), normalized, *affine(normalized, kind, dtype))
 
 
+@pytest.mark.parametrize("eps", [-0.5, -2.0, 0, 1e300, math.nan, 2, torch.tensor(0.25)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_any_eps(eps, dtype):
+    """Where the variance and eps together are negative the row is NaN, and so is its gradient, as torch's."""
+    tensors = torch.randn(6, 16, dtype=dtype), torch.randn(16, dtype=dtype), torch.randn(16, dtype=dtype)
+    (out,), grads = gradients(lambda *t: layer_norm(t[0], (16,), *t[1:], eps), tensors)
+    (wanted,), wanted_grads = gradients(lambda *t: F.layer_norm(t[0], (16,), *t[1:], eps), tensors)
+    for a, e in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer_norm(tensors[0], (16,), *tensors[1:], eps), out, equal_nan=True)  # the fast path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

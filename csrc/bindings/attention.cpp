@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   set_operands(a, q, k, v, seed, scale, window_left, window_right, lower_right, threshold);
   a.mask = mask_of(attn_mask);
   a.key_lengths = data_of<int64_t>(key_lengths);
-  const Tensor out = empty_heads(query, a.seqlen_q, a.value_head_dim, backend.device);
+  const Tensor out = empty_heads(query, a.value_head_dim, backend.device);
   return run_attention(backend, a, out, {2, a.batch, a.num_heads, a.seqlen_q});
 }
 
@@ -44,7 +44,7 @@ Tensor attention_fast(const Tensor& query, const Tensor& key, const Tensor& valu
   const Backend backend(query);
   Attention a = {};
   set_operands(a, query, key, value, std::nullopt, factor, q[2], is_causal ? 0 : k[2], false, 0);
-  const Tensor out = empty_heads(query, a.seqlen_q, a.value_head_dim, backend.device);
+  const Tensor out = empty_heads(query, a.value_head_dim, backend.device);
   a.out = heads_of(out);
   backend.run(a);
   return out;

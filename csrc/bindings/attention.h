@@ -10,13 +10,23 @@ FASTATTN_KERNEL(AttentionBackward, attention_backward)
 
 namespace {
 
-// (batch, heads, length, size): heads lie inside positions where they do so in `like`, otherwise contiguous.
-inline Tensor empty_heads(const Tensor& like, int64_t length, int64_t size, Device device) {
-  const Sizes like_sizes = like.sizes(), like_strides = like.strides();
-  const int64_t batch = like_sizes[0], heads = like_sizes[1];
-  const int64_t sizes[4] = {batch, heads, length, size};
-  const bool inside = like_strides[1] > 0 && like_strides[1] < like_strides[2];  // expanded heads lie nowhere
-  const int64_t strides[4] = {heads * length * size, inside ? size : length * size, inside ? heads * size : size, 1};
+// (batch, heads, length, size), dimensions in the order in which `like` has them in memory: memory_order of
+// fastattn/backends/common.py.
+inline Tensor empty_heads(const Tensor& like, int64_t size, Device device) {
+  const Sizes given = like.sizes(), like_strides = like.strides();
+  const int64_t sizes[4] = {given[0], given[1], given[2], size};
+  int order[4] = {0, 1, 2, 3};
+  if (has_dense_columns(like) && like_strides[0] != 0 && like_strides[1] != 0 && like_strides[2] != 0)
+    for (int i = 1; i < 3; ++i)
+      for (int j = i; j > 0 && like_strides[order[j - 1]] < like_strides[order[j]]; --j) {
+        const int inner = order[j - 1];
+        order[j - 1] = order[j], order[j] = inner;
+      }
+  int64_t strides[4], stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= max(sizes[order[i]], 1);
+  }
   return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"), device);
 }
 

@@ -15,9 +15,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   set_operands(a, q, k, v, seed, scale, window_left, window_right, lower_right, threshold);
   a.mask = mask_of(attn_mask);
   a.key_lengths = data_of<int64_t>(key_lengths);
-  const Tensor grad_query = empty_heads(query, a.seqlen_q, a.head_dim, backend.device);
-  const Tensor grad_key = empty_heads(key, a.seqlen_k, a.head_dim, backend.device);
-  const Tensor grad_value = empty_heads(value, a.seqlen_k, a.value_head_dim, backend.device);
+  const Tensor grad_query = empty_heads(query, a.head_dim, backend.device);
+  const Tensor grad_key = empty_heads(key, a.head_dim, backend.device);
+  const Tensor grad_value = empty_heads(value, a.value_head_dim, backend.device);
   Tensor grad_mask;
   if (mask_grad) {
     set_all_elements(a.mask, *attn_mask);

@@ -105,7 +105,7 @@ Tensor layer_norm_fast(const Tensor& input, std::vector<int64_t> normalized_shap
     return !tensor || (is_plain(*tensor, &dtype) && tensor->dim() == 1 && tensor->size(0) == normalized_shape[0]);
   };
   if (normalized_shape.size() != 1 || !is_plain(input, &dtype) || input.dim() == 0 ||
-      input.size(-1) != normalized_shape[0] || !is_parameter(weight) || !is_parameter(bias) || !(eps >= 0))
+      input.size(-1) != normalized_shape[0] || !is_parameter(weight) || !is_parameter(bias))
     return Tensor();
   return std::get<0>(layer_norm(input, weight, bias, eps));
 }

@@ -36,17 +36,20 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
-def heads_inside(like: Tensor) -> bool:
-    """Whether positions are the outer dimension of (B, H, L, E) in memory; expanded heads lie nowhere."""
-    return 0 < like.stride(1) < like.stride(2)
+def memory_order(like: Tensor) -> list[int]:
+    """The dimensions of (B, H, L, E) as they lie in memory, the outermost first; in their own order where one is
+    expanded, which lies nowhere, or where columns are not dense."""
+    order, strides = [0, 1, 2, 3], like.stride()
+    if (strides[3] == 1 or like.size(3) == 1) and 0 not in strides[:3]:
+        order.sort(key=lambda dim: 0 if dim == 3 else strides[dim], reverse=True)  # equal ones stay as they are
+    return order
 
 
-def empty_heads(like: Tensor, length: int, size: int) -> Tensor:
-    """(B, H, length, size) in ``like``'s memory layout: heads inside positions if it has them so, else contiguous."""
-    batch, heads = like.shape[:2]
-    if heads_inside(like):
-        return like.new_empty(batch, length, heads, size).transpose(1, 2)
-    return like.new_empty(batch, heads, length, size)
+def empty_heads(like: Tensor, size: int) -> Tensor:
+    """(B, H, L, size) in ``like``'s memory layout."""
+    order = memory_order(like)
+    sizes = *like.shape[:3], size
+    return like.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
 
 
 def dense_strides(input: Tensor) -> tuple[int, ...]:
@@ -90,9 +93,9 @@ def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | N
     if any(isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args):
         return "it takes float32, bfloat16 and float16, not float64"
     if op in ("attention", "varlen_attention"):
-        head_dim = max(args[0].shape[-1], args[2].shape[-1])
-        if head_dim > MAX_HEAD_DIM:
-            return f"it takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}"
+        for head_dim in (args[0].shape[-1], args[2].shape[-1]):
+            if not 1 <= head_dim <= MAX_HEAD_DIM:
+                return f"it takes head sizes from 1 to {MAX_HEAD_DIM}, not {head_dim}"
     if missing:  # after the operands' own reasons: it would serve these if it were there
         return missing
     if device.type == "cuda" and capability(device) < OLDEST_GPU:

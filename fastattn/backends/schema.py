@@ -18,9 +18,9 @@ A backend function has no autograd and no checks. It relies on what ``ops`` has 
 
 Results:
 
-- A result "like" a (B, H, L, E) operand lies in memory as that operand does: (B, L, H, E).transpose(1, 2) if its stride
-  of H is below that of L and not 0 (expanded), else contiguous. dropout's result keeps the strides of a dense input.
-  Everything else is contiguous.
+- out lies in memory as query does, a gradient as its operand: dense, with B, H and L in the operand's order of strides
+  and columns innermost; contiguous where a stride is 0 (expanded) or columns are not dense. dropout's result keeps the
+  strides of a dense input. Everything else is contiguous.
 - lse (B, Hq, Lq), mean, rstd and stats are float32, of float64 operands float64. stats (2, B, Hq, Lq) are each row's
   row_max, finite, and row_sum = sum(exp(s - row_max)), 0 and 0 of a fully masked row: P = exp(s - row_max) / row_sum.
   lse alone would not do: of a row all at finfo.min it loses the log of the sum.

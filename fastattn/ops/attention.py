@@ -47,7 +47,8 @@ def scaled_dot_product_attention(
     function it drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
 
     Args:
-        query: (..., Hq, Lq, E), float32, bfloat16, float16 or float64 (the reference's), any strides.
+        query: (..., Hq, Lq, E), float32, bfloat16, float16 or float64 (the reference's), any strides. With a head size
+            of 0 every weight is the same.
         key: (..., Hk, Lk, E) of query's dtype. Batch dimensions broadcast.
         value: (..., Hk, Lk, Ev) of query's dtype.
         attn_mask: bool (True = takes part) or float (added to the scaled scores, may require grad), broadcastable to
@@ -84,7 +85,7 @@ def scaled_dot_product_attention(
     window = check.window(name, window_size, is_causal, lower_right, rows, columns)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else check.scale(name, scale)
+    scale = _scale(name, scale, head_dim)
     seed = check.draw_seed(seed, threshold, q.device)
     out, lse, _ = attention_op(q, k, v, attn_mask, key_lengths, seed, scale, *window, lower_right, threshold)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
@@ -133,7 +134,7 @@ def attention_weights(
     key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = 1.0 / math.sqrt(q.size(3)) if scale is None else check.scale(name, scale)
+    scale = _scale(name, scale, q.size(3))
     seed = check.draw_seed(seed, threshold, q.device)
     settings = attn_mask, key_lengths, seed, scale, *window, lower_right, threshold
     unmade = q.new_empty((), dtype=stat_dtype(q.dtype)).expand(*q.shape[:3], k.size(2))  # takes no memory
@@ -195,15 +196,15 @@ def varlen_attn(
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
     if unsupported:
-        raise TypeError(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
+        raise check.BadType(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.float_tensor(name, label, tensor)
         if tensor.dim() != 3:
-            raise ValueError(f"{name}: {label} must be (tokens, heads, head size), got shape {tuple(tensor.shape)}")
+            raise check.BadValue(f"{name}: {label} must be (tokens, heads, head size), got shape {tuple(tensor.shape)}")
     q, k, v = check.autocast_low(query, key, value)
     _same_kind(name, q, k, v)
     if k.size(0) != v.size(0) or k.size(1) != v.size(1):
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: key and value must have the same tokens and heads, "
             f"got {tuple(key.shape)} and {tuple(value.shape)}"
         )
@@ -211,7 +212,7 @@ def varlen_attn(
     cu_seq_q = _cumulative(name, "cu_seq_q", cu_seq_q, q.size(0), max_q, "max_q", q.device)
     cu_seq_k = _cumulative(name, "cu_seq_k", cu_seq_k, k.size(0), max_k, "max_k", q.device)
     if cu_seq_q.shape != cu_seq_k.shape:
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: cu_seq_q and cu_seq_k must name the same number of sequences, got "
             f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
         )
@@ -219,14 +220,14 @@ def varlen_attn(
     if used is not None:
         own = cu_seq_k.diff()
         if check.is_readable(used) and bool((used > own).any()):
-            raise ValueError(
+            raise check.BadValue(
                 f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
             )
         used = torch.minimum(used, own)
     window = check.window(name, window_size, is_causal, True, max_q, max_k)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)
-    scale = 1.0 / math.sqrt(q.size(2)) if scale is None else check.scale(name, scale)
+    scale = _scale(name, scale, q.size(2))
     seed = check.draw_seed(seed, threshold, q.device)
     out, lse, _ = varlen_attention_op(q, k, v, cu_seq_q, cu_seq_k, used, seed, max_q, max_k, scale, *window, threshold)
     return (out, lse) if return_lse else out
@@ -242,14 +243,14 @@ def _operands(
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.float_tensor(name, label, tensor)
         if tensor.dim() < 2:
-            raise ValueError(
+            raise check.BadValue(
                 f"{name}: {label} must have at least 2 dimensions (..., length, head size), "
                 f"got shape {tuple(tensor.shape)}"
             )
     q, k, v = check.autocast_low(query, key, value)
     _same_kind(name, q, k, v)
     if k.size(-2) != v.size(-2):
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: key and value must have the same length, got {k.size(-2)} and {v.size(-2)} "
             f"from shapes {tuple(key.shape)} and {tuple(value.shape)}"
         )
@@ -259,18 +260,22 @@ def _operands(
         q = q.expand(*q.shape[:-3], k.size(-3), *q.shape[-2:])
     _head_counts(name, q.size(-3), k.size(-3), q.size(-1), k.size(-1), enable_gqa or k.size(-3) == 1)
     if v.size(-3) != k.size(-3):
-        if v.size(-3) != 1 and k.size(-3) != 1:
-            raise ValueError(
+        heads = q.size(-3)
+        if v.size(-3) == 1 or k.size(-3) == 1:
+            heads = max(v.size(-3), k.size(-3))
+            k, v = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (k, v))
+        elif enable_gqa and v.size(-3) and heads % v.size(-3) == 0:  # groups of key and of value differ
+            k, v = (t.repeat_interleave(heads // t.size(-3), -3) for t in (k, v))
+        else:
+            raise check.BadValue(
                 f"{name}: value must have key's {k.size(-3)} heads, got {v.size(-3)} from shape {tuple(value.shape)}"
             )
-        heads = max(v.size(-3), k.size(-3))
-        k, v = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (k, v))
     batch_sizes = q.shape[:-3]
     if k.shape[:-3] != batch_sizes or v.shape[:-3] != batch_sizes:
         try:
             batch_sizes = torch.broadcast_shapes(batch_sizes, k.shape[:-3], v.shape[:-3])
         except RuntimeError:
-            raise ValueError(
+            raise check.BadValue(
                 f"{name}: the batch dimensions of query, key and value must broadcast, got shapes "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             ) from None
@@ -291,33 +296,37 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
 
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dtype != k.dtype or q.dtype != v.dtype:
-        raise TypeError(
+        raise check.BadType(
             f"{name}: query, key and value must have one dtype, got {', '.join(str(t.dtype)[6:] for t in (q, k, v))}"
         )
     if k.device != q.device or v.device != q.device:
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: query, key and value must be on one device, got {q.device}, {k.device} and {v.device}"
         )
 
 
 def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) -> None:
     if e != ek:
-        raise ValueError(f"{name}: query and key must have the same head size, got {e} and {ek}")
-    if e == 0:
-        raise ValueError(f"{name}: the head size of query and key must be at least 1, got 0")
+        raise check.BadValue(f"{name}: query and key must have the same head size, got {e} and {ek}")
     if hq == hk:
         return
     if not grouped:
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: query has {hq} heads and key {hk}; they must be equal, or pass enable_gqa=True for grouped heads"
         )
     if hk == 0 or hq % hk:
-        raise ValueError(f"{name}: query's heads must be a multiple of key's, got {hq} and {hk}")
+        raise check.BadValue(f"{name}: query's heads must be a multiple of key's, got {hq} and {hk}")
+
+
+def _scale(name: str, scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim or 1)  # the scores of empty rows are 0, whatever the scale
+    return check.scale(name, scale)
 
 
 def _lower_right(name: str, causal_variant: str) -> bool:
     if causal_variant not in _VARIANTS:
-        raise ValueError(f'{name}: causal_variant must be "upper_left" or "lower_right", got {causal_variant!r}')
+        raise check.BadValue(f'{name}: causal_variant must be "upper_left" or "lower_right", got {causal_variant!r}')
     return causal_variant == "lower_right"
 
 
@@ -328,16 +337,13 @@ def _causal_bias(
     if type(attn_mask).__name__ != "CausalBias":  # by name: importing its module doubles the time of `import fastattn`
         return attn_mask, is_causal, causal_variant
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (rows, columns):
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, "
             f"but there are {rows} and {columns}"
         )
-    variant = attn_mask.variant.name.lower()
-    if is_causal and variant != causal_variant:
-        raise ValueError(
-            f"{name}: attn_mask is a {variant} CausalBias, is_causal means causal_variant={causal_variant!r}; give one"
-        )
-    return None, True, variant
+    if is_causal:
+        raise check.BadValue(f"{name}: attn_mask is a CausalBias, which is_causal=True says again; give one of them")
+    return None, True, attn_mask.variant.name.lower()
 
 
 def _cumulative(
@@ -345,18 +351,18 @@ def _cumulative(
 ) -> Tensor:
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
         kind = str(offsets.dtype)[6:] if isinstance(offsets, Tensor) else type(offsets).__name__
-        raise TypeError(f"{name}: {label} must be an int32 or int64 Tensor of shape (sequences + 1,), got {kind}")
+        raise check.BadType(f"{name}: {label} must be an int32 or int64 Tensor of shape (sequences + 1,), got {kind}")
     if offsets.dim() != 1 or offsets.size(0) < 1:
-        raise ValueError(f"{name}: {label} must have shape (sequences + 1,), got {tuple(offsets.shape)}")
+        raise check.BadValue(f"{name}: {label} must have shape (sequences + 1,), got {tuple(offsets.shape)}")
     check.same_device(name, label, offsets, device)
     if isinstance(longest, bool) or not isinstance(longest, numbers.Integral | torch.SymInt) or longest < 0:
-        raise ValueError(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
+        raise check.BadValue(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
     if check.is_readable(offsets):
         lengths = offsets.diff()
         if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((lengths < 0).any()):
-            raise ValueError(f"{name}: {label} must rise from 0 to {total}, got {_brief(offsets)}")
+            raise check.BadValue(f"{name}: {label} must rise from 0 to {total}, got {_brief(offsets)}")
         if lengths.numel() and int(lengths.max()) > longest:
-            raise ValueError(
+            raise check.BadValue(
                 f"{name}: {longest_label} must be at least the longest sequence, {int(lengths.max())}, got {longest}"
             )
     return offsets.to(torch.int64).contiguous()
@@ -373,7 +379,7 @@ def _brief(values: Tensor) -> str:
 def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Dense or packed."""
     rows, size, dtype = query.shape[:-1], value.size(-1), stat_dtype(query.dtype)
-    out = empty_heads(query, query.size(2), size) if query.dim() == 4 else query.new_empty((*rows, size))
+    out = empty_heads(query, size) if query.dim() == 4 else query.new_empty((*rows, size))
     return out, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype)
 
 
@@ -381,7 +387,7 @@ def _fake_attention_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = tuple(empty_heads(t, t.size(2), t.size(3)) for t in (query, key, value))
+    grads = tuple(empty_heads(t, t.size(3)) for t in (query, key, value))
     return *grads, fake_mask_grad(query, attn_mask, rest[-1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
@@ -16,33 +17,45 @@ _AUTOCAST_DEVICES = frozenset(
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class ModuleValueError(ValueError, RuntimeError, AssertionError):
-    """A ValueError where torch's module raises one of the others, depending on the line that notices."""
+class BadValue(ValueError, RuntimeError, AssertionError):
+    """An argument has a wrong value, shape or device. Torch raises one of the others, depending on what notices."""
 
 
-class ModuleTypeError(TypeError, RuntimeError, AssertionError):
-    """A TypeError where torch's module raises one of the others, depending on the line that notices."""
+class BadType(TypeError, RuntimeError, AssertionError):
+    """An argument has a wrong type or dtype. Torch raises one of the others, depending on what notices."""
 
 
 def float_tensor(function: str, name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor of a floating-point dtype that the operations take."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{function}: {name} must be a Tensor, got {type(value).__name__}")
+        raise BadType(f"{function}: {name} must be a Tensor, got {type(value).__name__}")
     if value.dtype not in FLOATS:
-        raise TypeError(f"{function}: {name} must be float32, bfloat16, float16 or float64, got {str(value.dtype)[6:]}")
+        raise BadType(f"{function}: {name} must be float32, bfloat16, float16 or float64, got {str(value.dtype)[6:]}")
 
 
 def same_device(function: str, name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"{function}: {name} must be on {device} as the other operands are, got {tensor.device}")
+        raise BadValue(f"{function}: {name} must be on {device} as the other operands are, got {tensor.device}")
+
+
+def real(function: str, name: str, value: object) -> float:
+    """``value`` as a float: a number, or a scalar tensor that wants no gradient."""
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+        raise BadType(f"{function}: {name} must be a real number, got {type(value).__name__} {value!r:.80}")
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
     """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
-    if not isinstance(dropout_p, _NUMBERS) and not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{function}: {name} must be a number in [0, 1], got {type(dropout_p).__name__}")
+    if not isinstance(dropout_p, _NUMBERS):
+        dropout_p = real(function, name, dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"{function}: {name} must be in [0, 1], got {dropout_p}")
+        raise BadValue(f"{function}: {name} must be in [0, 1], got {dropout_p}")
     return int(dropout_p * 65536 + 0.5)
 
 
@@ -50,27 +63,26 @@ def scale(function: str, value: float) -> float:
     """The scale; 0 for less than float32's least normal number."""
     if type(value) is float and LEAST <= abs(value) <= LARGEST:  # at once: the abstract class answers slowly
         return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{function}: scale must be a real number, got {type(value).__name__}")
+    value = real(function, "scale", value)
     if not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"{function}: scale must be finite in float32, got {value}")
-    return float(value) if abs(value) >= LEAST else 0.0
+        raise BadValue(f"{function}: scale must be finite in float32, got {value}")
+    return value if abs(value) >= LEAST else 0.0
 
 
 def flag(function: str, name: str, value: bool) -> None:
     if value is not True and value is not False:
-        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+        raise BadType(f"{function}: {name} must be True or False, got {value!r}")
 
 
 def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None:
     if seed is None:
         return
     if not isinstance(seed, Tensor):
-        raise TypeError(
+        raise BadType(
             f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}"
         )
     if seed.dtype != torch.int64 or seed.shape != (2,):
-        raise ValueError(
+        raise BadValue(
             f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), "
             f"got {str(seed.dtype)[6:]} of shape {tuple(seed.shape)}"
         )
@@ -101,11 +113,11 @@ def window(
     if window_size == (-1, -1):
         return reach[0], 0 if is_causal else reach[1]
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
-        raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}")
+        raise BadType(f"{function}: window_size must be (left, right), got {window_size!r}")
     if not all(isinstance(side, numbers.Integral) and not isinstance(side, bool) for side in window_size):
-        raise TypeError(f"{function}: window_size must be two integers, got {window_size!r}")
+        raise BadType(f"{function}: window_size must be two integers, got {window_size!r}")
     if min(window_size) < -1:
-        raise ValueError(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
+        raise BadValue(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
     left, right = (most if side == -1 else min(int(side), most) for side, most in zip(window_size, reach, strict=True))
     return left, 0 if is_causal else right
 
@@ -121,19 +133,17 @@ def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, de
     if lengths is None:
         return None
     if not isinstance(lengths, Tensor):
-        raise TypeError(
-            f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}"
-        )
+        raise BadType(f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"{function}: {name} must hold integers, got {str(lengths.dtype)[6:]}")
+        raise BadType(f"{function}: {name} must hold integers, got {str(lengths.dtype)[6:]}")
     if lengths.shape != (batch,):
-        raise ValueError(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
+        raise BadValue(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)
     lengths = lengths.to(torch.int64).contiguous()
     if is_readable(lengths) and batch > 0:
         low, high = (int(extreme) for extreme in lengths.aminmax())
         if low < 0 or high > keys:
-            raise ValueError(f"{function}: {name} must be within [0, {keys}], got values from {low} to {high}")
+            raise BadValue(f"{function}: {name} must be within [0, {keys}], got values from {low} to {high}")
         return lengths
     return lengths.clamp(0, keys)
 
@@ -144,9 +154,9 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"{function}: attn_mask must be a bool or float Tensor, got {type(attn_mask).__name__}")
+        raise BadType(f"{function}: attn_mask must be a bool or float Tensor, got {type(attn_mask).__name__}")
     if attn_mask.dtype not in (torch.bool, *FLOATS) or (attn_mask.dtype == torch.float64 != dtype):
-        raise TypeError(
+        raise BadType(
             f"{function}: attn_mask must be bool (True = takes part) or float (added to the scores), for operands of "
             f"{str(dtype)[6:]} one of bool, float32, bfloat16, float16, got {str(attn_mask.dtype)[6:]}"
         )
@@ -156,7 +166,7 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
         m == 1 or m == s for m, s in zip(reversed(given), reversed(sizes), strict=False)
     )
     if not fits:
-        raise ValueError(f"{function}: attn_mask must be broadcastable to {tuple(sizes)}, got shape {tuple(given)}")
+        raise BadValue(f"{function}: attn_mask must be broadcastable to {tuple(sizes)}, got shape {tuple(given)}")
     batch = attn_mask.shape[:-3]
     if len(sizes) > 4 and any(size != 1 for size in batch):
         return attn_mask.expand(*sizes[:-3], *attn_mask.shape[-3:]).flatten(0, -4)

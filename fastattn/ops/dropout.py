@@ -28,7 +28,7 @@ def dropout(
     Args:
         input: any shape, float32, bfloat16, float16 or float64.
         p: probability in [0, 1] of dropping an element.
-        training: without it, input is returned as it is.
+        training: without it, input, of whatever dtype, is returned as it is.
         inplace: write the result into input.
         seed: int64 (2,), (key, offset); drawn from torch's default generator when not given.
 
@@ -38,13 +38,13 @@ def dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    check.float_tensor("dropout", "input", input)
     check.flag("dropout", "training", training)
     check.flag("dropout", "inplace", inplace)
     threshold = check.threshold("dropout", p, "p")
-    check.check_seed("dropout", seed, input.device)
-    if not training or threshold == 0:
+    if isinstance(input, Tensor) and (not training or threshold == 0):
         return input
+    check.float_tensor("dropout", "input", input)
+    check.check_seed("dropout", seed, input.device)
     out = dropout_op(input, check.draw_seed(seed, threshold, input.device), threshold)
     return input.copy_(out) if inplace else out
 
@@ -65,14 +65,16 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
     """
     name = "dropout_mask"
     if not isinstance(seed, Tensor):
-        raise TypeError(f"{name}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}")
+        raise check.BadType(
+            f"{name}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}"
+        )
     check.check_seed(name, seed, seed.device)
     try:
         shape = tuple(shape)
     except TypeError:
-        raise TypeError(f"{name}: shape must be a sequence of integers, got {shape!r}") from None
+        raise check.BadType(f"{name}: shape must be a sequence of integers, got {shape!r}") from None
     if not all(isinstance(size, int | torch.SymInt) and size >= 0 for size in shape):
-        raise ValueError(f"{name}: shape must hold integers of at least 0, got {shape!r}")
+        raise check.BadValue(f"{name}: shape must hold integers of at least 0, got {shape!r}")
     threshold = check.threshold(name, dropout_p)
     return dropout_mask_op(shape, seed.contiguous(), threshold)
 

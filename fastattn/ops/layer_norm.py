@@ -35,7 +35,7 @@ def layer_norm(
         input: (..., *normalized_shape), float32, bfloat16, float16 or float64.
         normalized_shape: the sizes of the last dimensions, over which mean and (biased) variance are taken.
         weight, bias: tensors of normalized_shape, of any of these dtypes, float32 beside low-precision input included.
-        eps: added to the variance.
+        eps: added to the variance, any number; where the sum is negative the row is NaN, as torch's.
 
     Returns:
         input's shape and dtype, contiguous.
@@ -48,11 +48,11 @@ def layer_norm(
     shape = normalized_shape
     if type(shape) is not tuple:
         if not isinstance(shape, (Sequence, *_SIZES)):
-            raise TypeError(f"{name}: normalized_shape must be an integer or a sequence of them, got {shape!r}")
+            raise check.BadType(f"{name}: normalized_shape must be an integer or a sequence of them, got {shape!r}")
         shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     dims = len(shape)
     if dims == 0 or input.shape[-dims:] != shape:
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: normalized_shape must be input's last sizes, "
             f"got {shape} for an input of shape {tuple(input.shape)}"
         )
@@ -102,7 +102,7 @@ def dropout_add_layer_norm(
     check.float_tensor(name, "input", input)
     check.float_tensor(name, "residual", residual)
     if input.shape != residual.shape or input.dim() == 0:
-        raise ValueError(
+        raise check.BadValue(
             f"{name}: input and residual must have one shape (..., D), "
             f"got {tuple(input.shape)} and {tuple(residual.shape)}"
         )
@@ -124,16 +124,12 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
             continue
         check.float_tensor(name, label, parameter)
         if parameter.shape != shape:
-            raise ValueError(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
+            raise check.BadValue(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
         check.same_device(name, label, parameter, input.device)
 
 
 def _eps(name: str, eps: float) -> float:
-    if type(eps) is float and eps >= 0:  # at once: the abstract class answers slowly
-        return eps
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not eps >= 0:
-        raise ValueError(f"{name}: eps must be a number of at least 0, got {eps!r}")
-    return float(eps)
+    return eps if type(eps) is float else check.real(name, "eps", eps)
 
 
 def _fake_layer_norm(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,7 +47,7 @@ def softmax_dropout(
     name = "softmax_dropout"
     check.float_tensor(name, "input", input)
     if input.dim() == 0:
-        raise ValueError(f"{name}: input must have at least 1 dimension, got a scalar")
+        raise check.BadValue(f"{name}: input must have at least 1 dimension, got a scalar")
     x = check.autocast_float32(input)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, x.device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import heads_inside, without_autocast
+from fastattn.backends.common import memory_order, without_autocast
 from fastattn.backends.reference.dropout import drop, opmath
 from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward
 from fastattn.backends.visibility import visibility
@@ -32,10 +32,8 @@ def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
-    tensor = tensor.to(like.dtype)
-    if heads_inside(like):
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    return tensor.contiguous()
+    order = memory_order(like)
+    return tensor.to(like.dtype).permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 def _per_query_head(tensor: Tensor, heads: int) -> Tensor:

@@ -37,10 +37,10 @@ def layer_norm_backward(
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
     grad, x = opmath(grad_out), opmath(input)
     centred = x - x.mean(-1, keepdim=True)
-    # The saved rstd carries eps; the scale that makes it differentiable again is exactly 1.
+    # The saved rstd, which carries eps, as a function of the variance again: the factor is exactly 1.
     variance = (centred * centred).mean(-1, keepdim=True)
-    eps = (rstd.detach().unsqueeze(-1).pow(-2) - variance.detach()).clamp_min(0.0)
-    inverse = torch.rsqrt(variance + eps)
+    saved = rstd.detach().unsqueeze(-1)
+    inverse = saved * torch.rsqrt(1.0 + (variance - variance.detach()) * saved * saved)
     normal = centred * inverse
     g = grad if weight is None else grad * weight.to(grad.dtype)
     grad_input = inverse * (g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True))

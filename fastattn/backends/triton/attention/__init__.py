@@ -304,7 +304,7 @@ def _row_strides(statistic: Tensor) -> tuple[int, ...]:
 
 def _empty(like: Tensor, head_dim: int) -> Tensor:
     """(B, H, L, head_dim) in the layout of ``like``, or packed, (T, H, head_dim)."""
-    return empty_heads(like, like.size(2), head_dim) if like.dim() == 4 else like.new_empty((*like.shape[:2], head_dim))
+    return empty_heads(like, head_dim) if like.dim() == 4 else like.new_empty((*like.shape[:2], head_dim))
 
 
 def _padded(head_dim: int) -> int:
