@@ -26,9 +26,14 @@ single_level_autograd = enable_single_level_autograd_function
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+def is_forward_mode() -> bool:
+    """Inside forward-mode differentiation: ``torch.func.jvp`` and what is built on it, ``forward_ad.dual_level``."""
+    return forward_ad._current_level >= 0
+
+
 def is_observed() -> bool:
     """Whether compilation, a dispatch mode, torch.func or forward-mode differentiation has to see every call."""
-    return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or forward_ad._current_level >= 0
+    return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode()
 
 
 def bind(overload: Any) -> Callable[..., Any]:

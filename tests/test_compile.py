@@ -193,7 +193,7 @@ TRANSFORMED = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_function_transforms(backend, name):
-    """torch.func's grad and vmap, alone and together, give autograd's numbers; forward mode is refused."""
+    """torch.func's grad and vmap, alone and together, give autograd's numbers; forward mode is the reference's."""
 
     def loss(t):
         return TRANSFORMED[name](t).square().sum()
@@ -205,8 +205,77 @@ def test_function_transforms(backend, name):
     assert torch.equal(torch.func.grad(loss)(x[0]), wanted[0])
     assert torch.equal(torch.vmap(loss)(x), losses)
     assert torch.equal(torch.vmap(torch.func.grad(loss))(x), wanted)
-    with pytest.raises(NotImplementedError, match="forward mode"):
-        torch.func.jvp(loss, (x[0],), (x[0],))
+    if backend != "reference":
+        with pytest.raises(RuntimeError, match=r'no forward-mode derivatives, backend\("reference"\) has'):
+            torch.func.jvp(loss, (x[0],), (x[0],))
+
+
+def double(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def with_row_masked_whole(*shape):
+    mask = torch.randn(shape, dtype=torch.float64)
+    mask[0] = -torch.inf
+    return mask.requires_grad_()
+
+
+# name: (function, float64 operands)
+DIFFERENTIABLE = {
+    "attention": (
+        lambda q, k, v: scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, None, 0.2, True, return_lse=True, seed=SEED
+        ),
+        (double(1, 5, 2, 4), double(1, 2, 7, 4), double(1, 2, 7, 3)),
+    ),
+    "attention, row masked whole": (
+        lambda q, k, v, m: scaled_dot_product_attention(q, k, v, m),
+        (double(1, 2, 5, 4), double(1, 2, 7, 4), double(1, 2, 7, 3), with_row_masked_whole(5, 7)),
+    ),
+    "weights": (
+        lambda q, k: attention_weights(q, k, None, 0.2, True, seed=SEED),
+        (double(1, 2, 5, 4), double(1, 2, 7, 4)),
+    ),
+    "varlen": (
+        lambda q, k, v: varlen_attn(q, k, v, *[torch.tensor([0, 2, 5])] * 2, 3, 3, is_causal=True, return_lse=True),
+        (double(5, 2, 4), double(5, 2, 4), double(5, 2, 3)),
+    ),
+    "softmax_dropout": (
+        lambda x, m: softmax_dropout(x, 0.2, m, True, 0.5, seed=SEED),
+        (double(2, 3, 5, 7), double(5, 1)),
+    ),
+    "layer_norm": (lambda x, w, b: layer_norm(x, (6,), w, b), (double(3, 6), double(6), double(6))),
+    "dropout_add_layer_norm": (
+        lambda *t: dropout_add_layer_norm(*t, 0.2, prenorm=True, seed=SEED),
+        (double(3, 6), double(3, 6), double(6), double(6)),
+    ),
+    "dropout": (lambda x: dropout(x, 0.2, seed=SEED), (double(4, 3, 2),)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_forward_mode(name):
+    """Dual tensors, alone and inside vmap, against finite differences; it also is what hessian is built on."""
+    function, tensors = DIFFERENTIABLE[name]
+    torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_batched_forward_grad=True, fast_mode=True)
+
+    def loss(first):
+        outputs = torch.utils._pytree.tree_leaves(function(first, *(t.detach() for t in tensors[1:])))
+        return sum(o.nan_to_num(neginf=0.0).square().sum() for o in outputs)
+
+    with fastattn.backend("reference"):
+        wanted = torch.autograd.functional.hessian(loss, tensors[0].detach())
+    torch.testing.assert_close(torch.func.hessian(loss)(tensors[0].detach()), wanted)
+
+
+def test_forward_mode_beside_float32():
+    """What the compiled kernels would serve goes to the reference."""
+    x = torch.randn(2, 3, 5, 8)
+    out, tangent = torch.func.jvp(lambda t: scaled_dot_product_attention(t, x, x), (x,), (x,))
+    with fastattn.backend("reference"):
+        assert torch.equal(out, scaled_dot_product_attention(x, x, x))
+    wanted = torch.func.jvp(lambda t: torch.softmax(t @ x.mT / 8**0.5, -1) @ x, (x,), (x,))[1]
+    torch.testing.assert_close(tangent, wanted)
 
 
 def test_meta_tensors():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.schema import STEM_OF
-from fastattn.torch_private import is_autocast_enabled
+from fastattn.torch_private import is_autocast_enabled, is_forward_mode
 
 DROP_ALL = 65536  # the threshold that drops everything
 MAX_HEAD_DIM = 256
@@ -90,6 +90,8 @@ def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | N
     device = device_of(args)
     if device.type != expected:
         return f"it takes {expected} tensors, the operands are on {device.type}"
+    if is_forward_mode():
+        return 'it has no forward-mode derivatives, backend("reference") has'
     if any(isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args):
         return "it takes float32, bfloat16 and float16, not float64"
     if op in ("attention", "varlen_attention"):

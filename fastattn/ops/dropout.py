@@ -87,7 +87,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     save_call(ctx, inputs[1:])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, ...]:
+    if grad is None:
+        return ()
     # Dropout is linear and symmetric: its own transpose.
     return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, *ctx.settings),)
 

@@ -19,6 +19,7 @@ from fastattn.torch_private import (
     below_autograd,
     bind_apply,
     is_autocast_enabled,
+    is_forward_mode,
     is_observed,
     single_level_autograd,
 )
@@ -67,6 +68,8 @@ class Op:
     def on(self, backend: str, *args: Any) -> Any:
         """The results, from this backend."""
         if is_observed():
+            if is_forward_mode() and backend == "reference":  # torch's own operations, differentiable in both modes
+                return TABLE[backend].FUNCTIONS[self.name](*args)
             return self._overload(*args, backend)
         wants_grad, grad_enabled = False, torch.is_grad_enabled()
         for arg in args[: self._tensors]:

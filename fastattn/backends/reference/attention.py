@@ -72,7 +72,9 @@ def attention(
     )
     out = drop(probabilities, seed, threshold, first_matrix) @ v
     maximum, total = stats
-    return _in_layout_of(out, query), maximum + total.log(), stats
+    empty = total == 0  # log has no derivative there
+    lse = (maximum + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
+    return _in_layout_of(out, query), lse, stats
 
 
 @_in_own_dtype
