@@ -16,7 +16,7 @@ from fastattn.ops.attention import attention_weights, scaled_dot_product_attenti
 from fastattn.ops.dropout import dropout
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 from fastattn.ops.softmax_dropout import softmax_dropout
-from fastattn.torch_private import must_be_called
+from fastattn.torch_private import never_skipped
 
 __all__ = [
     "Dropout",
@@ -135,7 +135,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         else:
             self.bias_k = self.bias_v = None
         self._reset_parameters()
-        must_be_called(self)
+        never_skipped(self.out_proj)
 
     @property
     def _projection_sizes(self) -> tuple[int, int, int]:
@@ -189,7 +189,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 are RuntimeErrors and AssertionErrors too where torch's module raises these.
         """
         self._check_operands(query, key, value, cache)
-        if query.is_nested:
+        if query.is_nested or key.is_nested or value.is_nested:
             return self._nested(
                 query, key, value, key_padding_mask, attn_mask, key_lengths, cache, need_weights=need_weights,
                 average_attn_weights=average_attn_weights, is_causal=is_causal, window_size=window_size, seed=seed,
@@ -253,12 +253,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                     f"{_NAME}: {label} must have the parameters' dtype {str(parameter.dtype)[6:]}, "
                     f"got {str(tensor.dtype)[6:]}"
                 )
-            if tensor.is_nested != query.is_nested or tensor.layout != query.layout:
-                raise check.BadType(
-                    f"{_NAME}: query, key and value must all be nested tensors of one layout, or none of them; "
-                    f"{label} is not as query is"
-                )
-        if not query.is_nested and key.shape[:-1] != value.shape[:-1]:
+        if key is not value and not key.is_nested and key.shape[:-1] != value.shape[:-1]:
             raise check.BadValue(
                 f"{_NAME}: key and value must have one length and one batch size, got shapes {tuple(key.shape)} "
                 f"and {tuple(value.shape)}"
@@ -273,6 +268,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Nested operands, padded for the products and the kernels; weights are padded with zeros."""
         if not self.batch_first:
             raise check.BadValue(f"{_NAME}: nested tensors are (N, L, E): construct it with batch_first=True")
+        if not (query.is_nested and key.is_nested and value.is_nested):
+            raise check.BadType(f"{_NAME}: query, key and value must all be nested tensors, or none of them")
         given = {"key_padding_mask": key_padding_mask, "key_lengths": key_lengths, "cache": cache}
         given["attn_mask"] = None if options["is_causal"] else attn_mask
         for name, argument in given.items():
@@ -294,14 +291,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             **options,
         )
         rows = [sequence[:length] for sequence, length in zip(out, lengths[id(query)], strict=True)]
-        if query.layout == torch.jagged:  # with query's own offsets, so that the two can be added
-            nested = torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets())  # type: ignore[attr-defined]
-        else:
-            nested = torch.nested.as_nested_tensor(rows)
         if weights is not None:
             absent = torch.arange(out.size(1)) >= torch.tensor(lengths[id(query)])[:, None]
-            weights = weights.masked_fill(absent.to(out.device).view(-1, *[1] * (weights.dim() - 3), out.size(1), 1), 0)
-        return nested, weights
+            absent = absent[:, :, None] if weights.dim() == 3 else absent[:, None, :, None]
+            weights = weights.masked_fill(absent.to(weights.device), 0.0)
+        return _nested_like(query, rows), weights
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None
@@ -395,6 +389,13 @@ _NAME = "MultiHeadAttention"
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``, which takes a bias of another dtype for some shapes alone, for all shapes."""
     return F.linear(input, weight, bias if bias is None else bias.to(weight.dtype))
+
+
+def _nested_like(query: Any, rows: list[Tensor]) -> Tensor:
+    """A nested tensor of query's layout; a jagged one with query's own offsets, so that the two can be added."""
+    if query.layout == torch.jagged and query.lengths() is None:
+        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets())
+    return torch.nested.as_nested_tensor(rows, layout=query.layout)
 
 
 def _shape(tensor: Tensor) -> str:

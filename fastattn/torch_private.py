@@ -47,9 +47,9 @@ def bind_apply(function: type[SingleLevelFunction]) -> Callable[..., Any]:
     return function.apply  # type: ignore[attr-defined]
 
 
-def must_be_called(module: nn.Module) -> None:
-    """Keep torch's encoder layer from computing with the parameters of ``module`` in place of calling it, which it does
-    in evaluation unless a part of it has a hook. No other hook's handle has this number, in whatever process."""
+def never_skipped(module: nn.Module) -> None:
+    """Have torch's encoder layer call its parts, this one among them. In evaluation it would compute with their
+    parameters instead, unless one has a hook. No other hook's handle has this number, in whatever process."""
     module._forward_pre_hooks[-1] = _unchanged
 
 
