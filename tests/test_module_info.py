@@ -1,0 +1,127 @@
+"""torch's own samples of nn.MultiheadAttention, of its encoder and decoder layers and of multi_head_attention_forward,
+with our module in the place of torch's: outputs, weights, gradients."""
+
+import copy
+
+import pytest
+import torch
+from oracle import assert_accurate, dropout_factor, largest
+from torch import nn
+from torch.nn import functional as F
+from torch_samples import function_samples, module_samples, run_all
+
+from fastattn import MultiHeadAttention
+
+pytestmark = pytest.mark.torch_version
+SEED = torch.tensor([17, 0])
+
+
+def ours_of(theirs):
+    """Our module with the options, parameters and mode of torch's."""
+    ours = MultiHeadAttention(
+        theirs.embed_dim, theirs.num_heads, theirs.dropout, theirs.in_proj_bias is not None,
+        theirs.bias_k is not None, theirs.add_zero_attn, theirs.kdim, theirs.vdim, theirs.batch_first,
+    )  # fmt: skip
+    ours.load_state_dict(theirs.state_dict())
+    return ours.train(theirs.training)
+
+
+def with_ours(module):
+    """A copy whose attention is ours."""
+    if isinstance(module, nn.MultiheadAttention):
+        return ours_of(module)
+    module = copy.deepcopy(module)
+    for name in ("self_attn", "multihead_attn"):
+        if hasattr(module, name):
+            setattr(module, name, ours_of(getattr(module, name)))
+    return module
+
+
+def convert(value, dtype):
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def results(function, tensors):
+    """(outputs, gradients) of a function of a dictionary of tensors."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    out = function(leaves)
+    outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
+    weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape) for o in outputs]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), weights)
+    return outputs, grads
+
+
+def compare(ours, theirs, tensors):
+    """The tolerance rule: ``theirs`` in float64 is right, in float32 the peer."""
+    wide = {name: t.double() for name, t in tensors.items()}
+    got, exact, peer = results(ours, tensors), results(theirs, wide), results(theirs, tensors)
+    for kind, a, e, p in zip(("output", "gradient"), got, exact, peer, strict=True):
+        assert len(a) == len(e)
+        magnitude = max(map(largest, e))  # gradients are sums of terms that cancel; one scale for all
+        for n, triple in enumerate(zip(a, e, p, strict=True)):
+            assert_accurate(*triple, f"{kind} {n}", magnitude=magnitude)
+
+
+def check_module(kind, training, sample):
+    theirs = kind(*sample.constructor_input.args, **sample.constructor_input.kwargs).train(training)
+    ours, args, kwargs = with_ours(theirs), sample.forward_input.args, sample.forward_input.kwargs
+    tensors = {f"parameter.{name}": p for name, p in theirs.named_parameters()}
+    tensors |= {f"input.{n}": t for n, t in enumerate(args)}
+
+    def run(module, leaves):
+        inputs = [leaves[f"input.{n}"] for n in range(len(args))]
+        parameters = {name.partition(".")[2]: t for name, t in leaves.items() if name.startswith("parameter.")}
+        options = {name: convert(value, inputs[0].dtype) for name, value in kwargs.items()}
+        return torch.func.functional_call(module, parameters, tuple(inputs), options)
+
+    compare(lambda leaves: run(ours, leaves), lambda leaves: run(theirs, leaves), tensors)
+    if not training:
+        with torch.no_grad():  # the fast path of torch's encoder layer
+            torch.testing.assert_close(run(ours, tensors), run(theirs, tensors), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer], ids=lambda k: k.__name__
+)
+def test_samples_of_modules(kind, training):
+    run_all(module_samples(kind, training), lambda sample: check_module(kind, training, sample))
+
+
+def check_function(sample, monkeypatch):
+    """The function's arguments as our module's parameters; it drops what torch's is made to drop."""
+    key, value, embed_dim, heads, weight, bias, bias_k, bias_v, zero, dropout_p, out_weight, out_bias = sample.args
+    options = sample.kwargs
+    if options["use_separate_proj_weight"]:
+        weight = torch.cat([options[f"{name}_proj_weight"] for name in "qkv"])
+    tensors = {
+        "query": sample.input, "key": key, "value": value, "in_proj_weight": weight, "in_proj_bias": bias,
+        "bias_k": bias_k.view(1, 1, -1), "bias_v": bias_v.view(1, 1, -1),
+        "out_proj.weight": out_weight, "out_proj.bias": out_bias,
+    }  # fmt: skip
+    if options["attn_mask"] is not None:
+        tensors["attn_mask"] = options["attn_mask"]
+    ours = MultiHeadAttention(embed_dim, heads, dropout_p, add_bias_kv=True, add_zero_attn=zero)
+    ours.train(options["training"])
+
+    def run_ours(leaves):
+        operands = tuple(leaves[name] for name in ("query", "key", "value"))
+        masks = {"attn_mask": leaves.get("attn_mask"), "seed": SEED}
+        return torch.func.functional_call(ours, {n: leaves[n] for n, _ in ours.named_parameters()}, operands, masks)
+
+    def run_theirs(leaves):
+        return F.multi_head_attention_forward(
+            *(leaves[name] for name in ("query", "key", "value")), embed_dim, heads,
+            *(leaves[name] for name in ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v")), zero, dropout_p,
+            leaves["out_proj.weight"], leaves["out_proj.bias"], training=options["training"],
+            attn_mask=leaves.get("attn_mask"),
+        )  # fmt: skip
+
+    monkeypatch.setattr(F, "dropout", lambda t, p: t * dropout_factor(t.shape, p, SEED).to(t.dtype))
+    # Values to 9 make scores of thousands, whose rounding alone moves the weights: their gradient is all rounding.
+    compare(run_ours, run_theirs, {name: t / 10 for name, t in tensors.items()})
+
+
+def test_samples_of_the_function(monkeypatch):
+    samples = function_samples("nn.functional.multi_head_attention_forward")
+    run_all(samples, lambda sample: check_function(sample, monkeypatch))
