@@ -313,23 +313,317 @@ def test_autocast(backend, weights):
     torch.testing.assert_close(a, e, rtol=0.05, atol=0.05)
 
 
-def test_inside_torchs_encoder_layer(backend):
-    """torch's layer takes a fused path of its own in eval; with our module inside it must not bypass it."""
-    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 7, 16)
-    padding = torch.arange(7) >= torch.tensor([7, 4])[:, None]
-    expected = layer(x, src_key_padding_mask=padding)
-    ours = MultiHeadAttention(16, 4, batch_first=True)
-    ours.load_state_dict(layer.self_attn.state_dict())
-    layer.self_attn = ours
-    calls = []
-    ours.register_forward_hook(lambda *_: calls.append(1))
-    for training in (True, False):
-        with torch.no_grad():
-            out = layer.train(training)(x, src_key_padding_mask=padding)
-        valid = ~padding
-        torch.testing.assert_close(out[valid], expected[valid], **CLOSE)
+def encoder(layers=None, **options):
+    """torch's encoder layer, or a stack of them, with another one whose attention is ours, of the same parameters."""
+    theirs = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
+    if layers is not None:
+        theirs = torch.nn.TransformerEncoder(theirs, layers)
+    ours = copy.deepcopy(theirs)
+    for layer in ours.layers if layers else [ours]:
+        layer.self_attn = MultiHeadAttention(16, 4, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What fastattn.nn calls of attention."""
+    found = []
+
+    def count(*args, **kwargs):
+        found.append(args)
+        return fastattn.scaled_dot_product_attention(*args, **kwargs)
+
+    monkeypatch.setattr("fastattn.nn.scaled_dot_product_attention", count)
+    return found
+
+
+X7 = torch.randn(3, 7, 16)
+PADDING = torch.arange(7) >= torch.tensor([7, 4, 6])[:, None]
+CAUSAL = torch.nn.Transformer.generate_square_subsequent_mask(7, device=DEVICE)
+LAYER_MASKS = {
+    "no mask": {},
+    "padding": {"src_key_padding_mask": PADDING},
+    "causal": {"src_mask": CAUSAL, "is_causal": True},
+    "both": {"src_mask": CAUSAL.isinf(), "src_key_padding_mask": PADDING},
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("masks", LAYER_MASKS)
+def test_torchs_encoder_layer_calls_our_attention(backend, calls, masks, training):
+    """In evaluation without gradients too, where it computes with its parts' parameters itself."""
+    ours, theirs = (layer.train(training) for layer in encoder())
+    with torch.set_grad_enabled(training):
+        out, expected = (layer(X7, **LAYER_MASKS[masks]) for layer in (ours, theirs))
+    torch.testing.assert_close(out, expected, **CLOSE)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_torchs_encoder_layer_calls_a_copy_too(calls, copied):
+    layer = copied(encoder()[0].eval())
+    layer.self_attn.out_proj.register_forward_pre_hook(lambda *_: None).remove()
+    with torch.no_grad():
+        layer(X7)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_encoder_calls_our_attention(backend, calls):
+    """In evaluation a stack packs sequences into a nested tensor and leaves padding 0; one may be all padding."""
+    ours, theirs = (model.eval() for model in encoder(2))
+    padding = torch.arange(7) >= torch.tensor([7, 4, 0])[:, None]
+    with torch.no_grad():
+        out, expected = (model(X7, src_key_padding_mask=padding) for model in (ours, theirs))
+    torch.testing.assert_close(out, expected, **CLOSE)
+    assert (out[padding] == 0).all()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_a_sequence_of_padding_in_torchs_encoder_layer(backend, training):
+    """torch's layer answers NaN; here the sequence attends to nothing."""
+    ours, _ = encoder()
+    padding = torch.arange(7) >= torch.tensor([7, 4, 0])[:, None]
+    with torch.set_grad_enabled(training):
+        out = ours.train(training)(X7, src_key_padding_mask=padding)
+        norm = ours.norm1(X7[2] + ours.self_attn.out_proj.bias)
+        torch.testing.assert_close(out[2], ours.norm2(norm + ours._ff_block(norm)), **CLOSE)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_free_head_sizes_in_torchs_layers(backend, calls, training):
+    """The layers read sizes off torch's parameters in evaluation, which ours need not have."""
+    own = functools.partial(MultiHeadAttention, 16, 4, batch_first=True, head_dim=8, value_head_dim=5, num_kv_heads=2)
+    layer, _ = encoder()
+    layer.self_attn = own()
+    decoder = torch.nn.TransformerDecoderLayer(16, 4, 32, batch_first=True)
+    decoder.self_attn, decoder.multihead_attn = own(), own()
+    with torch.set_grad_enabled(training):
+        memory = layer.train(training)(X7, src_key_padding_mask=PADDING)
+        out = decoder.train(training)(X7, memory, tgt_mask=CAUSAL, memory_key_padding_mask=PADDING)
+    assert out.isfinite().all()
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("masks", LAYER_MASKS)
+def test_torchs_encoder_layer_compiles(masks):
+    torch._dynamo.reset()
+    layer = encoder()[0].eval()
+    with torch.no_grad():
+        out = torch.compile(layer, fullgraph=True, backend="eager")(X7, **LAYER_MASKS[masks])
+        torch.testing.assert_close(out, layer(X7, **LAYER_MASKS[masks]), **CLOSE)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "all"])
+def test_nested_operands(backend, layout, average):
+    """Each sequence as if it were alone; weights are padded with zeros."""
+    module = MultiHeadAttention(16, 4, batch_first=True)
+    rows = [torch.randn(n, 16) for n in (5, 2, 7)]
+    x = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+    out, weights = module(x, x, x, average_attn_weights=average)
+    alone = [row.clone().requires_grad_() for row in rows]
+    expected = [module(row, row, row, average_attn_weights=average) for row in alone]
+    for n, got in enumerate(out.unbind()):
+        length = len(rows[n])
+        torch.testing.assert_close(got, expected[n][0], **CLOSE)
+        torch.testing.assert_close(weights[n, ..., :length, :length], expected[n][1], **CLOSE)
+        assert weights[n].count_nonzero() == expected[n][1].count_nonzero()
+    (x + out).to_padded_tensor(0.0).square().sum().backward()  # the residual connection
+    sum((row + o).square().sum() for row, (o, _) in zip(alone, expected, strict=True)).backward()
+    for got, row in zip(x.grad.unbind(), alone, strict=True):
+        torch.testing.assert_close(got, row.grad, rtol=1e-4, atol=1e-5)
+
+
+@WEIGHTS
+@pytest.mark.parametrize("batch_first", [False, True], ids=["(L, N, E)", "(N, L, E)"])
+@pytest.mark.parametrize("sizes", [(0, 5, 9), (2, 0, 9), (2, 5, 0), (2, 0, 0)], ids=str)
+def test_no_sequences_no_queries_no_keys(backend, sizes, batch_first, weights):
+    ours, theirs = pair(16, 4, batch_first=batch_first)
+    batch, queries, keys = sizes
+    inputs = [torch.randn((batch, n, 16) if batch_first else (n, batch, 16)) for n in (queries, keys, keys)]
+    inputs[2] = inputs[1]
+    for a, e in zip(ours(*inputs, need_weights=weights), theirs(*inputs, need_weights=weights), strict=True):
+        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+
+
+def test_float64():
+    """Through the reference, with gradients."""
+    ours, theirs = pair(16, 4, dtype=torch.float64, add_bias_kv=True)
+    inputs = [torch.randn(n, 2, 16, dtype=torch.float64, requires_grad=True) for n in (5, 9, 9)]
+    results = []
+    for module in (ours, theirs):
+        out, weights = module(*inputs)
+        results.append((out, weights, *torch.autograd.grad(out.square().sum() + weights.square().sum(), inputs)))
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16)], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_half_precision_biases(backend, training, shape):
+    ours, theirs = pair(16, 4, batch_first=True)
+    x = torch.randn(shape)
+    with torch.no_grad():
+        for bias in (ours.in_proj_bias, theirs.in_proj_bias):
+            bias.copy_(bias.half())
+    expected = theirs(x, x, x)[0]
+    ours.in_proj_bias = torch.nn.Parameter(ours.in_proj_bias.half())
+    torch.testing.assert_close(ours.train(training)(x, x, x)[0], expected, **CLOSE)
+
+
+@WEIGHTS
+@pytest.mark.parametrize("options", [{}, {"head_dim": 5, "value_head_dim": 3}, {"kdim": 12}, {"add_bias_kv": True}])
+def test_fewer_heads_of_keys_and_values(backend, weights, options):
+    """Against a module with the heads repeated."""
+    ours = MultiHeadAttention(16, 4, num_kv_heads=2, batch_first=True, **options)
+    torch.nn.init.normal_(ours.in_proj_bias)
+    whole = MultiHeadAttention(16, 4, batch_first=True, **options)
+    sizes = ours._projection_sizes
+
+    def repeated(tensor, dim=0):
+        return tensor.unflatten(dim, (2, -1)).repeat_interleave(2, dim).flatten(dim, dim + 1)
+
+    def all_repeated(packed):
+        q, k, v = packed.split(sizes)
+        return torch.cat((q, repeated(k), repeated(v)))
+
+    state = ours.state_dict()
+    for name, tensor in state.items():
+        if name.startswith("in_proj"):
+            state[name] = all_repeated(tensor)
+        elif name.startswith(("k_proj", "v_proj")):
+            state[name] = repeated(tensor)
+        elif name.startswith("bias_"):
+            state[name] = repeated(tensor, 2)
+    whole.load_state_dict(state)
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 9, options.get("kdim", 16))
+    operands = (x, memory, memory if "kdim" not in options else torch.randn(2, 9, 16))
+    lengths = torch.tensor([9, 4])
+    for masks in ({}, {"is_causal": True, "key_lengths": lengths, "window_size": (3, -1)}):
+        expected = whole(*operands, need_weights=weights, **masks)
+        for a, e in zip(ours(*operands, need_weights=weights, **masks), expected, strict=True):
+            assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+
+
+@WEIGHTS
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_appended_keys_beside_own_masks(backend, weights, options):
+    """Every query sees the appended keys, whatever key_lengths, window_size and is_causal say of the others."""
+    ours, theirs = pair(16, 4, batch_first=True, **options)
+    x, lengths = torch.randn(2, 7, 16), torch.tensor([7, 3])
+    i, j = torch.arange(7)[:, None], torch.arange(7)
+    blocked = (j > i) | (j < i - 2) | (j >= lengths[:, None, None])
+    out = ours(x, x, x, is_causal=True, window_size=(2, -1), key_lengths=lengths, need_weights=weights)
+    expected = theirs(x, x, x, attn_mask=blocked.repeat_interleave(4, 0), need_weights=weights)
+    for a, e in zip(out, expected, strict=True):
+        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+
+
+def test_every_extension_with_a_cache(backend):
+    """Fewer key heads, free head sizes, appended keys, window and padding, token by token: the outputs of the whole."""
+    module = MultiHeadAttention(
+        16, 4, num_kv_heads=2, head_dim=6, value_head_dim=3, add_bias_kv=True, add_zero_attn=True, batch_first=True
+    ).eval()
+    x, cache = torch.randn(2, 9, 16), KeyValueCache()
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, :2] = True
+    with torch.no_grad():
+        whole = module(x, x, x, padding, is_causal=True, window_size=(4, -1), average_attn_weights=False)
+        for n in range(9):
+            step = x[:, n : n + 1]
+            out, weights = module(
+                step, step, step, padding[:, : n + 1], is_causal=True, window_size=(4, -1), cache=cache,
+                average_attn_weights=False,
+            )  # fmt: skip
+            torch.testing.assert_close(out, whole[0][:, n : n + 1], **CLOSE)
+            torch.testing.assert_close(weights[..., : n + 1], whole[1][:, :, n : n + 1, : n + 1], **CLOSE)
+            torch.testing.assert_close(weights[..., n + 1 :], whole[1][:, :, n : n + 1, 9:], **CLOSE)
+
+
+def other(**changes):
+    """A call that torch's module refuses."""
+    operands = {name: torch.randn(5, 2, 16) for name in ("query", "key", "value")}
+    return lambda module: module(**(operands | changes))
+
+
+REFUSED = {
+    "query's size": other(query=torch.randn(5, 2, 12)),
+    "key's size": other(key=torch.randn(5, 2, 12), value=torch.randn(5, 2, 12)),
+    "one dimension": other(query=torch.randn(16)),
+    "four dimensions": other(query=torch.randn(1, 5, 2, 16)),
+    "a batch beside none": other(query=torch.randn(5, 16)),
+    "another batch": other(key=torch.randn(5, 3, 16), value=torch.randn(5, 3, 16)),
+    "key longer than value": other(key=torch.randn(6, 2, 16)),
+    "dtypes": other(key=torch.randn(5, 2, 16).double()),
+    "another dtype than the parameters'": lambda module: module(*[torch.randn(5, 2, 16).double()] * 3),
+    "padding of another shape": other(key_padding_mask=torch.zeros(5, 2)),
+    "padding of integers": other(key_padding_mask=torch.zeros(2, 5).int()),
+    "padding of three dimensions": other(key_padding_mask=torch.zeros(2, 1, 5)),
+    "mask of another shape": other(attn_mask=torch.zeros(4, 5)),
+    "mask of too few heads": other(attn_mask=torch.zeros(4, 5, 5)),
+    "mask of one dimension": other(attn_mask=torch.zeros(5)),
+    "mask of integers": other(attn_mask=torch.zeros(5, 5).int()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_are_torchs_too(case):
+    """What torch's module refuses, ours does, with an error of torch's type that names what was wrong."""
+    ours, theirs = pair(16, 4)
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        REFUSED[case](theirs)
+    with pytest.raises((ValueError, TypeError), match=r"MultiHeadAttention: (query|key|value|attn_mask)") as got:
+        REFUSED[case](ours)
+    assert isinstance(got.value, expected.type)
+
+
+def test_constructor_errors_are_torchs_too():
+    for arguments in ((16, 3), (0, 1), (16, 0)):
+        with pytest.raises(Exception) as expected:  # noqa: PT011
+            torch.nn.MultiheadAttention(*arguments)
+        with pytest.raises(expected.type, match="embed_dim"):
+            MultiHeadAttention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mend"),
+    [
+        ((8, 512, 64, 64), r"MultiHeadAttention\(512, 8\)"),
+        ((8, 512), r"MultiHeadAttention\(512, 8\)"),
+        ((512, 8, 64, 64), r"MultiHeadAttention\(512, 8, head_dim=64\)"),
+    ],
+    ids=str,
+)
+def test_another_order_of_arguments(arguments, mend):
+    """That of (n_head, d_model, d_k, d_v), of (h, d_model) and of (d_model, n_head, d_k, d_v)."""
+    with pytest.raises(ValueError, match=mend):
+        MultiHeadAttention(*arguments)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
+@pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
+def test_shapes_on_meta(options, weights):
+    ours, theirs = (kind(16, 4, device="meta", **options) for kind in (MultiHeadAttention, torch.nn.MultiheadAttention))
+    sizes = (16, options.get("kdim", 16), options.get("vdim", 16))
+    inputs = [torch.empty(n, 2, e, device="meta") for n, e in zip((5, 9, 9), sizes, strict=True)]
+    if options.get("batch_first"):
+        inputs = [t.transpose(0, 1) for t in inputs]
+    for a, e in zip(ours(*inputs, need_weights=weights), theirs(*inputs, need_weights=weights), strict=True):
+        assert a is e is None or (a.shape == e.shape and a.is_meta)
+
+
+def test_functional_call():
+    ours, theirs = pair(16, 4)
+    x = torch.randn(5, 2, 16)
+    given = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
+    out, expected = (torch.func.functional_call(module, given, (x, x, x)) for module in (ours, theirs))
+    for a, e in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [64, (64,), (3, 64)], ids=str)

@@ -158,3 +158,16 @@ def test_a_function_at_the_autograd_key_runs_inside_transforms(op):
     assert torch.equal(torch.func.grad(lambda x: double(x).square().sum())(X), X * 8)
     assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: double(x).square()))(X), X * 8)
     assert torch.equal(torch.func.grad(lambda x: torch.func.vmap(double)(x).square().sum())(X), X * 8)
+
+
+def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
+    """In evaluation it computes with the attention's parameters unless a part of it has a hook."""
+    layer, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
+    forward, calls = layer.self_attn.forward, []
+    monkeypatch.setattr(layer.self_attn, "forward", lambda *a, **k: calls.append(a) or forward(*a, **k))
+    with torch.no_grad():
+        layer(x)
+        assert not calls
+        torch_private.never_skipped(layer.self_attn.out_proj)
+        layer(x)
+    assert len(calls) == 1
