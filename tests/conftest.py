@@ -1,6 +1,7 @@
 """Fixtures of every test: which backends this machine has, and operands that are the same in every run."""
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -56,6 +57,17 @@ def require(name, **options):
         pytest.fail(f"no {name} backend: {why}")
     if why is not None:
         pytest.skip(f"no {name} backend: {why}", **options)
+
+
+def require_package(name):
+    """The package, for tests of a whole module: skipped where it is missing; they fail where FASTATTN_REQUIRE names
+    it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if name in REQUIRED:
+            raise
+        pytest.skip(f"needs {name}: {error}", allow_module_level=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,7 +19,7 @@ LAYERS = (
     ("fastattn.translation",),
     ("fastattn",),  # the public names
     ("fastattn.info", "fastattn.bench"),
-    ("fastattn.cli", "fastattn.demo"),
+    ("fastattn.cli", "fastattn.demo", "fastattn.huggingface"),
 )
 MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
 
@@ -108,7 +108,7 @@ def test_imports_are_read_right(tmp_path):
 
 def test_every_module_serves_users():
     """The wheel holds all of the package; what only developers run stands in tools/."""
-    entries = {"fastattn", "fastattn.bench.__main__", "fastattn.cli"}
+    entries = {"fastattn", "fastattn.bench.__main__", "fastattn.cli", "fastattn.huggingface"}
     entries |= {name for name in NAMES if name.rpartition(".")[2] in STEMS}  # a backend's are imported by name
     reached: set[str] = set()
     while entries:
@@ -161,7 +161,7 @@ def test_a_process_of_its_own_imports_what_is_tested(python):
 
 @pytest.mark.torch_version
 def test_import_is_light(python):
-    """`import fastattn` starts no CUDA, imports no Triton, and needs none of the `train` extra."""
+    """`import fastattn` starts no CUDA, imports no Triton, and needs none of the extras."""
     python("""
         import sys
         import torch
@@ -169,9 +169,11 @@ def test_import_is_light(python):
         def refuse(*args, **kwargs):
             raise RuntimeError("CUDA was initialised")
         torch.cuda._lazy_init = refuse
-        for name in ("matplotlib", "numpy", "sacrebleu", "safetensors", "sentencepiece", "tqdm", "triton"):
+        extras = "matplotlib", "numpy", "sacrebleu", "safetensors", "sentencepiece", "tqdm", "transformers"
+        for name in (*extras, "triton"):
             if name not in before:
                 sys.modules[name] = None
         import fastattn
+        import fastattn.huggingface
         import fastattn.nn
     """)

@@ -1,0 +1,139 @@
+"""Hugging Face transformers: ``attn_implementation="fastattn"`` for every model built on its attention interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import check
+from fastattn.ops.attention import attention_weights, scaled_dot_product_attention
+
+__all__ = ["register"]
+
+NAME = "fastattn"
+OLDEST = (5, 8)  # the first whose masks come with the queries' length and offset
+# What models hand on to every attention function and what changes nothing that the mask does not say.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "cache_position", "cu_seq_lens_k", "deterministic", "hidden_states", "logits_to_keep", "max_length_k",
+        "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values",
+        "position_embeddings", "position_ids", "return_dict", "seq_idx", "target_dtype", "token_type_ids", "use_cache",
+    )
+)  # fmt: skip
+
+
+def register() -> None:
+    """Add ``attn_implementation="fastattn"`` to transformers, with its mask function.
+
+    Models made or loaded with that argument, or switched by ``model.set_attn_implementation("fastattn")``, then agree
+    with "eager" in evaluation and in training, attention dropout included. It takes padding, causal masks, sliding
+    windows, caches, grouped heads, position biases and masks of the user's, and returns the weights where the model
+    hands ``output_attentions`` on. A query that sees no key, as padding on the left, gives 0.
+    What changes the mathematics and is lacking here (soft-capping, attention sinks, sparse indices, paged caches)
+    raises ValueError by name in the forward pass.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.8.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("fastattn.huggingface: transformers is not installed; pip install transformers") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(
+            f"fastattn.huggingface: transformers must be {'.'.join(map(str, OLDEST))} or newer, "
+            f"got {transformers.__version__}; pip install --upgrade transformers"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, attention_mask: Tensor | None = None,
+    kv_offset: int = 0, allow_is_bidirectional_skip: bool = False, **settings: Any,
+) -> Tensor | None:  # fmt: skip
+    """The mask of a model's layers, of transformers' mask interface: bool (B, 1, L, S), True = takes part.
+
+    None where nothing is hidden, and where a causal layer hides what ``is_causal`` does. The padding of a layer without
+    another mask is a view of ``attention_mask``, which is neither expanded nor read: the kernels skip what it excludes,
+    and no device is waited for.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+        if attention_mask is None:
+            return None
+        padding = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if padding.size(1) == kv_length:
+            return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
+        attention_mask=attention_mask, kv_offset=kv_offset, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **settings,
+    )  # fmt: skip
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    position_bias: Tensor | None = None, sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
+    output_attentions: bool | None = None, **others: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The attention function, of transformers' attention interface.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where the argument is None, as transformers has it.
+        query: (B, Hq, L, E); key: (B, Hk, S, E); value: (B, Hk, S, Ev), Hk dividing Hq.
+        attention_mask: bool (True = takes part) or float, broadcastable to (B, Hq, L, S). It says all that a query
+            sees; without it a causal layer sees the keys up to the query's own place, and one query all keys.
+        dropout: probability of dropping a weight while ``module`` is in training.
+        scaling: 1 / sqrt(E) by default.
+        position_bias: float, broadcastable to (B, Hq, L, S), added to the scores; may require grad.
+        sliding_window: keys that a causal layer without mask sees, the query's own among them.
+        cu_seq_lens_q: of packed sequences, whose limits the mask must say.
+        output_attentions: also return the weights.
+
+    Returns:
+        (B, L, Hq, Ev), contiguous; and None or the weights after dropout, (B, Hq, L, S).
+
+    Raises:
+        ValueError: an argument that this attention lacks.
+    """
+    lacking = sorted(name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT)
+    if lacking:
+        raise ValueError(
+            f'attn_implementation="fastattn" does not know {", ".join(lacking)}, which may change the result of '
+            f'{type(module).__name__}; use attn_implementation="eager" for this model'
+        )
+    if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_q.size(0) != 2:
+        raise ValueError(
+            f'attn_implementation="fastattn" takes packed sequences with a mask, got {cu_seq_lens_q.size(0) - 1} '
+            f"sequences in cu_seq_lens_q and none; pass position_ids that begin again with each sequence"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(query.size(2) > 1 and attention_mask is None and causal)
+    window = (-1, -1)
+    if causal and sliding_window is not None:
+        window = (sliding_window - 1, -1)
+    if position_bias is not None:
+        attention_mask = _add(position_bias, attention_mask)
+    dropout = dropout if module.training else 0.0
+    seed = check.new_seeds((2,), query.device) if dropout > 0.0 else None
+    settings: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": window, "seed": seed}
+    out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, **settings)
+    weights = attention_weights(query, key, attention_mask, dropout, causal, **settings) if output_attentions else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _add(position_bias: Tensor, mask: Tensor | None) -> Tensor:
+    """Both as one float mask."""
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return position_bias.masked_fill(~mask, -torch.inf)
+    return position_bias + mask

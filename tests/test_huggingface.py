@@ -1,0 +1,259 @@
+"""transformers' models with ``attn_implementation="fastattn"`` against "eager": random weights, nothing downloaded."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from conftest import require_package
+from torch.nn import functional as F
+
+from fastattn import dropout_mask, huggingface
+
+transformers = require_package("transformers")
+transformers.logging.set_verbosity_error()
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SEQ2SEQ = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+P = 0.2
+# name: (model, its configuration, with attention dropout)
+MODELS = {
+    "bert": (
+        transformers.BertForMaskedLM,
+        transformers.BertConfig(**SIZES, attention_probs_dropout_prob=P, hidden_dropout_prob=0.0),
+    ),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config(
+            vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=P, pad_token_id=0,
+            scale_attn_by_inverse_layer_idx=True, bos_token_id=1, eos_token_id=2,
+        ),
+    ),
+    "llama": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, attention_dropout=P),
+    ),
+    "mistral": (
+        transformers.MistralForCausalLM,
+        transformers.MistralConfig(**SIZES, num_key_value_heads=2, attention_dropout=P, sliding_window=4),
+    ),
+    "marian": (
+        transformers.MarianMTModel,
+        transformers.MarianConfig(
+            vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37, max_position_embeddings=64,
+            attention_dropout=P, forced_eos_token_id=None, **SEQ2SEQ,
+        ),
+    ),
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        transformers.T5Config(
+            vocab_size=60, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=P, **SEQ2SEQ
+        ),
+    ),
+}  # fmt: skip
+GENERATORS = [name for name in MODELS if name != "bert"]
+LENGTH = 13
+IDS = torch.randint(3, 60, (3, LENGTH), generator=torch.Generator().manual_seed(5))
+PADDING = {"no mask": None, "nothing padded": IDS > 0, "right": torch.arange(LENGTH) < torch.tensor([[13], [8], [1]])}
+PADDING["left"] = PADDING["right"].flip(1)
+PADDED = pytest.mark.parametrize("padding", PADDING)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    huggingface.register()
+
+
+def pair(name):
+    """The same model twice: eager attention, and ours."""
+    kind, config = MODELS[name]
+    torch.manual_seed(1)
+    eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("fastattn")
+    with torch.no_grad():
+        for parameter, other in zip(eager.parameters(), ours.parameters(), strict=True):
+            other.copy_(parameter.normal_(0.0, 0.3))
+    return eager, ours
+
+
+def logits_and_gradients(model, padding, **inputs):
+    """The logits at places that exist, and all parameters' gradients of a loss of those places alone."""
+    mask = PADDING[padding]
+    decoder = {"decoder_input_ids": IDS.flip(1)} if model.config.is_encoder_decoder else {}
+    model.zero_grad()
+    logits = model(IDS, attention_mask=mask, **decoder, **inputs).logits
+    if mask is not None and not decoder:
+        logits = logits[mask]
+    logits.square().mean().backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def assert_agree(found, wanted):
+    """To float32's rounding, of which some gradients (a key's bias has none) are made whole."""
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@PADDED
+@pytest.mark.parametrize("name", MODELS)
+def test_agrees_with_eager(name, padding):
+    assert_agree(*(logits_and_gradients(model, padding) for model in pair(name)))
+
+
+def formula_dropout(input, p=0.5, training=True, inplace=False):
+    """torch's function, dropping what ``dropout_mask`` says for the seed that fastattn would draw."""
+    if p == 0.0 or not training:
+        return input
+    seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64)
+    return input * dropout_mask(input.shape, p, seed) / (1 - round(p * 65536) / 65536)
+
+
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_dropout(name, padding, monkeypatch):
+    """In training each layer drops what the formula says for its seed, with the gradients of that."""
+    monkeypatch.setattr(F, "dropout", formula_dropout)
+    eager, ours = pair(name)
+    found = []
+    for model in (ours, eager):
+        model.train()
+        torch.manual_seed(2)
+        found.append(logits_and_gradients(model, padding))
+    assert_agree(*found)
+    assert not torch.allclose(found[0][0], logits_and_gradients(ours.eval(), padding)[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generates_greedily(name, padding, cache):
+    settings = {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    found, wanted = (
+        model.generate(
+            IDS, attention_mask=PADDING[padding], max_new_tokens=5, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, disable_compile=True, **settings,
+        )
+        for model in pair(name)
+    )  # fmt: skip
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])  # which does not hand the request on
+def test_weights_on_request(name):
+    eager, ours = pair(name)
+    decoder = {"decoder_input_ids": IDS} if eager.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found, wanted = (model(IDS, output_attentions=True, **decoder) for model in (ours, eager))
+    kinds = [kind for kind in wanted if kind.endswith("attentions") and wanted[kind]]
+    assert kinds
+    for kind in kinds:
+        torch.testing.assert_close(torch.stack(found[kind]), torch.stack(wanted[kind]), rtol=1e-5, atol=1e-6)
+
+
+def test_packed_sequences():
+    """Positions that begin again are sequences that do not see each other."""
+    positions = torch.tensor([*range(5), *range(8)]).expand(3, -1)
+    assert_agree(*(logits_and_gradients(model, "no mask", position_ids=positions) for model in pair("llama")))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_own_mask(kind, monkeypatch):
+    mask = torch.rand(3, 1, LENGTH, LENGTH) < 0.7
+    mask |= torch.eye(LENGTH, dtype=torch.bool)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    eager, ours = pair("bert")
+    with torch.no_grad():
+        found = ours(IDS, attention_mask=mask if kind == "bool" else additive).logits
+        torch.testing.assert_close(found, eager(IDS, attention_mask=additive).logits, rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(attn_mask, is_causal) of every call of attention."""
+    made = []
+
+    def attention(query, key, value, attn_mask, dropout_p, is_causal, **settings):
+        made.append((attn_mask, is_causal))
+        return genuine(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+
+    genuine = huggingface.scaled_dot_product_attention
+    monkeypatch.setattr(huggingface, "scaled_dot_product_attention", attention)
+    return made
+
+
+@pytest.mark.parametrize(("name", "causal"), [("bert", False), ("llama", True)])
+def test_no_mask_where_none_is_needed(name, causal, calls):
+    pair(name)[1](IDS)
+    assert calls == [(None, causal)] * 2
+
+
+def test_padding_is_not_expanded(calls):
+    pair("bert")[1](IDS, attention_mask=PADDING["right"])
+    for mask, causal in calls:
+        assert mask.shape == (3, 1, LENGTH, LENGTH)
+        assert mask.untyped_storage().nbytes() == 3 * LENGTH
+        assert not causal
+
+
+def test_rows_masked_whole_are_0():
+    """A query that sees no key: "eager" gives it the mean of what it must not see."""
+    _, ours = pair("llama")
+    weights = ours(IDS, attention_mask=PADDING["left"], output_attentions=True).attentions[0]
+    assert weights[2, :, :12].eq(0).all()
+
+
+LACKING = {
+    "softcap": 50.0,
+    "s_aux": torch.zeros(4),
+    "sinks": torch.zeros(4),
+    "head_mask": torch.ones(4),
+    "cache": object(),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_is_lacking_is_refused(name):
+    operand = torch.randn(2, 4, 5, 8)
+    module = torch.nn.Module()
+    with pytest.raises(ValueError, match=f"does not know {name}, .* of Module"):
+        huggingface.attention(module, operand, operand, operand, None, **{name: LACKING[name]})
+    huggingface.attention(module, operand, operand, operand, None, **{name: None})
+
+
+def test_a_model_with_soft_capping_is_refused():
+    config = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=50.0)
+    model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="fastattn")
+    with pytest.raises(ValueError, match="does not know softcap"):
+        model(IDS)
+
+
+def test_packed_sequences_without_a_mask_are_refused():
+    operand = torch.randn(1, 4, 9, 8)
+    with pytest.raises(ValueError, match="2 sequences in cu_seq_lens_q"):
+        huggingface.attention(torch.nn.Module(), operand, operand, operand, None, cu_seq_lens_q=torch.tensor([0, 4, 9]))
+
+
+def test_a_window_without_a_mask():
+    operand, module = torch.randn(2, 4, 9, 8), torch.nn.Module()
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    found, _ = huggingface.attention(module, operand, operand, operand, None, sliding_window=3)
+    wanted, _ = huggingface.attention(module, operand, operand, operand, (distance >= 0) & (distance < 3))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [(None, "pip install transformers"), ("4.57.6", "must be 5.8 or newer, got 4.57.6")]
+)
+def test_registering_says_what_is_wrong(version, words, monkeypatch):
+    if version is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(ImportError, match=words):
+        huggingface.register()
