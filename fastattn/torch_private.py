@@ -36,6 +36,25 @@ def is_observed() -> bool:
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode()
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is different for each call that a vmap stands for, so that it has no values of its own."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def ragged_dim(tensor: torch.Tensor) -> int:
+    """The dimension of a jagged nested tensor that has another size in each sequence."""
+    return tensor._ragged_idx  # type: ignore[attr-defined]
+
+
+def max_length(tensor: torch.Tensor) -> int:
+    """The longest sequence of a jagged nested tensor, which remembers it."""
+    return tensor._get_max_seqlen()  # type: ignore[attr-defined]
+
+
 def bind(overload: Any) -> Callable[..., Any]:
     """An op's overload without the Python that torch puts around its call."""
     return overload._op

@@ -210,6 +210,26 @@ def test_function_transforms(backend, name):
             torch.func.jvp(loss, (x[0],), (x[0],))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_lengths():
+    """Over every argument, the integers that the checks would read too; inside grad as well."""
+    x = torch.randn(3, 2, 4, 5, 8)
+    lengths = torch.tensor([[5, 2], [3, 1], [0, 4]])
+
+    def attend(t, length):
+        return scaled_dot_product_attention(t, t, t, key_lengths=length).square().sum()
+
+    wanted = torch.stack([attend(t, length) for t, length in zip(x, lengths, strict=True)])
+    assert torch.equal(torch.vmap(attend)(x, lengths), wanted)
+    grads = torch.stack([torch.func.grad(attend)(t, length) for t, length in zip(x, lengths, strict=True)])
+    assert torch.equal(torch.vmap(torch.func.grad(attend))(x, lengths), grads)
+
+    tokens, offsets = torch.randn(3, 5, 2, 8), torch.tensor([[0, 2, 5], [0, 1, 5], [0, 4, 5]])
+    packed = torch.vmap(lambda t, cu: varlen_attn(t, t, t, cu, cu, 5, 5))(tokens, offsets)
+    for got, t, cu in zip(packed, tokens, offsets, strict=True):
+        assert torch.equal(got, varlen_attn(t, t, t, cu, cu, 5, 5))
+
+
 def double(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 

@@ -171,3 +171,34 @@ def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
         torch_private.never_skipped(layer.self_attn.out_proj)
         layer(x)
     assert len(calls) == 1
+
+
+def test_forward_mode_is_noticed():
+    found = []
+    torch.func.jvp(lambda x: (found.append(torch_private.is_forward_mode()), x)[1], (X,), (X,))
+    inside_forward_ad(lambda x: found.append(torch_private.is_forward_mode()))
+    torch.func.grad(lambda x: (found.append(torch_private.is_forward_mode()), x.sum())[1])(X)
+    assert found == [True, True, False]
+
+
+def test_batched_tensors_are_noticed():
+    """Also below another transform's wrapping."""
+    found = []
+
+    def ask(x):
+        found.append(torch_private.is_batched(x))
+        return x.sum()
+
+    torch.func.vmap(ask)(X)
+    torch.func.vmap(torch.func.grad(ask))(X)
+    torch.func.grad(ask)(X)
+    torch.func.vmap(lambda x: ask(X) + x)(X)
+    ask(X)
+    assert found == [True, True, False, False, False]
+
+
+def test_jagged_tensors():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(5, 3, 4)], layout=torch.jagged)
+    assert torch_private.ragged_dim(nested) == 1
+    assert torch_private.ragged_dim(nested.transpose(1, 2)) == 2
+    assert torch_private.max_length(nested.transpose(1, 2)) == 5

@@ -16,8 +16,10 @@ from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.visibility import visibility
 from fastattn.ops import check
+from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
+from fastattn.torch_private import max_length, ragged_dim
 
 __all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
 
@@ -50,7 +52,8 @@ def scaled_dot_product_attention(
         query: (..., Hq, Lq, E), float32, bfloat16, float16 or float64 (the reference's), any strides. With a head size
             of 0 every weight is the same.
         key: (..., Hk, Lk, E) of query's dtype. Batch dimensions broadcast.
-        value: (..., Hk, Lk, Ev) of query's dtype.
+        value: (..., Hk, Lk, Ev) of query's dtype. All three may be jagged nested tensors (B, H, sequence, E) instead,
+            which ``varlen_attn`` serves: without ``attn_mask`` and ``key_lengths``.
         attn_mask: bool (True = takes part) or float (added to the scaled scores, may require grad), broadcastable to
             (..., Hq, Lq, Lk); or torch's ``CausalBias``.
         dropout_p: probability in [0, 1] of dropping a weight; kept ones are scaled up (docs/design.md has the formula).
@@ -73,6 +76,13 @@ def scaled_dot_product_attention(
     name = "scaled_dot_product_attention"
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
+    if is_jagged(query) and is_jagged(key) and is_jagged(value):
+        _check_jagged(name, query, key, value, is_causal, causal_variant, window_size, attn_mask, key_lengths)
+        options: dict[str, Any] = {
+            "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window_size": window_size,
+            "enable_gqa": enable_gqa, "seed": seed,
+        }  # fmt: skip
+        return _jagged_attention(query, key, value, return_lse, options)
     q, k, v, batch = _operands(name, query, key, value, enable_gqa)
     _, heads, rows, head_dim = q.shape
     columns = k.shape[2]
@@ -198,7 +208,7 @@ def varlen_attn(
     if unsupported:
         raise check.BadType(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
     for label, tensor in (("query", query), ("key", key), ("value", value)):
-        check.float_tensor(name, label, tensor)
+        check.operand(name, label, tensor)
         if tensor.dim() != 3:
             raise check.BadValue(f"{name}: {label} must be (tokens, heads, head size), got shape {tuple(tensor.shape)}")
     q, k, v = check.autocast_low(query, key, value)
@@ -241,7 +251,7 @@ def _operands(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
     for label, tensor in (("query", query), ("key", key), ("value", value)):
-        check.float_tensor(name, label, tensor)
+        check.operand(name, label, tensor)
         if tensor.dim() < 2:
             raise check.BadValue(
                 f"{name}: {label} must have at least 2 dimensions (..., length, head size), "
@@ -292,6 +302,44 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
     for _ in range(rank, 4):  # what _operands added in front of lower ranks
         result = result.squeeze(0)
     return result
+
+
+def _jagged_attention(query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]) -> Any:
+    """(B, H, sequence, E) jagged tensors, whose values are packed sequences."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    results = varlen_attn(
+        q.values(), k.values(), v.values(), q.offsets(), k.offsets(), max_length(q), max_length(k), return_lse=True,
+        **options,
+    )  # fmt: skip
+    out, lse = (with_values(q, t).transpose(1, 2) for t in results)
+    return (out, lse) if return_lse else out
+
+
+def _check_jagged(
+    name: str, query: Any, key: Any, value: Any, is_causal: bool, causal_variant: str, window_size: tuple[int, int],
+    *absent: Tensor | None,
+) -> None:  # fmt: skip
+    """Whether packed attention can serve these nested operands. Its diagonal is the lower-right one."""
+    for label, argument in zip(("attn_mask", "key_lengths"), absent, strict=True):
+        if argument is not None:
+            raise check.BadValue(
+                f"{name}: {label} cannot be given beside jagged operands; pad them, to_padded_tensor(0.0), and give "
+                "their lengths as key_lengths"
+            )
+    for label, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or ragged_dim(tensor) != 2 or tensor.lengths() is not None:
+            raise check.BadValue(
+                f"{name}: {label} must be a jagged tensor (batch, heads, sequence, head size) without holes; make it "
+                "one by unflatten(-1, (heads, -1)).transpose(1, 2), and contiguous() before if it was narrowed"
+            )
+    if not same_lengths(key, value):
+        raise check.BadValue(f"{name}: key and value must have sequences of the same lengths")
+    has_diagonal = is_causal or tuple(window_size) != (-1, -1)
+    if has_diagonal and not _lower_right(name, causal_variant) and not same_lengths(query, key):
+        raise check.BadValue(
+            f"{name}: queries and keys of different lengths have two diagonals; jagged operands have the one of "
+            'causal_variant="lower_right", say so'
+        )
 
 
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,6 +8,8 @@ import numbers
 import torch
 from torch import Tensor
 
+from fastattn.torch_private import is_batched
+
 LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
 LEAST = 2.0**-126  # float32's least normal number: a GPU may take less for 0, and -inf times 0 is NaN
 _NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
@@ -31,6 +33,22 @@ def float_tensor(function: str, name: str, value: object) -> None:
         raise BadType(f"{function}: {name} must be a Tensor, got {type(value).__name__}")
     if value.dtype not in FLOATS:
         raise BadType(f"{function}: {name} must be float32, bfloat16, float16 or float64, got {str(value.dtype)[6:]}")
+
+
+def operand(function: str, name: str, value: Tensor) -> None:
+    """Raise TypeError unless ``value`` is a ``float_tensor`` and dense."""
+    float_tensor(function, name, value)
+    dense(function, name, value)
+
+
+def dense(function: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise BadType(
+            f"{function}: {name} is a nested tensor of layout {str(tensor.layout)[6:]}; pad it, to_padded_tensor(0.0), "
+            "or, where nested tensors are taken, make all operands jagged, layout=torch.jagged"
+        )
+    if tensor.layout != torch.strided:
+        raise BadType(f"{function}: {name} must be a dense tensor, got {tensor.layout}; make it one by to_dense()")
 
 
 def same_device(function: str, name: str, tensor: Tensor, device: torch.device) -> None:
@@ -124,7 +142,12 @@ def window(
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a check may look at the values: they exist, and reading them waits for no device."""
-    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) is Tensor
+        and not torch.compiler.is_compiling()
+        and not is_batched(tensor)
+    )
 
 
 def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, device: torch.device,
@@ -160,6 +183,7 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
             f"{function}: attn_mask must be bool (True = takes part) or float (added to the scores), for operands of "
             f"{str(dtype)[6:]} one of bool, float32, bfloat16, float16, got {str(attn_mask.dtype)[6:]}"
         )
+    dense(function, "attn_mask", attn_mask)
     same_device(function, "attn_mask", attn_mask, device)
     given = attn_mask.shape
     fits = len(given) <= len(sizes) and all(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattn.backends.common import dense_strides
 from fastattn.ops import check
+from fastattn.ops.jagged import is_jagged, on_values
 from fastattn.ops.register import Op, save_call
 
 __all__ = ["dropout", "dropout_mask"]
@@ -26,7 +27,7 @@ def dropout(
     The rate is realised in steps of 2**-16 and the scale is that of the realised rate, so the result is unbiased.
 
     Args:
-        input: any shape, float32, bfloat16, float16 or float64.
+        input: any shape, float32, bfloat16, float16 or float64; or a jagged nested tensor, whose ``values()`` count.
         p: probability in [0, 1] of dropping an element.
         training: without it, input, of whatever dtype, is returned as it is.
         inplace: write the result into input.
@@ -43,7 +44,9 @@ def dropout(
     threshold = check.threshold("dropout", p, "p")
     if isinstance(input, Tensor) and (not training or threshold == 0):
         return input
-    check.float_tensor("dropout", "input", input)
+    if is_jagged(input):
+        return on_values(lambda values: dropout(values, p, training, inplace, seed=seed), input)
+    check.operand("dropout", "input", input)
     check.check_seed("dropout", seed, input.device)
     out = dropout_op(input, check.draw_seed(seed, threshold, input.device), threshold)
     return input.copy_(out) if inplace else out

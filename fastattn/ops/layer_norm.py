@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
+from fastattn.ops.jagged import is_jagged, on_values
 from fastattn.ops.register import Op, fast_path, may_want_gradient
 
 __all__ = ["dropout_add_layer_norm", "layer_norm"]
@@ -32,7 +33,7 @@ def layer_norm(
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, a superset of torch's function.
 
     Args:
-        input: (..., *normalized_shape), float32, bfloat16, float16 or float64.
+        input: (..., *normalized_shape), float32, bfloat16, float16 or float64; or a jagged nested tensor.
         normalized_shape: the sizes of the last dimensions, over which mean and (biased) variance are taken.
         weight, bias: tensors of normalized_shape, of any of these dtypes, float32 beside low-precision input included.
         eps: added to the variance, any number; where the sum is negative the row is NaN, as torch's.
@@ -44,7 +45,9 @@ def layer_norm(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
     name = "layer_norm"
-    check.float_tensor(name, "input", input)
+    if is_jagged(input):
+        return on_values(lambda values: layer_norm(values, normalized_shape, weight, bias, eps), input)
+    check.operand(name, "input", input)
     shape = normalized_shape
     if type(shape) is not tuple:
         if not isinstance(shape, (Sequence, *_SIZES)):
@@ -99,8 +102,8 @@ def dropout_add_layer_norm(
     """
     name = "dropout_add_layer_norm"
     check.flag(name, "prenorm", prenorm)
-    check.float_tensor(name, "input", input)
-    check.float_tensor(name, "residual", residual)
+    check.operand(name, "input", input)
+    check.operand(name, "residual", residual)
     if input.shape != residual.shape or input.dim() == 0:
         raise check.BadValue(
             f"{name}: input and residual must have one shape (..., D), "
@@ -122,7 +125,7 @@ def _parameters(name: str, input: Tensor, weight: Tensor | None, bias: Tensor | 
     for label, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        check.float_tensor(name, label, parameter)
+        check.operand(name, label, parameter)
         if parameter.shape != shape:
             raise check.BadValue(f"{name}: {label} must have shape {tuple(shape)}, got {tuple(parameter.shape)}")
         check.same_device(name, label, parameter, input.device)

@@ -45,7 +45,7 @@ def softmax_dropout(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
     name = "softmax_dropout"
-    check.float_tensor(name, "input", input)
+    check.operand(name, "input", input)
     if input.dim() == 0:
         raise check.BadValue(f"{name}: input must have at least 1 dimension, got a scalar")
     x = check.autocast_float32(input)

@@ -1,0 +1,34 @@
+"""Jagged nested tensors: sequences of different lengths, packed one after the other in ``values()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.ops.check import is_readable
+from fastattn.torch_private import max_length, ragged_dim
+
+
+def is_jagged(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.jagged
+
+
+def with_values(like: Any, values: Tensor) -> Tensor:
+    """The nested tensor of these values with ``like``'s sequences: the two can be added."""
+    return torch.nested.nested_tensor_from_jagged(
+        values, like.offsets(), like.lengths(), jagged_dim=ragged_dim(like), max_seqlen=max_length(like)
+    )  # fmt: skip
+
+
+def on_values(function: Callable[[Tensor], Tensor], tensor: Any) -> Tensor:
+    """``function``, which treats each position alone, of a jagged tensor."""
+    return with_values(tensor, function(tensor.values()))
+
+
+def same_lengths(first: Any, second: Any) -> bool:
+    """Whether two jagged tensors are known to have sequences of the same lengths."""
+    a, b = first.offsets(), second.offsets()
+    return a is b or (is_readable(a) and torch.equal(a, b))

@@ -1,0 +1,154 @@
+"""Nested tensors: jagged ones sequence by sequence against torch, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastattn import (
+    attention_weights,
+    dropout,
+    dropout_add_layer_norm,
+    dropout_mask,
+    layer_norm,
+    softmax_dropout,
+    varlen_attn,
+)
+from fastattn import scaled_dot_product_attention as attention
+
+pytestmark = pytest.mark.torch_version
+SEED = torch.tensor([3, 4])
+QUERIES, KEYS = (3, 5, 1), (4, 5, 6)
+
+
+def jagged(lengths, *sizes):
+    """(N, length, *sizes), the second dimension a sequence's own."""
+    rows = [torch.randn(length, *sizes) for length in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+
+
+def heads(lengths, count=2, size=8):
+    return jagged(lengths, count, size).detach().transpose(1, 2).requires_grad_()
+
+
+def gradients(out, leaves):
+    """Of the output's squares."""
+    return torch.autograd.grad((out.values() if out.is_nested else out).square().sum(), leaves)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "options"),
+    [
+        (QUERIES, QUERIES, {}),
+        (QUERIES, QUERIES, {"is_causal": True}),
+        (QUERIES, KEYS, {}),
+        (QUERIES, KEYS, {"scale": 0.3, "enable_gqa": True}),
+        (QUERIES, KEYS, {"is_causal": True, "causal_variant": "lower_right"}),
+        (QUERIES, QUERIES, {"window_size": (1, 1)}),
+    ],
+    ids=str,
+)
+def test_attention(queries, keys, options):
+    """Each sequence as the dense function has it."""
+    q = heads(queries, 4 if "enable_gqa" in options else 2)
+    leaves = [q] if queries is keys else [q, heads(keys), heads(keys, size=6)]
+    out, lse = attention(*(leaves * 3)[:3], return_lse=True, **options)
+    assert torch.equal(out.offsets(), q.offsets())
+    grads = gradients(out, leaves)
+    for n in range(len(queries)):
+        dense = [leaf.detach().unbind()[n].requires_grad_() for leaf in leaves]
+        wanted, wanted_lse = attention(*(dense * 3)[:3], return_lse=True, **options)
+        torch.testing.assert_close(out.unbind()[n], wanted)
+        torch.testing.assert_close(lse.unbind()[n], wanted_lse)
+        for got, e in zip(grads, gradients(wanted, dense), strict=True):
+            torch.testing.assert_close(got.unbind()[n], e)
+
+
+@pytest.mark.parametrize("keys", [QUERIES, KEYS], ids=["self", "cross"])
+def test_attention_is_torchs(keys):
+    q = heads(QUERIES)
+    k = q if keys is QUERIES else heads(keys)
+    ours, theirs = attention(q, k, k), F.scaled_dot_product_attention(q, k, k)
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours.values(), theirs.values())
+    assert (ours + q).shape == q.shape
+    assert ours.transpose(1, 2).flatten(2).shape == theirs.transpose(1, 2).flatten(2).shape
+
+
+def test_attention_drops_by_the_formula():
+    q = heads(QUERIES)
+    out = attention(q, q, q, dropout_p=0.5, seed=SEED)
+    mask = dropout_mask((6, 5, 5), 0.5, SEED).view(3, 2, 5, 5)  # z = sequence * heads + head
+    for n, (part, got) in enumerate(zip(q.detach().unbind(), out.unbind(), strict=True)):
+        length = part.size(1)
+        weights = torch.softmax(part @ part.mT / 8**0.5, -1) * mask[n, :, :length, :length] * 2
+        torch.testing.assert_close(got, weights @ part)
+
+
+def test_compiled():
+    torch.compiler.reset()
+    q, x = heads(QUERIES), jagged(QUERIES, 16)
+
+    def call(q, x):
+        return attention(q, q, q), layer_norm(x, (16,))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(q, x), call(q, x), strict=True):
+        torch.testing.assert_close(got.values(), wanted.values())
+    torch.compiler.reset()
+
+
+def test_layer_norm():
+    x, weight, bias = jagged(QUERIES, 16), torch.randn(16), torch.randn(16)
+    ours, theirs = layer_norm(x, (16,), weight, bias), F.layer_norm(x, (16,), weight, bias)
+    assert (ours + x).shape == x.shape
+    torch.testing.assert_close(ours.values(), theirs.values())
+    torch.testing.assert_close(*(gradients(out, [x])[0].values() for out in (ours, theirs)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout(inplace):
+    x = jagged(QUERIES, 16).detach()
+    wanted = x.values() * dropout_mask((9, 16), 0.5, SEED) * 2
+    out = dropout(x, 0.5, inplace=inplace, seed=SEED)
+    assert torch.equal(out.values(), wanted)
+    assert torch.equal(x.values(), wanted) == inplace
+    assert (out + x).shape == x.shape
+
+
+X = torch.randn(2, 3, 4, 8)
+NESTED = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
+JAGGED = heads(QUERIES).detach()
+REFUSED = {
+    "a mask": (lambda: attention(JAGGED, JAGGED, JAGGED, torch.ones(5, 5)), "attn_mask .* key_lengths"),
+    "lengths": (lambda: attention(JAGGED, JAGGED, JAGGED, key_lengths=torch.ones(3).int()), "key_lengths"),
+    "two diagonals": (
+        lambda: attention(JAGGED, heads(KEYS), heads(KEYS), is_causal=True),
+        'causal_variant="lower_right"',
+    ),
+    "key and value": (lambda: attention(JAGGED, JAGGED, heads(KEYS)), "key and value"),
+    "no heads": (lambda: attention(*[jagged(QUERIES, 8)] * 3), "unflatten"),
+    "beside dense": (lambda: attention(JAGGED, X, X), "query .* make all operands jagged"),
+    "dense query": (lambda: attention(X, JAGGED, JAGGED), "key .* make all operands jagged"),
+    "weights": (lambda: attention_weights(JAGGED, JAGGED), "to_padded_tensor"),
+    "strided": (lambda: attention(NESTED, NESTED, NESTED), "strided.* to_padded_tensor"),
+    "strided layer_norm": (lambda: layer_norm(NESTED, (8,)), "strided.* to_padded_tensor"),
+    "strided dropout": (lambda: dropout(NESTED), "strided.* to_padded_tensor"),
+    "sparse": (lambda: attention(*[X.to_sparse()] * 3), "query .*sparse_coo.* to_dense"),
+    "sparse mask": (lambda: attention(X, X, X, torch.ones(4, 4).to_sparse()), "attn_mask .*sparse_coo.* to_dense"),
+    "sparse layer_norm": (lambda: layer_norm(X.to_sparse(), (8,)), "input .* to_dense"),
+    "sparse weight": (lambda: layer_norm(X, (8,), torch.ones(8).to_sparse()), "weight .* to_dense"),
+    "sparse dropout": (lambda: dropout(X.to_sparse()), "input .* to_dense"),
+    "sparse softmax": (lambda: softmax_dropout(X.to_sparse()), "input .* to_dense"),
+    "sparse residual": (lambda: dropout_add_layer_norm(X, X.to_sparse()), "residual .* to_dense"),
+    "sparse packed": (lambda: varlen_attn(*[X[0].to_sparse()] * 3, *[torch.tensor([0, 3])] * 2, 3, 3), "to_dense"),
+    "mkldnn": (lambda: attention(*[X.to_mkldnn()] * 3), "query .*mkldnn.* to_dense"),
+    "mkldnn layer_norm": (lambda: layer_norm(X.to_mkldnn(), (8,)), "input .* to_dense"),
+    "mkldnn dropout": (lambda: dropout(X.to_mkldnn()), "input .* to_dense"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, words = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
