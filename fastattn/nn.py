@@ -290,11 +290,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             key_lengths=torch.tensor(lengths[id(key)], device=key.device),
             **options,
         )
-        rows = [sequence[:length] for sequence, length in zip(out, lengths[id(query)], strict=True)]
         if weights is not None:
             absent = torch.arange(out.size(1)) >= torch.tensor(lengths[id(query)])[:, None]
             absent = absent[:, :, None] if weights.dim() == 3 else absent[:, None, :, None]
             weights = weights.masked_fill(absent.to(weights.device), 0.0)
+        rows = [padded_rows[:length] for padded_rows, length in zip(out, lengths[id(query)], strict=True)]
         return _nested_like(query, rows), weights
 
     def _project(
@@ -393,9 +393,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _nested_like(query: Any, rows: list[Tensor]) -> Tensor:
     """A nested tensor of query's layout; a jagged one with query's own offsets, so that the two can be added."""
-    if query.layout == torch.jagged and query.lengths() is None:
+    if query.layout == torch.jagged:
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets())
-    return torch.nested.as_nested_tensor(rows, layout=query.layout)
+    return torch.nested.as_nested_tensor(rows)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -407,7 +407,7 @@ def test_free_head_sizes_in_torchs_layers(backend, calls, training):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("masks", LAYER_MASKS)
+@pytest.mark.parametrize("masks", ["no mask", "both"])
 def test_torchs_encoder_layer_compiles(masks):
     torch._dynamo.reset()
     layer = encoder()[0].eval()
@@ -437,6 +437,68 @@ def test_nested_operands(backend, layout, average):
     sum((row + o).square().sum() for row, (o, _) in zip(alone, expected, strict=True)).backward()
     for got, row in zip(x.grad.unbind(), alone, strict=True):
         torch.testing.assert_close(got, row.grad, rtol=1e-4, atol=1e-5)
+
+
+def jagged(*lengths):
+    return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
+
+
+NESTED = {
+    "cross-attention": (jagged(5, 3), jagged(2, 9)),
+    "an empty sequence": (jagged(5, 0), jagged(2, 9)),
+    "no keys": (jagged(5, 3), jagged(0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_nested_queries_beside_nested_keys(case):
+    module = MultiHeadAttention(16, 4, batch_first=True)
+    query, key = NESTED[case]
+    out, weights = module(query, key, key, need_weights=False, is_causal=True)
+    assert weights is None
+    for got, rows, keys in zip(out.unbind(), query.unbind(), key.unbind(), strict=True):
+        torch.testing.assert_close(got, module(rows, keys, keys, is_causal=True)[0], **CLOSE)
+
+
+@pytest.mark.slow
+def test_jagged_operands_compile():
+    """In one graph, at several lengths, with the residual connection and its gradient."""
+    torch._dynamo.reset()
+    module = MultiHeadAttention(16, 4, batch_first=True)
+
+    def block(x):
+        return x + module(x, x, x, need_weights=False)[0]
+
+    compiled = torch.compile(block, fullgraph=True, backend="eager", dynamic=True)
+    for lengths in ((3, 5), (2, 6), (1, 4, 2)):
+        x = jagged(*lengths).requires_grad_()
+        results = []
+        for function in (compiled, block):
+            out = function(x)
+            results.append((out.values(), torch.autograd.grad(out.values().square().sum(), x)[0].values()))
+        for a, e in zip(*results, strict=True):
+            torch.testing.assert_close(a, e, **CLOSE)
+    torch._dynamo.reset()
+
+
+REFUSED_NESTED = {
+    "key_padding_mask": lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)),
+    "attn_mask": lambda m, x: m(x, x, x, attn_mask=torch.zeros(5, 5)),
+    "key_lengths": lambda m, x: m(x, x, x, key_lengths=torch.tensor([3, 3])),
+    "cache": lambda m, x: m(x, x, x, cache=KeyValueCache()),
+    "all be nested": lambda m, x: m(torch.randn(2, 5, 16), x, x),
+    "same lengths": lambda m, x: m(x, x, jagged(4, 3)),
+    "batch_first=True": lambda m, x: MultiHeadAttention(16, 4)(x, x, x),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_NESTED)
+def test_refused_beside_nested_operands(words):
+    """torch's module has AssertionErrors for these."""
+    module = MultiHeadAttention(16, 4, batch_first=True)
+    with pytest.raises((ValueError, TypeError), match=words) as refused:
+        REFUSED_NESTED[words](module, jagged(5, 3))
+    assert isinstance(refused.value, AssertionError)
 
 
 @WEIGHTS
