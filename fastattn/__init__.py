@@ -9,6 +9,7 @@ from fastattn.ops.attention import *
 from fastattn.ops.dropout import *
 from fastattn.ops.layer_norm import *
 from fastattn.ops.softmax_dropout import *
+from fastattn.registry import *
 from fastattn.translation.config import TransformerConfig as TransformerConfig
 from fastattn.translation.model import Transformer as Transformer
 

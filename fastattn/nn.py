@@ -199,9 +199,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if cache is not None:
             k, v = cache.append(k, v)
         if k.size(0) != q.size(0):
-            raise check.BadValue(
-                f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}"
-            )
+            raise check.BadValue(f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
         mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
         causal_variant = "lower_right" if cache is not None and not cache.static else "upper_left"
         if self.bias_k is not None or self.add_zero_attn:

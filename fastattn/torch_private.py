@@ -3,13 +3,19 @@ changed where one of them breaks."""
 
 from __future__ import annotations
 
+import functools
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.nn.attention import _registry
 
 _is_compiling = torch.compiler.is_compiling  # a name less to look up
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -24,6 +30,8 @@ SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 single_level_autograd = enable_single_level_autograd_function
 # A region in which an op's call goes on to the dispatch keys below autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# Whether torch.nn.attention.sdpa_kernel allows flash attention. The public question cannot be compiled.
+is_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 
 
 def is_forward_mode() -> bool:
@@ -36,8 +44,10 @@ def is_observed() -> bool:
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode()
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
+def is_batched(tensor: Tensor) -> bool:
     """Whether ``tensor`` is different for each call that a vmap stands for, so that it has no values of its own."""
+    if _is_compiling():  # which traces this question alone
+        return torch._C._functorch.is_batchedtensor(tensor)
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
             return True
@@ -74,3 +84,79 @@ def never_skipped(module: nn.Module) -> None:
 
 def _unchanged(module: nn.Module, args: tuple[Any, ...]) -> None:
     pass
+
+
+def is_dual_level() -> bool:
+    """Inside forward-mode differentiation."""
+    return forward_ad._current_level >= 0
+
+
+def is_tracers(kind: type) -> bool:
+    """Whether tensors of this subclass are torch's own, of a trace: fake and functional ones."""
+    return kind.__module__.startswith("torch._subclasses.")
+
+
+def composite(op: OpOverload) -> Callable[..., Any]:
+    """The implementation of a composite op, whatever else is registered for it. Redispatching would not do: compiled,
+    it loses the gradient."""
+    return functools.partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
+
+
+class Implementations:
+    """Python functions in place of torch's kernels, while ``install``ed.
+
+    Args:
+        functions: {(name of an op of aten, dispatch key): its implementation}.
+        with_keys: the same, of implementations that take the set of dispatch keys first.
+    """
+
+    def __init__(
+        self,
+        functions: dict[tuple[str, str], Callable[..., Any]],
+        with_keys: dict[tuple[str, str], Callable[..., Any]],
+    ) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        self._names = {name for name, _ in (*functions, *with_keys)}
+        with warnings.catch_warnings():  # that there is a kernel already
+            warnings.simplefilter("ignore")
+            for (name, key), function in (functions | with_keys).items():
+                self._library.impl(name, function, key, with_keyset=function in with_keys.values(), allow_override=True)
+        self._forget()
+
+    def remove(self) -> None:
+        self._library._destroy()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Tracing keeps which of an op's kernels it found for a dispatch key."""
+        for name in self._names:
+            getattr(torch.ops.aten, name).default._dispatch_cache.clear()
+
+
+class CacheKeyTag:
+    """Another key of torch.compile's caches, in every thread, until ``remove``d: torch's option of this name holds for
+    the thread that sets it alone."""
+
+    _entry = vars(torch.compiler.config)["_config"]["cache_key_tag"]
+
+    def __init__(self, tag: str) -> None:
+        self._before = self._entry.env_value_force
+        self._entry.env_value_force = torch.compiler.config.cache_key_tag + tag
+
+    def remove(self) -> None:
+        self._entry.env_value_force = self._before
+
+
+def forget_attention_impl(name: str) -> None:
+    """Let torch's registry know that this implementation is no longer active."""
+    if torch.nn.attention.current_flash_attention_impl() == name:
+        _registry._FLASH_ATTENTION_ACTIVE = None
+
+
+def replace_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A Python function of torch's that finds these names in place of its module's."""
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"{function} is no function in Python")
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
+    copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return copy

@@ -15,7 +15,7 @@ LAYERS = (
     ("fastattn.torch_private",),
     ("fastattn.backends",),
     ("fastattn.ops",),
-    ("fastattn.nn",),
+    ("fastattn.nn", "fastattn.registry"),
     ("fastattn.translation",),
     ("fastattn",),  # the public names
     ("fastattn.info", "fastattn.bench"),

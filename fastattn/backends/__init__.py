@@ -84,6 +84,12 @@ def choose(op: str, args: tuple[Any, ...]) -> str:
     return "reference"
 
 
+def has_kernels(op: str, args: tuple[Any, ...]) -> bool:
+    """Whether more than the reference serves such a call, or this thread is told what does."""
+    device = device_of(args).type
+    return thread.forced is not None or (device in _ORDER and TABLE[_ORDER[device][-1]].refusal(op, args) is None)
+
+
 def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:
     refusals = {name: backend.refusal(op, args) for name, backend in TABLE.items()}
     able = [name for name, reason in refusals.items() if reason is None]

@@ -207,39 +207,11 @@ def varlen_attn(
     check.flag(name, "return_lse", return_lse)
     if unsupported:
         raise check.BadType(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
-    for label, tensor in (("query", query), ("key", key), ("value", value)):
-        check.operand(name, label, tensor)
-        if tensor.dim() != 3:
-            raise check.BadValue(f"{name}: {label} must be (tokens, heads, head size), got shape {tuple(tensor.shape)}")
-    q, k, v = check.autocast_low(query, key, value)
-    _same_kind(name, q, k, v)
-    if k.size(0) != v.size(0) or k.size(1) != v.size(1):
-        raise check.BadValue(
-            f"{name}: key and value must have the same tokens and heads, "
-            f"got {tuple(key.shape)} and {tuple(value.shape)}"
-        )
-    _head_counts(name, q.size(1), k.size(1), q.size(2), k.size(2), enable_gqa)
-    cu_seq_q = _cumulative(name, "cu_seq_q", cu_seq_q, q.size(0), max_q, "max_q", q.device)
-    cu_seq_k = _cumulative(name, "cu_seq_k", cu_seq_k, k.size(0), max_k, "max_k", q.device)
-    if cu_seq_q.shape != cu_seq_k.shape:
-        raise check.BadValue(
-            f"{name}: cu_seq_q and cu_seq_k must name the same number of sequences, got "
-            f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
-        )
-    used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
-    if used is not None:
-        own = cu_seq_k.diff()
-        if check.is_readable(used) and bool((used > own).any()):
-            raise check.BadValue(
-                f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
-            )
-        used = torch.minimum(used, own)
-    window = check.window(name, window_size, is_causal, True, max_q, max_k)
-    threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(2))
-    seed = check.draw_seed(seed, threshold, q.device)
-    out, lse, _ = varlen_attention_op(q, k, v, cu_seq_q, cu_seq_k, used, seed, max_q, max_k, scale, *window, threshold)
+    call = packed_call(
+        name, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout_p, is_causal, scale, window_size, enable_gqa,
+        seqused_k, seed,
+    )  # fmt: skip
+    out, lse, _ = varlen_attention_op(*call)
     return (out, lse) if return_lse else out
 
 
@@ -340,6 +312,47 @@ def _check_jagged(
             f"{name}: queries and keys of different lengths have two diagonals; jagged operands have the one of "
             'causal_variant="lower_right", say so'
         )
+
+
+def packed_call(
+    name: str, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    seqused_k: Tensor | None, seed: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of the backend function for attention over packed sequences."""
+    for label, tensor in (("query", query), ("key", key), ("value", value)):
+        check.operand(name, label, tensor)
+        if tensor.dim() != 3:
+            raise check.BadValue(f"{name}: {label} must be (tokens, heads, head size), got shape {tuple(tensor.shape)}")
+    q, k, v = check.autocast_low(query, key, value)
+    _same_kind(name, q, k, v)
+    if k.size(0) != v.size(0) or k.size(1) != v.size(1):
+        raise check.BadValue(
+            f"{name}: key and value must have the same tokens and heads, "
+            f"got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    _head_counts(name, q.size(1), k.size(1), q.size(2), k.size(2), enable_gqa)
+    cu_seq_q = _cumulative(name, "cu_seq_q", cu_seq_q, q.size(0), max_q, "max_q", q.device)
+    cu_seq_k = _cumulative(name, "cu_seq_k", cu_seq_k, k.size(0), max_k, "max_k", q.device)
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise check.BadValue(
+            f"{name}: cu_seq_q and cu_seq_k must name the same number of sequences, got "
+            f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
+        )
+    used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
+    if used is not None:
+        own = cu_seq_k.diff()
+        if check.is_readable(used) and bool((used > own).any()):
+            raise check.BadValue(
+                f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
+            )
+        used = torch.minimum(used, own)
+    window = check.window(name, window_size, is_causal, True, max_q, max_k)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, q.device)
+    scale = _scale(name, scale, q.size(2))
+    seed = check.draw_seed(seed, threshold, q.device)
+    return q, k, v, cu_seq_q, cu_seq_k, used, seed, max_q, max_k, scale, *window, threshold
 
 
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -24,7 +24,7 @@ from fastattn.torch_private import (
     single_level_autograd,
 )
 
-_PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
+PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
 
 
@@ -73,7 +73,7 @@ class Op:
             return self._overload(*args, backend)
         wants_grad, grad_enabled = False, torch.is_grad_enabled()
         for arg in args[: self._tensors]:
-            if type(arg) in _PLAIN:
+            if type(arg) in PLAIN:
                 wants_grad = wants_grad or (grad_enabled and arg.requires_grad)
             elif isinstance(arg, Tensor):
                 return self._overload(*args, backend)
@@ -147,8 +147,8 @@ def _autograd_function(
 
 # The Python types that a fast path takes for a schema's.
 _TYPES = {
-    "Tensor": _PLAIN,
-    "Tensor?": _PLAIN | {type(None)},
+    "Tensor": PLAIN,
+    "Tensor?": PLAIN | {type(None)},
     "float": frozenset((float,)),
     "float?": frozenset((float, type(None))),
     "bool": frozenset((bool,)),
@@ -178,7 +178,7 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         grad_enabled = torch.is_grad_enabled()
         for arg, kinds in given:
             kind = type(arg)
-            if kind not in kinds or (grad_enabled and kind in _PLAIN and arg.requires_grad):
+            if kind not in kinds or (grad_enabled and kind in PLAIN and arg.requires_grad):
                 return False
             if kind is tuple and not all(type(number) is int for number in arg):
                 return False

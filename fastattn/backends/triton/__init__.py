@@ -41,7 +41,7 @@ def refusal(op: str, args: tuple) -> str | None:
     if reason:
         return reason
     if op in ("attention", "softmax_dropout"):
-        positions = args[0].size(2) + (args[1].size(2) if op == "attention" else args[0].size(3))
+        positions = args[0].size(-2) + (args[1].size(-2) if op == "attention" else args[0].size(-1))
         if positions > MAX_POSITIONS:
             return f"it takes up to 2**31 - 2**16 queries and keys together, not {positions}"
     return None

@@ -1,0 +1,381 @@
+"""fastattn in torch's registry of attention implementations, and ``intercept_sdpa`` for one block.
+
+``torch.nn.attention.activate_flash_attention_impl("fastattn")`` puts the functions below in place of torch's kernels:
+
+- ``scaled_dot_product_attention``, with masks, dropout and gradients, on the CPU and on CUDA. Torch's choice of a
+  backend lies below that op and sends dropout to its slowest, so the op itself is replaced: at the Autograd keys, where
+  ours brings its own autograd, and at the backend keys, which inference mode goes to at once.
+- What code of torch's and others' calls directly: the flash pair, packed sequences (``torch.nn.attention.varlen``)
+  among them, and the memory-efficient pair. These are handed from forward to backward pass the LSE alone.
+
+What ours does not serve goes on to torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import register_flash_attention_impl
+from torch.overrides import TorchFunctionMode
+
+from fastattn.backends import TABLE, choose, has_kernels
+from fastattn.backends.common import without_autocast
+from fastattn.backends.schema import CONTRACT
+from fastattn.ops import attention, check
+from fastattn.ops.register import PLAIN
+from fastattn.torch_private import (
+    CacheKeyTag,
+    Implementations,
+    composite,
+    forget_attention_impl,
+    is_batched,
+    is_dual_level,
+    is_flash_enabled,
+    is_tracers,
+    replace_globals,
+)
+
+__all__ = ["intercept_sdpa"]
+
+NAME = "fastattn"
+
+
+# scaled_dot_product_attention
+
+_torchs_sdpa = composite(torch.ops.aten.scaled_dot_product_attention.default)
+
+
+def _is_ours(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> bool:  # fmt: skip
+    """Whether a call of torch's function is worth trying: torch would not refuse it, a kernel of ours is faster, and
+    nobody asked for torch's own way (``torch.nn.attention.sdpa_kernel`` without flash attention)."""
+    if attn_mask is not None and (
+        is_causal or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or not _is_plain(attn_mask)
+    ):
+        return False
+    return (
+        _is_plain(query)
+        and _is_plain(key)
+        and _is_plain(value)
+        and is_flash_enabled()
+        and not is_dual_level()
+        and has_kernels("attention", (query, key, value))
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Dense, of at least 2 dimensions, and no subclass with its own idea of torch's operations."""
+    return tensor.layout is torch.strided and tensor.dim() >= 2 and (type(tensor) in PLAIN or is_tracers(type(tensor)))
+
+
+def _sdpa(*args: Any, **options: Any) -> Tensor:
+    if _is_ours(*args):
+        with contextlib.suppress(TypeError, ValueError):  # what ours refuses torch takes, or refuses in its own words
+            return attention.scaled_dot_product_attention(*args, **options)
+    return _torchs_sdpa(*args, **options)
+
+
+class _Intercept(TorchFunctionMode):
+    """Python's calls of torch's function, of this thread alone. torch.compile sees through it and compiles anew."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.scaled_dot_product_attention:
+            return _sdpa_of_python(*args, **kwargs)
+        if function is functional.multi_head_attention_forward and PLAIN.issuperset(types):
+            return _multi_head_attention_forward(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _sdpa_of_python(*args: Any, **kwargs: Any) -> Tensor:
+    """Called above autograd and autocast, with whatever tensors there are."""
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+    if not any(tensor.is_nested or is_batched(tensor) for tensor in tensors):
+        with contextlib.suppress(TypeError, ValueError):
+            if _is_ours(*args, **kwargs):
+                return attention.scaled_dot_product_attention(*args, **kwargs)
+    return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+# Inside a function that a mode was asked for there is no mode: its calls are led to ours by name.
+_multi_head_attention_forward = replace_globals(
+    functional.multi_head_attention_forward,
+    has_torch_function=lambda tensors: False,
+    scaled_dot_product_attention=_sdpa_of_python,
+)
+
+
+@contextlib.contextmanager
+def intercept_sdpa() -> Iterator[None]:
+    """Serve this thread's calls of ``F.scaled_dot_product_attention`` inside the block, those of
+    ``nn.MultiheadAttention`` among them: ``with fastattn.intercept_sdpa(): model(x)``.
+
+    What fastattn has no kernel for goes on to torch. The backward pass follows its forward pass, inside the block or
+    not. For the whole process: ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
+    """
+    with _Intercept():
+        yield
+
+
+# The flash and the memory-efficient pair, by the names of torch's ops. Their LSE is all that the backward pass gets.
+
+
+class _Unserved(NotImplementedError):
+    """A call for torch's own kernel."""
+
+
+def _check_served(*operands: Tensor) -> None:
+    if not all(map(_is_plain, operands)) or not has_kernels("attention", operands):
+        raise _Unserved("neither fastattn nor torch has a kernel for these operands on this device")
+
+
+def _statistics(lse: Tensor) -> Tensor:
+    """row_max and row_sum, stacked, that give the probabilities exp(s - row_max) / row_sum which ``lse`` stands for."""
+    is_empty = lse == -torch.inf
+    return torch.stack((lse.masked_fill(is_empty, 0.0), (~is_empty).to(lse.dtype)))
+
+
+def _as(operand: Tensor, result: Tensor) -> Tensor:
+    """The result in its operand's memory layout, where torch's flash attention leaves it."""
+    if result.stride() == torch.empty_like(operand, device="meta").stride():
+        return result
+    return torch.empty_like(operand).copy_(result)
+
+
+def _heads_inside(result: Tensor) -> Tensor:
+    """(B, H, L, E) in the memory layout of (B, L, H, E), in which torch's memory-efficient attention leaves it."""
+    return result.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _grads(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dropout_p: float,
+    is_causal: bool, seed: Tensor, scale: float | None, lower_right: bool, window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of (B, H, L, E) operands."""
+    name = "attention_backward"
+    threshold = check.threshold(name, dropout_p)
+    window = check.window(name, window_size, is_causal, lower_right, query.size(2), key.size(2))
+    scale = query.size(3) ** -0.5 if scale is None else check.scale(name, scale)
+    call = query, key, value, None, None, seed if threshold else None, scale, *window, lower_right, threshold
+    backend = choose("attention", call)
+    stats = _statistics(lse)
+    grad_query, grad_key, grad_value, _ = attention.attention_backward_op.on(
+        backend, grad_out, None, out, stats, *call, False
+    )
+    return grad_query, grad_key, grad_value
+
+
+def _flash_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(B, L, H, E), or packed (T, H, E), whose LSE is (H, T). The diagonal is the lower-right one."""
+    _check_served(query, key, value)
+    asked = [name for name, other in others.items() if other is not None]
+    asked += ["return_debug_mask"] * return_debug_mask
+    if cum_seq_q is None or cum_seq_k is None:
+        asked += ["keys that are not packed"] * (cum_seq_q is not None) + ["seqused_k"] * (seqused_k is not None)
+    if asked and dropout_p > 0.0:  # the backward pass, which does not hear of them, would not know who dropped
+        raise RuntimeError(f"fastattn's flash attention has no {', '.join(asked)} together with dropout")
+    if asked:
+        raise _Unserved(f"fastattn's flash attention has no {', '.join(asked)}, and torch has none on this device")
+    seed = check.draw_seed(None, check.threshold("flash_attention", dropout_p), query.device)
+    window_size = _window(window_size_left, window_size_right)
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window_size": window_size, "enable_gqa": True,
+        "return_lse": True, "seed": seed,
+    }  # fmt: skip
+    if cum_seq_q is None or cum_seq_k is None:
+        q, k, v = _swapped(query, key, value)
+        out, lse = attention.scaled_dot_product_attention(q, k, v, causal_variant="lower_right", **options)
+        out = out.transpose(1, 2)
+    else:
+        out, lse = attention.varlen_attn(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k=seqused_k, **options
+        )
+        lse = lse.T.contiguous()
+    random = torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return _as(query, out), lse, random.view(torch.uint64), unused, query.new_empty(0)
+
+
+def _flash_attention_forward_no_dropout_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
+    result, lse, *_ = _flash_attention_forward(*args, **options)
+    out.copy_(result)
+    return lse
+
+
+def _flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, random: Tensor,
+    unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_served(query, key, value)
+    window_size, seed = _window(window_size_left, window_size_right), random.view(torch.int64)
+    if cum_seq_q is None or cum_seq_k is None:
+        grad, q, k, v, o = _swapped(grad_out, query, key, value, out)
+        grads = _grads(grad, q, k, v, o, lse, dropout_p, is_causal, seed, scale, True, window_size)
+        return tuple(_as(t, grad.transpose(1, 2)) for t, grad in zip((query, key, value), grads, strict=True))
+    call = attention.packed_call(
+        "flash_attention_backward", query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale,
+        window_size, True, None, seed,
+    )  # fmt: skip
+    backend = choose("varlen_attention", call)
+    stats = _statistics(lse.T.contiguous())
+    grads = attention.varlen_attention_backward_op.on(backend, grad_out, None, out, stats, *call)
+    return tuple(_as(t, grad) for t, grad in zip((query, key, value), grads, strict=True))
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same of (B, H, L, E)."""
+    q, k, v = _swapped(query, key, value)
+    max_q, max_k = query.size(2), key.size(2)
+    out, lse, *rest = _flash_attention_forward(
+        q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return out.transpose(1, 2), lse, None, None, max_q, max_k, *rest
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, random: Tensor,
+    unused: Tensor, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grad, q, k, v, o = _swapped(grad_out, query, key, value, out)
+    grads = _flash_attention_backward(
+        grad, q, k, v, o, lse, None, None, max_q, max_k, dropout_p, is_causal, random, unused, scale=scale
+    )
+    return tuple(_swapped(*grads))
+
+
+def _scaled_dot_product_efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(B, H, L, E), with an LSE padded to multiples of 32."""
+    _check_served(query, key, value)
+    if attn_bias is not None and compute_log_sumexp:
+        raise _Unserved("the LSE alone does not give fastattn's backward pass the weights of a mask's row at finfo.min")
+    seed = check.draw_seed(None, check.threshold("efficient_attention", dropout_p), query.device)
+    out, lse = attention.scaled_dot_product_attention(
+        query, key, value, attn_bias, dropout_p, is_causal, scale, return_lse=True, seed=seed
+    )
+    padded = lse.new_full((*lse.shape[:2], -(-lse.size(2) // 32) * 32 if compute_log_sumexp else 0), torch.inf)
+    if compute_log_sumexp:
+        padded[..., : lse.size(2)] = lse
+    random = torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed
+    return _heads_inside(out), padded, *random.unbind()
+
+
+def _scaled_dot_product_efficient_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, out: Tensor, lse: Tensor,
+    philox_seed: Tensor, philox_offset: Tensor, dropout_p: float, grad_input_mask: list[bool],
+    is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    _check_served(query, key, value)
+    if attn_bias is not None:
+        raise _Unserved("the LSE alone does not give fastattn's backward pass the weights of a mask's row at finfo.min")
+    seed = torch.stack((philox_seed, philox_offset))
+    lse = lse[..., : query.size(2)]
+    grads = _grads(grad_out, query, key, value, out, lse, dropout_p, is_causal, seed, scale, False)
+    return *map(_heads_inside, grads), None
+
+
+def _swapped(*operands: Tensor) -> list[Tensor]:
+    """(B, H, L, E) as (B, L, H, E), and the other way round."""
+    return [operand.transpose(1, 2) for operand in operands]
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, -1 if right is None else right
+
+
+_PAIRS = (
+    _flash_attention_forward,
+    _flash_attention_forward_no_dropout_inplace,
+    _flash_attention_backward,
+    _scaled_dot_product_flash_attention,
+    _scaled_dot_product_flash_attention_backward,
+    _scaled_dot_product_efficient_attention,
+    _scaled_dot_product_efficient_attention_backward,
+)
+
+
+def _or_torchs(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """The function below autograd and, where it has no kernel or refuses the arguments, torch's own."""
+    try:
+        torchs = torch.library.get_kernel(f"aten::{function.__name__}", key).call_boxed
+    except RuntimeError:
+        torchs = None  # this torch has none for the device
+
+    def implementation(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        try:
+            with torch.no_grad(), without_autocast(args[0].device):
+                return function(*args, **options)
+        except (_Unserved, TypeError, ValueError):
+            if torchs is None:
+                raise
+        return torchs(keys, *args, **options)
+
+    return implementation
+
+
+# The registry
+
+
+class Handle:
+    """What torch's registry keeps of an implementation. torch 2.10 cannot restore its own: ``remove`` does there."""
+
+    def __init__(self) -> None:
+        self._installed: tuple[Implementations, CacheKeyTag] | None = None
+
+    def activate(self) -> Handle:
+        """Put the functions of this module in the place of torch's kernels."""
+        if self._installed is None:
+            functions: dict[tuple[str, str], Callable[..., Any]] = {}
+            for key in ("CPU", "CUDA"):
+                functions["scaled_dot_product_attention", key] = _sdpa
+                functions["scaled_dot_product_attention", f"Autograd{key}"] = _sdpa
+            kernels: dict[tuple[str, str], Callable[..., Any]] = {}
+            for function in _PAIRS:
+                if hasattr(torch.ops.aten, function.__name__):
+                    kernels |= {(function.__name__, key): _or_torchs(function, key) for key in ("CPU", "CUDA")}
+            present = ",".join(name for name, backend in TABLE.items() if not backend.MISSING)
+            tag = CacheKeyTag(f" fastattn {CONTRACT} {present}")
+            self._installed = Implementations(functions, kernels), tag
+            _compile_anew()
+        return self
+
+    def remove(self) -> None:
+        """Give torch its kernels back."""
+        if self._installed is not None:
+            for installed in self._installed:
+                installed.remove()
+            self._installed = None
+            forget_attention_impl(NAME)
+            _compile_anew()
+
+
+def _compile_anew() -> None:
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+handle = Handle()
+register_flash_attention_impl(NAME, register_fn=handle.activate)

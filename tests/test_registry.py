@@ -1,0 +1,598 @@
+"""fastattn in the place of torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
+
+import threading
+
+import pytest
+import torch
+from oracle import assert_accurate, gradients
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    sdpa_kernel,
+)
+from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn import registry
+from fastattn.ops.check import new_seeds
+from fastattn.registry import handle
+
+pytestmark = pytest.mark.torch_version
+
+
+@pytest.fixture
+def active():
+    activate_flash_attention_impl("fastattn")
+    yield
+    handle.remove()
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops of attention below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "attention" in str(function):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+OURS, FLASH = "fastattn.attention.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
+MATH = "aten._scaled_dot_product_attention_math.default"
+
+
+def ops(function, *args, **options):
+    with Ops() as found:
+        function(*args, **options)
+    return found.names
+
+
+def operands(*sizes, keys=11, size=16, kv_heads=None, value_size=None, dtype=torch.float32):
+    *batch, heads, rows = sizes
+    kv = (*batch, heads if kv_heads is None else kv_heads, keys)
+    return (
+        torch.randn(*batch, heads, rows, size, dtype=dtype),
+        torch.randn(*kv, size, dtype=dtype),
+        torch.randn(*kv, size if value_size is None else value_size, dtype=dtype),
+    )
+
+
+def test_registered_and_not_active():
+    assert "fastattn" in list_flash_attention_impls()
+    assert current_flash_attention_impl() is None
+    assert ops(F.scaled_dot_product_attention, *operands(2, 2, 5)) == [FLASH]
+
+
+@pytest.mark.slow
+def test_costs_an_import_nothing(python):
+    """Torch has loaded already whatever the registry imports of it."""
+    loaded = python(
+        """
+        import sys, torch
+        before = set(sys.modules)
+        import torch.nn.attention
+        torch.compiler.config
+        torch._subclasses
+        print({name for name in set(sys.modules) - before if name.startswith("torch.nn.attention")})
+        import fastattn.registry
+        print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
+        """
+    )
+    assert loaded.split("\n")[:2] == ["set()", "False False"]
+
+
+# What torch's function takes: (operands, its further arguments)
+CALLS = {
+    "plain": lambda: (operands(2, 3, 7), {}),
+    "causal": lambda: (operands(2, 3, 7), {"is_causal": True}),
+    "scale": lambda: (operands(2, 3, 7), {"scale": 0.3}),
+    "boolean mask": lambda: (operands(2, 3, 7), {"attn_mask": torch.rand(7, 11) > 0.3}),
+    "float mask": lambda: (operands(2, 3, 7), {"attn_mask": torch.randn(2, 1, 7, 11)}),
+    "grouped heads": lambda: (operands(2, 4, 7, kv_heads=2), {"enable_gqa": True}),
+    "sizes of heads": lambda: (operands(2, 3, 7, value_size=5), {}),
+    "no batch": lambda: (operands(3, 7), {}),
+    "batches": lambda: (operands(2, 2, 3, 7), {}),
+    "broadcast": lambda: ((operands(2, 3, 7)[0], *operands(1, 1, 7)[1:]), {}),
+    "heads inside": lambda: (tuple(t.transpose(1, 2) for t in operands(2, 7, 3, keys=3)), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients(active, name):
+    tensors, options = CALLS[name]()
+
+    def call(*tensors):
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+    assert ops(call, *tensors) == [OURS]
+    (out,), grads = gradients(call, tensors)
+    handle.remove()
+    assert OURS not in ops(call, *tensors)
+    (peer,), peer_grads = gradients(call, tensors)
+    options |= {
+        key: value.double() for key, value in options.items() if key == "attn_mask" and value.is_floating_point()
+    }
+    (exact,), exact_grads = gradients(call, [tensor.double() for tensor in tensors])
+    assert out.stride() == peer.stride()
+    for found, wanted, torchs in zip((out, *grads), (exact, *exact_grads), (peer, *peer_grads), strict=True):
+        assert_accurate(found, wanted, torchs)
+
+
+def test_gradient_of_a_mask(active):
+    q, k, v = operands(2, 3, 7)
+    mask = torch.randn(2, 1, 7, 11)
+
+    def call(mask):
+        return F.scaled_dot_product_attention(q.to(mask), k.to(mask), v.to(mask), mask)
+
+    assert ops(call, mask) == [OURS]
+    _, (grad,) = gradients(call, (mask,))
+    handle.remove()
+    _, (exact,) = gradients(call, (mask.double(),))
+    torch.testing.assert_close(grad, exact.float())
+
+
+# Dropout
+
+SHAPE, P = (2, 3, 9, 9), 0.4
+
+
+def dropped(sdpa=F.scaled_dot_product_attention):
+    """The zero pattern of the weights, the values being the unit matrix, after a fixed seed of torch's."""
+    q, k = (torch.ones((*SHAPE[:3], 8)) for _ in range(2))
+    torch.manual_seed(5)
+    return sdpa(q, k, torch.eye(9).expand(SHAPE), dropout_p=P) != 0
+
+
+@pytest.fixture
+def mask():
+    """The weights kept by the seed that comes first after `dropped`'s seed of torch's."""
+    torch.manual_seed(5)
+    return fastattn.dropout_mask(SHAPE, P, new_seeds((2,), torch.device("cpu")))
+
+
+CONTEXTS = {"autograd": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_dropout_is_the_formulas(active, mask, name):
+    with CONTEXTS[name]():
+        assert torch.equal(dropped(), mask)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_dropout_compiled(active, mask, name):
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    with CONTEXTS[name]():
+        assert torch.equal(dropped(compiled), mask)
+
+
+def test_dropout_of_the_gradient(active, mask):
+    """Of V: P transposed, with the same weights dropped, compiled and not."""
+    q, k, v = (torch.ones((*SHAPE[:3], size)) for size in (8, 8, 1))
+    for function in (
+        F.scaled_dot_product_attention,
+        torch.compile(F.scaled_dot_product_attention, backend="aot_eager"),
+    ):
+        v = v.detach().requires_grad_()
+        torch.manual_seed(5)
+        (grad,) = torch.autograd.grad(function(q, k, v, dropout_p=P).sum(), v)
+        torch.testing.assert_close(grad, (mask.float() / 9 / (1 - P)).sum(2).unsqueeze(-1), rtol=1e-4, atol=0)
+
+
+# Torch's machinery
+
+
+def test_autocast(active):
+    q, k, v = operands(2, 3, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        assert ops(F.scaled_dot_product_attention, q, k, v, torch.randn(7, 11)) == [OURS]
+
+
+def test_multi_head_attention(active):
+    module = torch.nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    assert ops(module, x, x, x, need_weights=False) == [OURS]
+
+
+def test_function_transforms(active):
+    """grad is served; vmap goes torch's own way."""
+    q, k, v = operands(2, 3, 7)
+
+    def loss(q):
+        return F.scaled_dot_product_attention(q, k, v).square().sum()
+
+    assert ops(torch.func.grad(loss), q) == [OURS, "fastattn.attention_backward.default"]
+    assert OURS not in ops(torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q)), q)
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
+
+
+def test_fake_tensors(active):
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(tensor.transpose(1, 2)) for tensor in operands(2, 7, 3, keys=3))
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert (out.shape, out.stride()) == (q.shape, q.stride())
+
+
+def test_export(active):
+    """An exported program calls torch's op, and so ours while it is the active one."""
+    module = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(2, 7, 16)
+    program = torch.export.export(module, (x, x, x), {"need_weights": False})
+    run = program.module()
+    assert ops(run, x, x, x, need_weights=False) == [OURS]
+    handle.remove()
+    assert ops(run, x, x, x, need_weights=False) == [FLASH]
+
+
+# What goes on to torch: the same bits as without fastattn
+
+
+def nested():
+    return tuple(torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)]) for _ in range(3))
+
+
+THROUGH = {
+    "float64": lambda: (operands(2, 3, 7, dtype=torch.float64), {}),
+    "large heads": lambda: (operands(1, 1, 3, size=257), {}),
+    "dropout of float64": lambda: (operands(2, 3, 7, dtype=torch.float64), {"dropout_p": 0.5}),
+    "nested": lambda: (nested(), {}),
+    "a mask and is_causal": lambda: (operands(2, 3, 7), {"attn_mask": torch.randn(7, 11), "is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+@pytest.mark.parametrize("name", THROUGH)
+def test_torch_serves(name, serve):
+    tensors, options = THROUGH[name]()
+
+    def call():
+        torch.manual_seed(1)
+        out = F.scaled_dot_product_attention(*tensors, **options)
+        return out.to_padded_tensor(0.0) if out.is_nested else out
+
+    wanted = call()
+    assert torch.equal(served(serve, call), wanted)
+    assert OURS not in served(serve, lambda: ops(call))
+
+
+def served(serve, call):
+    if serve == "intercept":
+        with fastattn.intercept_sdpa():
+            return call()
+    activate_flash_attention_impl("fastattn")
+    try:
+        return call()
+    finally:
+        handle.remove()
+
+
+BAD = {
+    "a half mask of float32": lambda: (operands(2, 3, 7), {"attn_mask": torch.ones(7, 11).half()}),
+    "dtypes": lambda: ((operands(2, 3, 7)[0].half(), *operands(2, 3, 7)[1:]), {}),
+    "heads": lambda: (operands(2, 4, 7, kv_heads=2), {}),
+    "integers": lambda: ((torch.ones(2, 3, 4, dtype=torch.int64),) * 3, {}),
+    "one dimension": lambda: ((torch.ones(3),) * 3, {}),
+    "sparse": lambda: ((torch.eye(3).to_sparse(),) * 3, {}),
+}
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_torchs(name, serve):
+    tensors, options = BAD[name]()
+
+    def message():
+        with pytest.raises(RuntimeError) as raised:
+            F.scaled_dot_product_attention(*tensors, **options)
+        return str(raised.value)
+
+    assert served(serve, message) == message()
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+def test_a_user_who_asks_for_torchs_other_kernels_gets_them(serve):
+    with sdpa_kernel(SDPBackend.MATH):
+        assert served(serve, lambda: ops(F.scaled_dot_product_attention, *operands(2, 3, 7))) == []
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+def test_forward_mode_is_torchs(serve):
+    q, k, v = operands(2, 3, 7)
+
+    def jvp():
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, k, v), (q,), (q,))[1]
+
+    assert torch.equal(served(serve, jvp), jvp())
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+def test_a_subclass_gets_torchs_ops(serve):
+    q, k, v = (TwoTensor(tensor, tensor) for tensor in operands(2, 3, 7))
+    assert OURS not in served(serve, lambda: ops(F.scaled_dot_product_attention, q, k, v))
+
+
+def test_a_forced_backend_serves(active):
+    with fastattn.backend("reference"):
+        assert ops(F.scaled_dot_product_attention, *operands(2, 3, 7, dtype=torch.float64)) == [OURS]
+
+
+# Activation and restoring
+
+NAMES = {"scaled_dot_product_attention", *(function.__name__ for function in registry._PAIRS)}
+
+
+def test_restored_torch_is_as_it_was():
+    names = [f"aten::{name}" for name in NAMES if hasattr(torch.ops.aten, name)]
+    calls = [CALLS[name]() for name in CALLS]
+
+    def state():
+        tables = [torch._C._dispatch_dump_table(name) for name in names]
+        torch.manual_seed(2)
+        outs = [F.scaled_dot_product_attention(*tensors, **options, dropout_p=0.2) for tensors, options in calls]
+        return tables, outs, torch.compiler.config.cache_key_tag, current_flash_attention_impl()
+
+    tables, outs, *rest = state()
+    activate_flash_attention_impl("fastattn")
+    changed_tables, changed, tag, current = state()
+    getattr(torch.nn.attention, "restore_flash_attention_impl", handle.remove)()
+    again_tables, again, *restored = state()
+    assert all(one != other for one, other in zip(tables, changed_tables, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(outs, changed, strict=True))
+    assert (tag, current) != tuple(rest)
+    assert current == "fastattn"
+    assert again_tables == tables
+    assert all(torch.equal(one, other) for one, other in zip(outs, again, strict=True))
+    assert restored == rest
+
+
+def test_removed_and_activated_again(active):
+    handle.remove()
+    assert current_flash_attention_impl() is None
+    activate_flash_attention_impl("fastattn")
+    activate_flash_attention_impl("fastattn")
+    assert current_flash_attention_impl() == "fastattn"
+    assert ops(F.scaled_dot_product_attention, *operands(2, 3, 7)) == [OURS]
+    handle.remove()
+    assert ops(F.scaled_dot_product_attention, *operands(2, 3, 7)) == [FLASH]
+
+
+def graphs(function):
+    """A compiled function that notes the ops of attention of each graph that it makes."""
+    found = []
+
+    def compiler(module, inputs):
+        found.append([str(node.target) for node in module.graph.nodes if "attention" in str(node.target)])
+        return module
+
+    return torch.compile(function, backend=aot_autograd(fw_compiler=compiler), fullgraph=True), found
+
+
+def test_compiled_functions_compile_anew():
+    tensors = operands(2, 3, 7)
+    compiled, found = graphs(F.scaled_dot_product_attention)
+    for activate in (False, True, False, True):
+        if activate:
+            activate_flash_attention_impl("fastattn")
+        compiled(*tensors)
+        compiled(*tensors)
+        handle.remove()
+    assert found == [[FLASH], [OURS], [FLASH], [OURS]]
+
+
+def test_the_caches_key_holds_for_every_thread(active):
+    tags = []
+    thread = threading.Thread(target=lambda: tags.append(torch.compiler.config.cache_key_tag))
+    thread.start()
+    thread.join()
+    assert tags == [torch.compiler.config.cache_key_tag]
+    assert "fastattn" in tags[0]
+
+
+def test_the_caches_key_keeps_the_users():
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        activate_flash_attention_impl("fastattn")
+        assert torch.compiler.config.cache_key_tag.startswith("mine fastattn ")
+        handle.remove()
+        assert torch.compiler.config.cache_key_tag == "mine"
+
+
+COMPILE = """
+    import sys, torch
+    if {ours}:
+        import fastattn
+        torch.nn.attention.activate_flash_attention_impl("fastattn")
+    from torch._dynamo.utils import counters
+    compiled = torch.compile(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x).sin(), fullgraph=True)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 40, 16, requires_grad=True)
+    compiled(x).sum().backward()
+    import torch._inductor.codecache as codecache
+    with torch.profiler.profile() as profile:
+        compiled(x)
+    names = {{event.key for event in profile.key_averages()}}
+    print("fastattn" in sys.modules, any(name.startswith("fastattn") for name in names),
+          "aten::_scaled_dot_product_flash_attention_for_cpu" in names,
+          counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False], ids=["with fastattn first", "without it first"])
+def test_two_processes_that_share_inductors_cache(python, tmp_path, first):
+    """Each gets its own kernels, though what Dynamo traces is the same, and the next of its kind those of the cache."""
+    shared = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    with_ours, without = "True True False {}", "False False True {}"
+    for ours, hits in ((first, 0), (not first, 0), (first, 1), (not first, 1)):
+        printed = python(COMPILE.format(ours=ours), **shared).splitlines()[-1]
+        assert printed == (with_ours if ours else without).format(hits)
+
+
+# intercept_sdpa
+
+
+def test_intercepts_a_block_and_a_thread():
+    tensors = operands(2, 3, 7)
+    other = []
+    with fastattn.intercept_sdpa():
+        assert ops(F.scaled_dot_product_attention, *tensors) == [OURS]
+        query, key, value = tensors
+        assert ops(F.scaled_dot_product_attention, query=query, key=key, value=value) == [OURS]
+        thread = threading.Thread(target=lambda: other.extend(ops(F.scaled_dot_product_attention, *tensors)))
+        thread.start()
+        thread.join()
+    assert other == [FLASH]
+    assert ops(F.scaled_dot_product_attention, *tensors) == [FLASH]
+
+
+def test_intercepts_dropout(mask):
+    with fastattn.intercept_sdpa():
+        assert torch.equal(dropped(), mask)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_intercepts_multi_head_attention(training):
+    module = torch.nn.MultiheadAttention(16, 2, batch_first=True).train(training)
+    x = torch.randn(2, 7, 16)
+    wanted = module(x, x, x, need_weights=False)[0]
+    with fastattn.intercept_sdpa(), torch.set_grad_enabled(training):
+        assert ops(module, x, x, x, need_weights=False) == [OURS]
+        torch.testing.assert_close(module(x, x, x, need_weights=False)[0], wanted)
+
+
+def self_attention(x):
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (self_attention, (2, 2, 7, 16)),
+        pytest.param(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), (2, 7, 16), marks=pytest.mark.slow),
+    ],
+    ids=["function", "module"],
+)
+def test_intercepts_compiled_functions_inside_the_block_alone(function, shape):
+    x = torch.randn(shape)
+    compiled, found = graphs(function)
+    for _ in range(2):
+        compiled(x)
+        with fastattn.intercept_sdpa():
+            compiled(x)
+    assert found == [[FLASH], [OURS]]
+
+
+def test_intercepts_causal_bias():
+    tensors = operands(2, 3, 7)
+    bias = causal_lower_right(7, 11)
+    wanted = F.scaled_dot_product_attention(*tensors, bias)
+    with fastattn.intercept_sdpa():
+        torch.testing.assert_close(F.scaled_dot_product_attention(*tensors, bias), wanted)
+
+
+# The pairs, called as the dispatcher would, on CPU tensors
+
+
+def flash(query, key, value, dropout_p, is_causal, grad_out):
+    forward, backward = (
+        registry._scaled_dot_product_flash_attention,
+        registry._scaled_dot_product_flash_attention_backward,
+    )
+    out, lse, *lengths, random, unused, _debug = forward(query, key, value, dropout_p, is_causal)
+    grads = backward(grad_out, query, key, value, out, lse, *lengths, dropout_p, is_causal, random, unused)
+    return out, random.view(torch.int64), grads
+
+
+def efficient(query, key, value, dropout_p, is_causal, grad_out):
+    forward, backward = (
+        registry._scaled_dot_product_efficient_attention,
+        registry._scaled_dot_product_efficient_attention_backward,
+    )
+    out, lse, *random = forward(query, key, value, None, True, dropout_p, is_causal)
+    assert lse.shape == (*query.shape[:2], 32)
+    *grads, _ = backward(
+        grad_out, query, key, value, None, out, lse, *random, dropout_p, [True] * 3 + [False], is_causal
+    )
+    return out, torch.stack(random), grads
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("pair", [flash, efficient])
+def test_pairs(pair, dropout_p, is_causal):
+    """The gradient of the statistics rebuilt from the LSE, rows that see nothing included."""
+    tensors = operands(2, 3, 13)
+    grad_out = torch.randn(2, 3, 13, 16)
+    out, seed, grads = pair(*tensors, dropout_p, is_causal, grad_out)
+    leaves = [tensor.double().requires_grad_() for tensor in tensors]
+    with fastattn.backend("reference"):
+        exact = fastattn.scaled_dot_product_attention(
+            *leaves, dropout_p=dropout_p, is_causal=is_causal, seed=seed,
+            causal_variant="lower_right" if pair is flash else "upper_left",
+        )  # fmt: skip
+    wanted = torch.autograd.grad(exact, leaves, grad_out.double())
+    for found, expected in zip((out, *grads), (exact, *wanted), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_with_a_gradient_is_not_for_the_efficient_pair():
+    q, k, v = operands(2, 3, 7)
+    bias = torch.randn(2, 3, 7, 11)
+    with pytest.raises(NotImplementedError, match="finfo"):
+        registry._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+    out, lse, *_ = registry._scaled_dot_product_efficient_attention(q, k, v, bias, False)
+    assert lse.numel() == 0
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, bias))
+
+
+def test_results_of_pairs_have_the_strides_of_torchs_fakes():
+    q, k, v = (torch.randn(7, 3, 2, 16).permute(2, 1, 0, 3) for _ in range(3))
+    meta = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in (q, k, v)]
+    for name, arguments in (
+        ("_scaled_dot_product_flash_attention", ()),
+        ("_scaled_dot_product_efficient_attention", (None, True)),
+    ):
+        promised = getattr(torch.ops.aten, name)(*meta, *arguments)
+        found = getattr(registry, name)(q, k, v, *arguments)
+        assert [t.stride() for t in found[:2]] == [t.stride() for t in promised[:2]]
+
+
+# torch.nn.attention.varlen
+
+varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_varlen(active, compiled):
+    """Causal, on CPU tensors, where torch itself has no kernel."""
+    starts = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    tensors = [torch.randn(9, 2, 8) for _ in range(3)]
+    causal = {"is_causal": True} if torch.__version__ < "2.11" else {"window_size": (-1, 0)}
+
+    def torchs(*tensors):
+        return varlen.varlen_attn(*tensors, starts, starts, 5, 5, **causal)
+
+    call = torch.compile(torchs, backend="aot_eager", fullgraph=True) if compiled else torchs
+    found = gradients(call, tensors)
+    wanted = gradients(lambda *t: fastattn.varlen_attn(*t, starts, starts, 5, 5, is_causal=True), tensors)
+    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_varlen_lacks_on_the_cpu(active):
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="neither fastattn nor torch"):
+        varlen.varlen_attn(*(torch.randn(9, 2, 8).double() for _ in range(3)), starts, starts, 9, 9)
