@@ -358,6 +358,21 @@ def start(arguments, **pipes):
     return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True, **pipes)
 
 
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_the_command_bounds_spinning_unless_the_user_has(given):
+    """Before torch's OpenMP runtime is loaded, which reads these variables then."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    program = (
+        "import os, sys, fastattn_command; assert 'torch' not in sys.modules; sys.argv = ['fastattn', 'info'];"
+        f"fastattn_command.main(); print({{name: os.environ[name] for name in {names} if name in os.environ}})"
+    )
+    root = Path(fastattn.__file__).parent.parent
+    process = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == str(given or {"GOMP_SPINCOUNT": "10000"})
+
+
 def test_no_traceback_reaches_the_user(tmp_path):
     process = start(["translate", str(tmp_path)])
     _, err = process.communicate(timeout=120)
