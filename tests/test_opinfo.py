@@ -1,0 +1,106 @@
+"""Swapping the import is enough: torch's own samples of the functions that ours replace, through ours."""
+
+import pytest
+import torch
+from oracle import SizesOfTerms, assert_accurate, attention, gradients, largest
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import fastattn
+
+pytestmark = pytest.mark.torch_version
+FUNCTIONS = {name: f"nn.functional.{name}" for name in ("scaled_dot_product_attention", "layer_norm", "dropout")}
+OPERATIONS = pytest.mark.parametrize("name", FUNCTIONS)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+
+
+@pytest.fixture(scope="module")
+def operators():
+    methods = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+    return {operator.name: operator for operator in methods.op_db}
+
+
+def samples(operator, dtype):
+    torch.manual_seed(0)
+    found = list(operator.sample_inputs("cpu", dtype))
+    assert len(found) >= 5
+    return found
+
+
+def is_random(name, sample):
+    """Whether it drops some elements: torch's choice of them is not ours."""
+    p = sample.kwargs.get("dropout_p", 0.0) if name != "dropout" else sample.kwargs.get("p", 0.5)
+    return 0 < p < 1 and sample.kwargs.get("training", True)
+
+
+def run(function, sample, dtype=None, **options):
+    """(outputs, gradients of every tensor that can have one)."""
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[n].to(dtype) if dtype and leaves[n].is_floating_point() else leaves[n] for n in places]
+
+    def call(*tensors):
+        filled = list(leaves)
+        for n, tensor in zip(places, tensors, strict=True):
+            filled[n] = tensor
+        input, args, kwargs = tree_unflatten(filled, spec)
+        return function(input, *args, **kwargs)
+
+    return gradients(call, tensors, **options)
+
+
+def sizes_of_terms(name, sample, count):
+    """What the rounding of the output and of each gradient is relative to, where it is a sum that cancels."""
+    if name == "dropout":
+        return [0.0] * (1 + count)
+    if name == "layer_norm":  # differences of numbers of the size of rstd * weight
+        sizes, *parameters = sample.args
+        rows = sample.input.double().flatten(-len(sizes))
+        variance = (rows - rows.mean(-1, keepdim=True)).square().mean(-1)
+        rstd = (variance + sample.kwargs.get("eps", 1e-5)).rsqrt().nan_to_num()
+        return [0.0] + [largest(rstd) * max([1.0, *(largest(p) for p in parameters if p is not None)])] * count
+
+    def terms(*args, **kwargs):
+        return attention(*args, **kwargs, softmax=SizesOfTerms.apply)[0]
+
+    sizes = [largest(sample.args[1]), *(largest(grad) for grad in run(terms, sample, torch.float64)[1])]
+    sizes[3] = largest(run(terms, sample, torch.float64, positive=True)[1][2])  # P |dO|, P being rounded
+    if sample.input.dtype == torch.float32:  # P's relative error is its score's error: EPSILON is 8 roundings, of 1
+        norms = [t.detach().norm(dim=-1).max().item() for t in (sample.input, sample.args[0])]
+        score = norms[0] * norms[1] / sample.input.size(-1) ** 0.5
+        sizes = [size * max(1.0, score / 8) for size in sizes]
+    return sizes
+
+
+def facts(tensors):
+    return [(t.dtype, t.shape, t.stride()) for t in tensors]
+
+
+@OPERATIONS
+@DTYPES
+def test_values_and_gradients(operators, name, dtype):
+    operator, function = operators[FUNCTIONS[name]], getattr(fastattn, name)
+    for sample in samples(operator, dtype):
+        (ours, grads), (theirs, their_grads) = run(function, sample), run(operator.op, sample)
+        assert facts(ours) == facts(theirs), sample
+        assert [t.dtype for t in grads] == [t.dtype for t in their_grads], sample
+        if is_random(name, sample):
+            continue
+        wanted, wanted_grads = run(operator.op, sample, torch.float64)
+        sizes = sizes_of_terms(name, sample, len(grads))
+        results = (*ours, *grads), (*wanted, *wanted_grads), (*theirs, *their_grads), sizes
+        for a, e, p, size in zip(*results, strict=True):
+            assert torch.equal(a.isnan(), e.isnan()), sample
+            assert_accurate(a.nan_to_num(), e.nan_to_num(), p.nan_to_num(), str(sample), magnitude=size)
+
+
+@OPERATIONS
+def test_any_strides(operators, name):
+    """What torch calls noncontiguous: every other element of a larger tensor."""
+    operator, function = operators[FUNCTIONS[name]], getattr(fastattn, name)
+    for sample in samples(operator, torch.float32):
+        torch.manual_seed(1)
+        ours, grads = run(function, sample)
+        torch.manual_seed(1)  # the same seed of the dropout
+        spread, spread_grads = run(function, sample.noncontiguous())
+        for a, e in zip((*spread, *spread_grads), (*ours, *grads), strict=True):
+            torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-5, atol=1e-5 * max(1.0, largest(e.nan_to_num())))
