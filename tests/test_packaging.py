@@ -423,7 +423,10 @@ def test_pure_wheel(checkout, tmp_path):
         reason = json.loads(archive.read("fastattn/_build.json"))["cpu"]["reason"]
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn").rglob("*.py")}
     corpus = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn/verses").iterdir()}
-    assert {name for name in names if ".dist-info/" not in name} == modules | corpus | {"fastattn/_build.json", "fastattn_command.py"}
+    assert {name for name in names if ".dist-info/" not in name} == modules | corpus | {
+        "fastattn/_build.json",
+        "fastattn_command.py",
+    }
     assert reason == "installed with FASTATTN_BUILD=0"
     # No bound, which could make pip replace a user's torch.
     required = map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE))

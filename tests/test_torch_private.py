@@ -202,3 +202,61 @@ def test_jagged_tensors():
     assert torch_private.ragged_dim(nested) == 1
     assert torch_private.ragged_dim(nested.transpose(1, 2)) == 2
     assert torch_private.max_length(nested.transpose(1, 2)) == 5
+
+
+def test_dual_levels_are_noticed():
+    found = []
+    inside_forward_ad(lambda x: found.append(torch_private.is_dual_level()))
+    assert found == [True]
+    assert not torch_private.is_dual_level()
+
+
+def test_flash_attention_is_enabled_unless_excluded():
+    assert torch_private.is_flash_enabled()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not torch_private.is_flash_enabled()
+
+
+def test_tracers_are_recognised():
+    kinds = []
+
+    def note(x):
+        kinds.append(type(x))
+        return x * 2
+
+    op = torch_private.Implementations({("relu", "AutogradCPU"): note}, {})
+    try:
+        torch.compile(torch.relu, backend="aot_eager")(X)
+    finally:
+        op.remove()
+        torch.compiler.reset()
+    assert kinds
+    assert all(torch_private.is_tracers(kind) for kind in kinds)
+    assert not torch_private.is_tracers(torch.Tensor)
+
+
+def test_implementations_come_and_go():
+    """With and without the set of keys."""
+    double = torch_private.Implementations(
+        {("relu", "AutogradCPU"): lambda x: x * 2}, {("sigmoid", "CPU"): lambda keys, x: x * 3}
+    )
+    with torch.no_grad():
+        assert torch.equal(torch.relu(X), X * 2)
+        assert torch.equal(torch.sigmoid(X), X * 3)
+        double.remove()
+        assert torch.equal(torch.relu(-X), X * 0)
+        assert torch.equal(torch.sigmoid(X * 0), X / 2)
+
+
+def test_a_composite_op_has_an_implementation():
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    q = torch.randn(1, 1, 3, 4)
+    assert torch.equal(torch_private.composite(op)(q, q, q), op(q, q, q))
+
+
+def test_globals_are_replaced_in_a_copy():
+    plain = torch_private.replace_globals(torch.nn.functional.softsign, has_torch_function_unary=lambda x: False)
+    assert torch.equal(plain(X), torch.nn.functional.softsign(X))
+    assert plain is not torch.nn.functional.softsign
+    with pytest.raises(TypeError, match="no function in Python"):
+        torch_private.replace_globals(torch.relu)

@@ -247,6 +247,10 @@ def test_dry_launch():
         "decoding": {"forward_kernel", "merge_kernel"},
         "attention_weights": {"_forward", "_backward"},
         "varlen_attn": attention,
+        "torchs_attention": attention | {"cover_kernel", "list_kernel", "grad_mask_kernel"},
+        "flash_pair": attention,
+        "efficient_pair": attention,
+        "packed_pair": attention,
     }
     assert {call: set(kernels) for call, kernels in one["started"].items()} == wanted
     # Triton looks at a call's arguments once for each dtype, set of constants and device.

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import aot_gate
 import fake_gpu
 import fastattn
+from fastattn import registry
 from fastattn.backends import TABLE
 
 HALF, FLOAT, LONG = torch.bfloat16, torch.float32, torch.int64
@@ -134,6 +135,45 @@ def varlen_attn(length):
     )
 
 
+# The same way from torch's own function, and the pairs below it as the dispatcher would call them, while fastattn is
+# active there.
+
+
+def torchs_attention(length):
+    query, mask = empty(3, 2, length, 64), empty(2, length, length, dtype=FLOAT)
+    return torch.nn.functional.scaled_dot_product_attention(query, query, query, mask, dropout_p=0.1)
+
+
+def flash_pair(length):
+    query = torch.empty(3, 4, length, 64, dtype=HALF, device="cuda:0")
+    out, lse, *lengths, random, unused, _ = registry._scaled_dot_product_flash_attention(query, query, query, 0.1, True)
+    registry._scaled_dot_product_flash_attention_backward(
+        query, query, query, query, out, lse, *lengths, 0.1, True, random, unused
+    )
+    return out
+
+
+def efficient_pair(length):
+    query = torch.empty(3, 4, length, 64, dtype=HALF, device="cuda:0")
+    out, lse, *random = registry._scaled_dot_product_efficient_attention(query, query, query, None, True, 0.1, True)
+    registry._scaled_dot_product_efficient_attention_backward(
+        query, query, query, query, None, out, lse, *random, 0.1, [True] * 3 + [False], True
+    )
+    return out
+
+
+def packed_pair(length):
+    query, starts = torch.empty(2 * length, 2, 64, dtype=HALF, device="cuda:0"), empty(4, dtype=torch.int32)
+    window = {"window_size_left": 9, "window_size_right": 0}
+    out, lse, random, unused, _ = registry._flash_attention_forward(
+        query, query, query, starts, starts, length, length, 0.1, True, False, **window
+    )
+    registry._flash_attention_backward(
+        query, query, query, query, out, lse, starts, starts, length, length, 0.1, True, random, unused, **window
+    )
+    return out
+
+
 CALLS = [
     layer_norm,
     dropout_add_layer_norm,
@@ -146,6 +186,10 @@ CALLS = [
     decoding,
     attention_weights,
     varlen_attn,
+    torchs_attention,
+    flash_pair,
+    efficient_pair,
+    packed_pair,
 ]
 
 
@@ -206,6 +250,7 @@ def main(lengths):
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *args, **options: True
     found = {"started": {}}
+    torch.nn.attention.activate_flash_attention_impl("fastattn")
     with Dry():
         for call in CALLS:
             fake.started.clear()
