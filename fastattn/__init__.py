@@ -8,6 +8,7 @@ from fastattn.nn import *
 from fastattn.ops.attention import *
 from fastattn.ops.dropout import *
 from fastattn.ops.layer_norm import *
+from fastattn.ops.register import *
 from fastattn.ops.softmax_dropout import *
 from fastattn.registry import *
 from fastattn.translation.config import TransformerConfig as TransformerConfig

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
+from fastattn.backends.reference.softmax_dropout import add_mask, softmax
 from fastattn.backends.visibility import visibility
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
@@ -471,7 +473,34 @@ def _attention_backward(
     return *grads, grad_mask if mask_grad else None
 
 
-attention_op = Op("attention", _fake_attention, _setup, _attention_backward)
+def _decompose_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """torch's function of one mask. Who wants no log-sum-exp has it removed as dead code."""
+    wide = stat_dtype(query.dtype)
+    q, k, v = query, key, value
+    if k.size(1) != q.size(1):
+        k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
+    settings = attn_mask, key_lengths, window_left, window_right, lower_right
+    visible = visibility(query.size(2), key.size(2), query.device, *settings)
+    mask = visible
+    if visible is not None:
+        visible = visible[(None,) * (4 - visible.dim())]
+        unused = ~visible.any(2).unsqueeze(-1)  # an unused key may hold NaN
+        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+        mask = visible
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            q, k, v = (t.to(torch.promote_types(t.dtype, attn_mask.dtype)) for t in (q, k, v))
+            mask = attn_mask.to(q.dtype).masked_fill(~visible, -torch.inf)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    if visible is not None:
+        out = out.masked_fill(~visible.any(3, keepdim=True), 0.0)
+    _, stats = softmax(add_mask(q.to(wide) @ k.to(wide).mT * scale, attn_mask), visible)
+    return out.to(query.dtype), stats[0] + stats[1].log(), stats
+
+
+attention_op = Op("attention", _fake_attention, _setup, _attention_backward, _decompose_attention)
 
 
 def _fake_varlen_attention_backward(
@@ -493,4 +522,30 @@ def _varlen_attention_backward(
     return varlen_attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings)
 
 
-varlen_attention_op = Op("varlen_attention", _fake_attention, _setup, _varlen_attention_backward)
+def _decompose_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One attention of all tokens, whose mask keeps the sequences apart."""
+    sequence_q, i = _places(query.size(0), cu_seq_q)
+    sequence_k, j = _places(key.size(0), cu_seq_k)
+    length = cu_seq_k.diff() if seqused_k is None else seqused_k
+    distance = j - (i + (length - cu_seq_q.diff())[sequence_q])[:, None]
+    visible = (sequence_q[:, None] == sequence_k) & (j < length[sequence_k])
+    visible = visible & (distance >= -window_left) & (distance <= window_right)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    unbounded = query.size(0), key.size(0), False
+    out, lse, stats = _decompose_attention(q, k, v, visible[None, None], None, None, scale, *unbounded, 0)
+    return out[0].transpose(0, 1), lse[0].T, stats[:, 0].mT
+
+
+def _places(tokens: int, cu_seq: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each packed token, and its place therein."""
+    token = torch.arange(tokens, device=cu_seq.device)
+    sequence = (token[:, None] >= cu_seq[1:]).sum(1)
+    return sequence, token - cu_seq[sequence]
+
+
+varlen_attention_op = Op(
+    "varlen_attention", _fake_attention, _setup, _varlen_attention_backward, _decompose_varlen_attention
+)

@@ -97,11 +97,19 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, ...]:
     return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, *ctx.settings),)
 
 
-dropout_op = Op("dropout", _fake_dropout, _setup, _backward)
+def _decompose(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
+    return input.clone()
+
+
+dropout_op = Op("dropout", _fake_dropout, _setup, _backward, _decompose)
 
 
 def _fake_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
     return seed.new_empty(shape, dtype=torch.bool)
 
 
-dropout_mask_op = Op("dropout_mask", _fake_dropout_mask)
+def _decompose_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
+    return seed.new_ones(shape, dtype=torch.bool)
+
+
+dropout_mask_op = Op("dropout_mask", _fake_dropout_mask, decompose=_decompose_dropout_mask)

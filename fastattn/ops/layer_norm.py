@@ -172,7 +172,17 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: 
     return grad_input, *_where(needed, grads)
 
 
-layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_norm_backward)
+def _decompose_layer_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's function, whose operands have one dtype."""
+    x = input.to(stat_dtype(input.dtype))
+    w, b = (p if p is None else p.to(x.dtype) for p in (weight, bias))
+    out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w, b, eps)
+    return out.to(input.dtype), mean.squeeze(-1), rstd.squeeze(-1)
+
+
+layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_norm_backward, _decompose_layer_norm)
 
 
 def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
@@ -220,4 +230,16 @@ def _residual_backward(
     return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads)
 
 
-dropout_add_layer_norm_op = Op("dropout_add_layer_norm", _fake_residual, _setup_residual, _residual_backward)
+def _decompose_residual(
+    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
+    eps: float, keep_sum: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    sum = input.to(stat_dtype(dtype)) + residual
+    out, mean, rstd = _decompose_layer_norm(sum, weight, bias, eps)
+    return out.to(dtype), sum.to(dtype) if keep_sum else sum.new_empty(0, dtype=dtype), mean, rstd
+
+
+dropout_add_layer_norm_op = Op(
+    "dropout_add_layer_norm", _fake_residual, _setup_residual, _residual_backward, _decompose_residual
+)

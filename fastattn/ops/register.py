@@ -24,8 +24,11 @@ from fastattn.torch_private import (
     single_level_autograd,
 )
 
+__all__ = ["decompositions"]
+
 PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
+_decompositions: dict[Any, Callable[..., Any]] = {}
 
 
 class Op:
@@ -41,6 +44,7 @@ class Op:
         setup_context: as of ``autograd.Function``, its ``inputs`` the function's arguments.
         backward: as of ``autograd.Function``; returns the gradients of the leading arguments, as many as it has any of.
             An op without is a backward pass itself, which only the reference, being differentiable, differentiates.
+        decompose: takes the function's arguments, returns its results by torch's own functions, of threshold 0 alone.
     """
 
     def __init__(
@@ -49,9 +53,13 @@ class Op:
         fake: Callable[..., Any],
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
+        decompose: Callable[..., Any] | None = None,
     ) -> None:
         arguments, results = SCHEMAS[name].split(") ->")
         self.name = name
+        labels = [argument.split()[-1] for argument in arguments.split(", ")]
+        self._threshold = labels.index("threshold") if "threshold" in labels else None
+        self._decompose = decompose
         self._tensors = arguments.count("Tensor")  # they come first
         self._is_backward = backward is None
         _library.define(f"{arguments}, str backend) ->{results}")
@@ -60,6 +68,8 @@ class Op:
         torch.library.register_fake(f"fastattn::{name}", lambda *args: fake(*args[:-1]), lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
         self._apply = bind_apply(_autograd_function(name, setup_context, backward))
+        if decompose is not None:
+            _decompositions[self._overload] = self._decomposed
 
     def __call__(self, *args: Any) -> Any:
         """The results, from the backend that serves the call or that this thread is told to use."""
@@ -89,6 +99,8 @@ class Op:
     def _differentiate(self, *args: Any) -> Any:
         """The op at the autograd key. Transforms of torch.func are above it and have had their turn: this is the
         autograd of one level."""
+        if self._decompose is not None and torch.onnx.is_in_onnx_export():  # ONNX has no table for others' ops
+            return self._decomposed(*args)
         backend = args[-1]
 
         def redispatch(*args: Any) -> Any:
@@ -97,6 +109,29 @@ class Op:
 
         with single_level_autograd():
             return self._apply(*args, redispatch)
+
+    def _decomposed(self, *args: Any) -> Any:
+        """The op by torch's own functions."""
+        if self._threshold is not None and args[self._threshold] > 0:
+            raise ValueError(
+                f"fastattn: {self.name} with dropout cannot be written in torch's own operations, whose dropout is "
+                "another; export the model in evaluation (model.eval()), or with a probability of 0"
+            )
+        assert self._decompose is not None
+        return self._decompose(*args[:-1])
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """fastattn's operations in torch's own, for ``torch.export``.
+
+    ``exported.run_decompositions(fastattn.decompositions())`` gives a program that runs without fastattn: attention is
+    ``torch.nn.functional.scaled_dot_product_attention`` with all masks merged into one, and rows masked whole are 0.
+    ``torch.onnx.export(dynamo=True)`` needs no table. Dropout above 0 raises ValueError.
+
+    Returns:
+        The decomposition of each forward op, a table as ``run_decompositions`` takes it.
+    """
+    return dict(_decompositions)
 
 
 def may_want_gradient(*args: Any) -> bool:

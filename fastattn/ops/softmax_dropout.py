@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
+from fastattn.backends.reference.softmax_dropout import add_mask, softmax
+from fastattn.backends.visibility import visibility
 from fastattn.ops import check
 from fastattn.ops.register import Op, save_call
 
@@ -98,4 +101,18 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None
     return grad_input, grad_mask if mask_grad else None
 
 
-softmax_dropout_op = Op("softmax_dropout", _fake_softmax_dropout, _setup, _backward)
+def _decompose(
+    input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float,
+    window_left: int, window_right: int, lower_right: bool, threshold: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    settings = attn_mask, key_lengths, window_left, window_right, lower_right
+    visible = visibility(input.size(2), input.size(3), input.device, *settings)
+    scores = add_mask(input.to(stat_dtype(input.dtype)) * scale, attn_mask)
+    _, stats = softmax(scores, visible)
+    if visible is None:
+        return scores.softmax(-1).to(input.dtype), stats
+    out = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return out.to(input.dtype), stats
+
+
+softmax_dropout_op = Op("softmax_dropout", _fake_softmax_dropout, _setup, _backward, _decompose)
