@@ -355,6 +355,29 @@ def test_output_of_an_expanded_query_is_contiguous(backend, shape):
         assert scaled_dot_product_attention(*fakes).stride() == out.stride()
 
 
+PACKINGS = {
+    "(3, heads)": lambda qkv: qkv.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4),
+    "(heads, 3)": lambda qkv: qkv.unflatten(-1, (4, 3, 8)).permute(3, 0, 2, 1, 4),
+    "(heads, head size)": lambda qkv: [t.unflatten(-1, (4, 8)).transpose(1, 2) for t in qkv.chunk(3, -1)],
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_of_packed_operands(backend, dtype, packing):
+    """Query, key and value are views of one tensor, whose gradient is all of theirs."""
+    qkv = torch.randn(2, 9, 96, dtype=dtype)
+
+    def attend(function, qkv):
+        return function(*PACKINGS[packing](qkv), is_causal=True).transpose(1, 2).flatten(2)
+
+    ours = gradients(functools.partial(attend, scaled_dot_product_attention), [qkv])
+    theirs = gradients(functools.partial(attend, F.scaled_dot_product_attention), [qkv])
+    wanted = gradients(functools.partial(attend, F.scaled_dot_product_attention), [qkv.double()])
+    for a, e, p in zip(*([*o, *g] for o, g in (ours, wanted, theirs)), strict=True):
+        assert_accurate(a, e, p)
+
+
 @pytest.mark.parametrize("masks", [{}, {"is_causal": True}, {"window_size": (2, 1)}], ids=["", "causal", "window"])
 def test_head_size_0_is_the_mean_of_the_values(masks):
     tensors = torch.randn(2, 3, 5, 0), torch.randn(2, 3, 7, 0), torch.randn(2, 3, 7, 4)
