@@ -95,6 +95,7 @@ def test_alias():
     assert fastattn.MultiheadAttention is MultiHeadAttention
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 @pytest.mark.parametrize(
     "weights", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=["no weights", "averaged", "all"]
@@ -623,6 +624,7 @@ REFUSED = {
     "key longer than value": other(key=torch.randn(6, 2, 16)),
     "dtypes": other(key=torch.randn(5, 2, 16).double()),
     "another dtype than the parameters'": lambda module: module(*[torch.randn(5, 2, 16).double()] * 3),
+    "integers": lambda module: module(*[torch.ones(5, 2, 16, dtype=torch.int64)] * 3),
     "padding of another shape": other(key_padding_mask=torch.zeros(5, 2)),
     "padding of integers": other(key_padding_mask=torch.zeros(2, 5).int()),
     "padding of three dimensions": other(key_padding_mask=torch.zeros(2, 1, 5)),
