@@ -5,10 +5,11 @@ import copy
 
 import pytest
 import torch
+from hypothesis import settings
 from oracle import assert_accurate, dropout_factor, largest
 from torch import nn
 from torch.nn import functional as F
-from torch_samples import function_samples, module_samples, run_all
+from torch_samples import databases, run_all
 
 from fastattn import MultiHeadAttention
 
@@ -85,7 +86,9 @@ def check_module(kind, training, sample):
     "kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer], ids=lambda k: k.__name__
 )
 def test_samples_of_modules(kind, training):
-    run_all(module_samples(kind, training), lambda sample: check_module(kind, training, sample))
+    info, device = databases()[0][kind], torch.get_default_device().type
+    samples = info.module_inputs_func(info, device, torch.float32, requires_grad=False, training=training)
+    run_all(samples, lambda sample: check_module(kind, training, sample))
 
 
 def check_function(sample, monkeypatch):
@@ -123,5 +126,12 @@ def check_function(sample, monkeypatch):
 
 
 def test_samples_of_the_function(monkeypatch):
-    samples = function_samples("nn.functional.multi_head_attention_forward")
-    run_all(samples, lambda sample: check_function(sample, monkeypatch))
+    info, device = databases()[1]["nn.functional.multi_head_attention_forward"], torch.get_default_device().type
+    run_all(list(info.sample_inputs(device, torch.float32)), lambda sample: check_function(sample, monkeypatch))
+
+
+def test_reading_torchs_samples_leaves_no_trace():
+    """Its import would change how hypothesis runs all tests that follow, and refuse torch.backends.x.y = z."""
+    databases()
+    assert settings.get_current_profile_name() in ("fixed", "explore")
+    assert not torch.backends.flags_frozen()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from oracle import SizesOfTerms, assert_accurate, attention, gradients, largest
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_samples import databases
 
 import fastattn
 
@@ -15,8 +16,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 @pytest.fixture(scope="module")
 def operators():
-    methods = pytest.importorskip("torch.testing._internal.common_methods_invocations")
-    return {operator.name: operator for operator in methods.op_db}
+    return databases()[1]
 
 
 def samples(operator, dtype):

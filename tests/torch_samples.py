@@ -13,31 +13,21 @@ def _undone():
     """Importing torch's test utilities loads a hypothesis profile, freezes torch's flags and sets a variable."""
     profile, environment = settings.get_current_profile_name(), dict(os.environ)
     frozen = torch.backends.flags_frozen()
-    yield
-    settings.load_profile(profile)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.backends.__allow_nonbracketed_mutation_flag = not frozen
+    try:
+        yield
+    finally:
+        settings.load_profile(profile)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.backends.__allow_nonbracketed_mutation_flag = not frozen
 
 
-def module_samples(kind, training):
-    """ModuleInfo's samples of a module class, float32."""
-    pytest.importorskip("expecttest", reason="torch's samples need expecttest")
+def databases():
+    """ModuleInfo of torch's modules by class, OpInfo of its functions by name."""
+    names = (f"torch.testing._internal.common_{what}" for what in ("modules", "methods_invocations"))
     with _undone():
-        from torch.testing._internal.common_modules import module_db
-    (info,) = (info for info in module_db if info.module_cls is kind)
-    return info.module_inputs_func(
-        info, torch.get_default_device().type, torch.float32, requires_grad=False, training=training
-    )
-
-
-def function_samples(name):
-    """OpInfo's samples of a function, float32."""
-    pytest.importorskip("expecttest", reason="torch's samples need expecttest")
-    with _undone():
-        from torch.testing._internal.common_methods_invocations import op_db
-    (info,) = (info for info in op_db if info.name == name)
-    return list(info.sample_inputs(torch.get_default_device().type, torch.float32))
+        modules, functions = (pytest.importorskip(name, reason="torch's samples need expecttest") for name in names)
+    return {info.module_cls: info for info in modules.module_db}, {info.name: info for info in functions.op_db}
 
 
 def run_all(samples, check):
