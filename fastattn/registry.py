@@ -77,10 +77,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _sdpa(*args: Any, **options: Any) -> Tensor:
-    if _is_ours(*args):
-        with contextlib.suppress(TypeError, ValueError):  # what ours refuses torch takes, or refuses in its own words
-            return attention.scaled_dot_product_attention(*args, **options)
-    return _torchs_sdpa(*args, **options)
+    if not _is_ours(*args):
+        return _torchs_sdpa(*args, **options)
+    try:
+        return attention.scaled_dot_product_attention(*args, **options)
+    except (TypeError, ValueError):  # what ours refuses torch takes, or refuses in its own words
+        return _torchs_sdpa(*args, **options)
 
 
 class _Intercept(TorchFunctionMode):
@@ -100,11 +102,12 @@ class _Intercept(TorchFunctionMode):
 def _sdpa_of_python(*args: Any, **kwargs: Any) -> Tensor:
     """Called above autograd and autocast, with whatever tensors there are."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-    if not any(tensor.is_nested or is_batched(tensor) for tensor in tensors):
-        with contextlib.suppress(TypeError, ValueError):
-            if _is_ours(*args, **kwargs):
-                return attention.scaled_dot_product_attention(*args, **kwargs)
-    return functional.scaled_dot_product_attention(*args, **kwargs)
+    torchs = functional.scaled_dot_product_attention
+    try:
+        is_ours = not any(tensor.is_nested or is_batched(tensor) for tensor in tensors) and _is_ours(*args, **kwargs)
+        return (attention.scaled_dot_product_attention if is_ours else torchs)(*args, **kwargs)
+    except (TypeError, ValueError):  # torch says what is missing, too
+        return torchs(*args, **kwargs)
 
 
 # Inside a function that a mode was asked for there is no mode: its calls are led to ours by name.

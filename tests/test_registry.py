@@ -249,7 +249,6 @@ THROUGH = {
     "large heads": lambda: (operands(1, 1, 3, size=257), {}),
     "dropout of float64": lambda: (operands(2, 3, 7, dtype=torch.float64), {"dropout_p": 0.5}),
     "nested": lambda: (nested(), {}),
-    "a mask and is_causal": lambda: (operands(2, 3, 7), {"attn_mask": torch.randn(7, 11), "is_causal": True}),
 }
 
 
@@ -284,6 +283,7 @@ BAD = {
     "dtypes": lambda: ((operands(2, 3, 7)[0].half(), *operands(2, 3, 7)[1:]), {}),
     "heads": lambda: (operands(2, 4, 7, kv_heads=2), {}),
     "integers": lambda: ((torch.ones(2, 3, 4, dtype=torch.int64),) * 3, {}),
+    "no value": lambda: (operands(2, 3, 7)[:2], {}),
     "one dimension": lambda: ((torch.ones(3),) * 3, {}),
     "sparse": lambda: ((torch.eye(3).to_sparse(),) * 3, {}),
 }
@@ -295,11 +295,26 @@ def test_errors_are_torchs(name, serve):
     tensors, options = BAD[name]()
 
     def message():
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises((RuntimeError, TypeError)) as raised:
             F.scaled_dot_product_attention(*tensors, **options)
         return str(raised.value)
 
     assert served(serve, message) == message()
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+def test_a_mask_and_is_causal_are_torchs(serve):
+    """Which refuses them together, from 2.14 on."""
+    q, k, v = operands(2, 3, 7)
+    mask = torch.randn(7, 11)
+
+    def outcome():
+        try:
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=True).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    assert served(serve, outcome) == outcome()
 
 
 @pytest.mark.parametrize("serve", ["registry", "intercept"])
