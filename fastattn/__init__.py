@@ -10,6 +10,7 @@ from fastattn.ops.dropout import *
 from fastattn.ops.layer_norm import *
 from fastattn.ops.register import *
 from fastattn.ops.softmax_dropout import *
+from fastattn.patching import *
 from fastattn.registry import *
 from fastattn.translation.config import TransformerConfig as TransformerConfig
 from fastattn.translation.model import Transformer as Transformer

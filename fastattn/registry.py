@@ -35,8 +35,8 @@ from fastattn.torch_private import (
     composite,
     forget_attention_impl,
     is_batched,
-    is_dual_level,
     is_flash_enabled,
+    is_forward_mode,
     is_tracers,
     replace_globals,
 )
@@ -66,7 +66,7 @@ def _is_ours(
         and _is_plain(key)
         and _is_plain(value)
         and is_flash_enabled()
-        and not is_dual_level()
+        and not is_forward_mode()
         and has_kernels("attention", (query, key, value))
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.nn.attention import _registry
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 _is_compiling = torch.compiler.is_compiling  # a name less to look up
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -37,6 +39,10 @@ is_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 def is_forward_mode() -> bool:
     """Inside forward-mode differentiation: ``torch.func.jvp`` and what is built on it, ``forward_ad.dual_level``."""
     return forward_ad._current_level >= 0
+
+
+# A region in which the functions of torch do not go to a subclass's __torch_function__.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_observed() -> bool:
@@ -84,11 +90,6 @@ def never_skipped(module: nn.Module) -> None:
 
 def _unchanged(module: nn.Module, args: tuple[Any, ...]) -> None:
     pass
-
-
-def is_dual_level() -> bool:
-    """Inside forward-mode differentiation."""
-    return forward_ad._current_level >= 0
 
 
 def is_tracers(kind: type) -> bool:
@@ -160,3 +161,19 @@ def replace_globals(function: Callable[..., Any], **names: Any) -> Callable[...,
     copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
     copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return copy
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of this module, forward or backward, is told to anybody."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A contiguous tensor of the subclass, without memory."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ LAYERS = (
     ("fastattn.backends",),
     ("fastattn.ops",),
     ("fastattn.nn", "fastattn.registry"),
-    ("fastattn.translation",),
+    ("fastattn.patching", "fastattn.translation"),
     ("fastattn",),  # the public names
     ("fastattn.info", "fastattn.bench"),
     ("fastattn.cli", "fastattn.demo", "fastattn.huggingface"),

@@ -1,5 +1,7 @@
 """What fastattn asks of torch's private parts, one test each: what fails here, torch has changed."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -204,13 +206,6 @@ def test_jagged_tensors():
     assert torch_private.max_length(nested.transpose(1, 2)) == 5
 
 
-def test_dual_levels_are_noticed():
-    found = []
-    inside_forward_ad(lambda x: found.append(torch_private.is_dual_level()))
-    assert found == [True]
-    assert not torch_private.is_dual_level()
-
-
 def test_flash_attention_is_enabled_unless_excluded():
     assert torch_private.is_flash_enabled()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -260,3 +255,42 @@ def test_globals_are_replaced_in_a_copy():
     assert plain is not torch.nn.functional.softsign
     with pytest.raises(TypeError, match="no function in Python"):
         torch_private.replace_globals(torch.relu)
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda *_: None),
+    "forward_pre": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "full_backward": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "full_backward_pre": lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+    "global forward": lambda module: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_are_noticed(kind):
+    module = torch.nn.Linear(2, 2)
+    assert not torch_private.has_hooks(module)
+    handle = HOOKS[kind](module)
+    assert torch_private.has_hooks(module)
+    handle.remove()
+    assert not torch_private.has_hooks(module)
+
+
+def test_a_wrapper_tensor_goes_to_its_class():
+    class Wrapper(torch.Tensor):
+        seen: ClassVar = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            cls.seen.append(func)
+            return torch_private.tree_map_only(Wrapper, lambda _: X, args)[0] * 2
+
+    wrapper = torch_private.wrapper_tensor(Wrapper, (3,), torch.float32, X.device)
+    assert (wrapper.shape, wrapper.stride()) == ((3,), (1,))
+    assert torch.equal(wrapper.neg(), X * 2)
+    assert Wrapper.seen == [torch.ops.aten.neg.default]

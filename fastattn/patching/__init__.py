@@ -1,0 +1,107 @@
+"""Models that exist, on fastattn's kernels: ``patch(model)`` swaps the forward of the modules that it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fastattn.patching import programs, torch_modules
+from fastattn.patching.family import Family, is_patched, patched_class
+
+__all__ = ["PatchReport", "patch", "unpatch"]
+
+FAMILIES = (*torch_modules.FAMILIES, *programs.FAMILIES)
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What ``patch`` or ``unpatch`` did to a model's modules, by their names in it (the model's own is empty).
+
+    changed: what each is known as. left: why each module that was recognised is as it was.
+    """
+
+    changed: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, found in (("changed", self.changed), ("left", self.left)):
+            lines.append(f"{title}: {len(found)} modules")
+            for text in dict.fromkeys(found.values()):
+                names = [name or "(the model)" for name in found if found[name] == text]
+                lines.append(f"  {text}: {', '.join(names)}")
+        return "\n".join(lines)
+
+
+def patch(model: nn.Module) -> PatchReport:
+    """Let the modules of ``model`` that fastattn knows run on its kernels, in place.
+
+    Known are torch's MultiheadAttention, LayerNorm, Dropout, TransformerEncoderLayer, TransformerDecoderLayer and
+    TransformerEncoder, and the attention, feed-forward, residual and norm modules of three public programs, by what
+    they compute rather than where they are imported from (docs/migrate.md). A patched module's class becomes a subclass
+    of its own: parameters, state dict, hooks, training mode, ``isinstance`` and results stay, except that rows masked
+    whole, which torch's modules return as NaN, are 0, and that dropout draws fastattn's mask.
+
+    Args:
+        model: any module. Modules shared within it stay shared.
+
+    Returns:
+        What was changed and what was recognised but left, with the reason; ``print`` it.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    _check("patch", model)
+    changed, left = {}, {}
+    for name, module in list(model.named_modules())[::-1]:  # a family may ask what became of the parts
+        if is_patched(module):
+            left[name] = "it is patched already"
+            continue
+        family = next((family for family in FAMILIES if family.recognises(module)), None)
+        if family is None:
+            continue
+        reason = _refusal(module) or family.refusal(module)
+        if reason:
+            left[name] = reason
+        else:
+            module.__class__ = patched_class(family, type(module))
+            changed[name] = family.family
+    return PatchReport(*(dict(reversed(found.items())) for found in (changed, left)))
+
+
+def unpatch(model: nn.Module) -> PatchReport:
+    """Give the modules of ``model`` back the classes that they had before ``patch``.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    _check("unpatch", model)
+    changed, left = {}, {}
+    for name, module in model.named_modules():
+        kind: Any = type(module)
+        if is_patched(module):
+            module.__class__ = kind.original
+            changed[name] = kind.family
+        elif isinstance(module, Family):
+            left[name] = "it was parametrized after it was patched; remove the parametrization first"
+    return PatchReport(changed, left)
+
+
+def _check(function: str, model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """What keeps a module of any family from being patched."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule; patch the model before torch.jit makes one of it"
+    if parametrize.is_parametrized(module):
+        return "it is parametrized, which swaps its class too; patch first, parametrize afterwards"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return None

@@ -1,0 +1,79 @@
+"""What a family of modules is: a class whose ``forward`` takes the place of that of the modules it recognises."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.ops import check
+from fastattn.torch_private import has_hooks
+
+
+class Family(nn.Module):
+    """Base of the families.
+
+    A patched module's class is made of its family and its own class, in that order: its parameters, state dict, hooks
+    and ``isinstance`` stay, ``super().forward`` is the forward that it came with.
+    """
+
+    family: ClassVar[str]
+    """The name in a report."""
+    original: ClassVar[type[nn.Module]]
+    """The class that the module had."""
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        """Whether the module looks like one of this family."""
+        raise NotImplementedError
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        """Why a module that looks like one of this family must keep its own forward; None if it need not."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name by which pickle and deepcopy could find it.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (self.__class__.__bases__[0], self.original), *reduced[2:]
+
+
+_CLASSES: dict[tuple[type, type], Any] = {}
+
+
+def patched_class(family: type[Family], original: type[nn.Module]) -> Any:
+    """``original`` with the family's forward, one class for each pair, under the original's name: code that asks for
+    the name finds what it expects."""
+    key = family, original
+    if key not in _CLASSES:
+        attributes = {"__module__": original.__module__, "__qualname__": original.__qualname__, "original": original}
+        _CLASSES[key] = type(original.__name__, (family, original), attributes)
+    return _CLASSES[key]
+
+
+def _new(family: Any, original: Any) -> nn.Module:
+    cls = patched_class(family, original)
+    return cls.__new__(cls)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module's class is one that ``patch`` gave it."""
+    return "original" in vars(type(module)) and isinstance(module, Family)
+
+
+def is_served(*tensors: Tensor) -> bool:
+    """Whether the operations take such tensors; a module's own forward takes the others."""
+    return all(
+        tensor.dtype in check.FLOATS
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not hasattr(type(tensor), "__tensor_flatten__")  # wrappers of other tensors: DTensor and its like
+        for tensor in tensors
+    )
+
+
+def is_silent(module: Any, family: type[Family]) -> bool:
+    """Whether a call of this module may be left out where its arithmetic is fused: it is patched as one of ``family``
+    and nobody listens to it."""
+    return isinstance(module, family) and not has_hooks(module) and "forward" not in vars(module)

@@ -1,0 +1,410 @@
+"""The families of three public programs, recognised by what their modules hold and compute, wherever they come from.
+
+- ``jadore801120/attention-is-all-you-need-pytorch``
+- a notebook with one module for each head
+- the Annotated Transformer
+
+Their arithmetic is kept with its slips: a query with every key masked weighs all of them alike, the notebook divides
+the scores by d_k^2 and adds the value rather than the query.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastattn.ops import check
+from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.layer_norm import layer_norm
+from fastattn.patching import torch_modules
+from fastattn.patching.family import Family, is_served, is_silent, patched_class
+from fastattn.patching.torch_modules import add_norm, dropout_p
+from fastattn.patching.weights import weights_when_read
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """dropout(softmax(masked_fill(scale * query @ key^T, mask == 0, -1e9))) @ value, and what returns the weights.
+
+    -1e9 is nothing beside a score and everything beside itself: a row that is masked whole weighs all keys alike, and
+    has no gradient to query and key. It is a row of which the query is 0 and that sees all keys.
+    """
+    query, key, value = check.autocast_low(query, key, value)
+    visible = None
+    if mask is not None:
+        visible = mask != 0  # a copy of the program's: it may change its mask before the weights are read
+        blind = ~visible.any(-1, keepdim=True)
+        if not check.is_readable(blind) or bool(blind.any()):
+            query, visible = query.masked_fill(blind, 0.0), visible | blind
+    seed = check.draw_seed(None, check.threshold("patch", dropout_p), query.device)
+    out = scaled_dot_product_attention(query, key, value, visible, dropout_p, scale=scale, seed=seed)
+    return out, lambda: weights_when_read(query, key, visible, dropout_p, scale, seed)
+
+
+class ProgramFamily(Family):
+    """Base of these families: recognised by names, confirmed by a trial.
+
+    The trial runs the class's own forward and the family's on a small stand-in, in evaluation and in training, with the
+    same dropout: only a class that computes the same is patched.
+    """
+
+    children_names: ClassVar[set[str]]
+    attributes: ClassVar[tuple[str, ...]] = ()
+    """What its forward reads beside its children."""
+    arguments: ClassVar[str]
+    """Its forward's, as ``inspect.signature`` writes them without annotations."""
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        return {name for name, _ in module.named_children()} == cls.children_names and all(
+            hasattr(module, name) for name in cls.attributes
+        )
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        family, kind = cls, type(module)  # type: Any, Any
+        signature = inspect.signature(kind.forward)
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        arguments = ", ".join(map(str, plain[1:]))
+        if arguments != cls.arguments:
+            return f"its forward takes ({arguments}), that of {cls.family} ({cls.arguments})"
+        return _trial(family, kind)
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        """Give an empty module small parts of what the class's forward reads."""
+        raise NotImplementedError
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        """Arguments of calls of the stand-in, positional and by name."""
+        raise NotImplementedError
+
+
+@cache
+def _trial(family: Any, kind: Any) -> str | None:
+    """Why ``kind`` is not what the family computes; None if it is."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        module: Any = kind.__new__(kind)
+        nn.Module.__init__(module)
+        family.stand_in(module)
+        module.float()
+        held = set(vars(module))
+        for training in (False, True):
+            module.train(training)
+            for args, kwargs in family.operands():
+                found = []
+                for cls in (kind, patched_class(family, kind)):
+                    torch.manual_seed(0)
+                    module.__class__ = cls
+                    try:
+                        found.append(_tensors(module(*args, **kwargs), vars(module)))
+                    except Exception as error:
+                        return f"its forward fails where that of {family.family} works: {error}"
+                    if set(vars(module)) != held:
+                        return f"its forward sets {', '.join(set(vars(module)) - held)}"
+                own, ours = found
+                if len(own) != len(ours) or not all(
+                    a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(own, ours, strict=True)
+                ):
+                    mode = "training" if training else "evaluation"
+                    return f"its forward computes something else than {family.family} in {mode}"
+    return None
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    """The tensors among results and attributes."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(*value)
+        elif isinstance(value, dict):
+            found += _tensors(*value.values())
+    return found
+
+
+def _dropout() -> nn.Module:
+    """A dropout of ours: in a trial both forwards then drop the same."""
+    return _as_patched(torch_modules.Dropout, nn.Dropout(0.5))
+
+
+def _norm(size: int) -> nn.Module:
+    norm = nn.LayerNorm(size, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    return _as_patched(torch_modules.LayerNorm, norm)
+
+
+def _example(family: type[ProgramFamily]) -> nn.Module:
+    module = nn.Module()
+    family.stand_in(module)
+    return _as_patched(family, module)
+
+
+def _as_patched(family: type[Family], module: nn.Module) -> nn.Module:
+    module.__class__ = patched_class(family, type(module))
+    return module
+
+
+def _masks() -> list[Tensor]:
+    """(2, 1, 6) padding and a (2, 4, 6) mask of integers with a row masked whole."""
+    padding = torch.arange(6) < torch.tensor([[[6]], [[4]]])
+    mask = torch.ones(2, 4, 6, dtype=torch.int64).tril()
+    mask[1, 2] = 0
+    return [padding, mask]
+
+
+def _sequences() -> list[Call]:
+    """4 queries on 6 keys of size 8, without and with masks."""
+    operands = torch.randn(2, 4, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    return [(operands, {}), *((operands, {"mask": mask}) for mask in _masks())]
+
+
+# jadore801120/attention-is-all-you-need-pytorch
+
+
+class ScaledDotProductAttention(ProgramFamily):
+    family = "ScaledDotProductAttention of jadore801120"
+    children_names: ClassVar = {"dropout"}
+    attributes = ("temperature",)
+    arguments = "q, k, v, mask=None"
+
+    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not (is_silent(self.dropout, torch_modules.Dropout) and is_served(q, k, v)):
+            return super().forward(q, k, v, mask)
+        out, weights = attend(q, k, v, mask, dropout_p(self.dropout), 1.0 / self.temperature)
+        return out, weights()
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.temperature, module.dropout = 1.5, _dropout()
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        q, k, v = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 6, 5), torch.randn(2, 3, 6, 7)
+        return [((q, k, v), {}), *(((q, k, v), {"mask": mask.unsqueeze(1)}) for mask in _masks())]
+
+
+class MultiHeadAttention(ProgramFamily):
+    family = "MultiHeadAttention of jadore801120"
+    children_names: ClassVar = {"w_qs", "w_ks", "w_vs", "fc", "attention", "dropout", "layer_norm"}
+    attributes = ("n_head", "d_k", "d_v")
+    arguments = "q, k, v, mask=None"
+
+    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = q
+        q = self.w_qs(q).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
+        k = self.w_ks(k).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
+        v = self.w_vs(v).unflatten(-1, (self.n_head, self.d_v)).transpose(1, 2)
+        out, attn = self.attention(q, k, v, mask=mask if mask is None else mask.unsqueeze(1))
+        out = self.fc(out.transpose(1, 2).flatten(2))
+        return add_norm(out, residual.to(out.dtype), self.layer_norm, self.dropout), attn  # the program adds in place
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.n_head, module.d_k, module.d_v = 2, 3, 5
+        module.w_qs, module.w_ks, module.w_vs = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(8, 10)
+        module.fc, module.dropout, module.layer_norm = nn.Linear(10, 8), _dropout(), _norm(8)
+        module.attention = _example(ScaledDotProductAttention)
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        return _sequences()
+
+
+class PositionwiseFeedForward(ProgramFamily):
+    family = "PositionwiseFeedForward of jadore801120"
+    children_names: ClassVar = {"w_1", "w_2", "dropout", "layer_norm"}
+    arguments = "x"
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out = self.w_2(F.relu(self.w_1(x)))
+        return add_norm(out, x.to(out.dtype), self.layer_norm, self.dropout)  # the program adds in place
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.w_1, module.w_2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        module.dropout, module.layer_norm = _dropout(), _norm(8)
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        return [((torch.randn(2, 3, 8),), {})]
+
+
+# The notebook
+
+
+class AttentionHead(ProgramFamily):
+    family = "AttentionHead of the notebook"
+    children_names: ClassVar = {"W_Q", "W_K", "W_V", "dropout"}
+    attributes = ("temperature",)
+    arguments = "Q, K, V, mask=None"
+
+    def forward(self: Any, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not (is_silent(self.dropout, torch_modules.Dropout) and is_served(Q, K, V)):
+            return super().forward(Q, K, V, mask)
+        q, k, v = self.W_Q(Q), self.W_K(K), self.W_V(V)
+        return attend(q, k, v, mask, dropout_p(self.dropout), 1.0 / self.temperature)[0]
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.W_Q, module.W_K, module.W_V = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 5)
+        module.temperature, module.dropout = 1.5, _dropout()
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        return _sequences()
+
+
+class HeadList(ProgramFamily):
+    """All heads by one call of attention, where they are alike and nobody listens to them; they share its seed."""
+
+    family = "MultiHeadAttention of the notebook"
+    children_names: ClassVar = {"W_O", "heads"}
+    arguments = "Q, K, V, mask=None"
+
+    def forward(self: Any, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
+        heads: Any = list(self.heads)
+        silent = all(is_silent(h, AttentionHead) and is_silent(h.dropout, torch_modules.Dropout) for h in heads)
+        alike = {(head.temperature, dropout_p(head.dropout)) for head in heads} if silent else set()
+        if len(alike) != 1 or not is_served(Q, K, V):
+            return super().forward(Q, K, V, mask)
+        q = torch.stack([head.W_Q(Q) for head in heads], 1)
+        k = torch.stack([head.W_K(K) for head in heads], 1)
+        v = torch.stack([head.W_V(V) for head in heads], 1)
+        ((temperature, p),) = alike
+        out, _ = attend(q, k, v, mask if mask is None else mask.unsqueeze(-3), p, 1.0 / temperature)
+        return self.W_O(out.transpose(1, 2).flatten(2))
+
+    @classmethod
+    def recognises(cls, module: Any) -> bool:
+        return super().recognises(module) and all(AttentionHead.recognises(head) for head in module.heads)
+
+    @classmethod
+    def refusal(cls, module: Any) -> str | None:
+        sizes = [[tuple(weight.shape) for weight in head.parameters()] for head in module.heads]
+        if any(size != sizes[0] for size in sizes):
+            return "its heads have different sizes"
+        return super().refusal(module)
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.W_O, module.heads = nn.Linear(5, 8), nn.ModuleList([_example(AttentionHead)])
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        return _sequences()
+
+
+class Residual(ProgramFamily):
+    family = "Residual of the notebook"
+    children_names: ClassVar = {"layer_normalization", "current_sublayer"}
+    arguments = "*x, mask=None"
+
+    def forward(self: Any, *x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = self.current_sublayer(*x) if mask is None else self.current_sublayer(*x, mask=mask)
+        return add_norm(out, x[-1], self.layer_normalization)  # the last operand: the value, where it is attention
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.layer_normalization, module.current_sublayer = _norm(8), _example(HeadList)
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        q, k, v = torch.randn(3, 2, 6, 8)
+        return [((q, k, v), {}), ((q, k, v), {"mask": _masks()[0]})]
+
+
+# The Annotated Transformer
+
+
+class MultiHeadedAttention(ProgramFamily):
+    family = "MultiHeadedAttention of the Annotated Transformer"
+    children_names: ClassVar = {"linears", "dropout"}
+    attributes = ("h", "d_k", "attn")
+    arguments = "query, key, value, mask=None"
+
+    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not (is_silent(self.dropout, torch_modules.Dropout) and is_served(query, key, value)):
+            return super().forward(query, key, value, mask)
+        q, k, v = (
+            linear(x).unflatten(-1, (self.h, self.d_k)).transpose(1, 2)
+            for linear, x in zip(self.linears, (query, key, value), strict=False)
+        )
+        mask = mask if mask is None else mask.unsqueeze(1)
+        out, weights = attend(q, k, v, mask, dropout_p(self.dropout), 1.0 / math.sqrt(self.d_k))
+        self.attn = weights()
+        return self.linears[-1](out.transpose(1, 2).flatten(2))
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.h, module.d_k, module.attn, module.dropout = 2, 4, None, _dropout()
+        module.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        return _sequences()
+
+
+class UnbiasedLayerNorm(ProgramFamily):
+    """a (x - mean) / (s + eps) + b with s the unbiased deviation: LayerNorm, scaled row by row."""
+
+    family = "LayerNorm of the Annotated Transformer"
+    children_names: ClassVar = set()
+    attributes = ("a_2", "b_2", "eps")
+    arguments = "x"
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        size = x.size(-1)
+        if size < 2 or not is_served(x):
+            return super().forward(x)
+        deviation = x.std(-1, keepdim=True)
+        biased = math.sqrt((size - 1) / size)
+        normalised = layer_norm(x, (size,), self.a_2, None, _LEAST_VARIANCE)
+        return torch.addcmul(self.b_2, normalised, biased * deviation / (deviation + self.eps))
+
+    @classmethod
+    def stand_in(cls, module: Any) -> None:
+        module.a_2, module.b_2, module.eps = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4)), 0.1
+
+    @classmethod
+    def operands(cls) -> list[Call]:
+        return [((torch.randn(2, 3, 4),), {}), ((torch.ones(2, 4),), {})]
+
+
+_LEAST_VARIANCE = 1e-30
+"""Below the square of every deviation that float32 tells from 0: a constant row is 0, not 0 / 0."""
+
+
+class SublayerConnection(ProgramFamily):
+    family = "SublayerConnection of the Annotated Transformer"
+    children_names: ClassVar = {"norm", "dropout"}
+    arguments = "x, sublayer"
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        return "its norm and its dropout are patched; a sub-layer is between them, so that nothing is left to fuse"
+
+
+FAMILIES: tuple[type[Family], ...] = (
+    ScaledDotProductAttention,
+    MultiHeadAttention,
+    PositionwiseFeedForward,
+    AttentionHead,
+    HeadList,
+    Residual,
+    MultiHeadedAttention,
+    UnbiasedLayerNorm,
+    SublayerConnection,
+)

@@ -1,0 +1,187 @@
+"""The families of torch's own modules. A class is recognised by descent, and refused where it overrides a method that
+the family replaces."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import fastattn.nn
+from fastattn.ops.dropout import dropout
+from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
+from fastattn.patching.family import Family, is_served, is_silent
+
+
+class TorchFamily(Family):
+    """Base of these families."""
+
+    base: ClassVar[type[nn.Module]]
+    """torch's class."""
+    methods: ClassVar[dict[str, Any]]
+    """Its methods whose work the family does: as torch has them, whoever may replace them later."""
+
+    def __init_subclass__(cls, base: type[nn.Module] | None = None, methods: tuple[str, ...] = ("forward",)) -> None:
+        if base is not None:
+            cls.base, cls.family = base, f"torch.nn.{base.__name__}"
+            cls.methods = {name: getattr(base, name) for name in methods}
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        scripted = isinstance(module, torch.jit.ScriptModule) and module.original_name == cls.base.__name__
+        return scripted or isinstance(module, cls.base)
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        kind = type(module)
+        if kind.__module__.startswith("fastattn."):
+            return "it is fastattn's own"
+        overridden = [name for name, method in cls.methods.items() if getattr(kind, name) is not method]
+        if overridden:
+            return f"{kind.__name__} overrides {' and '.join(overridden)} of {cls.family}"
+        return None
+
+
+class Dropout(TorchFamily, base=nn.Dropout):
+    p: float
+    inplace: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_served(input):
+            return super().forward(input)
+        return dropout(input, self.p, self.training, self.inplace)
+
+
+class LayerNorm(TorchFamily, base=nn.LayerNorm):
+    normalized_shape: tuple[int, ...]
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_served(input):
+            return super().forward(input)
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def add_norm(out: Tensor, residual: Tensor, norm: Any, dropout: Any = None, *, prenorm: bool = False) -> Any:
+    """norm(residual + dropout(out)), with ``prenorm`` beside the sum: one kernel, unless somebody listens to one of the
+    modules or one is not what the kernel computes."""
+    fused = (
+        is_silent(norm, LayerNorm)
+        and (dropout is None or is_silent(dropout, Dropout))
+        and is_served(out, residual)
+        and norm.normalized_shape == out.shape[-1:]
+        and out.shape == residual.shape
+    )
+    if fused:
+        p = dropout_p(dropout) if dropout is not None else 0.0
+        return dropout_add_layer_norm(out, residual, norm.weight, norm.bias, p, norm.eps, prenorm=prenorm)
+    total = residual + (out if dropout is None else dropout(out))
+    return (norm(total), total) if prenorm else norm(total)
+
+
+def dropout_p(dropout: Any) -> float:
+    """The rate at which an ``nn.Dropout`` drops now."""
+    return dropout.p if dropout.training else 0.0
+
+
+class MultiheadAttention(TorchFamily, fastattn.nn.MultiHeadAttention, base=nn.MultiheadAttention):
+    num_kv_heads = property(lambda self: self.num_heads)
+    value_head_dim = property(lambda self: self.head_dim)
+
+
+class _TransformerLayer(TorchFamily):
+    """What torch's encoder and decoder layers share. Their forward calls their attention, so that torch's fast path,
+    which takes the weights, never runs."""
+
+    norm_first: bool
+    self_attn: Any
+    linear1: Any
+    linear2: Any
+    activation: Any
+    dropout: Any
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+    def _sublayers(self, x: Tensor, *parts: tuple[Any, Any, Any]) -> Tensor:
+        """Each part is a sub-layer, its dropout and its norm."""
+        if not self.norm_first:
+            for sublayer, dropout, norm in parts:
+                x = add_norm(sublayer(x), x, norm, dropout)
+            return x
+        normalised = parts[0][2](x)
+        for (sublayer, dropout, _), (_, _, norm) in pairwise(parts):
+            normalised, x = add_norm(sublayer(normalised), x, norm, dropout, prenorm=True)
+        sublayer, dropout, _ = parts[-1]
+        return x + dropout(sublayer(normalised))
+
+
+class TransformerEncoderLayer(
+    _TransformerLayer, base=nn.TransformerEncoderLayer, methods=("forward", "_sa_block", "_ff_block")
+):
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        return self._sublayers(
+            src,
+            (lambda x: self.self_attn(x, x, x, need_weights=False, **masks)[0], self.dropout1, self.norm1),
+            (self._feed_forward, self.dropout2, self.norm2),
+        )
+
+
+class TransformerDecoderLayer(
+    _TransformerLayer, base=nn.TransformerDecoderLayer, methods=("forward", "_sa_block", "_mha_block", "_ff_block")
+):
+    multihead_attn: Any
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        own = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
+        other = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
+        return self._sublayers(
+            tgt,
+            (lambda x: self.self_attn(x, x, x, need_weights=False, **own)[0], self.dropout1, self.norm1),
+            (
+                lambda x: self.multihead_attn(x, memory, memory, need_weights=False, **other)[0],
+                self.dropout2,
+                self.norm2,
+            ),
+            (self._feed_forward, self.dropout3, self.norm3),
+        )
+
+
+class TransformerEncoder(TorchFamily, base=nn.TransformerEncoder):
+    """torch's forward, but without nested tensors, which it makes for its layers' fast path."""
+
+    use_nested_tensor = property(lambda self: False)  # a property comes before what the instance has
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)
+
+
+FAMILIES: tuple[type[Family], ...] = (
+    Dropout,
+    LayerNorm,
+    MultiheadAttention,
+    TransformerEncoderLayer,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+)

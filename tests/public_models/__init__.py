@@ -1,0 +1,1 @@
+"""Three public programs, written anew with their class and parameter names and their arithmetic, slips included."""

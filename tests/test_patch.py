@@ -1,0 +1,650 @@
+"""patch(model): models that exist on fastattn's kernels, with their own results, state and structure."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from public_models import annotated, jadore, notebook
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+
+import fastattn
+from fastattn.ops import check
+from fastattn.patching import programs, torch_modules
+from fastattn.patching.weights import LazyWeights
+
+pytestmark = pytest.mark.torch_version
+
+VOCABULARY, PAD = 40, 0
+
+
+def tokens(batch, length, *ends):
+    """Random tokens; sentence n ends after ``ends[n]`` of them."""
+    found = torch.randint(1, VOCABULARY, (batch, length))
+    for n, end in enumerate(ends):
+        found[n, end:] = PAD
+    return found
+
+
+# Models, each with the arguments of a call. Head sizes are odd; the first target of jadore's begins with padding, so
+# that rows are masked whole.
+
+
+def jadore_model():
+    model = jadore.Transformer(
+        VOCABULARY, VOCABULARY, PAD, PAD, d_word_vec=24, d_model=24, d_inner=40, n_layers=2, n_head=3, d_k=7, d_v=5
+    )
+    target = tokens(3, 6, 6, 4)
+    target[0, :2] = PAD
+    return model, (tokens(3, 8, 8, 5, 0), target)
+
+
+def notebook_model():
+    model = notebook.Transformer(VOCABULARY, VOCABULARY, d_word_vec=27, d_model=27, N=2, h=3, n_positions=27)
+    return model, (tokens(2, 6), tokens(2, 6))
+
+
+def annotated_model():
+    source, target = tokens(3, 8, 8, 5, 0), tokens(3, 6, 6, 4)
+    target[0, :2] = PAD
+    masks = jadore.get_pad_mask(source, PAD), jadore.get_pad_mask(target, PAD) & jadore.get_subsequent_mask(target)
+    model = annotated.make_model(VOCABULARY, VOCABULARY, N=2, d_model=22, d_ff=40, h=2)
+    return model, (source, target, *masks)
+
+
+class Layers(nn.Module):
+    """torch's Transformer on given sequences, with padding and a causal mask."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.transformer = nn.Transformer(28, 4, 2, 2, 36, batch_first=True, **options)
+
+    def forward(self, source, target, padding):
+        causal = torch.ones(target.size(1), target.size(1), dtype=torch.bool).triu(1)
+        return self.transformer(
+            source, target, tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding
+        )
+
+
+def torch_model(**options):
+    padding = torch.arange(8) >= torch.tensor([[8], [5]])
+    return Layers(**options), (torch.randn(2, 8, 28), torch.randn(2, 6, 28), padding)
+
+
+MODELS = {
+    "jadore": jadore_model,
+    "notebook": notebook_model,
+    "annotated": annotated_model,
+    "torch": torch_model,
+    "torch, norm first": lambda: torch_model(norm_first=True, activation="gelu"),
+}
+
+
+@pytest.fixture(params=MODELS)
+def pair(request):
+    """The model, a patched copy, and the arguments of a call."""
+    model, args = MODELS[request.param]()
+    patched = copy.deepcopy(model)
+    report = fastattn.patch(patched)
+    assert report.changed
+    return model, patched, args
+
+
+def set_dropout(model, p):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = p
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = p
+
+
+def outcome(model, args, dtype=torch.float32):
+    """The output and the gradients of the parameters; those that do not take part have none."""
+    model = model.to(dtype)
+    out = model(*(arg.to(dtype) if arg.is_floating_point() else arg for arg in args))
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    grads = torch.autograd.grad((out * weight).sum(), list(model.parameters()), allow_unused=True)
+    return [out, *grads]
+
+
+def assert_same(model, patched, args):
+    """Ours is as near to float64 as the original is: twice its error, and a few roundings of the largest value."""
+    exact = outcome(copy.deepcopy(model), args, torch.float64)
+    for ours, own, truth in zip(outcome(patched, args), outcome(model, args), exact, strict=True):
+        if truth is None:
+            assert ours is None
+            continue
+        error, allowed = ((value.double() - truth).abs().max().item() for value in (ours, own))
+        assert error <= 2 * allowed + 16 * torch.finfo(torch.float32).eps * max(truth.abs().max().item(), 1.0)
+
+
+def test_results_in_evaluation(pair):
+    model, patched, args = pair
+    assert_same(model.eval(), patched.eval(), args)
+
+
+def test_results_in_training_without_dropout(pair):
+    model, patched, args = pair
+    for m in (model, patched):
+        set_dropout(m.train(), 0.0)
+    assert_same(model, patched, args)
+
+
+@pytest.fixture
+def counted_seeds(monkeypatch):
+    """Every site takes the next number as its seed. Returns a function that starts again."""
+    count = [0]
+
+    def next_seed(shape=(2,), device="cpu"):
+        count[0] += 1
+        return torch.tensor([count[0], 0])
+
+    monkeypatch.setattr(check, "new_seeds", next_seed)
+    next_seed.restart = lambda: count.__setitem__(0, 0)
+    return next_seed
+
+
+def masked(x, mask, p):
+    threshold = check.threshold("", p)
+    return x * mask * (65536 / (65536 - threshold))
+
+
+def use_dropout_mask(model, new_seed):
+    """Replace the original's dropout by ``dropout_mask``: one seed a call, heads in modules of their own share one."""
+
+    def forward_of(module, head=0, heads=1):
+        def forward(x):
+            if not module.training:
+                return x
+            seed = new_seed() if head == 0 else forward_of.seed
+            forward_of.seed = seed
+            shape = (x.size(0), heads, *x.shape[1:]) if heads > 1 else x.shape
+            mask = fastattn.dropout_mask(shape, module.p, seed)
+            return masked(x, mask[:, head] if heads > 1 else mask, module.p)
+
+        return forward
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = forward_of(module)
+    for module in model.modules():
+        if isinstance(module, notebook.MultiHeadAttention):
+            for n, head in enumerate(module.heads):
+                head.dropout.forward = forward_of(head.dropout, n, len(module.heads))
+
+
+@pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])
+def test_results_with_dropout(name, counted_seeds):
+    model, args = MODELS[name]()
+    patched = copy.deepcopy(model)
+    fastattn.patch(patched)
+    use_dropout_mask(model, counted_seeds)
+
+    def run(m, dtype):
+        counted_seeds.restart()
+        return outcome(m.train(), args, dtype)
+
+    ours, own = run(patched, torch.float32), run(model, torch.float32)
+    exact = run(model, torch.float64)
+    for a, b, truth in zip(ours, own, exact, strict=True):
+        if truth is not None:
+            error, allowed = ((value.double() - truth).abs().max().item() for value in (a, b))
+            assert error <= 2 * allowed + 16 * torch.finfo(torch.float32).eps * max(truth.abs().max().item(), 1.0)
+
+
+# What stays
+
+
+def test_state_and_structure_stay(pair):
+    model, patched, _ = pair
+    assert list(patched.state_dict()) == list(model.state_dict())
+    assert [type(module).__name__ for module in patched.modules()] == [type(m).__name__ for m in model.modules()]
+    assert all(isinstance(ours, type(own)) for ours, own in zip(patched.modules(), model.modules(), strict=True))
+
+
+def test_checkpoints_load(pair):
+    model, patched, _ = pair
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    patched.load_state_dict(model.state_dict())
+    model.load_state_dict(patched.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(patched.parameters(), model.parameters(), strict=True))
+
+
+def test_unpatch_gives_the_exact_classes_back(pair):
+    model, patched, _ = pair
+    report = fastattn.unpatch(patched)
+    assert report.changed
+    assert [type(module) for module in patched.modules()] == [type(module) for module in model.modules()]
+    assert not fastattn.unpatch(patched).changed
+
+
+def test_weights_stay_the_same_tensors():
+    model, _ = jadore_model()
+    before = [id(parameter) for parameter in model.parameters()]
+    fastattn.patch(model)
+    assert [id(parameter) for parameter in model.parameters()] == before
+    assert model.trg_word_prj.weight is model.decoder.trg_word_emb.weight
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_patched(pair, copied):
+    _, patched, args = pair
+    patched.eval()
+    if copied == "deepcopy":
+        other = copy.deepcopy(patched)
+    elif copied == "pickle":
+        other = pickle.loads(pickle.dumps(patched))
+    else:
+        file = io.BytesIO()
+        torch.save(patched, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert [type(module) for module in other.modules()] == [type(module) for module in patched.modules()]
+    assert torch.equal(other(*args), patched(*args))
+
+
+def test_training_and_evaluation_are_kept_apart():
+    model, args = jadore_model()
+    fastattn.patch(model)
+    model.train()
+    assert not torch.equal(model(*args), model(*args))
+    model.eval()
+    assert torch.equal(model(*args), model(*args))
+
+
+@pytest.mark.parametrize("inside", ["dropout", "layer_norm", "attention", "fc", "attention.dropout"])
+def test_hooks_inside_fused_modules_are_called(inside):
+    model = jadore.MultiHeadAttention(2, 8, 3, 5)
+    own = copy.deepcopy(model)
+    fastattn.patch(model)
+    calls = []
+    model.get_submodule(inside).register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 4, 8)
+    out = model.eval()(x, x, x)[0]
+    assert calls == [1]
+    torch.testing.assert_close(out, own.eval()(x, x, x)[0])
+
+
+@pytest.mark.parametrize("inside", ["norm1", "dropout2", "self_attn", "linear1"])
+def test_hooks_inside_torchs_layers_are_called(inside):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    fastattn.patch(layer)
+    calls = []
+    layer.get_submodule(inside).register_forward_hook(lambda *_: calls.append(1))
+    layer(torch.randn(2, 4, 8))
+    assert calls == [1]
+
+
+def test_hooks_that_were_there_stay():
+    norm, calls = nn.LayerNorm(4), []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    fastattn.patch(norm)
+    norm(torch.randn(2, 4))
+    assert calls == [1]
+
+
+def test_a_head_with_a_hook_is_called():
+    model = notebook.MultiHeadAttention(2, 8, 3, 5).eval()
+    x = torch.randn(2, 4, 8)
+    fastattn.patch(model)
+    before, calls = model(x, x, x), []
+    model.heads[1].register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(model(x, x, x), before)
+    assert calls == [1]
+
+
+def test_shared_modules_stay_shared():
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
+    assert fastattn.patch(model).changed == {"0": "torch.nn.LayerNorm"}
+    assert model[0] is model[2]
+
+
+# What the modules compute
+
+
+def test_torchs_fast_path_does_not_go_around(monkeypatch):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    fastattn.patch(model)
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", None)
+    monkeypatch.setattr(torch, "_native_multi_head_attention", None)
+    padding = torch.tensor([[False, False, False], [False, False, True]])
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 8), src_key_padding_mask=padding).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 12), (1, 1, 12), (2, 12)])
+def test_unbiased_layer_norm_where_the_deviation_is_small(shape):
+    norm = annotated.LayerNorm(12)
+    nn.init.normal_(norm.a_2)
+    own = copy.deepcopy(norm)
+    fastattn.patch(norm)
+    x = torch.randn(shape) * 10.0 ** torch.arange(-8, -8 + 2 * shape[0], 2).view(-1, *[1] * (len(shape) - 1))
+    x[0] = x[0, ..., :1]  # constant rows
+    assert_same(own, norm, (x,))
+
+
+def test_residual_is_the_value():
+    model = notebook.Residual(notebook.MultiHeadAttention(2, 8, 4, 4), 8).eval()
+    own = copy.deepcopy(model)
+    fastattn.patch(model)
+    q, v = torch.randn(2, 2, 5, 8)
+    torch.testing.assert_close(model(q, v, v), own(q, v, v))
+
+
+@pytest.mark.parametrize("program", ["jadore", "annotated"])
+def test_precision_of_autocast_is_the_original_s(program):
+    model = jadore.MultiHeadAttention(2, 8, 4, 4) if program == "jadore" else annotated.MultiHeadedAttention(2, 8)
+    x = torch.randn(2, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = programs._tensors(model(x, x, x), vars(model).get("attn"))
+        fastattn.patch(model)
+        ours = programs._tensors(model(x, x, x), vars(model).get("attn"))
+    assert [tensor.dtype for tensor in ours] == [tensor.dtype for tensor in own]
+
+
+def test_other_tensors_take_the_original_s_forward():
+    dropout = nn.Dropout(0.5).eval()
+    fastattn.patch(dropout)
+    assert dropout(torch.arange(3)).tolist() == [0, 1, 2]
+
+
+def call_of(module, *args):
+    return module, args
+
+
+COMPILED = {
+    "jadore": lambda: call_of(jadore.EncoderLayer(8, 16, 2, 3, 5), torch.randn(2, 4, 8), torch.ones(2, 1, 4)),
+    "notebook": lambda: call_of(notebook.EncoderLayer(2, 8), torch.randn(2, 4, 8), torch.ones(1, 4, 4)),
+    "annotated": lambda: call_of(annotated.SublayerConnection(8, 0.1), torch.randn(2, 4, 8), nn.Linear(8, 8)),
+    "annotated attention": lambda: call_of(annotated.MultiHeadedAttention(2, 8), *torch.randn(3, 2, 4, 8)),
+    "torch": lambda: call_of(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_whole(name):
+    model, args = COMPILED[name]()
+    fastattn.patch(model.eval())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*args), model(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compile_whole(name):
+    model, args = MODELS[name]()
+    fastattn.patch(model.eval())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*args), model(*args))
+
+
+# Weights that are computed when they are read
+
+
+@pytest.fixture
+def attention():
+    """jadore's attention, patched; the operands; its output, and a call that returns its weights."""
+    module = jadore.ScaledDotProductAttention(1.5, attn_dropout=0.5)
+    own = copy.deepcopy(module)
+    fastattn.patch(module)
+    q, k, v = (torch.randn(2, 3, length, 5, requires_grad=True) for length in (4, 6, 6))
+
+    def weights():
+        torch.manual_seed(7)
+        return module(q, k, v)[1]
+
+    torch.manual_seed(7)
+    mask = fastattn.dropout_mask((2, 3, 4, 6), 0.5, check.new_seeds((2,), q.device))
+    plain = own.eval()(q, k, v)[1] * mask * 2
+    return weights, plain, (q, k)
+
+
+def test_unread_weights_are_not_computed(attention, monkeypatch):
+    weights, _, _ = attention
+    monkeypatch.setattr("fastattn.patching.weights.attention_weights", None)
+    found = weights()
+    assert found.shape == (2, 3, 4, 6)
+    assert found.dtype == torch.float32
+    assert found.requires_grad
+    assert isinstance(found, torch.Tensor)
+
+
+class Thrice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+READ = {
+    "arithmetic": lambda t: t * 2,
+    "indexing": lambda t: t[0, 1:],
+    "mean": lambda t: t.mean(1),
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "to": lambda t: t.to(torch.float64),
+    "stack": lambda t: torch.stack([t, t]),
+    "einsum": lambda t: torch.einsum("bhij->bij", t),
+    "numpy": lambda t: torch.from_numpy(t.detach().numpy()),
+    "tolist": lambda t: torch.tensor(t.tolist()),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t.detach())),
+    "deepcopy": lambda t: copy.deepcopy(t.detach()),
+    "share_memory_": lambda t: t.detach().share_memory_(),
+    "iteration": lambda t: list(t)[1],
+    "autograd.Function": Thrice.apply,
+    "vmap": lambda t: torch.vmap(lambda x: x * 2)(t),
+    "fastattn": lambda t: fastattn.layer_norm(t, 6),
+    "compiled": lambda t: torch.compile(lambda x: x * 2, backend="eager")(t),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_weights_are_a_tensor(attention, name):
+    weights, plain, _ = attention
+    torch.testing.assert_close(READ[name](weights()), READ[name](plain))
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "indexing", "mean", "autograd.Function"])
+def test_read_weights_have_gradients(attention, name):
+    weights, plain, operands = attention
+    ours, own = (torch.autograd.grad(READ[name](t).square().sum(), operands) for t in (weights(), plain))
+    torch.testing.assert_close(ours, own)
+
+
+def test_backward_from_the_weights_themselves(attention):
+    weights, plain, operands = attention
+    grad = torch.randn_like(plain)
+    expected = torch.autograd.grad(plain, operands, grad)
+    torch.autograd.backward([weights()], [grad])
+    torch.testing.assert_close(tuple(tensor.grad for tensor in operands), expected)
+
+
+def test_weights_read_without_gradients_keep_them(attention):
+    weights, plain, operands = attention
+    found = weights()
+    with torch.inference_mode():
+        torch.testing.assert_close(found + 0, plain)
+    expected = torch.autograd.grad(plain.square().sum(), operands)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), operands), expected)
+
+
+def test_weights_changed_in_place(attention):
+    weights, plain, _ = attention
+    found = weights()
+    with torch.no_grad():
+        found.mul_(2)
+        found[0] = 0
+    torch.testing.assert_close(found[1], plain[1] * 2)
+    assert found[0].abs().sum() == 0
+
+
+def test_weights_do_not_see_a_mask_that_changes_later():
+    module = jadore.ScaledDotProductAttention(1.0).eval()
+    fastattn.patch(module)
+    q, k = torch.randn(2, 1, 1, 3, 4)
+    mask = torch.tensor([True, True, False]).view(1, 1, 1, 3)
+    weights = module(q, k, k, mask)[1]
+    mask.fill_(True)
+    assert weights[..., 2].abs().sum() == 0
+
+
+def test_kept_weights_of_the_annotated_transformer():
+    model, args = annotated_model()
+    own = copy.deepcopy(model).eval()
+    fastattn.patch(model.eval())
+    model(*args), own(*args)
+    found = model.decoder.layers[1].src_attn.attn
+    assert type(found) is LazyWeights
+    torch.testing.assert_close(found + 0, own.decoder.layers[1].src_attn.attn)
+
+
+# What is left, and why
+
+
+class LoudNorm(nn.LayerNorm):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class OwnBlock(nn.TransformerEncoderLayer):
+    def _ff_block(self, x):
+        return x
+
+
+class NormFirst(jadore.PositionwiseFeedForward):
+    def forward(self, x):
+        return x + self.dropout(self.w_2(F.relu(self.w_1(self.layer_norm(x)))))
+
+
+class NoDropout(jadore.ScaledDotProductAttention):
+    def forward(self, q, k, v, mask=None):
+        scores = q / self.temperature @ k.transpose(2, 3)
+        attn = (scores if mask is None else scores.masked_fill(mask == 0, -1e9)).softmax(-1)
+        return attn @ v, attn
+
+
+class Remembers(annotated.LayerNorm):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class TakesABias(annotated.MultiHeadedAttention):
+    def forward(self, query, key, value, mask=None, bias=None):
+        return super().forward(query, key, value, mask)
+
+
+class NeedsMore(annotated.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+def replaced():
+    norm = nn.LayerNorm(4)
+    norm.forward = lambda x: x
+    return norm
+
+
+def patched_norm():
+    norm = nn.LayerNorm(4)
+    fastattn.patch(norm)
+    return norm
+
+
+def parametrized_norm():
+    return parametrizations.weight_norm(nn.LayerNorm(4), dim=0)
+
+
+LEFT = {
+    "a subclass's forward": (lambda: LoudNorm(4), "LoudNorm overrides forward of torch.nn.LayerNorm"),
+    "a subclass's block": (lambda: OwnBlock(8, 2, 8), "OwnBlock overrides _ff_block"),
+    "fastattn's": (lambda: fastattn.LayerNorm(4), "fastattn's own"),
+    "patched before": (patched_norm, "patched already"),
+    "replaced on the instance": (replaced, "replaced on the instance"),
+    "parametrized": (parametrized_norm, "patch first, parametrize afterwards"),
+    "quantised": (
+        lambda: torch.ao.nn.quantized.LayerNorm(4, *map(nn.Parameter, torch.ones(2, 4)), 1.0, 0),
+        "overrides",
+    ),
+    "a ScriptModule": (lambda: torch.jit.script(nn.LayerNorm(4)), "patch the model before torch.jit"),
+    "another order": (lambda: NormFirst(8, 16), "computes something else .* in evaluation"),
+    "no dropout": (lambda: NoDropout(1.0), "computes something else .* in training"),
+    "an attribute set": (lambda: Remembers(4), "sets last"),
+    "other arguments": (lambda: TakesABias(2, 8), r"takes \(query, key, value, mask=None, bias=None\)"),
+    "other parts": (lambda: NeedsMore(4), "no attribute 'gain'"),
+    "a sub-layer of which the parts are patched": (lambda: annotated.SublayerConnection(8, 0.1), "nothing is left"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("name", LEFT)
+def test_left_with_a_reason(name):
+    make, reason = LEFT[name]
+    model = make()
+    kind = type(model)
+    assert re.search(reason, fastattn.patch(model).left[""])
+    assert type(model) is kind
+
+
+def test_subclasses_that_keep_the_forward_are_patched():
+    class Named(nn.LayerNorm):
+        def extra_repr(self):
+            return "named"
+
+    model = Named(4)
+    assert fastattn.patch(model).changed == {"": "torch.nn.LayerNorm"}
+    assert isinstance(model, Named)
+    assert isinstance(model, torch_modules.LayerNorm)
+
+
+def test_parametrized_after_patching():
+    model = patched_norm()
+    parametrize.register_parametrization(model, "weight", nn.Identity())
+    assert "remove the parametrization first" in fastattn.unpatch(model).left[""]
+    parametrize.remove_parametrizations(model, "weight")
+    fastattn.unpatch(model)
+    assert type(model) is nn.LayerNorm
+
+
+def test_replaced_parts_are_called():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    fastattn.patch(layer)
+    layer.norm1 = nn.Identity()
+    own = copy.deepcopy(layer)
+    fastattn.unpatch(own)
+    own.train().apply(lambda m: m.register_buffer("none", None))
+    set_dropout(own, 0.0)
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(layer(x), own(x))
+
+
+def test_wrapped_models():
+    model = nn.DataParallel(nn.Sequential(nn.LayerNorm(4)))
+    assert list(fastattn.patch(model).changed) == ["module.0"]
+
+
+def test_report():
+    report = fastattn.patch(nn.Sequential(nn.LayerNorm(4), LoudNorm(4), nn.Dropout(), nn.LayerNorm(4)))
+    assert list(report.changed) == ["0", "2", "3"]
+    assert str(report) == (
+        "changed: 3 modules\n  torch.nn.LayerNorm: 0, 3\n  torch.nn.Dropout: 2\n"
+        "left: 1 modules\n  LoudNorm overrides forward of torch.nn.LayerNorm: 1"
+    )
+
+
+@pytest.mark.parametrize("function", [fastattn.patch, fastattn.unpatch])
+def test_takes_a_module(function):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got Tensor"):
+        function(torch.ones(1))
