@@ -1,0 +1,80 @@
+"""What docs/migrate.md shows runs, and computes what the code that it replaces does."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import require_package
+from torch import nn
+from torch.nn import functional as F
+
+import fastattn
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs/migrate.md").read_text()
+# (its heading and its number below it, the block)
+BLOCKS = {
+    f"{section.splitlines()[0]} {number}": block
+    for section in PAGE.split("\n## ")[1:]
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL), 1)
+}
+
+
+def run(name):
+    """What the block defines."""
+    if "transformers" in BLOCKS[name]:
+        require_package("transformers")
+    namespace = {}
+    exec(BLOCKS[name], namespace)
+    return SimpleNamespace(**namespace)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_runs(name):
+    run(name)
+
+
+def softmax_of(scores, mask):
+    return F.softmax(scores if mask is None else scores.masked_fill(mask == 0, -1e9), dim=-1)
+
+
+MASK = torch.ones(2, 1, 10, 10).tril()
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "causal"])
+def test_the_annotated_transformer(mask):
+    q, k, v = torch.randn(3, 2, 8, 10, 64)
+    found, _ = run("From The Annotated Transformer 1").attention(q, k, v, mask, nn.Dropout(0.1).eval())
+    torch.testing.assert_close(found, softmax_of(q @ k.mT / 8, mask) @ v)
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "causal"])
+def test_jadore801120(mask):
+    q, k, v = torch.randn(3, 2, 8, 10, 64)
+    module = SimpleNamespace(dropout=nn.Dropout(0.1), training=False, temperature=3.0)
+    found, _ = run("From jadore801120/attention-is-all-you-need-pytorch 1").forward(module, q, k, v, mask)
+    torch.testing.assert_close(found, softmax_of(q @ k.mT / 3, mask) @ v)
+
+
+@pytest.mark.parametrize("mask", [None, MASK[:, 0]], ids=["all", "causal"])
+def test_the_notebook(mask):
+    q, k, v = torch.randn(3, 2, 10, 64)
+    function = run("From the notebook with `AttentionHead` 1").scaled_dot_product_attention
+    found = function(q, k, v, 7.0, nn.Dropout(0.1).eval(), mask)
+    torch.testing.assert_close(found, softmax_of(q @ k.mT / 7, mask) @ v)
+
+
+def test_the_notebooks_heads_at_once():
+    """The weights where the page puts them."""
+    heads = [[torch.randn(size, 32) for size in (6, 6, 5)] for _ in range(4)]
+    out, x, temperature = torch.randn(32, 20), torch.randn(2, 10, 32), 36
+    module = fastattn.MultiHeadAttention(32, 4, bias=False, batch_first=True, head_dim=6, value_head_dim=5)
+    queries, keys, values = (torch.cat(weights) for weights in zip(*heads, strict=True))
+    with torch.no_grad():
+        module.in_proj_weight.copy_(torch.cat((queries * (6**0.5 / temperature), keys, values)))
+        module.out_proj.weight.copy_(out)
+        found, _ = module(x, x, x, need_weights=False)
+    parts = [softmax_of((x @ q.T) @ (x @ k.T).mT / temperature, None) @ (x @ v.T) for q, k, v in heads]
+    wanted = torch.cat(parts, -1) @ out.T
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
