@@ -4,6 +4,7 @@ changed where one of them breaks."""
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -48,6 +49,12 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 def is_observed() -> bool:
     """Whether compilation, a dispatch mode, torch.func or forward-mode differentiation has to see every call."""
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode()
+
+
+def is_onnx_export() -> bool:
+    """Inside ONNX export. The public question first imports the exporter, a tenth of a second."""
+    flags = sys.modules.get("torch.onnx._internal.exporter._flags")
+    return flags is not None and flags._is_onnx_exporting
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """torch.export keeps fastattn's ops; decomposed, and in ONNX, they are torch's own with all masks merged."""
 
+import contextlib
 import functools
 
 import pytest
@@ -172,13 +173,16 @@ def test_decomposed_into_torchs_own(name):
     assert_equal(program.module()(*args), module(*args))
 
 
+@pytest.mark.parametrize("active", [False, True], ids=["plain", "within intercept_sdpa"])
 @torch.no_grad()
-def test_decomposed_attention_is_torchs_function():
+def test_decomposed_attention_is_torchs_function(active):
     """One call of it; what only the log-sum-exp would need is gone."""
-    program = exported("attention").run_decompositions(fastattn.decompositions())
+    with fastattn.intercept_sdpa() if active else contextlib.nullcontext():
+        program = exported("attention").run_decompositions(fastattn.decompositions())
     assert ops(program) == {"aten.scaled_dot_product_attention.default"}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_decomposed_with_free_sizes():
     module, (*_, lengths) = CASES["attention, every mask"]
@@ -249,6 +253,7 @@ def test_dropout_is_kept_and_not_decomposed(name):
         program.run_decompositions(fastattn.decompositions())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_dropout_is_no_part_of_onnx():
     require_package("onnxscript")

@@ -69,6 +69,17 @@ def test_transforms_are_noticed(name):
     assert not torch_private.is_transformed()
 
 
+def test_onnx_export_is_noticed():
+    """As the exporter says it, and as the public question has it."""
+    assert not torch_private.is_onnx_export()
+    assert not torch.onnx.is_in_onnx_export()
+    from torch.onnx._internal.exporter import _flags
+
+    ask = _flags.set_onnx_exporting_flag(lambda: (torch_private.is_onnx_export(), torch.onnx.is_in_onnx_export()))
+    assert ask() == (True, True)
+    assert not torch_private.is_onnx_export()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_is_noticed(device):
     assert not torch_private.is_autocast_enabled()

@@ -21,6 +21,7 @@ from fastattn.torch_private import (
     is_autocast_enabled,
     is_forward_mode,
     is_observed,
+    is_onnx_export,
     single_level_autograd,
 )
 
@@ -99,7 +100,7 @@ class Op:
     def _differentiate(self, *args: Any) -> Any:
         """The op at the autograd key. Transforms of torch.func are above it and have had their turn: this is the
         autograd of one level."""
-        if self._decompose is not None and torch.onnx.is_in_onnx_export():  # ONNX has no table for others' ops
+        if self._decompose is not None and is_onnx_export():  # ONNX has no table for others' ops
             return self._decomposed(*args)
         backend = args[-1]
 
