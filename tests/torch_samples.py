@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -11,15 +12,12 @@ from hypothesis import settings
 @contextlib.contextmanager
 def _undone():
     """Importing torch's test utilities loads a hypothesis profile, freezes torch's flags and sets a variable."""
-    profile, environment = settings.get_current_profile_name(), dict(os.environ)
-    frozen = torch.backends.flags_frozen()
+    profile = settings.get_current_profile_name()
     try:
-        yield
+        with mock.patch.dict(os.environ), mock.patch.object(torch.backends, "disable_global_flags"):
+            yield
     finally:
         settings.load_profile(profile)
-        os.environ.clear()
-        os.environ.update(environment)
-        torch.backends.__allow_nonbracketed_mutation_flag = not frozen
 
 
 def databases():
