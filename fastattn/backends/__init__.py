@@ -86,8 +86,8 @@ def choose(op: str, args: tuple[Any, ...]) -> str:
 
 def has_kernels(op: str, args: tuple[Any, ...]) -> bool:
     """Whether more than the reference serves such a call, or this thread is told what does."""
-    device = device_of(args).type
-    return thread.forced is not None or (device in _ORDER and TABLE[_ORDER[device][-1]].refusal(op, args) is None)
+    order = _ORDER.get(device_of(args).type)
+    return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal(op, args) is None)
 
 
 def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:

@@ -82,7 +82,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def device_of(args: tuple) -> torch.device:
     """The device of a backend function's operands, of which the first tensor is one."""
-    return next(arg for arg in args if isinstance(arg, Tensor)).device
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg.device
+    raise TypeError("a backend function's operands include a tensor")
 
 
 def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | None:
@@ -92,10 +95,11 @@ def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | N
         return f"it takes {expected} tensors, the operands are on {device.type}"
     if is_forward_mode():
         return 'it has no forward-mode derivatives, backend("reference") has'
-    if any(isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args):
-        return "it takes float32, bfloat16 and float16, not float64"
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.dtype is torch.float64:
+            return "it takes float32, bfloat16 and float16, not float64"
     if op in ("attention", "varlen_attention"):
-        for head_dim in (args[0].shape[-1], args[2].shape[-1]):
+        for head_dim in (args[0].size(-1), args[2].size(-1)):
             if not 1 <= head_dim <= MAX_HEAD_DIM:
                 return f"it takes head sizes from 1 to {MAX_HEAD_DIM}, not {head_dim}"
     if missing:  # after the operands' own reasons: it would serve these if it were there
