@@ -97,6 +97,24 @@ def test_compiled():
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    q, x = heads(QUERIES), jagged(QUERIES, 16)
+    wanted = attention(q, q, q), layer_norm(x, (16,)), dropout(x, 0.5, seed=SEED)
+    with mode():
+        got = attention(q, q, q), layer_norm(x, (16,)), dropout(x, 0.5, seed=SEED)
+    for a, e in zip(got, wanted, strict=True):
+        assert torch.equal(a.values(), e.values())
+
+
+def test_autocast():
+    q = heads(QUERIES)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, q, q)
+    low = q.bfloat16()
+    assert torch.equal(out.values(), attention(low, low, low).values())
+
+
 def test_layer_norm():
     x, weight, bias = jagged(QUERIES, 16), torch.randn(16), torch.randn(16)
     ours, theirs = layer_norm(x, (16,), weight, bias), F.layer_norm(x, (16,), weight, bias)

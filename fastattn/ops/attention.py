@@ -280,12 +280,11 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
 
 def _jagged_attention(query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]) -> Any:
     """(B, H, sequence, E) jagged tensors, whose values are packed sequences."""
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))
     results = varlen_attn(
-        q.values(), k.values(), v.values(), q.offsets(), k.offsets(), max_length(q), max_length(k), return_lse=True,
-        **options,
-    )  # fmt: skip
-    out, lse = (with_values(q, t).transpose(1, 2) for t in results)
+        q, k, v, query.offsets(), key.offsets(), max_length(query), max_length(key), return_lse=True, **options
+    )
+    out, lse = (with_values(query, t.transpose(0, 1)) for t in results)
     return (out, lse) if return_lse else out
 
 
