@@ -483,7 +483,7 @@ def _decompose_attention(
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
     settings = attn_mask, key_lengths, window_left, window_right, lower_right
     visible = visibility(query.size(2), key.size(2), query.device, *settings)
-    mask = visible
+    mask = None
     if visible is not None:
         visible = visible[(None,) * (4 - visible.dim())]
         unused = ~visible.any(2).unsqueeze(-1)  # an unused key may hold NaN
