@@ -36,7 +36,6 @@ from fastattn.torch_private import (
     forget_attention_impl,
     is_batched,
     is_flash_enabled,
-    is_forward_mode,
     is_tracers,
     replace_globals,
 )
@@ -66,7 +65,6 @@ def _is_ours(
         and _is_plain(key)
         and _is_plain(value)
         and is_flash_enabled()
-        and not is_forward_mode()
         and has_kernels("attention", (query, key, value))
     )
 
