@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import require_package
+from public_models import annotated, jadore, notebook
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,11 +22,21 @@ BLOCKS = {
 }
 
 
+PROGRAMS = {
+    "From The Annotated Transformer": lambda: annotated.make_model(40, 40, N=2, d_model=32, d_ff=40, h=4),
+    "From jadore801120/attention-is-all-you-need-pytorch": lambda: jadore.Transformer(
+        40, 40, 0, 0, d_word_vec=32, d_model=32, d_inner=40, n_layers=2, n_head=4, d_k=8, d_v=8
+    ),
+    "From the notebook with `AttentionHead`": lambda: notebook.Transformer(40, 40, 32, N=2, h=4, d_model=32),
+}
+
+
 def run(name):
     """What the block defines."""
     if "transformers" in BLOCKS[name]:
         require_package("transformers")
-    namespace = {}
+    section = name.rpartition(" ")[0]
+    namespace = {"model": PROGRAMS[section]()} if section in PROGRAMS else {}
     exec(BLOCKS[name], namespace)
     return SimpleNamespace(**namespace)
 
@@ -33,6 +44,13 @@ def run(name):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_runs(name):
     run(name)
+
+
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_programs_are_patched(section):
+    """By the first block, their attention too."""
+    model = run(f"{section} 1").model
+    assert any("Attention" in family for family in fastattn.unpatch(model).changed.values())
 
 
 def softmax_of(scores, mask):
@@ -45,7 +63,7 @@ MASK = torch.ones(2, 1, 10, 10).tril()
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "causal"])
 def test_the_annotated_transformer(mask):
     q, k, v = torch.randn(3, 2, 8, 10, 64)
-    found, _ = run("From The Annotated Transformer 1").attention(q, k, v, mask, nn.Dropout(0.1).eval())
+    found, _ = run("From The Annotated Transformer 2").attention(q, k, v, mask, nn.Dropout(0.1).eval())
     torch.testing.assert_close(found, softmax_of(q @ k.mT / 8, mask) @ v)
 
 
@@ -53,14 +71,14 @@ def test_the_annotated_transformer(mask):
 def test_jadore801120(mask):
     q, k, v = torch.randn(3, 2, 8, 10, 64)
     module = SimpleNamespace(dropout=nn.Dropout(0.1), training=False, temperature=3.0)
-    found, _ = run("From jadore801120/attention-is-all-you-need-pytorch 1").forward(module, q, k, v, mask)
+    found, _ = run("From jadore801120/attention-is-all-you-need-pytorch 2").forward(module, q, k, v, mask)
     torch.testing.assert_close(found, softmax_of(q @ k.mT / 3, mask) @ v)
 
 
 @pytest.mark.parametrize("mask", [None, MASK[:, 0]], ids=["all", "causal"])
 def test_the_notebook(mask):
     q, k, v = torch.randn(3, 2, 10, 64)
-    function = run("From the notebook with `AttentionHead` 1").scaled_dot_product_attention
+    function = run("From the notebook with `AttentionHead` 2").scaled_dot_product_attention
     found = function(q, k, v, 7.0, nn.Dropout(0.1).eval(), mask)
     torch.testing.assert_close(found, softmax_of(q @ k.mT / 7, mask) @ v)
 
