@@ -95,6 +95,11 @@ def never_skipped(module: nn.Module) -> None:
     module._forward_pre_hooks[-1] = _unchanged
 
 
+def may_be_skipped(module: nn.Module) -> None:
+    """The opposite of :func:`never_skipped`."""
+    module._forward_pre_hooks.pop(-1, None)
+
+
 def _unchanged(module: nn.Module, args: tuple[Any, ...]) -> None:
     pass
 

@@ -281,6 +281,25 @@ def test_hooks_inside_torchs_layers_are_called(inside):
     assert calls == [1]
 
 
+def test_attention_patched_alone_is_not_skipped_by_torchs_layer(monkeypatch):
+    """In evaluation torch's encoder layer computes with its parameters instead, as it does again afterwards."""
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [True] * 5])
+    calls = []
+    forward = fastattn.MultiHeadAttention.forward
+    monkeypatch.setattr(fastattn.MultiHeadAttention, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    with torch.no_grad():
+        wanted = layer(x)
+        fastattn.patch(layer.self_attn)
+        torch.testing.assert_close(layer(x), wanted)
+        assert layer(x, src_key_padding_mask=padding).isfinite().all()
+        assert len(calls) == 2
+        fastattn.unpatch(layer)
+        layer(x)
+    assert len(calls) == 2
+    assert not layer.self_attn.out_proj._forward_pre_hooks
+
+
 def test_hooks_that_were_there_stay():
     norm, calls = nn.LayerNorm(4), []
     norm.register_forward_hook(lambda *_: calls.append(1))

@@ -69,6 +69,7 @@ def patch(model: nn.Module) -> PatchReport:
             left[name] = reason
         else:
             module.__class__ = patched_class(family, type(module))
+            family.attach(module)
             changed[name] = family.family
     return PatchReport(*(dict(reversed(found.items())) for found in (changed, left)))
 
@@ -84,6 +85,7 @@ def unpatch(model: nn.Module) -> PatchReport:
     for name, module in model.named_modules():
         kind: Any = type(module)
         if is_patched(module):
+            kind.detach(module)
             module.__class__ = kind.original
             changed[name] = kind.family
         elif isinstance(module, Family):

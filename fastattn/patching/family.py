@@ -33,6 +33,14 @@ class Family(nn.Module):
         """Why a module that looks like one of this family must keep its own forward; None if it need not."""
         raise NotImplementedError
 
+    @classmethod
+    def attach(cls, module: nn.Module) -> None:
+        """What patching does to the module beside its class."""
+
+    @classmethod
+    def detach(cls, module: nn.Module) -> None:
+        """Undo :meth:`attach`."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name by which pickle and deepcopy could find it.
         reduced: Any = super().__reduce_ex__(protocol)

@@ -13,6 +13,7 @@ import fastattn.nn
 from fastattn.ops.dropout import dropout
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 from fastattn.patching.family import Family, is_served, is_silent
+from fastattn.torch_private import may_be_skipped, never_skipped
 
 
 class TorchFamily(Family):
@@ -91,6 +92,14 @@ def dropout_p(dropout: Any) -> float:
 class MultiheadAttention(TorchFamily, fastattn.nn.MultiHeadAttention, base=nn.MultiheadAttention):
     num_kv_heads = property(lambda self: self.num_heads)
     value_head_dim = property(lambda self: self.head_dim)
+
+    @classmethod
+    def attach(cls, module: Any) -> None:
+        never_skipped(module.out_proj)  # by an encoder layer that is not patched
+
+    @classmethod
+    def detach(cls, module: Any) -> None:
+        may_be_skipped(module.out_proj)
 
 
 class _TransformerLayer(TorchFamily):
