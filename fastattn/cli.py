@@ -1,4 +1,4 @@
-"""The `fastattn` command: train, translate, evaluate, plot, export, bench, info, demo."""
+"""The `fastattn` command: train, translate, evaluate, plot, average, export, bench, info, demo."""
 
 import argparse
 import contextlib
@@ -86,6 +86,12 @@ def _parser() -> _Parser:
     command.set_defaults(run=_plot)
     command.add_argument("folder", metavar="DIR", help="the folder of a run")
     command.add_argument("--output", metavar="FILE", help=".png or .svg (default: DIR/loss.png)")
+
+    command = commands.add_parser("average", help="write the mean of a run's newest checkpoints, as the paper does")
+    command.set_defaults(run=_average)
+    command.add_argument("folder", metavar="DIR", help="the folder of a run")
+    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument("--last", type=int, default=5, metavar="N", help="checkpoints (default 5)")
 
     command = commands.add_parser("export", help="write a trained model in another program's format")
     command.set_defaults(run=_export)
@@ -238,6 +244,13 @@ def _plot(options: argparse.Namespace) -> None:
         raise InputError(f"{options.folder} holds no {METRICS} yet: expected the folder of a run of `fastattn train`")
     plots.loss_curve(rows, picture)
     print(picture)
+
+
+def _average(options: argparse.Namespace) -> None:
+    from fastattn.translation import checkpoint
+
+    checkpoint.average(Path(options.folder), options.last, Path(options.out))
+    print(f"{options.out} holds the mean of {options.last} checkpoints")
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -425,31 +425,6 @@ def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_killed_and_resumed_is_as_never_killed(small, tmp_path):
-    """SIGKILL in the middle of an epoch, wherever the run then is; resumed twice over; the same bits at the end."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    limits = ["--max-steps", "14", "--save-every", "4"]
-    uninterrupted = start(train_arguments(small, whole, *limits))  # a process of its own, as the others are
-    _, err = uninterrupted.communicate(timeout=120)
-    assert uninterrupted.returncode == 0, err
-    for resume, step in (([], 4), (["--resume"], 8)):
-        process = start(train_arguments(small, broken, *limits, *resume))
-        awaited = broken / f"step-{step:08d}"
-        deadline = time.monotonic() + 120
-        while not awaited.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, process.stderr.read()
-        assert awaited.exists()
-        assert not (broken / "step-00000014").exists()
-    finished = start(train_arguments(small, broken, *limits, "--resume"))
-    _, err = finished.communicate(timeout=120)
-    assert finished.returncode == 0, err
-    assert [path.name for path in checkpoint.steps(whole)] == ["step-00000008", "step-00000012", "step-00000014"]
-    assert_same_run(whole, broken)
-    assert [row["step"] for row in read_metrics(whole)] == [4, 8, 12, 14]
-
-
 @pytest.mark.slow
 def test_killed_at_random_moments(small, tmp_path):
     """SIGKILL 20 times: before the first checkpoint, between two, while one is written; the same bits at the end."""

@@ -68,6 +68,7 @@ def test_older_machines(cpu, best):
     assert names == list(dict.fromkeys([best, "generic"]))
 
 
+@pytest.mark.slow
 def test_aarch64():
     """NEON's code, cross-compiled and run by an emulated machine."""
     missing = [command for command in (build.CROSS_COMPILER, "qemu-aarch64") if shutil.which(command) is None]

@@ -522,6 +522,26 @@ def test_an_int8_checkpoint(tmp_path, verses):
         checkpoint.save_int8(model, tokenizer, 5, tmp_path / "small")
 
 
+def test_the_average_of_checkpoints(tmp_path, verses):
+    """The mean of each weight over the newest; fewer than asked for are refused."""
+    models = [small_model() for _ in range(3)]
+    for step, model in enumerate(models):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 10.0**step)
+        checkpoint.save(tmp_path / "run", step, model, verses[2], {})
+    checkpoint.average(tmp_path / "run", 2, tmp_path / "mean")
+    mean, _ = checkpoint.load(tmp_path / "mean")
+    assert checkpoint.updates(tmp_path / "mean") == 2
+    for actual, *parts in zip(*(model.parameters() for model in (mean, *models[1:])), strict=True):
+        torch.testing.assert_close(actual, torch.stack(parts).double().mean(0).float(), rtol=0, atol=0)
+    for last in (0, 4):
+        with pytest.raises(InputError, match=f"last is {last}, expected 1 to 3"):
+            checkpoint.average(tmp_path / "run", last, tmp_path / "other")
+    with pytest.raises(InputError, match="exists already"):
+        checkpoint.average(tmp_path / "run", 1, tmp_path / "mean")
+
+
 def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
     _, _, tokenizer = verses
     model = small_model()

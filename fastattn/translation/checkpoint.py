@@ -59,6 +59,27 @@ def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out
         _write(partial, model, tokenizer, weights, updates)
 
 
+def average(run: Path, last: int, out: Path) -> None:
+    """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) as the new folder ``out``.
+
+    Raises:
+        InputError: ``out`` exists, or the run has fewer checkpoints.
+    """
+    found = steps(run)[-last:] if last > 0 else []
+    if not found or len(found) < last:
+        raise InputError(f"last is {last}, expected 1 to {len(steps(run))}: as many checkpoints as {run} holds")
+    model, tokenizer = load(found[-1])
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
+    for path in found:
+        for total, parameter in zip(sums, load(path)[0].parameters(), strict=True):
+            total += parameter.detach()
+    with torch.no_grad():
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.copy_(total / last)
+    with written_whole(out) as partial:
+        _write(partial, model, tokenizer, _parameters(model), updates(found[-1]))
+
+
 def _parameters(model: Transformer) -> dict[str, Tensor]:
     """On the CPU; tied ones once."""
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}

@@ -33,7 +33,7 @@ from fastattn.translation.sanity import training_warnings
 from fastattn.translation.tokenizer import Tokenizer
 
 METRICS = "metrics.jsonl"
-KEPT_CHECKPOINTS = 3
+KEPT_CHECKPOINTS = 5  # as many as the paper averages
 REPORT_EVERY = 20  # updates
 
 

@@ -1,0 +1,98 @@
+"""Training beside busy neighbours: target tokens a second of `fastattn train`, alone and beside two busy processes, for
+several bounds on how long OpenMP's threads spin.
+
+    python benchmarks/neighbours.py --record
+
+The settings take turns. `--record` keeps the results as benchmarks/results/neighbours-MACHINE.json.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import fastattn
+import fastattn_command
+from fastattn.bench import report
+from fastattn.translation.train import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSES = Path(fastattn.__file__).parent / "verses"
+SETTINGS = {
+    "the command's": {},
+    "OpenMP's own": {"GOMP_SPINCOUNT": "300000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "1000 iterations": {"GOMP_SPINCOUNT": "1000"},
+    "10000 iterations": {"GOMP_SPINCOUNT": "10000"},
+    "100000 iterations": {"GOMP_SPINCOUNT": "100000"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=40, help="of a measurement")
+    parser.add_argument("--busy", type=int, default=2, help="processes")
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args()
+    cases = [(setting, busy) for setting in SETTINGS for busy in (0, options.busy)]
+    found: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    for _ in range(options.rounds):
+        for setting, busy in cases:
+            found[setting, busy].append(tokens_per_second(SETTINGS[setting], busy, options.updates))
+            print(f"{setting}, {busy} busy processes: {found[setting, busy][-1]:.0f} tokens/s", flush=True)
+    medians = {
+        setting: {f"{busy} busy": statistics.median(found[setting, busy]) for busy in (0, options.busy)}
+        for setting in SETTINGS
+    }
+    print(json.dumps(medians, indent=1))
+    if options.record:
+        machine = report.machine()
+        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
+        data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens_per_second": medians}
+        data["spin"] = fastattn_command.SPIN
+        path = ROOT / f"benchmarks/results/neighbours-{report.kind(machine)}.json"
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        os.replace(part, path)
+
+
+def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float:
+    """Of the last updates of a short run: the first ones prepare."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    files = {split: [str(VERSES / f"{split}.{side}") for side in ("en", "es")] for split in ("dev", "test")}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for _ in range(busy):
+            neighbour = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(neighbour.kill)
+        entry = "import fastattn_command, sys; sys.exit(fastattn_command.main())"
+        command = [sys.executable, "-c", entry, "train", "--train", *files["test"], "--valid", *files["dev"]]
+        command += [
+            "--out",
+            f"{folder}/run",
+            "--vocab-size",
+            "4000",
+            "--max-steps",
+            str(updates),
+            "--save-every",
+            "9999",
+        ]
+        subprocess.run(
+            command, env=environment | setting, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        rows = read_metrics(f"{folder}/run")
+    return statistics.median(row["tokens_per_second"] for row in rows[1:])
+
+
+if __name__ == "__main__":
+    main()
