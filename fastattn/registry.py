@@ -14,6 +14,7 @@ What ours does not serve goes on to torch's own.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,11 +79,12 @@ def _serve(*args: Any, **options: Any) -> Tensor:
     if not _is_ours(*args):
         return _torchs_sdpa(*args, **options)
     try:
-        return attention.scaled_dot_product_attention(*args, **options)
+        return _past_fast_path(*args, **options)
     except (TypeError, ValueError):  # what ours refuses torch takes, or refuses in its own words
         return _torchs_sdpa(*args, **options)
 
 
+_past_fast_path = inspect.unwrap(attention.scaled_dot_product_attention)  # which has had its turn
 _serve_plain = fast_path("attention_fast")(_serve)
 
 
