@@ -31,7 +31,6 @@ SETTINGS = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "1000 iterations": {"GOMP_SPINCOUNT": "1000"},
     "10000 iterations": {"GOMP_SPINCOUNT": "10000"},
-    "100000 iterations": {"GOMP_SPINCOUNT": "100000"},
 }
 
 

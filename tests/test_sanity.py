@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,12 @@ def test_translations_in_the_language_of_their_sources(corpus):
     (english, spanish), _ = corpus
     (copying,) = evaluation_warnings(english, english[1:] + english[:1], spanish)
     assert copying.startswith("the translations have more words of the sources than of the references")
+
+
+def test_the_cost_is_linear_in_the_lines(corpus, tokenizer):
+    train, valid = corpus
+    many = tuple(side * 20 for side in train)
+    text = ParallelText(tokenizer, *many)
+    start = time.perf_counter()
+    training_warnings(many, valid, text, tokenizer)
+    assert time.perf_counter() - start < 10  # a median taken anew for every line takes longer

@@ -2,8 +2,9 @@
 
 import collections
 import re
-import statistics
 from collections.abc import Iterable
+
+import torch
 
 from fastattn.translation.data import MAX_TRAINING_PIECES, ParallelText
 from fastattn.translation.tokenizer import Tokenizer
@@ -68,10 +69,10 @@ def _pairing(pairs: Pairs, name: str) -> list[str]:
     sources, targets = pairs
     copied = (_normal(s) == _normal(t) != "" for s, t in zip(sources, targets, strict=True))
     found = _share(copied, COPIES, f"{name} pairs have two equal sides", "a model learns to copy from them")
-    sizes = [[len(line) for line in side] for side in pairs]
-    if len(sources) >= ENOUGH and all(len(set(side)) > 1 for side in sizes):
-        bounded = ([min(size, 3 * statistics.median(side)) for size in side] for side in sizes)  # a few are overlong
-        correlation = statistics.correlation(*bounded)
+    if len(sources) >= ENOUGH:
+        sizes = torch.tensor([[len(line) for line in side] for side in pairs], dtype=torch.float64)
+        bounded = sizes.minimum(3 * sizes.median(dim=1, keepdim=True).values)  # a few are overlong
+        correlation = float(torch.corrcoef(bounded)[0, 1])  # NaN where all lines of a side are as long
         if correlation < PAIRED:
             found.append(
                 f"the lengths of the {name} lines and of their translations hardly go together (correlation "
