@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from fastattn import bench, info
 from fastattn.translation.errors import InputError
 
+DOMAIN = "the enclosed model, of Bible text, English to Spanish"
 EVALUATION_TOKENS = 4096  # a side of a batch
 CHUNK = 16  # batches of standard input that are translated together, if as much has arrived: like lengths share a batch
 
@@ -61,7 +62,9 @@ def _parser() -> _Parser:
 
     command = commands.add_parser("translate", help="translate text with a trained model")
     command.set_defaults(run=_translate)
-    command.add_argument("model", metavar="DIR", help="the folder of a run, or one of its checkpoints")
+    command.add_argument(
+        "model", metavar="DIR", nargs="?", help=f"the folder of a run, or one of its checkpoints (default: {DOMAIN})"
+    )
     command.add_argument("--input", metavar="FILE", help="text or .gz, a sentence a line (default: standard input)")
     command.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
     command.add_argument(
@@ -159,6 +162,9 @@ def _translate(options: argparse.Namespace) -> None:
     from fastattn.translation.data import arriving_lines, read_lines
     from fastattn.translation.search import candidates
 
+    if options.model is None:
+        print(f"fastattn translate: {DOMAIN}", file=sys.stderr)
+        options.model = checkpoint.PRETRAINED
     picture, kind = options.attention, options.attention_kind
     if picture is not None:
         plots.check_path(picture)

@@ -88,6 +88,27 @@ def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
     assert capsysbinary.readouterr().out == printed
 
 
+def test_the_enclosed_model_translates(monkeypatch, capsysbinary):
+    """Without a folder; what it is good for is said, but not among the translations."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"And God said to Moses,\n\nThe king went out.\n")))
+    assert cli.main(["translate"]) == 0
+    out, err = capsysbinary.readouterr()
+    moses, blank, king = out.decode().splitlines()
+    assert {"Dios", "Moisés"} <= set(re.findall(r"\w+", moses))
+    assert blank == ""
+    assert "rey" in king
+    assert err.decode() == "fastattn translate: the enclosed model, of Bible text, English to Spanish\n"
+
+
+@pytest.mark.slow
+def test_how_good_the_enclosed_model_is(capsys):
+    folder = Path(fastattn.__file__).parent
+    test = [str(folder / "verses/test.en"), str(folder / "verses/test.es")]
+    assert cli.main(["evaluate", str(folder / "pretrained"), "--test", *test, "--beam", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] >= 32
+    assert sum(path.stat().st_size for path in (folder / "pretrained").iterdir()) <= 8e6
+
+
 def test_n_best(run, small, tmp_path, capsys):
     (tmp_path / "in").write_text("day\n\nnight\n")
     assert cli.main(["translate", str(run), "--input", str(tmp_path / "in"), "--n-best", "3"]) == 0

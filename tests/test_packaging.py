@@ -414,7 +414,7 @@ def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
 
 
 def test_pure_wheel(checkout, tmp_path):
-    """FASTATTN_BUILD=0: all modules, the corpus, the reason, no library, and nothing else."""
+    """FASTATTN_BUILD=0: all modules, the corpus, the model, the reason, no library, and nothing else."""
     wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="0")
     assert re.fullmatch(r"fastattn-[^-]+-py3-none-any\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
@@ -422,8 +422,12 @@ def test_pure_wheel(checkout, tmp_path):
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
         reason = json.loads(archive.read("fastattn/_build.json"))["cpu"]["reason"]
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn").rglob("*.py")}
-    corpus = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn/verses").iterdir()}
-    assert {name for name in names if ".dist-info/" not in name} == modules | corpus | {
+    data = {
+        path.relative_to(checkout).as_posix()
+        for folder in ("pretrained", "verses")
+        for path in (checkout / "fastattn" / folder).iterdir()
+    }
+    assert {name for name in names if ".dist-info/" not in name} == modules | data | {
         "fastattn/_build.json",
         "fastattn_command.py",
     }

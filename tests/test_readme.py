@@ -34,4 +34,4 @@ def test_commands_are_understood():
     block = re.search(r"## Translate\n.*?```sh\n(.*?)```", README, re.DOTALL)[1]
     commands = re.findall(r"^(?:.*\| )?fastattn (.*)$", block, re.MULTILINE)
     parsed = [cli._parser().parse_args(shlex.split(command)).command for command in commands]
-    assert list(dict.fromkeys(parsed)) == ["train", "translate", "evaluate", "plot", "export", "info"]
+    assert list(dict.fromkeys(parsed)) == ["translate", "train", "evaluate", "plot", "average", "export", "info"]

@@ -28,6 +28,7 @@ from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
+PRETRAINED = Path(__file__).parent.parent / "pretrained"  # the enclosed model: of Bible text, English to Spanish
 PARTIAL = ".partial-"  # begins the name of what is still being written or already being removed
 
 
