@@ -1,5 +1,7 @@
 """What fastattn asks of torch's private parts, one test each: what fails here, torch has changed."""
 
+import threading
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -183,6 +185,9 @@ def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
         assert not calls
         torch_private.never_skipped(layer.self_attn.out_proj)
         layer(x)
+        assert len(calls) == 1
+        torch_private.may_be_skipped(layer.self_attn.out_proj)
+        layer(x)
     assert len(calls) == 1
 
 
@@ -221,6 +226,31 @@ def test_flash_attention_is_enabled_unless_excluded():
     assert torch_private.is_flash_enabled()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert not torch_private.is_flash_enabled()
+
+
+def test_a_cache_key_tag_holds_in_every_thread():
+    found = []
+
+    def ask():
+        found.append(torch.compiler.config.cache_key_tag)
+
+    tag = torch_private.CacheKeyTag(" ours")
+    for end in (tag.remove, lambda: None):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        ask()
+        end()
+    assert found == [" ours", " ours", "", ""]
+
+
+def test_an_attention_implementation_is_forgotten():
+    torch.nn.attention.register_flash_attention_impl("ours", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    torch.nn.attention.activate_flash_attention_impl("ours")
+    torch_private.forget_attention_impl("another")
+    assert torch.nn.attention.current_flash_attention_impl() == "ours"
+    torch_private.forget_attention_impl("ours")
+    assert torch.nn.attention.current_flash_attention_impl() is None
 
 
 def test_tracers_are_recognised():
