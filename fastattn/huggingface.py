@@ -31,6 +31,7 @@ def register() -> None:
     with "eager" in evaluation and in training, attention dropout included. It takes padding, causal masks, sliding
     windows, caches, grouped heads, position biases and masks of the user's, and returns the weights where the model
     hands ``output_attentions`` on. A query that sees no key, as padding on the left, gives 0.
+
     What changes the mathematics and is lacking here (soft-capping, attention sinks, sparse indices, paged caches)
     raises ValueError by name in the forward pass.
 
