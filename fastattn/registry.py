@@ -89,8 +89,8 @@ _serve_plain = fast_path("attention_fast")(_serve)
 
 
 def _sdpa(*args: Any, **options: Any) -> Tensor:
-    """The kernel in the place of torch's. What takes microseconds comes first: float64, which is torch's, and what the
-    compiled fast path looks at itself."""
+    """The kernel in the place of torch's. The cheapest questions come first: float64, which torch serves, then the fast
+    path, whose compiled function checks its arguments itself."""
     if args[0].dtype is torch.float64 and thread.forced is None:
         return _torchs_sdpa(*args, **options)
     return (_serve_plain if is_flash_enabled() else _serve)(*args, **options)
@@ -121,7 +121,7 @@ def _sdpa_of_python(*args: Any, **kwargs: Any) -> Tensor:
         return torchs(*args, **kwargs)
 
 
-# Inside a function that a mode was asked for there is no mode: its calls are led to ours by name.
+# A mode is off while it handles a function: in this copy the calls inside are bound to ours by name.
 _multi_head_attention_forward = replace_globals(
     functional.multi_head_attention_forward,
     has_torch_function=lambda tensors: False,

@@ -90,8 +90,8 @@ def bind_apply(function: type[SingleLevelFunction]) -> Callable[..., Any]:
 
 
 def never_skipped(module: nn.Module) -> None:
-    """Have torch's encoder layer call its parts, this one among them. In evaluation it would compute with their
-    parameters instead, unless one has a hook. No other hook's handle has this number, in whatever process."""
+    """Have torch's encoder layer call its submodules, this one among them: in evaluation it would read their
+    parameters instead, unless one has a hook. The hooks' handles count from 0, so no other has the number -1."""
     module._forward_pre_hooks[-1] = _unchanged
 
 

@@ -21,7 +21,7 @@ namespace fastattn {
 
 namespace {
 
-// The device of an operand, the current one while this lives, and its current stream.
+// An operand's device, which is the current device in this scope, and its current stream.
 struct Backend {
   static constexpr bool kSumsMaskGrad = false;
   Device device;

@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::op
   return {out, mean, rstd};
 }
 
-// A whole public call, as attention_fast: undefined where it is not a plain one.
+// A whole public call, as attention_fast: an undefined tensor for any that is not plain.
 Tensor layer_norm_fast(const Tensor& input, std::vector<int64_t> normalized_shape, const std::optional<Tensor>& weight,
                        const std::optional<Tensor>& bias, double eps) {
   Dtype dtype;

@@ -182,7 +182,7 @@ inline Mask mask_of(const std::optional<Tensor>& tensor) {
   return mask;
 }
 
-// Of a mask whose gradient is wanted: that has all of its elements, those too that share their memory.
+// For a mask whose gradient is wanted: a gradient has an element for each of the mask's, expanded ones too.
 inline void set_all_elements(Mask& mask, const Tensor& tensor) {
   mask.batches = tensor.size(0), mask.heads = tensor.size(1), mask.rows = tensor.size(2), mask.columns = tensor.size(3);
 }

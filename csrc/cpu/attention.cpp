@@ -78,7 +78,7 @@ struct Forward {
     MaskBuffers mask;
     Panel panel[kTaskPanels];
     FewRows few;
-    Partial total;  // of the chunks of keys so far, for each query of the task; where there is more than one
+    Partial total;  // the running sum over chunks of keys, a row for each query of the task; empty for one chunk
   };
 
   Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {

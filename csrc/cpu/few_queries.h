@@ -15,7 +15,7 @@ FASTATTN_INLINE void prefetch_row(const T* row, int length) {
     __builtin_prefetch((const char*)row + byte, 0, 2);
 }
 
-// How many of the keys from `first` have another a block ahead of them.
+// How many of the block of keys from `first` have a key one block further on, to prefetch.
 FASTATTN_INLINE int rows_ahead(int64_t first, int64_t end) { return (int)min(max(end - first - kBlockN, 0), kBlockN); }
 
 // x[r * C + j] += row_r other_j, lane by lane, for n elements of R rows and C others.
@@ -57,8 +57,8 @@ FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* fr
   return x[0];
 }
 
-// product (rows, kBlockN) = scale row_r . from_j for `count` others, then anything up to the end of a vector. `row`
-// (rows, width) is padded with zeros to whole vectors. `ahead` of the others have one a block ahead to prefetch.
+// product (rows, kBlockN) = scale row_r . from_j for j < count; the rest of the last vector is arbitrary. `row`
+// (rows, width) is padded with zeros to whole vectors. For j < ahead, prefetches from_(j + kBlockN).
 template <int R = kRowsAtOnce, class T>
 void row_products(int rows, const float* row, int64_t width, const T* from, int64_t stride, int count, int length,
                   float scale, int ahead, float* product) {

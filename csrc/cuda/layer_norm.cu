@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kMaxGroups = 512;  // of rows, over whose sums the parameters' gradients are then reduced
 
-// The mean, less the first element, and the squared deviations from it of what a thread reads of a row in pieces,
-// merged piece by piece (Chan, Golub and LeVeque): neither a large mean nor pieces far apart cost accuracy.
+// Of what a thread reads of a row in pieces: the mean, relative to the first element, and the sum of squared deviations
+// from it, merged piece by piece (Chan, Golub and LeVeque), which is accurate for large and for differing means.
 struct Deviations {
   float origin, mean = 0, squares = 0, count = 0;
 

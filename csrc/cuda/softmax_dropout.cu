@@ -46,7 +46,7 @@ __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_
   for (int e = 0; e < kVector; ++e, mask += s.mask.column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
 }
 
-// What the mask adds to the scores of eight columns; -inf hides one, whatever it is.
+// What the mask adds to the scores of eight columns; -inf hides a column, whatever its score.
 __device__ void read_mask(const Scores& s, const Row& row, bool wide, int64_t column, float (&added)[kVector]) {
   switch (s.mask.dtype) {
     case Dtype::float32: return read_elements<float>(s, row, wide, column, added);

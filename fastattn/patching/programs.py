@@ -4,7 +4,7 @@
 - a notebook with one module for each head
 - the Annotated Transformer
 
-Their arithmetic is kept with its slips: a query with every key masked weighs all of them alike, the notebook divides
+Their arithmetic is kept with its errors: a query with every key masked weighs all of them alike, the notebook divides
 the scores by d_k^2 and adds the value rather than the query.
 """
 
@@ -36,8 +36,8 @@ def attend(
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """dropout(softmax(masked_fill(scale * query @ key^T, mask == 0, -1e9))) @ value, and what returns the weights.
 
-    -1e9 is nothing beside a score and everything beside itself: a row that is masked whole weighs all keys alike, and
-    has no gradient to query and key. It is a row of which the query is 0 and that sees all keys.
+    Beside a score -1e9 has weight 0; in a fully masked row it is the maximum, so all keys weigh the same, without a
+    gradient to query and key. Such a row is computed with a query of 0 that sees all keys.
     """
     query, key, value = check.autocast_low(query, key, value)
     visible = None

@@ -65,8 +65,8 @@ class _Pointer(MockTensor):
 
 
 def _unknown(argument: Any) -> Any:
-    """What a kernel is compiled for in an argument's place: its type alone. In tuples Triton specialises whatever it is
-    told, for numbers that are 1 or multiples of 16 and for aligned pointers."""
+    """What stands for an argument at compilation, so that Triton knows its type alone. ``do_not_specialize`` has no
+    effect in tuples: there Triton specialises for numbers that are 1 or multiples of 16 and for aligned pointers."""
     if isinstance(argument, tuple):
         return type(argument)(*map(_unknown, argument))
     kind = type(argument)

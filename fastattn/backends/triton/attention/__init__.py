@@ -222,7 +222,7 @@ class _Call:
         return out, lse, stats
 
     def grad_heads(self, grad_out: Tensor) -> Heads:
-        """The output's gradient, as aligned as the operands, by a copy if it must be."""
+        """The output's gradient, copied if it is less aligned than the operands."""
         heads = heads_of(grad_out)
         if self.is_aligned and not self._are_aligned(heads):
             heads = heads_of(grad_out.clone(memory_format=torch.contiguous_format))

@@ -51,8 +51,8 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _normaliser(rows, at, inside, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
-    """(shift, inverse_sum) of ``_probabilities``. FOLD_SUM puts the sum into the shift, which saves the product and is
-    as exact as 16-bit operands deserve; under a float mask the maximum may be too large for that."""
+    """(shift, inverse_sum) of ``_probabilities``. FOLD_SUM folds the sum into the shift, which saves a product and is
+    exact enough for 16-bit operands; not under a float mask, beside whose large maximum log2(sum) would round away."""
     shift = tl.load(rows.row_max + at, mask=inside, other=0.0)
     row_sum = tl.load(rows.row_sum + at, mask=inside, other=0.0)
     inverse_sum = tl.where(row_sum == 0, 0.0, 1 / row_sum)
@@ -109,7 +109,7 @@ def grad_query_kernel(
     for PARTIAL in tl.static_range(2):
         for n in tl.range(plan[PARTIAL], disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
             first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
-            if lists is not None:  # for the sake of register pressure
+            if lists is not None:  # lowers register pressure
                 h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
                 keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
                 values = head_of(problem.value, b, h // problem.group, sequence.first_key)
@@ -174,7 +174,7 @@ def grad_key_value_kernel(
             plan = tile_plan(lists, own_b, own_h, tile_k, sequence, BLOCK_N, BLOCK_M, True)
             for n in tl.range(plan[PARTIAL], disable_licm=True):
                 first_i = tile(plan, n, lists, PARTIAL) * BLOCK_M
-                if lists is not None:  # for the sake of register pressure
+                if lists is not None:  # lowers register pressure
                     h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
                 queries = head_of(problem.query, b, h, sequence.first_query)
                 grads = head_of(grad_out, b, h, sequence.first_query)
@@ -207,7 +207,7 @@ def grad_key_value_kernel(
                     dropped = tl.where(kept, p, 0.0)
                     dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
                 elif PARTIAL & (BLOCK_D + BLOCK_DV > 256) & (q.dtype == tl.float32):
-                    # P itself, but made here: kept in shared memory from where it is made, it would exceed 99 KiB.
+                    # P, rematerialised: kept in shared memory from above, it would exceed 99 KiB.
                     dropped = tl.where(x == -INFINITY, 0.0, p)
                 dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])

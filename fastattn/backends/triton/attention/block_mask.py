@@ -17,8 +17,8 @@ ALL: tl.constexpr = tl.constexpr(2)
 
 
 class TileLists(NamedTuple):
-    """(B, H, owned tiles, 2 + count) int32: how many full and partial tiles, the full ones, and from the end backwards
-    the partial ones."""
+    """(B, H, owned tiles, 2 + count) int32: the number of full tiles, the number of partial ones, the full tiles from
+    the front, the partial ones from the back."""
 
     pointer: Any
     batch: Any  # strides
@@ -40,8 +40,8 @@ class Cover(NamedTuple):
 class Plan(NamedTuple):
     full_tiles: Any
     partial_tiles: Any
-    full: Any  # the first full tile, or where they are listed
-    partial: Any  # partial tiles before the full ones, or where they are listed, backwards
+    full: Any  # the first full tile; of lists a pointer to it
+    partial: Any  # how many partial tiles precede the full ones; of lists a pointer to the first, the others before it
 
 
 @triton.jit

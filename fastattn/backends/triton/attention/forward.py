@@ -78,7 +78,7 @@ def forward_kernel(
         begin, end = plan[PARTIAL] * split // num_splits, plan[PARTIAL] * (split + 1) // num_splits
         for n in tl.range(begin, end, disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
             first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
-            if lists is not None:  # for the sake of register pressure
+            if lists is not None:  # lowers register pressure
                 h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
                 keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
                 values = head_of(problem.value, b, h // problem.group, sequence.first_key)

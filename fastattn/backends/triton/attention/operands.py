@@ -84,8 +84,8 @@ def wide(n):
 
 @triton.jit
 def rematerialise(x, n):
-    """x, opaque to the compiler; 0 <= n < 2**30 is unknown to it. What is computed from the result is not kept in
-    registers from before."""
+    """x, opaque to the compiler, which does not know that 0 <= n < 2**30: what follows from the result is computed
+    here, rather than kept in registers from an earlier use of x."""
     return x + (n >> 30)
 
 

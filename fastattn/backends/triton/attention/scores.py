@@ -1,7 +1,7 @@
-"""Scores of a tile, what hides some of them, and the exponential.
+"""Scores of a tile, their masking, and the exponential.
 
-x is a score before what is left to the exponential: Q K^T or, PRESCALED, magnitude * Q K^T + mask. The scale's sign is
-in Q, so that a larger x is a larger score. m is the row's maximum in the units of ``to_exponent``.
+x is a score but for the factor that ``to_exponent`` adds: Q K^T or, PRESCALED, magnitude * Q K^T + mask. The scale's
+sign is in Q, so that a larger x is a larger score. m is the row's maximum in the units of ``to_exponent``.
 """
 
 from __future__ import annotations
