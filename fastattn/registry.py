@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +34,7 @@ from fastattn.torch_private import (
     Implementations,
     composite,
     forget_attention_impl,
+    forget_compiled,
     is_batched,
     is_flash_enabled,
     is_tracers,
@@ -338,7 +338,7 @@ def _or_torchs(function: Callable[..., Any], key: str) -> Callable[..., Any]:
     except RuntimeError:
         torchs = None  # this torch has none for the device
 
-    def implementation(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+    def implementation(keys: Any, *args: Any, **options: Any) -> Any:
         try:
             with torch.no_grad(), without_autocast(args[0].device):
                 return function(*args, **options)
@@ -373,7 +373,7 @@ class Handle:
             present = ",".join(name for name, backend in TABLE.items() if not backend.MISSING)
             tag = CacheKeyTag(f" fastattn {CONTRACT} {present}")
             self._installed = Implementations(functions, kernels), tag
-            _compile_anew()
+            forget_compiled()
         return self
 
     def remove(self) -> None:
@@ -383,12 +383,7 @@ class Handle:
                 installed.remove()
             self._installed = None
             forget_attention_impl(NAME)
-            _compile_anew()
-
-
-def _compile_anew() -> None:
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+            forget_compiled()
 
 
 handle = Handle()

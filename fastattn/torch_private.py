@@ -166,6 +166,12 @@ def forget_attention_impl(name: str) -> None:
         _registry._FLASH_ATTENTION_ACTIVE = None
 
 
+def forget_compiled() -> None:
+    """Have torch.compile compile everything anew. Where nothing is compiled, dynamo is not imported for this."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def replace_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """A Python function of torch's that finds these names in place of its module's."""
     if not isinstance(function, types.FunctionType):

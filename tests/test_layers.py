@@ -78,6 +78,13 @@ def in_circles(arrows: dict) -> list:
     return sorted(left)
 
 
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_private_parts_of_torch_are_in_one_module(path):
+    """By name; what is private of an object's attributes shows only where it breaks."""
+    private = re.findall(r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*", path.read_text())
+    assert path.stem == "torch_private" or not private
+
+
 def test_imports_have_no_circle():
     assert not in_circles({module_name(path): imports(path) & NAMES for path in MODULES})
 

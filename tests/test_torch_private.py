@@ -253,6 +253,15 @@ def test_an_attention_implementation_is_forgotten():
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
+def test_compiled_code_is_forgotten():
+    traced = []
+    double = torch.compile(lambda x: traced.append(1) or x * 2, backend="eager")
+    for _ in range(2):
+        double(X)
+        torch_private.forget_compiled()
+    assert len(traced) == 2
+
+
 def test_tracers_are_recognised():
     kinds = []
 

@@ -98,7 +98,7 @@ def _dropout(case: Case, x: Tensor) -> Tensor:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = 1000  # a version for each case; beyond the limit it raises
+    torch.compiler.config.recompile_limit = 1000  # a version for each case; beyond the limit it raises
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
