@@ -67,8 +67,8 @@ def run(out: str | None = None) -> int:
     _title("The same sentences")
     model, tokenizer, translations = _show(best, sources, references, shown)
     print(
-        "That many updates teach it the language and some of the words: a BLEU below 10 is to be expected. Ten times\n"
-        "as many, with `fastattn train` on the same text, made the enclosed one."
+        "That many updates teach it the language and some of the words: a BLEU of about 10 is to be expected. More than\n"
+        "ten times as many, with `fastattn train` on the same text, made the enclosed one."
     )
 
     plots.loss_curve(read_metrics(folder), folder / "loss.png")

@@ -1,5 +1,6 @@
-"""What docs/migrate.md shows runs, and computes what the code that it replaces does."""
+"""What docs/migrate.md shows runs, and computes what the code that it replaces does; the design lists what there is."""
 
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 import fastattn
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs/migrate.md").read_text()
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "migrate.md").read_text()
 # (its heading and its number below it, the block)
 BLOCKS = {
     f"{section.splitlines()[0]} {number}": block
@@ -96,3 +98,14 @@ def test_the_notebooks_heads_at_once():
     parts = [softmax_of((x @ q.T) @ (x @ k.T).mT / temperature, None) @ (x @ v.T) for q, k, v in heads]
     wanted = torch.cat(parts, -1) @ out.T
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_the_design_lists_the_public_signatures():
+    block = re.search(r"## 2. Public surface\n.*?```python\n(.*?)```", (DOCS / "design.md").read_text(), re.DOTALL)[1]
+    lines = re.sub(r" *#.*", "", block).replace("\n  ", " ").splitlines()  # a signature a line
+    functions = [line.partition("(")[::2] for line in lines if re.fullmatch(r"[a-z_]+\(.*=.*\)", line)]
+    assert len(functions) == 7
+    for name, listed in functions:
+        actual = inspect.signature(getattr(fastattn, name))
+        untyped = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in actual.parameters.values()]
+        assert inspect.signature(eval(f"lambda {listed[:-1]}: None")) == inspect.Signature(untyped), name
