@@ -45,6 +45,7 @@ class Instruction:
     opcode: str
     operands: str
     control: int  # stall count, and which scoreboards are set and waited for, as encoded
+    descriptor: int = 0  # of a fifth-generation tensor core's instruction: PTX ISA, tcgen05, instruction descriptor
 
     @cached_property
     def base(self) -> str:
@@ -86,12 +87,24 @@ class Instruction:
 
     @property
     def multiply_adds(self) -> int:
-        """Of a warp: a quarter of its warpgroup's. 0 where the shape is not in the opcode, as of tcgen05."""
+        """Of a warp: a quarter of its warpgroup's. A program's, of a fifth-generation tensor core; 0: not known."""
+        if self.is_fifth:
+            return self.rows * (self.descriptor >> 17 & 63) * 8 * 16
         if shape := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
             rows, columns, depth = map(int, shape.groups())
             return rows * columns * depth // 4
         shape = re.match(r"HMMA\.(168(?:8|16))\b", self.opcode)
         return {"16816": 2048, "1688": 1024}[shape[1]] if shape else 0
+
+    @property
+    def is_fifth(self) -> bool:
+        """Whether one thread starts it for all of a program, on a fifth-generation tensor core."""
+        return self.base.startswith("UTC") and self.pipe == "tensor"
+
+    @property
+    def rows(self) -> int:
+        """Of a product on a fifth-generation tensor core."""
+        return (self.descriptor >> 24 & 31) * 16
 
     @property
     def bits(self) -> int:
@@ -114,6 +127,13 @@ class Instruction:
         return 0
 
     @property
+    def tensor_memory_bytes(self) -> float:
+        """Bytes of tensor memory that a warp's instruction moves."""
+        registers = re.search(r"\.x(\d+)", self.opcode) if self.pipe == "tmem" else None
+        lanes = 16 if ".16dp" in self.opcode else 32
+        return int(registers[1]) * lanes * 4 if registers else 0
+
+    @property
     def is_from_shared(self) -> bool:
         """Whether wgmma's first operand lies in shared memory."""
         return self.operands.split(", ")[1].startswith("gdesc")
@@ -121,10 +141,15 @@ class Instruction:
 
 def parse(disassembly: str) -> list[Instruction]:
     """The instructions of a disassembly of one kernel with their encodings (``cuobjdump --dump-sass``)."""
-    return [
-        Instruction(int(address, 16), predicate, opcode, operands, int(word, 16) >> _CONTROL & 0x1FFFF)
-        for address, predicate, opcode, operands, word in _INSTRUCTION.findall(disassembly)
-    ]
+    found, constants = [], {}
+    for address, predicate, opcode, operands, word in _INSTRUCTION.findall(disassembly):
+        if constant := opcode == "UMOV" and re.fullmatch(r"(UR\d+), 0x([0-9a-f]+)", operands):
+            constants[constant[1]] = int(constant[2], 16)
+        register = re.search(r"\bidesc\[(UR\d+)\]", operands)
+        descriptor = constants.get(register[1], 0) if register else 0
+        control = int(word, 16) >> _CONTROL & 0x1FFFF
+        found.append(Instruction(int(address, 16), predicate, opcode, operands, control, descriptor))
+    return found
 
 
 def written(instructions: list[Instruction]) -> str:

@@ -32,7 +32,6 @@ class Attention:
     shared: int  # bytes a program
     fetched: float  # bytes a score from L2; sums in float32 that are added to there count twice
     warps: int = 0  # of a program that multiply, if not all do
-    scores: int = 0  # of a program in an iteration, where instructions do not say (tcgen05)
 
     @property
     def machine(self) -> Machine:
@@ -49,10 +48,14 @@ class Loop:
 
     def multiply_adds(self, i: Instruction) -> float:
         """Of a warp: its part of what a program's instruction does for all."""
-        if not self.kernel.scores or i.pipe != "tensor":
-            return i.multiply_adds
-        count = sum(one.pipe == "tensor" for one in self.body)
-        return self.kernel.scores * self.kernel.products * self.kernel.head_dim / self._warps / count
+        return i.multiply_adds / self._warps if i.is_fifth else i.multiply_adds
+
+    def tensor_clocks(self, i: Instruction) -> float:
+        """Of an SM, for a warp's part."""
+        machine = self.kernel.machine
+        if i.is_fifth and i.rows:
+            return self.multiply_adds(i) / machine.matrix * max(1, rates.FULL_ROWS / i.rows)
+        return self.multiply_adds(i) / (machine.mma if i.base == "HMMA" else machine.matrix)
 
     @property
     def _warps(self) -> int:
@@ -73,7 +76,6 @@ class Loop:
     def clocks(self) -> dict[str, float]:
         """What each pipe needs."""
         machine, count = self.kernel.machine, Counter(self.per_score)
-        rate = machine.matrix if any(i.base != "HMMA" for i in self.body if i.pipe == "tensor") else machine.mma
         integers = 32 * (count["imad"] + count["imad_move"] + 2 * count["wide"]) / machine.imad
         multiplied = count["fp32"] + count["imad"] + count["imad_move"] + count["wide"]
         if machine.shares_multiplier:
@@ -82,12 +84,13 @@ class Loop:
             fma = max(32 * multiplied / machine.fp32, integers)
         logic = count["max"] + count["select"] + count["convert"] + count["int"] + count["move"]
         return {
-            "tensor": sum(map(self.multiply_adds, self.body)) / self.scores / rate,
+            "tensor": sum(self.tensor_clocks(i) for i in self.body if i.pipe == "tensor") / self.scores,
             "mufu": 32 * count["mufu"] / machine.mufu,
             "fma": fma,
             "alu": 32 * logic / machine.alu,
             "shared": sum(i.shared_bytes for i in self.body) / self.scores / machine.bytes
             + 32 * count["shuffle"] / machine.shuffle,
+            "tmem": sum(i.tensor_memory_bytes for i in self.body) / self.scores / machine.tensor_memory,
             "l2": 32 * self.kernel.fetched / machine.l2,
             "issue": len(self.body) / self.scores / SCHEDULERS,
         }
@@ -114,7 +117,7 @@ class Loop:
         machine, warps = self.kernel.machine, -(-self._warps // SCHEDULERS)
         distances = (0.0, 0.3, 0.7, 1.3) if self.programs > 1 else (0.0,)
         clocks = [
-            simulate(self.body, machine, self.programs, warps, self.multiply_adds, distance) for distance in distances
+            simulate(self.body, machine, self.programs, warps, self.tensor_clocks, distance) for distance in distances
         ]
         mean = sum(clocks) / len(clocks) / (self.programs * warps * self.scores) / SCHEDULERS
         return min(self.rate(max(mean, self.clocks["l2"])), machine.sustained * machine.peak)

@@ -34,6 +34,7 @@ class Machine:
     mufu: int = 16
     shuffle: int = 32
     bytes: int = 128
+    tensor_memory: int = 512  # bytes, of B200: a register of every thread of a warpgroup [a]
 
     @property
     def shares_multiplier(self) -> bool:
@@ -54,7 +55,7 @@ RESERVED_SHARED = 1024  # bytes of shared memory that the system takes of each p
 # Clocks from when a pipe is done to when the result is there [3, 4; "sync" and "barrier" a], by pipe; 4 of all others.
 LATENCY = {
     "mufu": 24, "shared": 30, "shuffle": 26, "global": 320, "local": 40, "sync": 20, "convert": 14, "int": 14,
-    "wide": 6,
+    "wide": 6, "tmem": 30,
 }  # fmt: skip
 OPERANDS_READ = 8  # until a pipe has read its operands
 FENCE = 30  # more until a warp goes on behind a fence [a]
@@ -63,4 +64,5 @@ ARRIVAL = 12  # until one warpgroup's arrival at a named barrier lets another go
 PRODUCTS = 24  # until a warpgroup's waiting for its matrix products ends [4]
 COPY = 600  # of an asynchronous copy from global memory [4]
 # Clocks of work that may wait in front of a pipe without keeping its warp [a].
-QUEUE = {"memory": 64.0, "global": 64.0, "mufu": 16.0, "matrix": 256.0}
+QUEUE = {"memory": 64.0, "tmem": 64.0, "global": 64.0, "mufu": 16.0, "matrix": 256.0}
+FULL_ROWS = 128  # of a product on a fifth-generation tensor core; fewer take as long [a]

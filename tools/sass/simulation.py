@@ -12,7 +12,7 @@ from sass.code import Instruction
 from sass.rates import LATENCY, QUEUE, SCHEDULERS, Machine
 
 _PARTS = {
-    "max": "alu", "select": "alu", "convert": "alu", "int": "alu", "move": "alu", "imad_move": "imad", "tmem": "memory",
+    "max": "alu", "select": "alu", "convert": "alu", "int": "alu", "move": "alu", "imad_move": "imad",
     "shuffle": "memory", "shared": "memory",
 }  # fmt: skip
 
@@ -30,8 +30,9 @@ class _Step(NamedTuple):
     waits: tuple[int, ...]
     arrives: bool  # at a named barrier for others, without waiting
     meets: bool  # the program's other warps, at a barrier
-    commits: str  # "products" or "copies" before it, to be waited for together
-    pending: tuple[str, int] | None  # waits until no more groups of these are pending
+    commits: str  # what waits for it, and all of its kind before it, as a group: "products", "copies", a barrier
+    awaits: str  # the same of it: until it, or what its scoreboard stands for, no more groups than these are pending
+    pending: int
 
 
 @dataclasses.dataclass
@@ -42,20 +43,42 @@ class _Warp:
     iteration: int = 0
     is_waiting: bool = False  # at a barrier
     boards: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 6)  # clocks at which they are free
-    groups: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"products": [], "copies": []})
+    multiplied: float = 0.0  # clock at which its matrix products are done
+    groups: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
-def _step(i: Instruction, machine: Machine, multiply_adds: Callable[[Instruction], float]) -> _Step:
+def _barriers(loop: Sequence[Instruction]) -> dict[int, str]:
+    """By place: the barrier in shared memory that a fifth-generation tensor core arrives at, or that is waited for.
+
+    A wait is for the products whose barrier it names. Where compilers have named one in two ways, the next wait that
+    names no other is for it; the rest are for copies.
+    """
+    arrivals = {place: i.operands.partition("]")[0] for place, i in enumerate(loop) if i.base == "UTCBAR"}
+    waits = {
+        place: i.operands[i.operands.index("[") :].partition("]")[0]
+        for place, i in enumerate(loop)
+        if "PHASECHK" in i.opcode
+    }
+    found = arrivals | {place: name for place, name in waits.items() if name in arrivals.values()}
+    for place, name in arrivals.items():
+        if name not in waits.values():
+            rest = [wait for wait in waits if wait not in found]
+            found |= dict.fromkeys((*(w for w in rest if w > place), *rest)[:1], name)
+    return found
+
+
+def _step(i: Instruction, machine: Machine, tensor_clocks: Callable[[Instruction], float], barrier: str) -> _Step:
     lanes = {
         "fp32": machine.fp32, "mufu": machine.mufu, "imad": machine.imad, "wide": machine.imad / 2, "alu": machine.alu,
     }  # fmt: skip
     unit = "memory" if i.base == "LDGSTS" else _PARTS.get(i.pipe, i.pipe)
     slack = QUEUE.get(unit, 0.0)
     if i.pipe == "tensor":
-        is_warp = i.base in ("HMMA", "IMMA")
-        clocks = multiply_adds(i) * SCHEDULERS / (machine.mma if is_warp else machine.matrix)
-        if not is_warp:
+        clocks = tensor_clocks(i) * SCHEDULERS
+        if i.base not in ("HMMA", "IMMA"):
             clocks, slack = max(clocks, i.shared_bytes * SCHEDULERS / machine.bytes), QUEUE["matrix"]
+    elif i.pipe == "tmem":
+        clocks = i.tensor_memory_bytes * SCHEDULERS / machine.tensor_memory
     elif i.pipe == "shuffle":
         clocks = 32 * SCHEDULERS / machine.shuffle
     elif unit == "memory":
@@ -64,15 +87,17 @@ def _step(i: Instruction, machine: Machine, multiply_adds: Callable[[Instruction
         clocks = 32 * SCHEDULERS / lanes[unit] if unit in lanes else 1.0
     if unit in ("imad", "wide"):
         unit = "fp32" if machine.shares_multiplier else "imad"
-    pending = None
+    awaits = "" if i.base == "UTCBAR" else barrier
     if "DEPBAR" in i.opcode and i.base in ("WARPGROUP", "DEPBAR"):
-        pending = ("products" if i.base == "WARPGROUP" else "copies"), i.count or 0
-    commits = "copies" if i.base == "LDGDEPBAR" else "products" if "gsb0" in i.operands else ""
+        awaits = "products" if i.base == "WARPGROUP" else "copies"
+    commits = barrier if i.base == "UTCBAR" else "products" if i.pipe == "tensor" and "gsb0" in i.operands else ""
+    if i.base == "LDGDEPBAR":
+        commits = "copies"
     stall = max(1, i.stall) + (rates.FENCE if i.base in ("MEMBAR", "FENCE") else 0)
     is_barrier, arrives = i.base == "BAR", ".ARV" in i.opcode
     return _Step(
         unit, clocks, slack, LATENCY.get(i.pipe, 4), stall, i.write, i.read, i.waits, is_barrier and arrives,
-        is_barrier and not arrives, commits, pending,
+        is_barrier and not arrives, commits, awaits, 0 if barrier else i.count or 0,
     )  # fmt: skip
 
 
@@ -81,7 +106,7 @@ def simulate(
     machine: Machine,
     programs: int,
     warps: int,
-    multiply_adds: Callable[[Instruction], float],
+    tensor_clocks: Callable[[Instruction], float],
     distance: float = 0.0,
     iterations: int = 12,
 ) -> float:
@@ -91,7 +116,8 @@ def simulate(
     the code says. Bulk copies are taken to arrive in time. ``distance`` is how far one program is behind another, in
     iterations of an instruction a clock.
     """
-    steps = [_step(i, machine, multiply_adds) for i in loop]
+    barriers = _barriers(loop)
+    steps = [_step(i, machine, tensor_clocks, barriers.get(place, "")) for place, i in enumerate(loop)]
     everyone = [_Warp(n // warps, distance * len(steps) * (n // warps)) for n in range(programs * warps)]
     # Warpgroups that let each other go on in turn by named barriers: each waits for the one before it.
     takes_turns = sum(step.arrives for step in steps) == sum(step.meets for step in steps) == 1
@@ -109,10 +135,10 @@ def simulate(
             step = steps[warp.at]
             start = max((warp.boards[board] for board in step.waits), default=0.0)
             start = max(start, warp.ready, free[step.unit] - step.slack)
-            if step.pending:
-                groups = warp.groups[step.pending[0]]
-                if len(groups) > step.pending[1]:
-                    start = max(start, groups[-step.pending[1] - 1])
+            groups = warp.groups[step.awaits] if step.awaits else []
+            complete = groups[-step.pending - 1] if len(groups) > step.pending else 0.0
+            if step.write == 7:
+                start = max(start, complete)
             if step.meets and takes_turns:
                 if not turns[number]:
                     soonest = min(soonest, now + 1)
@@ -132,11 +158,13 @@ def simulate(
                 continue
             done = free[step.unit] = max(now, free[step.unit]) + step.clocks
             if step.write < 6:
-                warp.boards[step.write] = max(warp.boards[step.write], done + step.latency)
+                warp.boards[step.write] = max(warp.boards[step.write], done + step.latency, complete)
             if step.read < 6:
                 warp.boards[step.read] = max(warp.boards[step.read], done + rates.OPERANDS_READ)
+            if step.unit == "tensor":
+                warp.multiplied = done
             if step.commits:
-                end = done + rates.PRODUCTS if step.commits == "products" else now + rates.COPY
+                end = now + rates.COPY if step.commits == "copies" else warp.multiplied + rates.PRODUCTS
                 warp.groups[step.commits].append(end)
             if takes_turns and step.arrives:
                 turns[(number + 1) % len(everyone)].append(now + rates.ARRIVAL)
