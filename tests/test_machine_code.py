@@ -8,8 +8,8 @@ import pytest
 
 from sass import public, rates
 from sass.code import parse, written
-from sass.cost import Attention, Loop, Rows, issue_share, main_loop, occupancy, order, row_path, widths
-from sass.loops import innermost, natural_loops, whole
+from sass.cost import Attention, Loop, Rows, issue_share, occupancy, order, plain_loop, row_path, widths
+from sass.loops import innermost, inside, natural_loops, whole
 from sass.simulation import simulate
 
 # {"provenance", "kernels": {name: {"instructions", "overlap", "simulated", "clocks"}}}
@@ -93,10 +93,19 @@ def test_nested_loops():
     assert [[i.address // 16 for i in body] for body in innermost(nested, ("fp32",))] == [[0, 1, 2, 3, 4]]
 
 
+def test_plain_loop():
+    """Of two, that with fewer instructions to a product; of none, nothing."""
+    product, other = "HMMA.16816.F32.BF16 R0, R4, R8, R0 \n", "FADD R0, R0, R1 \n"
+    masked, plain = f"{product}{other * 2}@P0 BRA 0x0 \n", f"{product}{other}@P0 BRA 0x40 \n"
+    assert [i.address // 16 for i in plain_loop(code(f"{masked}{plain}EXIT"))] == [4, 5, 6]
+    assert plain_loop(code(f"{other}@P0 BRA 0x0 \n{product}EXIT")) == []
+    assert [i.base for i in inside(code(f"{other}{product}@P0 BRA 0x10 \n EXIT"))] == ["HMMA", "BRA"]
+
+
 def test_counts():
     """Two instructions of 16 x 8 x 16 are a score's two products of 16 multiply-adds: 128 scores, of a thread 4."""
     kernel = Attention(80, 16, products=2, registers=128, threads=128, shared=48 << 10, fetched=3.0)
-    loop = main_loop(code(KERNEL), kernel)
+    loop = Loop(plain_loop(code(KERNEL)), kernel)
     assert loop.scores == 4
     assert loop.per_score == {
         "tensor": 2 / 4, "shared": 1 / 4, "mufu": 1 / 4, "control": 2 / 4, "imad_move": 1 / 4, "local": 1 / 4,
@@ -123,6 +132,7 @@ def test_scores_of_a_program():
         loop = Loop(code(f"UMOV UR11, {descriptor} \n {product}"), Attention(100, 16, 1, 128, 128, 0, 1.0))
         assert loop.scores == rows * 32 / 128
         assert loop.clocks["tensor"] == 16 * 32 / 4096 * 128 / rows
+        assert loop.clocks["shared"] == 32 * (rows + 32) / 128 / (rows * 32 / 32)
 
 
 @pytest.mark.parametrize(

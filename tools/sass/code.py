@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import tempfile
 from functools import cached_property
+from pathlib import Path
 
 _INSTRUCTION = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^\n]*?)\s*;\s+"
@@ -114,8 +117,10 @@ class Instruction:
 
     @property
     def shared_bytes(self) -> float:
-        """Bytes of shared memory that a warp's instruction moves: of wgmma's operands a quarter, without the part that
-        comes from registers."""
+        """Bytes of shared memory that a warp's instruction moves; of matrix instructions as ``multiply_adds``, without
+        the operand that comes from registers or tensor memory."""
+        if self.is_fifth:
+            return ((self.descriptor >> 17 & 63) * 8 + (self.rows if self.is_from_shared else 0)) * 32
         if self.base == "HGMMA":
             columns = int(re.search(r"x(\d+)x", self.opcode)[1])  # type: ignore[index]
             return (columns + (64 if self.is_from_shared else 0)) * 32 / 4
@@ -135,8 +140,8 @@ class Instruction:
 
     @property
     def is_from_shared(self) -> bool:
-        """Whether wgmma's first operand lies in shared memory."""
-        return self.operands.split(", ")[1].startswith("gdesc")
+        """Whether the first factor of wgmma or of a fifth-generation tensor core lies in shared memory."""
+        return self.operands.split(", ")[0 if self.is_fifth else 1].startswith("gdesc")
 
 
 def parse(disassembly: str) -> list[Instruction]:
@@ -159,3 +164,25 @@ def written(instructions: list[Instruction]) -> str:
         f"/* 0x{0:016x} */ /* 0x{i.control << _CONTROL:016x} */\n"
         for i in instructions
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """A compiled kernel."""
+
+    registers: int
+    stack: int  # bytes
+    instructions: list[Instruction]
+
+
+def disassemble(cubin: bytes, tools: Path) -> Binary:
+    """By the cuobjdump of this folder."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, disassembly = (
+            subprocess.run([tools / "cuobjdump", flag, file.name], check=True, capture_output=True, text=True).stdout
+            for flag in ("--dump-resource-usage", "--dump-sass")
+        )
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    return Binary(registers, stack, parse(disassembly))

@@ -50,12 +50,20 @@ class Loop:
         """Of a warp: its part of what a program's instruction does for all."""
         return i.multiply_adds / self._warps if i.is_fifth else i.multiply_adds
 
+    def shared_bytes(self, i: Instruction) -> float:
+        """The same of shared memory."""
+        return i.shared_bytes / self._warps if i.is_fifth else i.shared_bytes
+
     def tensor_clocks(self, i: Instruction) -> float:
         """Of an SM, for a warp's part."""
         machine = self.kernel.machine
         if i.is_fifth and i.rows:
             return self.multiply_adds(i) / machine.matrix * max(1, rates.FULL_ROWS / i.rows)
         return self.multiply_adds(i) / (machine.mma if i.base == "HMMA" else machine.matrix)
+
+    def product_clocks(self, i: Instruction) -> float:
+        """The same, or as long as shared memory takes for the operands."""
+        return max(self.tensor_clocks(i), self.shared_bytes(i) / self.kernel.machine.bytes)
 
     @property
     def _warps(self) -> int:
@@ -88,7 +96,7 @@ class Loop:
             "mufu": 32 * count["mufu"] / machine.mufu,
             "fma": fma,
             "alu": 32 * logic / machine.alu,
-            "shared": sum(i.shared_bytes for i in self.body) / self.scores / machine.bytes
+            "shared": sum(map(self.shared_bytes, self.body)) / self.scores / machine.bytes
             + 32 * count["shuffle"] / machine.shuffle,
             "tmem": sum(i.tensor_memory_bytes for i in self.body) / self.scores / machine.tensor_memory,
             "l2": 32 * self.kernel.fetched / machine.l2,
@@ -117,7 +125,7 @@ class Loop:
         machine, warps = self.kernel.machine, -(-self._warps // SCHEDULERS)
         distances = (0.0, 0.3, 0.7, 1.3) if self.programs > 1 else (0.0,)
         clocks = [
-            simulate(self.body, machine, self.programs, warps, self.tensor_clocks, distance) for distance in distances
+            simulate(self.body, machine, self.programs, warps, self.product_clocks, distance) for distance in distances
         ]
         mean = sum(clocks) / len(clocks) / (self.programs * warps * self.scores) / SCHEDULERS
         return min(self.rate(max(mean, self.clocks["l2"])), machine.sustained * machine.peak)
@@ -138,10 +146,11 @@ class Loop:
         return sum(i.base == "WARPGROUP" and "DEPBAR" in i.opcode and i.count == 0 for i in self.body)
 
 
-def main_loop(code: Sequence[Instruction], kernel: Attention) -> Loop | None:
-    """The plain one of a kernel's loops with matrix products: no mask, so the fewest instructions a score."""
-    found = [loop for body in innermost(code, ("tensor",)) if (loop := Loop(body, kernel)).scores >= 1]
-    return min(found, key=lambda loop: len(loop.body) / loop.scores, default=None)
+def plain_loop(code: Sequence[Instruction]) -> list[Instruction]:
+    """The loop with the fewest instructions to its matrix products, which has no mask; empty where there is none."""
+    found = [(sum(i.multiply_adds for i in body) / len(body), body) for body in innermost(code, ("tensor",))]
+    work, body = max(found, key=lambda one: one[0], default=(0, []))
+    return body if work else []
 
 
 def order(body: Sequence[Instruction]) -> str:

@@ -116,6 +116,12 @@ def innermost(code: Sequence[Instruction], pipes: Sequence[str]) -> list[list[In
     ]
 
 
+def inside(code: Sequence[Instruction]) -> list[Instruction]:
+    """What is in any loop."""
+    places = set().union(*natural_loops(successors(code)).values())
+    return [code[place] for place in sorted(places)]
+
+
 def whole(code: Sequence[Instruction]) -> list[Instruction]:
     """From the entry to the end, by the path that falls through where it can."""
     return [code[place] for place in _path(0, successors(code), set(range(len(code))))]

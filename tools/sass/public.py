@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sass.code import parse, written
-from sass.cost import Attention, Loop, main_loop
+from sass.cost import Attention, Loop, plain_loop
 
 LOOPS = Path(__file__).with_name("public.sass.xz")
 
@@ -58,22 +58,20 @@ def loops() -> dict[str, Loop]:
     """By name, from the file."""
     with lzma.open(LOOPS, "rt") as file:
         parts = re.split(r"^# (\w+)\n", file.read(), flags=re.M)[1:]
-    found = {}
-    for name, disassembly in zip(parts[::2], parts[1::2], strict=True):
-        loop = main_loop(parse(disassembly), KERNELS[name])
-        assert loop is not None, name
-        found[name] = loop
-    return found
+    return {
+        name: Loop(plain_loop(parse(disassembly)), KERNELS[name])
+        for name, disassembly in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def condense(folder: Path) -> str:
     """The main loops of a folder's disassemblies NAME.sass.xz, each by ``cuobjdump --dump-sass --function`` of what the
     projects ship."""
     parts = []
-    for name, kernel in KERNELS.items():
+    for name in KERNELS:
         with lzma.open(folder / f"{name}.sass.xz", "rt") as file:
-            loop = main_loop(parse(file.read()), kernel)
-        if loop is None:
+            body = plain_loop(parse(file.read()))
+        if not body:
             raise ValueError(f"{name}: no loop with matrix products")
-        parts.append(f"# {name}\n{written(loop.body)}")
+        parts.append(f"# {name}\n{written(body)}")
     return "".join(parts)

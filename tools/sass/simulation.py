@@ -67,16 +67,16 @@ def _barriers(loop: Sequence[Instruction]) -> dict[int, str]:
     return found
 
 
-def _step(i: Instruction, machine: Machine, tensor_clocks: Callable[[Instruction], float], barrier: str) -> _Step:
+def _step(i: Instruction, machine: Machine, product_clocks: Callable[[Instruction], float], barrier: str) -> _Step:
     lanes = {
         "fp32": machine.fp32, "mufu": machine.mufu, "imad": machine.imad, "wide": machine.imad / 2, "alu": machine.alu,
     }  # fmt: skip
     unit = "memory" if i.base == "LDGSTS" else _PARTS.get(i.pipe, i.pipe)
     slack = QUEUE.get(unit, 0.0)
     if i.pipe == "tensor":
-        clocks = tensor_clocks(i) * SCHEDULERS
-        if i.base not in ("HMMA", "IMMA"):
-            clocks, slack = max(clocks, i.shared_bytes * SCHEDULERS / machine.bytes), QUEUE["matrix"]
+        clocks = product_clocks(i) * SCHEDULERS
+        if i.base != "HMMA":
+            slack = QUEUE["matrix"]
     elif i.pipe == "tmem":
         clocks = i.tensor_memory_bytes * SCHEDULERS / machine.tensor_memory
     elif i.pipe == "shuffle":
@@ -106,18 +106,18 @@ def simulate(
     machine: Machine,
     programs: int,
     warps: int,
-    tensor_clocks: Callable[[Instruction], float],
+    product_clocks: Callable[[Instruction], float],
     distance: float = 0.0,
     iterations: int = 12,
 ) -> float:
     """Clocks an iteration takes in the steady state, of a scheduler that has ``warps`` of each of ``programs``.
 
     Instructions are issued in order, one a clock. A warp waits for stall counts, scoreboards, pipes and barriers, as
-    the code says. Bulk copies are taken to arrive in time. ``distance`` is how far one program is behind another, in
-    iterations of an instruction a clock.
+    the code says. Bulk copies are taken to arrive in time. ``product_clocks`` are an SM's for a matrix instruction of a
+    warp; ``distance`` is how far one program is behind another, in iterations of an instruction a clock.
     """
     barriers = _barriers(loop)
-    steps = [_step(i, machine, tensor_clocks, barriers.get(place, "")) for place, i in enumerate(loop)]
+    steps = [_step(i, machine, product_clocks, barriers.get(place, "")) for place, i in enumerate(loop)]
     everyone = [_Warp(n // warps, distance * len(steps) * (n // warps)) for n in range(programs * warps)]
     # Warpgroups that let each other go on in turn by named barriers: each waits for the one before it.
     takes_turns = sum(step.arrives for step in steps) == sum(step.meets for step in steps) == 1
