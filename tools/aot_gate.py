@@ -60,8 +60,8 @@ from sass.loops import inside
 # FlashAttention 2 they are 376 bytes and 1 in 42.
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
-# Accesses of 16 bits and fewer in the kernels of aligned rows. Known: where a program owns one row, Triton loses sight of
-# the alignment, and ``make machine-code`` counts 33 instructions an element where 22 would do.
+# Accesses of 16 bits and fewer in kernels of aligned rows. Known: where a program owns one row, Triton loses sight of
+# the alignment; ``make machine-code`` counts what that costs.
 MOST_NARROW = 0
 KNOWN_NARROW = 48
 

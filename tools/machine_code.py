@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write and (wanted.pattern or options.arch != list(MACHINES)):
         parser.error("--write is of all kernels: leave out --only and --arch")
     pretend(*options.arch)
-    kernels = []
+    kernels, commit = [], report.commit()
     for device, capability in enumerate(options.arch):
         for found in predictions(device, capability, wanted):
             kernels.append(found)
@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         about = "predicted from machine code, not measured"
-        results = {"about": about, "versions": versions, "commit": report.commit(), "kernels": kernels, "public": peers}
+        results = {"about": about, "versions": versions, "commit": commit, "kernels": kernels, "public": peers}
         write(RESULTS, (json.dumps(results, indent=1) + "\n").encode())
         report.insert(PAGE, "machine-code", tables(results))
     return 0
