@@ -146,10 +146,13 @@ class Instruction:
 
 def parse(disassembly: str) -> list[Instruction]:
     """The instructions of a disassembly of one kernel with their encodings (``cuobjdump --dump-sass``)."""
-    found, constants = [], {}
+    found: list[Instruction] = []
+    constants: dict[str, int] = {}  # in uniform registers
     for address, predicate, opcode, operands, word in _INSTRUCTION.findall(disassembly):
-        if constant := opcode == "UMOV" and re.fullmatch(r"(UR\d+), 0x([0-9a-f]+)", operands):
+        if opcode == "UMOV" and (constant := re.fullmatch(r"(UR\d+), 0x([0-9a-f]+)", operands)):
             constants[constant[1]] = int(constant[2], 16)
+        elif destination := re.match(r"UR\d+", operands):
+            constants.pop(destination[0], None)
         register = re.search(r"\bidesc\[(UR\d+)\]", operands)
         descriptor = constants.get(register[1], 0) if register else 0
         control = int(word, 16) >> _CONTROL & 0x1FFFF

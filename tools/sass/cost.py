@@ -142,7 +142,7 @@ class Loop:
 
     @property
     def drains(self) -> int:
-        """Waits until no matrix product is pending any more: none runs beside what follows."""
+        """wgmma's waits until no matrix product is pending any more: none runs beside what follows."""
         return sum(i.base == "WARPGROUP" and "DEPBAR" in i.opcode and i.count == 0 for i in self.body)
 
 

@@ -20,7 +20,7 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
     found: list[list[int]] = []
     for place, i in enumerate(code):
         behind = [place + 1] if place + 1 < len(code) else []
-        target = places.get(i.count) if i.base in ("BRA", "JMP", "BSSY") and i.count is not None else None
+        target = places.get(i.count) if i.base in ("BRA", "JMP", "CALL", "BSSY") and i.count is not None else None
         barrier = i.operands.partition(",")[0].strip()
         if i.base == "BSSY" and target is not None:
             joins[barrier] = target
@@ -32,6 +32,8 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
             # A predicate stands before the instruction or, uniform, among the operands; DIV: where threads have parted.
             is_conditional = i.predicate not in ("", "@PT") or re.match(r"!?U?P\d", i.operands) or ".DIV" in i.opcode
             found.append([*behind, target] if is_conditional else [target])
+        elif i.base == "CALL" and target is not None:  # which may be a branch
+            found.append([*behind, target])
         else:
             found.append(behind)
     return found
