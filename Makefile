@@ -36,6 +36,9 @@ triton:  ## Triton's kernels at length: every test in the interpreter, every ker
 aot-gate:  ## Triton's kernels compiled for every architecture and examined, with no GPU
 	python tools/aot_gate.py
 
+machine-code:  ## what those of the usual cases cost a GPU, predicted from their machine code: docs/gpu.md
+	python tools/machine_code.py --write
+
 compile-gate:  ## the CUDA C++ kernels, the same
 	python tools/compile_gate.py
 
@@ -56,5 +59,5 @@ ci: lint demo slow torch-versions report  ## all that comes after the tests
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
-.PHONY: help install lint format test bench demo slow triton aot-gate compile-gate dry-launch planted-faults launch-cost \
-	torch-versions ci report
+.PHONY: help install lint format test bench demo slow triton aot-gate machine-code compile-gate dry-launch planted-faults \
+	launch-cost torch-versions ci report

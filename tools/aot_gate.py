@@ -2,12 +2,13 @@
 
 The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
 that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run: printed are registers, bytes
-of stack (a spill), shared memory, and for a loop with matrix products its layout conversions and the matrix
-instructions in its machine code. Exit status 1 on a fault.
+of stack (spills) and the main loop's accesses to it, shared memory, and for a loop with matrix products its layout
+conversions and the matrix instructions in its machine code. Exit status 1 on a fault.
 
-Faults: spills; shared memory above the architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in
-the main loop (wgmma's on sm_90 where a tile has the 64 rows for it); no bulk loads where there are tensor descriptors;
-tf32 unasked; 32-bit offsets; layout conversions that dropout adds, by comparison with the kernel without dropout.
+Faults: spills that cost time; rows accessed by fewer bits than their alignment allows; shared memory above the
+architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in the main loop (wgmma's on sm_90 where a
+tile has the 64 rows for it); no bulk loads where there are tensor descriptors; tf32 unasked; 32-bit offsets; layout
+conversions that dropout adds, by comparison with the kernel without dropout.
 
 Dropout adds none where a thread's part of a product fits dropout's tiles: always for wgmma, for mma where a tile has as
 many rows as a head has columns. So have all tiles of regular operands up to head size 128 (16-bit, no mask, aligned
@@ -22,9 +23,7 @@ import dataclasses
 import functools
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,32 +51,45 @@ from fastattn.backends.triton.layer_norm import (
     layer_norm_backward,
 )
 from fastattn.backends.triton.softmax_dropout import softmax_dropout, softmax_dropout_backward
+from sass.code import disassemble
+from sass.cost import plain_loop
+from sass.loops import inside
+
+# The bytes of stack that kernels with matrix products may have, and the share of the plain loop's instructions that may
+# access it. What is kept there over the loop costs nothing, and a larger tile may be worth a few accesses: of
+# FlashAttention 2 they are 376 bytes and 1 in 42.
+MOST_STACK = 384
+MOST_LOCAL = 1 / 25
+# Accesses of 16 bits and fewer in kernels of aligned rows. Known: where a program owns one row, Triton loses sight of
+# the alignment; ``make machine-code`` counts what that costs.
+MOST_NARROW = 0
+KNOWN_NARROW = 48
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # ---- what is compiled ----
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=f"cuda:{torch.cuda.current_device()}")
 
 
 def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
-    seed = _empty(2, dtype=torch.int64)
-    dropout(_empty(2, rows, columns, dtype=dtype), seed, 6554)
-    dropout(_empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
+    seed = empty(2, dtype=torch.int64)
+    dropout(empty(2, rows, columns, dtype=dtype), seed, 6554)
+    dropout(empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
     dropout_mask((2, rows, columns), seed, 6554)
 
 
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
-    input, parameter = _empty(64, columns, dtype=dtype), _empty(columns)
+    input, parameter = empty(64, columns, dtype=dtype), empty(columns)
     _, mean, rstd = layer_norm(input, parameter, parameter, 1e-5)
     layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
-    input, parameter, seed = _empty(8, 64, columns, dtype=dtype), _empty(columns), _empty(2, dtype=torch.int64)
-    residual = _empty(8, 64, columns)
+    input, parameter, seed = empty(8, 64, columns, dtype=dtype), empty(columns), empty(2, dtype=torch.int64)
+    residual = empty(8, 64, columns)
     out, total, mean, rstd = dropout_add_layer_norm(input, residual, parameter, parameter, seed, threshold, 1e-5, True)
     dropout_add_layer_norm_backward(
         out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
@@ -85,8 +97,8 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
 
 
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
-    input, seed = _empty(2, 4, 64, columns, dtype=dtype), _empty(2, dtype=torch.int64)
-    attn_mask = None if mask is None else _empty(2, 1, 1, columns, dtype=mask)
+    input, seed = empty(2, 4, 64, columns, dtype=dtype), empty(2, dtype=torch.int64)
+    attn_mask = None if mask is None else empty(2, 1, 1, columns, dtype=mask)
     arguments = input, attn_mask, None, seed, 0.125, 64, 0, False, threshold
     out, stats = softmax_dropout(*arguments)
     softmax_dropout_backward(out, stats, *arguments, mask is not None and mask != torch.bool)
@@ -97,11 +109,11 @@ def _attention(
     tf32: bool = False, queries: int = 256, keys: int = 512, mask_columns: int | None = None, plain: bool = False,
 ) -> None:  # fmt: skip
     """Enough sequences and heads to occupy any device; with every option, unless it is to be plain."""
-    query, key = _empty(32, 8, queries, size, dtype=dtype), _empty(32, 2, keys, size, dtype=dtype)
-    value = _empty(32, 2, keys, value_size or size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(32, 1, queries, mask_columns or keys, dtype=mask)
-    seed = _empty(2, dtype=torch.int64) if threshold else None
-    lengths = None if plain else _empty(32, dtype=torch.int64)
+    query, key = empty(32, 8, queries, size, dtype=dtype), empty(32, 2, keys, size, dtype=dtype)
+    value = empty(32, 2, keys, value_size or size, dtype=dtype)
+    attn_mask = None if mask is None else empty(32, 1, queries, mask_columns or keys, dtype=mask)
+    seed = empty(2, dtype=torch.int64) if threshold else None
+    lengths = None if plain else empty(32, dtype=torch.int64)
     arguments = query, key, value, attn_mask, lengths, seed, 0.125, queries if plain else keys, 0, not plain, threshold
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -133,16 +145,16 @@ def _few_queries(
     keys: int = 1024,
 ) -> None:  # fmt: skip
     """Against a cache, whose keys are split unless the batch is large enough to occupy any device."""
-    query, key = _empty(batch, 8, queries, size, dtype=dtype), _empty(batch, 2, keys, size, dtype=dtype)
-    attn_mask = None if mask is None else _empty(batch, 1, 1, keys, dtype=mask)
-    seed = _empty(2, dtype=torch.int64) if threshold else None
-    lengths = _empty(batch, dtype=torch.int64)
+    query, key = empty(batch, 8, queries, size, dtype=dtype), empty(batch, 2, keys, size, dtype=dtype)
+    attn_mask = None if mask is None else empty(batch, 1, 1, keys, dtype=mask)
+    seed = empty(2, dtype=torch.int64) if threshold else None
+    lengths = empty(batch, dtype=torch.int64)
     attention(query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
-    query, key = _empty(512, 4, size, dtype=dtype), _empty(512, 2, size, dtype=dtype)
-    starts, seed = _empty(9, dtype=torch.int64), _empty(2, dtype=torch.int64) if threshold else None
+    query, key = empty(512, 4, size, dtype=dtype), empty(512, 2, size, dtype=dtype)
+    starts, seed = empty(9, dtype=torch.int64), empty(2, dtype=torch.int64) if threshold else None
     arguments = query, key, key, starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold
     out, lse, stats = varlen_attention(*arguments)
     varlen_attention_backward(out, lse, out, stats, *arguments)
@@ -272,7 +284,10 @@ class Report:
     capability: int
     variant: tuple[tuple[str, str], ...]  # constants and types of the arguments
     registers: int
-    stack: int
+    stack: int  # bytes
+    local: int  # accesses to it in the plain loop, or, where no loop has matrix instructions, in all of the kernel
+    instructions: int  # of the same
+    narrow_accesses: int  # to global memory, of 16 bits and fewer
     shared: int
     conversions: int  # layout conversions in loops with matrix products
     products: int  # matrix products in loops, in Triton's IR
@@ -323,6 +338,12 @@ class Report:
         return wanted.items() <= known.items()
 
     @property
+    def is_wide(self) -> bool:
+        """Whether every row lies so that 128 bits of it are accessed at once, in a row operation."""
+        known = dict(self.variant)
+        return known.get("ALIGNED") == "True" and "mask.pointer" not in known and "attn_mask.pointer" not in known
+
+    @property
     def is_tf32_allowed(self) -> bool:
         return any("tf32" in value.lower() for _, value in self.variant)
 
@@ -343,8 +364,15 @@ class Report:
     def faults(self) -> list[str]:
         """What is wrong with this kernel by itself."""
         found = []
-        if self.stack > 0:
-            found.append(f"spills: {self.stack} bytes of stack")
+        most = MOST_STACK if self.matrix_instructions else 0
+        if self.stack > most:
+            found.append(f"spills: {self.stack} bytes of stack, at most {most} are harmless")
+        elif self.local > MOST_LOCAL * self.instructions:
+            found.append(
+                f"spills in the main loop: {self.local} accesses to the stack of {self.instructions} instructions"
+            )
+        if self.is_wide and self.narrow_accesses > (KNOWN_NARROW if self.rows == 1 else MOST_NARROW):
+            found.append(f"{self.narrow_accesses} accesses to global memory of 16 bits and fewer")
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
         halves = any(re.search(r"\*b?fp?16", value) for _, value in self.variant)
@@ -386,26 +414,26 @@ def faults(reports: list[Report]) -> dict[Report, list[str]]:
 
 def examine(function: Any, kernel: Any, capability: int) -> Report:
     variant = _variant("", tuple(kernel.src.signature.values()), function.arg_names, (), kernel.src.constants)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage, code = (
-            subprocess.run([TOOLS / "cuobjdump", flag, file.name], check=True, capture_output=True, text=True).stdout
-            for flag in ("--dump-resource-usage", "--dump-sass")
-        )
-    registers, stack = (int(value) for value in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    binary = disassemble(kernel.asm["cubin"], TOOLS)
+    plain = plain_loop(binary.instructions) or binary.instructions
+    looped = sorted({i.opcode for i in inside(binary.instructions)})
     products, conversions = _loops(kernel.asm["ttgir"])
     return Report(
         name=f"{function.__module__.rpartition('.')[2]}.{function.__name__}",
         capability=capability,
         variant=tuple(sorted(variant)),
-        registers=registers,
-        stack=stack,
+        registers=binary.registers,
+        stack=binary.stack,
+        local=sum(i.pipe == "local" for i in plain),
+        instructions=len(plain),
+        narrow_accesses=sum(i.base in ("LDG", "STG", "LDGSTS") and i.bits <= 16 for i in binary.instructions),
         shared=kernel.metadata.shared,
         conversions=conversions,
         products=products,
-        matrix_instructions=_in_loops(code, r"(HGMMA|HMMA|UTC\w*MMA|QGMMA|IGMMA)\S*"),
-        bulk_loads=_in_loops(code, r"UTMALDG\S*"),
+        matrix_instructions=tuple(
+            opcode for opcode in looped if re.match(r"(HGMMA|HMMA|UTC\w*MMA|QGMMA|IGMMA)", opcode)
+        ),
+        bulk_loads=tuple(opcode for opcode in looped if opcode.startswith("UTMALDG")),
         tf32=bool(re.search(r"\bmma\S*\.tf32|kind::tf32", kernel.asm["ptx"])),
         narrow_offsets=narrow_offsets(kernel.asm["ttir"]),
     )
@@ -443,22 +471,6 @@ def _loops(ir: str) -> tuple[int, int]:
         products += here
         conversions += sum("ttg.convert_layout" in inner for inner in body) if here else 0
     return products, conversions
-
-
-def _in_loops(code: str, kind: str) -> tuple[str, ...]:
-    """The instructions of a kind between a backward branch and its target."""
-    lines = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-    loops = [
-        (int(target[1], 16), address)
-        for address, text in lines
-        if (target := re.search(r"\bBRA(?:\.\S+)? .*?0x([0-9a-f]+)", text)) and int(target[1], 16) < address
-    ]
-    found = set()
-    for address, text in lines:
-        instruction = re.search(rf"\b{kind}", text)
-        if instruction and any(first <= address <= last for first, last in loops):
-            found.add(instruction[0])
-    return tuple(sorted(found))
 
 
 def narrow_offsets(ir: str) -> tuple[str, ...]:
@@ -499,7 +511,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
     pretend(*options.arch)
-    print(f"triton {triton.__version__}\n{'':90} registers  stack  shared  conversions  instructions")
+    print(f"triton {triton.__version__}\n{'':90} registers  stack  local  shared  conversions  instructions")
     count = total = 0
     for device, capability in enumerate(options.arch):
         chosen = run(options.operation, device)
@@ -511,7 +523,7 @@ def main(arguments: list[str] | None = None) -> int:
             instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
             print(
                 f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} "
-                f"{report.stack:6} {report.shared:7} {report.conversions:12}  {instructions}"
+                f"{report.stack:6} {report.local:6} {report.shared:7} {report.conversions:12}  {instructions}"
             )
             for fault in found:
                 total += 1

@@ -94,6 +94,13 @@ def compared(conversions):
     return aot_gate.faults([plain, dropping])[dropping]
 
 
+def aligned_rows(narrow_accesses):
+    """A kernel whose rows may be accessed by 128 bits at once, and how often it accesses fewer than 32."""
+    plain = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
+    variant = ("ALIGNED", "True"), ("BLOCK_M", "2")
+    return dataclasses.replace(plain, variant=variant, narrow_accesses=narrow_accesses, narrow_offsets=())
+
+
 def main():
     halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
     whole = report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
@@ -107,6 +114,11 @@ def main():
         "mma": report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"}, warps=2).faults(),
         "nothing beside it": aot_gate.faults([whole])[whole],
         "too large": dataclasses.replace(whole, shared=(227 << 10) + 1).faults(),
+        "large stack": dataclasses.replace(whole, stack=392).faults(),
+        "spill in the loop": dataclasses.replace(whole, stack=8, local=10, instructions=249).faults(),
+        "spill beside the loop": dataclasses.replace(whole, stack=8, local=10, instructions=250).faults(),
+        "narrow rows": aligned_rows(narrow_accesses=1).faults(),
+        "wide rows": aligned_rows(narrow_accesses=0).faults(),
         "converted": compared(report(converted, halves | {"size": "i64"}, {}).conversions),
         "not converted": compared(whole.conversions),
         "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),

@@ -1,0 +1,339 @@
+"""What the GPU kernels cost, predicted from their machine code, with no GPU: ``python tools/machine_code.py``.
+
+Triton's kernels are compiled for A100, H100 and B200, for attention and rows as they mostly are, in bfloat16. Printed
+are, for a score of attention or an element of a row, a thread's instructions and the clocks that an SM's pipes need;
+what bounds that leaves; what the in-order simulation of the main loop reaches; and what of the loop holds it up.
+``sass`` says how. All of it is a prediction: believe differences of 15 % and more, and what is counted.
+
+``--write`` replaces the results in ``benchmarks/results`` and the tables of ``docs/gpu.md``, whole or not at all.
+``--public FOLDER`` takes the public kernels' loops, to which the model is held, from disassemblies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import lzma
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import aot_gate
+from fake_gpu import pretend
+from fastattn.backends.triton import FUNCTIONS
+from fastattn.bench import report
+from sass import code, public
+from sass.cost import Attention, Loop, Rows, issue_share, order, plain_loop, row_path, widths
+from sass.rates import MACHINES
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/machine-code.json"
+PAGE = ROOT / "docs/gpu.md"
+
+DTYPE = torch.bfloat16
+THRESHOLD = 6554  # of dropout, a rate of 0.1
+LENGTH = 2048  # of attention's sequences
+# Products of a pair of rows in a kernel's loop, and of those what FlashAttention counts for a whole pass.
+PRODUCTS = {"forward_kernel": 2, "grad_query_kernel": 3, "grad_key_value_kernel": 4}
+BACKWARD_PRODUCTS = 5
+
+
+def attention(size: int, threshold: int) -> None:
+    query = aot_gate.empty(4, 8, LENGTH, size, dtype=DTYPE)
+    seed = aot_gate.empty(2, dtype=torch.int64) if threshold else None
+    arguments = query, query, query, None, None, seed, 0.125, -1, -1, False, threshold
+    out, _, stats = FUNCTIONS["attention"](*arguments)
+    FUNCTIONS["attention_backward"](out, None, out, stats, *arguments, False)
+
+
+def layer_norm(columns: int) -> None:
+    input, parameter = aot_gate.empty(4096, columns, dtype=DTYPE), aot_gate.empty(columns)
+    _, mean, rstd = FUNCTIONS["layer_norm"](input, parameter, parameter, 1e-5)
+    FUNCTIONS["layer_norm_backward"](input, input, mean, rstd, parameter, torch.float32, torch.float32)
+
+
+def dropout_add_layer_norm(columns: int) -> None:
+    input, parameter = aot_gate.empty(8, 512, columns, dtype=DTYPE), aot_gate.empty(columns)
+    seed = aot_gate.empty(2, dtype=torch.int64)
+    arguments = input, input, parameter, parameter, seed, THRESHOLD, 1e-5, True
+    out, total, mean, rstd = FUNCTIONS["dropout_add_layer_norm"](*arguments)
+    FUNCTIONS["dropout_add_layer_norm_backward"](
+        out, total, total, mean, rstd, parameter, seed, THRESHOLD, DTYPE, torch.float32, torch.float32
+    )
+
+
+def softmax_dropout(columns: int) -> None:
+    input, seed = aot_gate.empty(2, 4, 512, columns, dtype=DTYPE), aot_gate.empty(2, dtype=torch.int64)
+    arguments = input, None, None, seed, 0.125, -1, -1, False, THRESHOLD
+    out, stats = FUNCTIONS["softmax_dropout"](*arguments)
+    FUNCTIONS["softmax_dropout_backward"](out, stats, *arguments, False)
+
+
+def dropout(columns: int) -> None:
+    FUNCTIONS["dropout"](aot_gate.empty(4096, columns, dtype=DTYPE), aot_gate.empty(2, dtype=torch.int64), THRESHOLD)
+
+
+WIDTHS = 512, 1024, 4096, 8192
+# By operation: what starts its kernels, and the bytes of an element that each of them must read and write.
+ROW_OPERATIONS: dict[str, tuple[Callable[[int], None], dict[str, int]]] = {
+    "layer_norm": (layer_norm, {"_forward": 4, "_backward": 6}),
+    "dropout_add_layer_norm": (dropout_add_layer_norm, {"_forward": 8, "_backward": 10}),
+    "softmax_dropout": (softmax_dropout, {"_forward": 4, "_backward": 6}),
+    "dropout": (dropout, {"_dropout": 4}),
+}
+
+
+def compiled(device: int, call: Callable[[], None], seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """(jit function, compiled kernel) of what this call compiles and no call before has."""
+    with torch.cuda.device(device), FakeTensorMode():
+        call()
+    for function, kernel in aot_gate.specialisations(device):
+        if id(kernel) not in seen:
+            seen.add(id(kernel))
+            yield function, kernel
+
+
+def predictions(device: int, capability: int, wanted: re.Pattern[str]) -> Iterator[dict[str, Any]]:
+    """Every kernel of the cases whose name this pattern finds, such as "forward d128 dropout sm_90"."""
+    seen: set[int] = set()
+    for size in (64, 128):
+        for threshold in (0, THRESHOLD):
+            case = f"d{size}{' dropout' if threshold else ''} sm_{capability}"
+            if any(wanted.search(f"{_short(kernel)} {case}") for kernel in PRODUCTS):
+                for function, kernel in compiled(device, functools.partial(attention, size, threshold), seen):
+                    name = f"{_short(function.__name__)} {case}"
+                    if function.__name__ in PRODUCTS and wanted.search(name):
+                        yield {"name": name} | of_attention(function, kernel, capability)
+    for operation, (call, kernels) in ROW_OPERATIONS.items():
+        for columns in WIDTHS:
+            names = {kernel: f"{operation}{_direction(kernel)} {columns} sm_{capability}" for kernel in kernels}
+            if any(map(wanted.search, names.values())):
+                for function, kernel in compiled(device, functools.partial(call, columns), seen):
+                    if wanted.search(names.get(function.__name__, "")) and function.__name__ in names:
+                        found = of_rows(function, kernel, capability, kernels[function.__name__])
+                        yield {"name": names[function.__name__]} | found
+
+
+def _short(kernel: str) -> str:
+    return kernel.removesuffix("_kernel")
+
+
+def _direction(kernel: str) -> str:
+    return kernel.replace("_", " ") if kernel in ("_forward", "_backward") else ""
+
+
+def _constants(function: Any, kernel: Any) -> dict[str, Any]:
+    return {function.arg_names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1}
+
+
+def of_attention(function: Any, kernel: Any, capability: int) -> dict[str, Any]:
+    constants, binary = _constants(function, kernel), code.disassemble(kernel.asm["cubin"], aot_gate.TOOLS)
+    keys_own = function.__name__ == "grad_key_value_kernel"
+    size, own = constants["BLOCK_D"], constants["BLOCK_N" if keys_own else "BLOCK_M"]
+    known = Attention(
+        capability, size, PRODUCTS[function.__name__], binary.registers, 32 * kernel.metadata.num_warps,
+        kernel.metadata.shared, (4 * size + (12 if keys_own else 0)) / own,
+    )  # fmt: skip
+    body = plain_loop(binary.instructions)
+    tile = [constants["BLOCK_M"], constants["BLOCK_N"], kernel.metadata.num_warps, kernel.metadata.num_stages]
+    about = {"tile": tile, "registers": binary.registers, "stack": binary.stack, "shared": kernel.metadata.shared}
+    return about | (of_loop(Loop(body, known)) if body else {"error": "no loop with matrix products"})
+
+
+def of_loop(loop: Loop) -> dict[str, Any]:
+    low, high = loop.overlap
+    return {
+        "programs": loop.programs,
+        "scores": loop.scores,
+        "instructions": len(loop.body) / loop.scores,
+        "instructions_by_pipe": loop.per_score,
+        "clocks": loop.clocks,
+        "predicted_tflops": {"no_overlap": low, "simulated": loop.simulated(), "full_overlap": high},
+        "local_accesses": loop.local,
+        "barriers": loop.barriers,
+        "drains": loop.drains,
+        "widths": widths(loop.body),
+        "order": order(loop.body),
+    }
+
+
+def of_rows(function: Any, kernel: Any, capability: int, bytes: int) -> dict[str, Any]:
+    constants, binary = _constants(function, kernel), code.disassemble(kernel.asm["cubin"], aot_gate.TOOLS)
+    threads = 32 * kernel.metadata.num_warps
+    rows = Rows(capability, constants["BLOCK_M"] * constants["BLOCK_N"] / threads, bytes)
+    path = row_path(binary.instructions)
+    return {
+        "tile": [constants["BLOCK_M"], constants["BLOCK_N"], kernel.metadata.num_warps],
+        "registers": binary.registers,
+        "stack": binary.stack,
+        "instructions": len(path) / rows.elements,
+        "predicted_issue_share": issue_share(path, rows),
+        "widths": widths(path),
+    }
+
+
+# ---- what is printed ----
+
+
+def line(found: dict[str, Any]) -> str:
+    head = f"{found['name']:42} {'x'.join(map(str, found['tile'])):14} {found['registers']:3} registers"
+    if "error" in found:
+        return f"{head}  {found['error']}"
+    if "predicted_issue_share" in found:
+        accesses = {name: count for name, count in found["widths"].items() if name in ("LDG", "STG")}
+        return (
+            f"{head}  predicted {found['predicted_issue_share']:4.0%} of the issue slots at the memory's speed, "
+            f"{found['instructions']:.1f} instructions an element, {accesses}"
+        )
+    rates, clocks = found["predicted_tflops"], found["clocks"]
+    return (
+        f"{head}  predicted {rates['simulated']:4.0f} TFLOP/s "
+        f"({rates['no_overlap']:.0f} to {rates['full_overlap']:.0f}), "
+        f"{found['instructions']:.1f} instructions a score, "
+        f"clocks: {' '.join(f'{pipe} {needed:.1f}' for pipe, needed in clocks.items() if needed)}, "
+        f"{found['programs']} programs, local {found['local_accesses']}, barriers {found['barriers']}, "
+        f"drains {found['drains']}"
+    )
+
+
+def tables(results: dict[str, Any]) -> str:
+    """docs/gpu.md's."""
+    ours = {found["name"]: found for found in results["kernels"]}
+    lines = [
+        f"Predicted from the machine code that Triton {results['versions']['triton']} makes of commit "
+        f"{results['commit'][:7]}; nothing here was measured.\n",
+        "| attention, bfloat16 | predicted, TFLOP/s | FlashAttention 2, predicted (published) | FlashAttention 3 |",
+        "| --- | --- | --- | --- |",
+    ]
+    for capability, machine in MACHINES.items():
+        for direction in ("forward", "backward"):
+            for case in ("d64", "d128", "d64 dropout", "d128 dropout"):
+                rate = _rate(ours, direction, f"{case} sm_{capability}")
+                if rate is None:
+                    continue
+                peers = [
+                    _peer(
+                        results["public"],
+                        f"{peer}_{direction[:3] if direction == 'forward' else 'bwd'}",
+                        case,
+                        capability,
+                    )
+                    for peer in ("fa2", "fa3")
+                ]
+                size = case.replace("d", "D=", 1).replace(" dropout", ", dropout 0.1")
+                lines.append(f"| {machine.name} {direction} {size} | predicted {rate:.0f} | {' | '.join(peers)} |")
+    lines += [
+        "",
+        "| main loop | tile, warps, stages | predicted, TFLOP/s, from no overlap to full | instructions a score "
+        "| clocks of tensor cores, shared memory, issue | stack accesses, barriers, drains |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in ours.items():
+        if "predicted_tflops" in found:
+            rate, clocks = found["predicted_tflops"], found["clocks"]
+            lines.append(
+                f"| {name} | {'x'.join(map(str, found['tile'][:2]))}, {found['tile'][2]}, {found['tile'][3]} "
+                f"| predicted {rate['simulated']:.0f}, {rate['no_overlap']:.0f} to {rate['full_overlap']:.0f} "
+                f"| {found['instructions']:.1f} "
+                f"| {clocks['tensor']:.1f}, {clocks['shared']:.1f}, {clocks['issue']:.1f} "
+                f"| {found['local_accesses']}, {found['barriers']}, {found['drains']} |"
+            )
+    lines += [
+        "",
+        "| rows, bfloat16 | predicted share of the issue slots at the memory's speed | instructions an element "
+        "| bits of global loads; stores |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, found in ours.items():
+        if "predicted_issue_share" in found:
+            loads, stores = (
+                ", ".join(f"{count} of {bits}" for bits, count in found["widths"].get(kind, {}).items())
+                for kind in ("LDG", "STG")
+            )
+            lines.append(
+                f"| {name} | predicted {found['predicted_issue_share']:.0%} | {found['instructions']:.1f} "
+                f"| {loads}; {stores} |"
+            )
+    return "\n".join(lines)
+
+
+def _rate(ours: dict[str, Any], direction: str, case: str) -> float | None:
+    """TFLOP/s; of our backward pass, of two kernels, by the products that FlashAttention counts."""
+    kernels = ("forward",) if direction == "forward" else ("grad_query", "grad_key_value")
+    found = [ours.get(f"{kernel} {case}", {}).get("predicted_tflops", {}).get("simulated") for kernel in kernels]
+    if not all(found):
+        return None
+    if direction == "forward":
+        return float(found[0])
+    return BACKWARD_PRODUCTS / sum(
+        PRODUCTS[f"{kernel}_kernel"] / rate for kernel, rate in zip(kernels, found, strict=True)
+    )
+
+
+def _peer(peers: dict[str, Any], kind: str, case: str, capability: int) -> str:
+    found = peers.get(f"{kind}_{case.replace(' dropout', '_drop')}_sm{capability}")
+    if found is None:
+        return ""
+    published = f" ({found['published']})" if found["published"] else ""
+    return f"predicted {found['predicted_tflops']['simulated']:.0f}{published}"
+
+
+def write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=MACHINES, default=list(MACHINES))
+    parser.add_argument("--only", type=re.compile, default="", help="a regular expression of names that are printed")
+    parser.add_argument("--write", action="store_true", help="results and tables of all, beside what is printed")
+    parser.add_argument("--public", type=Path, metavar="FOLDER", help="of NAME.sass.xz")
+    options = parser.parse_args(arguments)
+    if options.public:
+        try:
+            loops = public.condense(options.public)
+        except (OSError, ValueError) as error:
+            parser.error(f"--public: {error}")
+        write(public.LOOPS, lzma.compress(loops.encode(), preset=9 | lzma.PRESET_EXTREME))
+        return 0
+    wanted = re.compile(options.only)
+    if options.write and (wanted.pattern or options.arch != list(MACHINES)):
+        parser.error("--write is of all kernels: leave out --only and --arch")
+    pretend(*options.arch)
+    kernels, commit = [], report.commit()
+    for device, capability in enumerate(options.arch):
+        for found in predictions(device, capability, wanted):
+            kernels.append(found)
+            print(line(found), flush=True)
+    if not kernels:
+        parser.error(f"no kernel's name has {wanted.pattern!r}: they are such as 'forward d128 dropout sm_90'")
+    if options.write:
+        peers = {
+            name: of_loop(loop) | {"published": public.PUBLISHED.get(name)} for name, loop in public.loops().items()
+        }
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        about = "predicted from machine code, not measured"
+        results = {"about": about, "versions": versions, "commit": commit, "kernels": kernels, "public": peers}
+        write(RESULTS, (json.dumps(results, indent=1) + "\n").encode())
+        report.insert(PAGE, "machine-code", tables(results))
+    return 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("machine_code: unset TRITON_INTERPRET, under which nothing is compiled")
+    sys.exit(main())
