@@ -428,6 +428,7 @@ def until(process, beginning):
 @pytest.mark.slow
 def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
     """SIGINT saves after the update at hand."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is begun with it ignored
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = start(train_arguments(small, broken, "--save-every", "1000", "--max-steps", "100000"))
     until(process, "update 20: ")
