@@ -181,8 +181,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             seed: int64 (2,) of the dropout; drawn from torch's default generator when not given.
 
         Returns:
-            The output, of query's shape; and None or the weights after dropout, (N, L, S), unaveraged (N, h, L, S),
-            S with the keys that add_bias_kv and add_zero_attn append.
+            The output, of query's shape, contiguous; and None or the weights after dropout, (N, L, S), unaveraged
+            (N, h, L, S), S with the keys that add_bias_kv and add_zero_attn append.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it. They
@@ -217,11 +217,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
             "causal_variant": causal_variant, "key_lengths": key_lengths, "window_size": window_size, "seed": seed,
         }  # fmt: skip
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, **masks)
-        out = _linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        out = out.transpose(1, 2) if self.batch_first or not batched else out.permute(2, 0, 1, 3)  # as query lies
+        out = _linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
         if not batched:
             out = out.squeeze(0)
-        elif not self.batch_first:
-            out = out.transpose(0, 1)
         if not need_weights:
             return out, None
         weights = attention_weights(q, k, mask, dropout_p, **masks)

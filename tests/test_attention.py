@@ -331,6 +331,16 @@ def test_output_layout_is_querys(backend, order, dtype):
         assert [g.stride() for g in gradients(scaled_dot_product_attention, fakes)[1]] == [g.stride() for g in grads]
 
 
+@pytest.mark.parametrize("sizes", [(3, 5, 8), (2, 2, 3, 5, 8)], ids=["three", "five"])
+def test_output_of_other_than_four_dimensions_is_contiguous(backend, sizes):
+    query, key = torch.randn(sizes), torch.randn(*sizes[:-2], 7, 8)
+    moved = query.transpose(-3, -2).contiguous().transpose(-3, -2)
+    out = scaled_dot_product_attention(moved, key, key)
+    assert out.is_contiguous()
+    assert torch.equal(out, scaled_dot_product_attention(query, key, key))
+    assert F.scaled_dot_product_attention(moved, key, key).is_contiguous()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)
 def test_output_of_a_query_without_dense_columns_is_contiguous(backend, order):
     query, key = in_order(order, (2, 3, 5, 8)), torch.randn(2, 3, 7, 8)

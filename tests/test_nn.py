@@ -48,6 +48,7 @@ def compare(ours, theirs, inputs, **options):
         loss.backward()
         gradients = [t.grad for t in leaves] + [p.grad for _, p in sorted(module.named_parameters())]
         results.append((out, weights, *gradients))
+    assert results[0][0].is_contiguous() >= results[2][0].is_contiguous()  # for who takes a view of it
     # A score s rounded by eps |s| is a relative error eps |s| of P, once in the forward and once in the backward pass,
     # whose sums differ in order: 2 eps |s|, beside the 8 eps of the rule.
     with torch.no_grad():

@@ -70,7 +70,8 @@ def scaled_dot_product_attention(
         seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
 
     Returns:
-        (..., Hq, Lq, Ev) in query's dtype and memory layout; with ``return_lse`` also (..., Hq, Lq) in float32.
+        (..., Hq, Lq, Ev) in query's dtype, of four dimensions in query's memory layout, of others contiguous; with
+        ``return_lse`` also (..., Hq, Lq) in float32.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
@@ -270,12 +271,12 @@ def _operands(
 
 
 def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
-    """(B, H, ...) with the batch dimensions of operands of this rank."""
+    """(B, H, ...) with the batch dimensions of operands of this rank, contiguous: of other ranks than 4 torch's is."""
     if len(batch) > 1:
-        return result.unflatten(0, batch)
+        return result.unflatten(0, batch).contiguous()
     for _ in range(rank, 4):  # what _operands added in front of lower ranks
         result = result.squeeze(0)
-    return result
+    return result.contiguous()
 
 
 def _jagged_attention(query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]) -> Any:
