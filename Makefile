@@ -45,6 +45,9 @@ dry-launch:  ## every operation on CUDA tensors down to a driver that starts not
 planted-faults:  ## whether the gates and the emulation find the faults planted for them
 	pytest -m slow -k planted
 
+presets:  ## the table of presets in docs/training.md
+	python tools/presets.py
+
 launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
 	python tools/launch_cost.py
 
@@ -56,5 +59,5 @@ ci: lint demo slow torch-versions report  ## all that comes after the tests
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
-.PHONY: help install lint format test bench demo slow triton aot-gate compile-gate dry-launch planted-faults launch-cost \
+.PHONY: help install lint format test bench demo slow triton aot-gate compile-gate dry-launch planted-faults presets launch-cost \
 	torch-versions ci report
