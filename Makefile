@@ -48,6 +48,9 @@ dry-launch:  ## every operation on CUDA tensors down to a driver that starts not
 planted-faults:  ## whether the gates and the emulation find the faults planted for them
 	pytest -m slow -k planted
 
+presets:  ## the table of presets in docs/training.md
+	python tools/presets.py
+
 launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
 	python tools/launch_cost.py
 
@@ -60,4 +63,4 @@ report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
 .PHONY: help install lint format test bench demo slow triton aot-gate machine-code compile-gate dry-launch planted-faults \
-	launch-cost torch-versions ci report
+	presets launch-cost torch-versions ci report

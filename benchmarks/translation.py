@@ -8,6 +8,7 @@ calls) and writes README's table from them.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -23,16 +24,16 @@ import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.bench import report
 from fastattn.translation import precision
+from fastattn.translation.config import PRESETS, TrainingConfig
 from fastattn.translation.data import ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import held_out, scores
 from fastattn.translation.model import SinusoidalPositions
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import Tokenizer
-from fastattn.translation.train import RECIPES, Trainer, TrainingOptions
+from fastattn.translation.train import Trainer
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = RECIPES["tiny"]
 
 
 class TorchTransformer(nn.Module):
@@ -95,23 +96,21 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
         read_parallel(VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
         for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
     )
-    tokenizer = Tokenizer.train(train[0] + train[1], 8000)
-    options = TrainingOptions(
-        "tiny", 8000, RECIPE.batch_tokens, RECIPE.warmup, RECIPE.rate, precision=precision.resolve("auto"), seed=1
-    )
-    torch.manual_seed(options.seed)
+    tokenizer = Tokenizer.train(train[0] + train[1], PRESETS["tiny"].vocab_size)
+    training = dataclasses.replace(TrainingConfig.of_preset("tiny"), precision=precision.resolve("auto"))
+    torch.manual_seed(training.seed)
     config = TransformerConfig.preset("tiny", tokenizer.vocab_size)
     model = {"fastattn": Transformer, "torch": TorchTransformer}[kind](config)
-    trainer = Trainer(model, ParallelText(tokenizer, *train), options)
+    trainer = Trainer(model, ParallelText(tokenizer, *train), training)
     text = ParallelText(tokenizer, *dev)
-    held_out_batches = [text.batch(i) for i in text.buckets(options.batch_tokens)]
+    held_out_batches = [text.batch(i) for i in text.buckets(training.batch_tokens)]
 
     seconds, tokens, curve = 0.0, 0.0, []
     while seconds < 60 * minutes:
         start = time.monotonic()
         tokens += trainer.update()[3].item()
         seconds += time.monotonic() - start
-        if trainer.step % RECIPE.save_every == 0 or seconds >= 60 * minutes:
+        if trainer.step % training.save_every == 0 or seconds >= 60 * minutes:
             on_dev = held_out(model, held_out_batches, trainer.autocast())
             curve.append({"update": trainer.step, "seconds": round(seconds, 1), "tokens": tokens, **on_dev})
             print(kind, curve[-1], flush=True)
@@ -128,7 +127,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
         "valid_loss": curve[-1]["valid_loss"],
         "bleu": found.bleu,
         "signature": found.bleu_signature,
-        "precision": options.precision,
+        "precision": training.precision,
         "minutes": minutes,
         "curve": curve,
         "commit": report.commit(),

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,14 +51,25 @@ def _parser() -> _Parser:
         "--valid", nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on"
     )
     command.add_argument("--out", required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl")
-    command.add_argument("--preset", help="tiny (default: for two CPU cores), base or big")
-    command.add_argument("--vocab-size", type=int, help="pieces shared by both languages (default 8000)")
-    command.add_argument("--max-steps", type=int, help="updates (default: the preset's)")
-    command.add_argument("--max-minutes", type=float, help="stop after so many minutes of training")
-    command.add_argument("--batch-tokens", type=int, help="tokens a side of a batch (default: the preset's)")
-    command.add_argument("--precision", help="bf16, fp32, or auto (default): bf16 where the hardware multiplies it")
-    command.add_argument("--seed", type=int, help="of parameters, order and dropout (default 1)")
-    command.add_argument("--save-every", type=int, help="updates between checkpoints (default: the preset's)")
+    command.add_argument(
+        "--preset", help="tiny (default: for two CPU cores), base, big, or a row of the paper's Table 3"
+    )
+    command.add_argument("--config", metavar="FILE", help="in place of a preset: the config.json of a checkpoint")
+    for name, kind, text in (
+        ("--vocab-size", int, "pieces shared by both languages (default: the preset's)"),
+        ("--max-steps", int, "updates (default: the preset's)"),
+        ("--max-minutes", float, "stop after so many minutes of training"),
+        ("--batch-tokens", int, "tokens a side of an update, all processes together (default: the preset's)"),
+        ("--accumulate", int, "parts in which a process computes its share of an update, to need less memory"),
+        ("--label-smoothing", float, "probability spread over all pieces (default: the preset's)"),
+        ("--clip-norm", float, "scale longer gradients down to this norm (default: none is)"),
+        ("--precision", str, "bf16, fp32, or auto (default): bf16 where the hardware multiplies it"),
+        ("--seed", int, "of parameters, order and dropout (default 1)"),
+        ("--save-every", int, "updates between checkpoints (default: the preset's)"),
+        ("--bleu-every", int, "updates between BLEU scores on the validation text (default: never)"),
+        ("--keep", int, "newest checkpoints that are kept, beside the best (default: the preset's)"),
+    ):
+        command.add_argument(name, type=kind, default=argparse.SUPPRESS, help=text)
     command.add_argument("--resume", action="store_true", help="continue the run in DIR from its newest checkpoint")
 
     command = commands.add_parser("translate", help="translate text with a trained model")
@@ -140,21 +152,10 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> None:
     from fastattn.translation.train import train
 
-    best = train(
-        options.train,
-        options.valid,
-        options.out,
-        preset=options.preset,
-        vocab_size=options.vocab_size,
-        batch_tokens=options.batch_tokens,
-        precision=options.precision,
-        seed=options.seed,
-        max_steps=options.max_steps,
-        max_minutes=options.max_minutes,
-        save_every=options.save_every,
-        resume=options.resume,
-    )
-    print(f"the best checkpoint is {best}")
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "run", "train", "valid")}
+    best = train(options.train, options.valid, **given)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"the best checkpoint is {best}")
 
 
 def _translate(options: argparse.Namespace) -> None:

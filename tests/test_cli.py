@@ -214,7 +214,7 @@ def test_bad_training_text(small, tmp_path, capsys, name, content, message):
         (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows"),
         (["--vocab-size", str(10**12)], f"sentencepiece could not learn a vocabulary of {10**12}"),
         (["--vocab-size", "5"], "a vocabulary of 5"),
-        (["--vocab-size", "-1"], "vocab_size is -1, expected at least 1"),
+        (["--vocab-size", "-1"], "vocab_size is -1, expected an integer of at least 1"),
         (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
         (["--preset", "huge"], "unknown preset 'huge', expected one of tiny, base, big"),
         (["--precision", "fp8"], "unknown precision 'fp8', expected one of auto, bf16, fp32"),
@@ -257,14 +257,18 @@ def test_a_run_is_not_resumed_with_other_options(run, small, capsys, options, me
     assert snapshot(run) == before
 
 
-@pytest.mark.parametrize("lost", ["step", "options", "best_loss"])
+@pytest.mark.parametrize("lost", ["step", "training", "best_loss"])
 def test_a_checkpoint_of_another_version_is_not_resumed(run, small, tmp_path, capsys, lost):
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)
-    path = checkpoint.newest(copy) / "training.pt"
-    state = torch.load(path)
-    del state[lost]
-    torch.save(state, path)
+    newest = checkpoint.newest(copy)
+    if lost == "training":
+        config, _ = checkpoint.load_config(newest)
+        (newest / "config.json").write_text(config.to_json())
+    else:
+        state = torch.load(newest / "training.pt")
+        del state[lost]
+        torch.save(state, newest / "training.pt")
     before = snapshot(copy)
     assert "was not written by this version" in failure(train_arguments(small, copy, "--resume"), capsys)
     assert snapshot(copy) == before

@@ -4,7 +4,7 @@ A run's folder holds ``step-00000400/`` folders, each complete in itself, and th
 validation loss::
 
     model.safetensors   the weights (tied matrices once) and the number of updates they have had
-    config.json         the model's TransformerConfig
+    config.json         the model's TransformerConfig, and under "training" the run's TrainingConfig
     tokenizer.model     the sentencepiece model
     training.pt         optimizer and place in the data: what resuming needs and translating does not
 
@@ -13,31 +13,36 @@ One of :func:`save_int8` has no training.pt.
 """
 
 import contextlib
+import fcntl
 import os
 import pickle
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fastattn.translation.config import TransformerConfig
+from fastattn.translation.config import TrainingConfig, TransformerConfig, from_json
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"  # the enclosed model: of Bible text, English to Spanish
+LOCK = ".lock"
 PARTIAL = ".partial-"  # begins the name of what is still being written or already being removed
 
 
-def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, training: dict) -> Path:
-    """Write ``run/step-NNNNNNNN`` and return it. ``training`` holds tensors, numbers and strings only."""
+def save(
+    run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, config: TrainingConfig | None = None
+) -> Path:
+    """Write ``run/step-NNNNNNNN`` and return it. ``state`` holds tensors, numbers and strings only."""
     final = run / f"step-{step:08d}"
     with written_whole(final) as partial:
-        _write(partial, model, tokenizer, _parameters(model), step)
-        torch.save(training, partial / TRAINING)
+        _write(partial, model, tokenizer, _parameters(model), step, config)
+        torch.save(state, partial / TRAINING)
     return final
 
 
@@ -86,10 +91,17 @@ def _parameters(model: Transformer) -> dict[str, Tensor]:
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def _write(folder: Path, model: Transformer, tokenizer: Tokenizer, weights: dict[str, Tensor], updates: int | None):
+def _write(
+    folder: Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    weights: dict[str, Tensor],
+    updates: int | None,
+    config: TrainingConfig | None = None,
+) -> None:
     metadata = {} if updates is None else {"updates": str(updates)}
     require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata)
-    (folder / CONFIG).write_text(model.config.to_json(), encoding="utf-8")
+    (folder / CONFIG).write_text(model.config.to_json(config), encoding="utf-8")
     (folder / TOKENIZER).write_bytes(tokenizer.model)
 
 
@@ -109,6 +121,36 @@ def written_whole(final: Path) -> Iterator[Path]:
         _flush(path)
     partial.rename(final)
     _flush(final.parent)
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Makes this process the only one that writes the run's folder, which is made if need be.
+
+    The kernel holds the lock (``flock``), and gives it up with the process, however that ends.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read() or "another process"
+            raise InputError(f"{run} is being written by {owner}: wait for its end, or name another folder") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def is_new(run: Path) -> bool:
+    """Whether nothing is there yet but what an interrupted start left."""
+    if not run.exists():
+        return True
+    return run.is_dir() and all(path.name == LOCK or path.name.startswith(PARTIAL) for path in run.iterdir())
 
 
 def mark_best(checkpoint: Path) -> None:
@@ -175,8 +217,26 @@ def updates(path: str | Path) -> int | None:
     return None if number is None else int(number)
 
 
+def load_config(checkpoint: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
+    """The configuration of a checkpoint's model, and of the run that wrote it if it says."""
+    with _readable(checkpoint):
+        return from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
+
+
+def read_config(path: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
+    """:func:`load_config` of a configuration file alone."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except InputError as error:
+        raise InputError(f"cannot use {path}: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read {path}: it is not UTF-8") from None
+
+
 def load_training(checkpoint: Path) -> dict:
-    """What :func:`save` was given as ``training``."""
+    """What :func:`save` was given as ``state``."""
     with _readable(checkpoint):
         try:
             state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)

@@ -1,4 +1,7 @@
-"""The shape of a Transformer: one frozen record, its checks, its presets, and its JSON form."""
+"""The configuration of a run: the shape of its Transformer, how that is trained, and the presets of both.
+
+Two frozen records with their checks and their JSON form. What a preset does not change is the paper's base model.
+"""
 
 import dataclasses
 import json
@@ -6,20 +9,6 @@ from typing import Any
 
 from fastattn.translation.errors import InputError
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # For two CPU cores: 7.6 M parameters at a vocabulary of 8000. Normalising first, it learns faster.
-    "tiny": {
-        "d_model": 256,
-        "d_ff": 1024,
-        "num_heads": 4,
-        "encoder_layers": 3,
-        "decoder_layers": 3,
-        "norm_first": True,
-    },
-    # "Attention Is All You Need", Table 3: base and big.
-    "base": {},
-    "big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": 0.3},
-}
 POSITIONS = ("sinusoidal", "learned")
 TYING = ("all", "output", "none")
 
@@ -112,26 +101,166 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, vocab_size: int, **changes) -> "TransformerConfig":
-        """The configuration called ``name`` ("tiny", "base" or "big"), with ``changes`` to single fields."""
-        if name not in PRESETS:
-            raise InputError(f"unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
-        return cls(vocab_size=vocab_size, **{**PRESETS[name], **changes})
+        """The configuration called ``name`` ("tiny", "base", "big", a row of Table 3), with ``changes`` to fields."""
+        return cls(vocab_size=vocab_size, **{**_preset(name).model, **changes})
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+    def to_json(self, training: "TrainingConfig | None" = None) -> str:
+        """Readable by :func:`from_json`; ``training`` of the run that the model belongs to."""
+        fields = dataclasses.asdict(self)
+        if training is not None:
+            fields["training"] = dataclasses.asdict(training)
+        return json.dumps(fields, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "TransformerConfig":
         """The configuration that :meth:`to_json` wrote; raises :class:`InputError` on anything else."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"the model configuration is not valid JSON: {error}") from None
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(fields, dict) or not fields.keys() <= names or "vocab_size" not in fields:
-            given = sorted(fields.keys() - names) if isinstance(fields, dict) else type(fields).__name__
-            raise InputError(f"the model configuration needs vocab_size and knows only {sorted(names)}; given {given}")
-        return cls(**fields)
+        return from_json(text)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Every choice that makes a run, beside its model, its text and how its work is spread over processes.
+
+    The defaults are the paper's base model's. The learning rate of update s is
+    ``rate * d_model**-0.5 * min(s**-0.5, s * warmup**-1.5)`` (formula 3 at rate 1).
+
+    Args:
+        preset: the name of the preset that it began with, for people.
+        batch_tokens: tokens a side of an update, padding included (section 5.1).
+        micro_batches: parts of an update, each of sentences of like length and with dropout of its own. They are
+            computed by several processes, or one after the other.
+        warmup, rate: of the schedule.
+        label_smoothing: probability spread over all pieces (section 5.4).
+        clip_norm: the largest norm of the gradient; a longer one is scaled down. None: whatever it is, as in the paper.
+        precision: "bf16", "fp32", or "auto", which :func:`fastattn.translation.precision.resolve` decides.
+        seed: of parameters, order and dropout.
+        max_steps, max_minutes: updates, and minutes of training, after which it ends; None: no such limit in time.
+        save_every: updates between checkpoints, each with a validation.
+        bleu_every: updates between BLEU scores on the validation text; None: never.
+        keep: the newest checkpoints that are kept, beside the best; as many as the paper averages.
+
+    Raises:
+        InputError: a value out of its range, named with what was expected.
+    """
+
+    preset: str = "base"
+    batch_tokens: int = 25_000
+    micro_batches: int = 1
+    warmup: int = 4000
+    rate: float = 1.0
+    label_smoothing: float = 0.1
+    clip_norm: float | None = None
+    precision: str = "auto"
+    seed: int = 1
+    max_steps: int = 100_000
+    max_minutes: float | None = None
+    save_every: int = 1000
+    bleu_every: int | None = None
+    keep: int = 5
+
+    def __post_init__(self):
+        for name in ("batch_tokens", "micro_batches", "warmup", "max_steps", "save_every", "bleu_every", "keep"):
+            value = getattr(self, name)
+            optional = name == "bleu_every" and value is None
+            self._expect(name, optional or (_is_int(value) and value >= 1), "at least 1")
+        for name in ("rate", "clip_norm", "max_minutes"):
+            value = getattr(self, name)
+            optional = name != "rate" and value is None
+            self._expect(name, optional or (_is_number(value) and value > 0), "a positive number")
+        smoothing = self.label_smoothing
+        self._expect("label_smoothing", _is_number(smoothing) and 0 <= smoothing < 1, "a number in [0, 1)")
+        self._expect("seed", _is_int(self.seed) and -(2**63) <= self.seed < 2**63, "an integer of 64 bits")
+        for name in ("preset", "precision"):
+            self._expect(name, isinstance(getattr(self, name), str), "a name")
+        self._expect(
+            "batch_tokens",
+            self.batch_tokens >= self.micro_batches,
+            f"at least one for each of the {self.micro_batches} parts of an update",
+        )
+
+    def _expect(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise InputError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+
+    @classmethod
+    def of_preset(cls, name: str) -> "TrainingConfig":
+        """How the preset ``name`` is trained."""
+        return cls(preset=name, **_preset(name).training)
+
+
+# What may differ when a run is resumed: when it ends, and what it writes.
+CHANGEABLE = ("max_steps", "max_minutes", "save_every", "bleu_every", "keep")
+
+
+def from_json(text: str) -> tuple[TransformerConfig, TrainingConfig | None]:
+    """What :meth:`TransformerConfig.to_json` wrote: a model's configuration, and that of the run it belongs to.
+
+    Fields that are not given have their defaults.
+
+    Raises:
+        InputError: anything else.
+    """
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"the model configuration is not valid JSON: {error}") from None
+    training = fields.pop("training", None) if isinstance(fields, dict) else None
+    model = TransformerConfig(**_known(fields, TransformerConfig, "model", ["vocab_size"]))
+    return model, None if training is None else TrainingConfig(**_known(training, TrainingConfig, "training", []))
+
+
+def _known(fields: Any, record: type, name: str, needed: list[str]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(record)}
+    if not isinstance(fields, dict) or not fields.keys() <= names or not fields.keys() >= set(needed):
+        given = sorted(fields.keys() - names) if isinstance(fields, dict) else type(fields).__name__
+        needs = "".join(f"needs {field} and " for field in needed)
+        raise InputError(f"the {name} configuration {needs}knows only {sorted(names)}; given {given}")
+    return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """What a preset changes of the defaults of :class:`TransformerConfig` and :class:`TrainingConfig`.
+
+    ``paper`` is the number of parameters that the paper gives, in millions; None where it gives none.
+    """
+
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    vocab_size: int = 37_000  # where the user says nothing; section 5.1
+    paper: int | None = None
+
+
+PRESETS = {
+    # For two CPU cores. Normalising first, it learns faster.
+    "tiny": Preset(
+        {"d_model": 256, "d_ff": 1024, "num_heads": 4, "encoder_layers": 3, "decoder_layers": 3, "norm_first": True},
+        {"batch_tokens": 2048, "warmup": 400, "rate": 0.7, "max_steps": 10_000, "save_every": 400},
+        vocab_size=8000,
+    ),
+    # "Attention Is All You Need", Table 3: its first and last line, and by letter the lines between.
+    "base": Preset(paper=65),
+    "big": Preset(
+        {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": 0.3}, {"max_steps": 300_000, "keep": 20}, paper=213
+    ),
+    **{f"A-h{h}": Preset({"num_heads": h}) for h in (1, 4, 16, 32)},
+    "B-dk16": Preset({"head_dim": 16, "value_head_dim": 64}, paper=58),
+    "B-dk32": Preset({"head_dim": 32, "value_head_dim": 64}, paper=60),
+    **{f"C-N{n}": Preset({"encoder_layers": n, "decoder_layers": n}, paper=m) for n, m in ((2, 36), (4, 50), (8, 80))},
+    "C-dmodel256": Preset({"d_model": 256}, paper=28),
+    "C-dmodel1024": Preset({"d_model": 1024}, paper=168),
+    "C-dff1024": Preset({"d_ff": 1024}, paper=53),
+    "C-dff4096": Preset({"d_ff": 4096}, paper=90),
+    **{f"D-Pdrop{rate}": Preset({"dropout": rate}) for rate in (0.0, 0.2)},
+    **{f"D-eps{smoothing}": Preset(training={"label_smoothing": smoothing}) for smoothing in (0.0, 0.2)},
+    "E-learned": Preset({"positions": "learned", "max_positions": 512}),
+}
+
+
+def _preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise InputError(f"unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def _is_int(value) -> bool:

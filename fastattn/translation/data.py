@@ -187,13 +187,14 @@ class ParallelText:
             shuffle.shuffle(batches)
         return batches
 
-    def epochs(self, batch_tokens: int, seed: int, epoch: int = 0, skip: int = 0) -> Iterator[tuple[int, int, Batch]]:
-        """Shuffled batches without end, as (epoch, place in the epoch, batch), from place ``skip`` of ``epoch`` on.
+    def epochs(self, batch_tokens: int, seed: int, epoch: int = 0, skip: int = 0) -> Iterator[tuple[int, int, Tensor]]:
+        """Shuffled :meth:`buckets` without end, as (epoch, place in the epoch, indices), from place ``skip`` of
+        ``epoch`` on.
 
         An epoch's order depends on ``seed`` and its number alone.
         """
         while True:
             batches = self.buckets(batch_tokens, random.Random(f"{seed} {epoch}"))
             for place in range(skip, len(batches)):
-                yield epoch, place, self.batch(batches[place])
+                yield epoch, place, batches[place]
             epoch, skip = epoch + 1, 0

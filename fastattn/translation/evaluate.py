@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -85,21 +85,24 @@ class _SmoothedLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def held_out(model: Transformer, batches: Iterable[Batch], autocast) -> dict[str, float]:
+def held_out(
+    model: Transformer, batches: Iterable[Batch], autocast, total: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> dict[str, float]:
     """``valid_loss`` (nats a token, unsmoothed), ``valid_perplexity`` and ``valid_accuracy`` of batches.
 
-    ``autocast`` is the context manager to compute in. The model is left in training mode if it was.
+    ``autocast`` is the context manager to compute in, ``total`` adds what other processes found in theirs. The model is
+    left in training mode if it was.
     """
     was_training = model.training
     model.eval()
-    sums, tokens = torch.zeros(3, dtype=torch.float64), 0
+    sums = torch.zeros(4, dtype=torch.float64)
     with autocast:
         for batch in batches:
             features = model.features(batch.source, batch.target, batch.source_lengths, batch.target_lengths)
             projection = model.projection(features.flatten(0, 1))
-            sums += torch.stack(smoothed_loss(*projection, batch.labels.flatten(), 0.0, model.config.pad_id)).cpu()
-            tokens += batch.tokens
-    _, nll, correct = sums.tolist()
+            sums[:3] += torch.stack(smoothed_loss(*projection, batch.labels.flatten(), 0.0, model.config.pad_id)).cpu()
+            sums[3] += batch.tokens
+    _, nll, correct, tokens = total(sums).tolist()
     model.train(was_training)
     return {
         "valid_loss": nll / tokens,

@@ -1,13 +1,15 @@
 """Training as in section 5 of the paper: Adam, warm-up and inverse square root, label smoothing.
 
-A run is a function of its options and its text: parameters come from the seed, an epoch's order from (seed, epoch), a
-dropout mask from (seed, update, micro-batch, site). So a run that was killed and resumed has, bit for bit, the weights
-of one that was not.
+A run is a function of its configuration and its text: parameters come from the seed, an epoch's order from (seed,
+epoch), a dropout mask from (seed, update, micro-batch, site). So a run that was killed and resumed has, bit for bit,
+the weights of one that was not, and how the micro-batches of an update are spread over processes changes no more than
+the rounding of their sum.
 """
 
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -18,58 +20,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from fastattn.translation import checkpoint
+from fastattn.translation import checkpoint, distributed
 from fastattn.translation import precision as precisions
-from fastattn.translation.config import TransformerConfig
+from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
 from fastattn.translation.data import Batch, ParallelText, read_parallel
+from fastattn.translation.distributed import World
 from fastattn.translation.errors import InputError, require
-from fastattn.translation.evaluate import held_out, perplexity, smoothed_loss
+from fastattn.translation.evaluate import held_out, perplexity, scores, smoothed_loss
 from fastattn.translation.model import Transformer
 from fastattn.translation.sanity import training_warnings
-from fastattn.translation.tokenizer import Tokenizer
+from fastattn.translation.search import Search, translate
+from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 METRICS = "metrics.jsonl"
-KEPT_CHECKPOINTS = 5  # as many as the paper averages
 REPORT_EVERY = 20  # updates
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a preset trains with where the user says nothing.
-
-    The learning rate of update s is ``rate * d_model**-0.5 * min(s**-0.5, s * warmup**-1.5)``: the paper's at rate 1.
-    """
-
-    batch_tokens: int
-    warmup: int
-    max_steps: int
-    save_every: int
-    rate: float = 1.0
-
-
-RECIPES = {
-    "tiny": Recipe(batch_tokens=2048, warmup=400, max_steps=10_000, save_every=400, rate=0.7),
-    "base": Recipe(batch_tokens=25_000, warmup=4000, max_steps=100_000, save_every=1000),
-    "big": Recipe(batch_tokens=25_000, warmup=4000, max_steps=300_000, save_every=1000),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingOptions:
-    """What makes one run different from another, beside its text. Resuming takes them from the checkpoint."""
-
-    preset: str
-    vocab_size: int
-    batch_tokens: int
-    warmup: int
-    rate: float
-    precision: str
-    seed: int
-    label_smoothing: float = 0.1
+NOTHING = torch.zeros(())  # begins a sum, on any device
 
 
 class Trainer:
@@ -78,22 +49,31 @@ class Trainer:
     Args:
         model: to train, in place.
         text: to train it on.
-        options: of the run.
+        config: of the run.
+        world: the processes that share each update. Each has a trainer of an equal model, and the same text.
     """
 
-    def __init__(self, model: Transformer, text: ParallelText, options: TrainingOptions):
+    def __init__(self, model: Transformer, text: ParallelText, config: TrainingConfig, world: World | None = None):
         self.model = model.train()
         self.text = text
-        self.options = options
+        self.config = config
         self.device = model.output.weight.device
+        self.world = world or World(0, 1, self.device)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
         self.step, self.epoch, self.place = 0, 0, 0  # updates done; where the next batch is
-        self._batches: Iterator[tuple[int, int, Batch]] | None = None
+        self._batches: Iterator[tuple[int, int, Tensor]] | None = None
+        self._loss: _Loss | DistributedDataParallel = _Loss(model, config.label_smoothing)
+        if self.world.size > 1:
+            self._loss = DistributedDataParallel(self._loss, broadcast_buffers=False, gradient_as_bucket_view=True)
+            # From the second pass on it sums gradients in the order of their arrival, and a sum's bits depend on the
+            # order. A first pass of no effect lets a resumed run begin with the sums of the one that it continues.
+            self._backward(self.text.batch(torch.tensor([0])), 0, 1)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict:
         """All that, beside the weights, the next updates depend on."""
         place = {"step": self.step, "epoch": self.epoch, "place": self.place}
-        return {"optimizer": self.optimizer.state_dict(), "options": dataclasses.asdict(self.options), **place}
+        return {"optimizer": self.optimizer.state_dict(), **place}
 
     def load_state(self, state: dict) -> None:
         """Continue from what :meth:`state` returned."""
@@ -103,33 +83,67 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Of update ``step``, counted from 1 (formula 3)."""
-        options = self.options
-        return options.rate * self.model.config.d_model**-0.5 * min(step**-0.5, step * options.warmup**-1.5)
+        config = self.config
+        return config.rate * self.model.config.d_model**-0.5 * min(step**-0.5, step * config.warmup**-1.5)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The context to compute in: bfloat16 products, or float32 throughout."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def update(self) -> Tensor:
-        """One update on the next batch: loss, NLL, correct guesses, target tokens, all summed: float64 (4,)."""
+        """One update on the next batch; of this process's share of it, on its device, float64 (6,): loss, NLL, correct
+        guesses and target tokens, all summed, and positions of both sides, without and with padding.
+
+        The micro-batches, their dropout and the number of tokens that the loss is divided by are those of the update,
+        whatever the number of processes.
+        """
+        config, world = self.config, self.world
         if self._batches is None:
-            self._batches = self.text.epochs(self.options.batch_tokens, self.options.seed, self.epoch, self.place)
-        self.epoch, self.place, batch = next(self._batches)
+            budget = config.batch_tokens // config.micro_batches
+            self._batches = self.text.epochs(budget, config.seed, self.epoch, self.place)
+        parts = list(itertools.islice(self._batches, config.micro_batches))
+        self.epoch, self.place, _ = parts[-1]
         self.step, self.place = self.step + 1, self.place + 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step)
-        model, batch = self.model, batch.to(self.device)
-        seeds = dropout_seeds(self.options.seed, self.step, 0, model.dropout_sites).to(self.device)
-        labels = batch.labels.flatten()
-        with self.autocast():
-            lengths = batch.source_lengths, batch.target_lengths
-            features = model.features(batch.source, batch.target, *lengths, seeds=seeds)
-            projection = model.projection(features.flatten(0, 1))
-            loss, nll, correct = smoothed_loss(*projection, labels, self.options.label_smoothing, model.config.pad_id)
-        (loss / batch.tokens).backward()
+        tokens = sum(int(self.text.targets.lengths[index].sum()) for _, _, index in parts)
+        *first, last = range(world.rank, config.micro_batches, world.size)
+        sums = torch.zeros(6, dtype=torch.float64, device=self.device)
+        for number in first:
+            with self._loss.no_sync() if isinstance(self._loss, DistributedDataParallel) else contextlib.nullcontext():
+                sums += self._backward(self.text.batch(parts[number][2]), number, tokens)
+        sums += self._backward(self.text.batch(parts[last][2]), last, tokens)
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return torch.stack([t.detach().double() for t in (loss, nll, correct, batch.target_lengths.sum())])
+        return sums
+
+    def _backward(self, batch: Batch, micro_batch: int, tokens: int) -> Tensor:
+        """Adds the gradient of a micro-batch's loss, divided by the update's ``tokens``; returns what :meth:`update`
+        sums."""
+        positions = (int(batch.source_lengths.sum()) + batch.tokens, batch.source.numel() + batch.target.numel())
+        seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites).to(self.device)
+        with self.autocast():
+            loss, nll, correct = self._loss(batch.to(self.device), seeds)
+        (loss * self.world.size / tokens).backward()  # DistributedDataParallel divides by the number of processes
+        counts = torch.tensor((batch.tokens, *positions), dtype=torch.float64)
+        return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), counts.to(self.device)))
+
+
+class _Loss(nn.Module):
+    """The model's :func:`~fastattn.translation.evaluate.smoothed_loss` of a batch, as a module, which
+    DistributedDataParallel wants."""
+
+    def __init__(self, model: Transformer, smoothing: float):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        model = self.model
+        features = model.features(batch.source, batch.target, batch.source_lengths, batch.target_lengths, seeds=seeds)
+        projection = model.projection(features.flatten(0, 1))
+        return smoothed_loss(*projection, batch.labels.flatten(), self.smoothing, model.config.pad_id)
 
 
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
@@ -148,142 +162,176 @@ def train(
     out: str | Path,
     *,
     preset: str | None = None,
-    vocab_size: int | None = None,
-    batch_tokens: int | None = None,
-    precision: str | None = None,
-    seed: int | None = None,
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
-    save_every: int | None = None,
+    config: str | Path | None = None,
+    accumulate: int | None = None,
     resume: bool = False,
+    **changes: Any,
 ) -> Path:
     """Train a translator from (source, target) text files into the folder ``out``; returns its best checkpoint.
 
     Training ends after ``max_steps`` updates or ``max_minutes`` minutes, whichever is first, resumed time included.
-    Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint. What is None
-    comes from the preset's recipe, or with ``resume`` from the checkpoint. ``out/metrics.jsonl`` receives a line every
-    few updates. Ctrl-C ends the run after the update at hand, with a checkpoint; a second one at once, without.
+    Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint.
+    ``out/metrics.jsonl`` receives a line every few updates. Ctrl-C ends the run after the update at hand, with a
+    checkpoint; a second one at once, without.
+
+    Under ``torchrun`` the processes share each update. Where it starts them again because one has failed, they go on
+    from the newest checkpoint, if there is one.
+
+    Args:
+        preset: of :data:`~fastattn.translation.config.PRESETS`; "tiny" where neither it nor ``config`` is given.
+        config: a checkpoint's config.json, or a file like it, in the place of a preset.
+        accumulate: parts in which a process computes its share of an update, one after the other.
+        resume: continue the run in ``out`` from its newest checkpoint, whose configuration it has.
+        changes: ``vocab_size`` and fields of :class:`~fastattn.translation.config.TrainingConfig`, in the place of the
+            preset's or the file's. Of a run that is resumed, ``CHANGEABLE`` alone may change.
 
     Raises:
-        InputError: unusable text or options, or an ``out`` that is not empty (without ``resume``) or holds no
-            checkpoint (with it). Nothing is overwritten.
+        InputError: unusable text or options, or an ``out`` that is not empty (without ``resume``), holds no checkpoint
+            (with it), or is being written by another process. Nothing is overwritten.
         KeyboardInterrupt: Ctrl-C; its words say from where the run can be resumed.
     """
     out = Path(out)
     for package in ("safetensors.torch", "sentencepiece", "tqdm"):
         require(package)
-    given = {
-        "preset": preset,
-        "vocab_size": vocab_size,
-        "batch_tokens": batch_tokens,
-        "precision": precision,
-        "seed": seed,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if resume:
-        newest = checkpoint.newest(out)
-        state = checkpoint.load_training(newest)
-        options = _same_options(_saved_options(newest, state), given)
+    with distributed.joined() as world, contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[Path | None, TransformerConfig, TrainingConfig]:
+            if resume and config is not None:
+                raise InputError("a run is resumed with its own configuration: leave --config out")
+            if resume or (distributed.restarted() and checkpoint.steps(out)):
+                newest = checkpoint.newest(out)
+                stack.enter_context(checkpoint.locked(out))
+                return newest, *_resumed(newest, preset, accumulate, changes, world.size)
+            _expect_new(out)
+            return None, *_configured(preset, config, accumulate, changes, world.size)
+
+        newest, model_config, training = world.on_main(begin)
+        if training.bleu_every is not None:
+            require("sacrebleu")
+        sources, targets = world.main_first(lambda: read_parallel(*train_files))
+        valid_pairs = world.main_first(lambda: read_parallel(*valid_files))
+        text_digest = hashlib.sha256("\n".join((*sources, *targets)).encode()).hexdigest()
+        state = {}
+        if newest is not None:
+            state = world.main_first(lambda: _saved_state(newest, text_digest))
+            model, tokenizer = checkpoint.load(newest, world.device)
+        else:
+
+            def learn_pieces() -> bytes:
+                pieces = Tokenizer.train(sources + targets, model_config.vocab_size).model
+                stack.enter_context(checkpoint.locked(out))
+                _expect_new(out)
+                return pieces
+
+            tokenizer = Tokenizer(world.on_main(learn_pieces))
+            torch.manual_seed(training.seed)
+            model = Transformer(model_config).to(world.device)
+        text = ParallelText(tokenizer, sources, targets)
+        if newest is None and world.main:
+            for warning in training_warnings((sources, targets), valid_pairs, text, tokenizer):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        run = _Run(out, Trainer(model, text, training, world), tokenizer, valid_pairs, text_digest)
+        if newest is not None:
+            run.load_state(newest, state)
+        run.train()
+        return world.on_main(lambda: checkpoint.find(out))
+
+
+def _expect_new(out: Path) -> None:
+    if not checkpoint.is_new(out):
+        raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
+
+
+def _configured(
+    preset: str | None, path: str | Path | None, accumulate: int | None, changes: dict[str, Any], processes: int
+) -> tuple[TransformerConfig, TrainingConfig]:
+    """The configuration of a new run, with nothing left open."""
+    changes = dict(changes)
+    vocab_size = changes.pop("vocab_size", None)
+    if path is not None and preset is not None:
+        raise InputError("a preset and a configuration file are given: expected one of them")
+    if path is not None:
+        model, training = checkpoint.read_config(Path(path))
+        training = training or TrainingConfig()
+        if vocab_size is not None:
+            model = dataclasses.replace(model, vocab_size=vocab_size)
     else:
-        if out.exists() and not (
-            out.is_dir() and all(path.name.startswith(checkpoint.PARTIAL) for path in out.iterdir())
-        ):
-            raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
-        options = _new_options(**given)
-    recipe = RECIPES[options.preset]
-    limits = _Limits(
-        max_steps=recipe.max_steps if max_steps is None else max_steps,
-        max_minutes=max_minutes,
-        save_every=recipe.save_every if save_every is None else save_every,
-    )
-
-    sources, targets = read_parallel(*train_files)
-    valid_pairs = read_parallel(*valid_files)
-    text_digest = hashlib.sha256("\n".join((*sources, *targets)).encode()).hexdigest()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if resume:
-        if state["text"] != text_digest:
-            raise InputError(f"the training text is not the one that {newest} was trained on")
-        model, tokenizer = checkpoint.load(newest, device)
-    else:
-        tokenizer = Tokenizer.train(sources + targets, options.vocab_size)
-        torch.manual_seed(options.seed)
-        model = Transformer(TransformerConfig.preset(options.preset, tokenizer.vocab_size)).to(device)
-    text = ParallelText(tokenizer, sources, targets)
-    if not resume:
-        for warning in training_warnings((sources, targets), valid_pairs, text, tokenizer):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-    trainer = Trainer(model, text, options)
-    run = _Run(out, trainer, tokenizer, ParallelText(tokenizer, *valid_pairs), text_digest)
-    if resume:
-        run.load_state(newest, state)
-    return run.train(limits)
+        preset = preset or "tiny"
+        training = TrainingConfig.of_preset(preset)
+        model = TransformerConfig.preset(preset, PRESETS[preset].vocab_size if vocab_size is None else vocab_size)
+    if accumulate is not None or path is None:
+        changes["micro_batches"] = (1 if accumulate is None else _at_least_one(accumulate)) * processes
+    training = dataclasses.replace(training, **changes)
+    training = dataclasses.replace(training, precision=precisions.resolve(training.precision))
+    if (model.pad_id, model.bos_id, model.eos_id) != (PAD_ID, BOS_ID, EOS_ID):
+        raise InputError(f"pad_id, bos_id and eos_id are not {PAD_ID}, {BOS_ID} and {EOS_ID}, the tokenizer's")
+    return model, _divided(training, processes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Limits:
-    """When to stop, and how often to save."""
-
-    max_steps: int
-    max_minutes: float | None
-    save_every: int
-
-    def __post_init__(self):
-        _expect_positive(max_steps=self.max_steps, save_every=self.save_every)
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise InputError(f"max_minutes is {self.max_minutes}, expected a positive number")
-
-
-def _expect_positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}, expected at least 1")
-
-
-def _new_options(preset="tiny", vocab_size=8000, batch_tokens=None, precision="auto", seed=1) -> TrainingOptions:
-    if preset not in RECIPES:
-        raise InputError(f"unknown preset {preset!r}, expected one of {', '.join(RECIPES)}")
-    recipe = RECIPES[preset]
-    batch_tokens = recipe.batch_tokens if batch_tokens is None else batch_tokens
-    _expect_positive(vocab_size=vocab_size, batch_tokens=batch_tokens)
-    if not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed is {seed}, expected an integer of 64 bits")
-    return TrainingOptions(
-        preset=preset,
-        vocab_size=vocab_size,
-        batch_tokens=batch_tokens,
-        warmup=recipe.warmup,
-        rate=recipe.rate,
-        precision=precisions.resolve(precision),
-        seed=seed,
-    )
-
-
-def _saved_options(path: Path, state: dict) -> TrainingOptions:
-    """Those of the run that wrote ``state``, which has all that resuming it takes."""
-    needed = {"optimizer", "step", "epoch", "place", "text", "best_loss", "best_step", "seconds"}
-    try:
-        if needed <= state.keys():
-            return TrainingOptions(**state["options"])
-    except (KeyError, TypeError):
-        pass
-    raise InputError(f"cannot resume {path}: it was not written by this version of `fastattn train`")
-
-
-def _same_options(saved: TrainingOptions, given: dict) -> TrainingOptions:
-    """The checkpoint's options, where those given agree with them."""
+def _resumed(
+    newest: Path, preset: str | None, accumulate: int | None, changes: dict[str, Any], processes: int
+) -> tuple[TransformerConfig, TrainingConfig]:
+    """The configuration of the run that wrote ``newest``, with which what is given must agree."""
+    model, saved = checkpoint.load_config(newest)
+    if saved is None:
+        raise _not_ours(newest)
+    given = changes if preset is None else {"preset": preset, **changes}
+    if accumulate is not None:
+        given = {**given, "micro_batches": _at_least_one(accumulate) * processes}
     for name, value in given.items():
-        if value != getattr(saved, name) and (name, value) != ("precision", "auto"):
-            raise InputError(f"{name} is {value!r} but the run to resume has {getattr(saved, name)!r}: leave it out")
-    return saved
+        has = model.vocab_size if name == "vocab_size" else getattr(saved, name)
+        if name not in CHANGEABLE and value != has and (name, value) != ("precision", "auto"):
+            raise InputError(f"{name} is {value!r} but the run to resume has {has!r}: leave it out")
+    changed = {name: value for name, value in given.items() if name in CHANGEABLE}
+    return model, _divided(dataclasses.replace(saved, **changed), processes)
+
+
+def _at_least_one(accumulate: int) -> int:
+    if accumulate < 1:
+        raise InputError(f"accumulate is {accumulate}, expected at least 1")
+    return accumulate
+
+
+def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
+    if training.micro_batches % processes:
+        raise InputError(
+            f"an update of {training.micro_batches} micro-batches cannot be divided among {processes} processes: "
+            f"expected a number of processes that divides {training.micro_batches}, or for a new run --accumulate"
+        )
+    return training
+
+
+def _saved_state(newest: Path, text_digest: str) -> dict:
+    """What the run that wrote ``newest`` had reached, on the same text."""
+    state = checkpoint.load_training(newest)
+    if not {"optimizer", "step", "epoch", "place", "text", "best_loss", "best_step", "seconds"} <= state.keys():
+        raise _not_ours(newest)
+    if state["text"] != text_digest:
+        raise InputError(f"the training text is not the one that {newest} was trained on")
+    return state
+
+
+def _not_ours(path: Path) -> InputError:
+    return InputError(f"cannot resume {path}: it was not written by this version of `fastattn train`")
 
 
 class _Run:
-    """A trainer, its validation text, and the folder that it writes to."""
+    """A trainer, its validation text, and the folder that the first process writes to."""
 
-    def __init__(self, out: Path, trainer: Trainer, tokenizer: Tokenizer, valid: ParallelText, text_digest: str):
+    def __init__(
+        self,
+        out: Path,
+        trainer: Trainer,
+        tokenizer: Tokenizer,
+        valid_pairs: tuple[list[str], list[str]],
+        text_digest: str,
+    ):
         self.out, self.trainer, self.tokenizer, self.text_digest = out, trainer, tokenizer, text_digest
-        self.valid = [valid.batch(i).to(trainer.device) for i in valid.buckets(trainer.options.batch_tokens)]
+        self.config, self.world = trainer.config, trainer.world
+        self.valid_pairs = valid_pairs
+        valid = ParallelText(tokenizer, *valid_pairs)
+        share = valid.buckets(self.config.batch_tokens // self.config.micro_batches)[self.world.rank :: self.world.size]
+        self.valid = [valid.batch(index).to(trainer.device) for index in share]
         self.best_loss, self.best_step = math.inf, 0
         self._started = time.monotonic()
 
@@ -292,53 +340,62 @@ class _Run:
         """Spent on training, before and since it was resumed."""
         return time.monotonic() - self._started
 
+    @property
+    def done(self) -> float:
+        """The share of the run that is done, by the limit that will be reached first."""
+        minutes = self.config.max_minutes
+        time_share = 0.0 if minutes is None else self.seconds / (60 * minutes)
+        return max(self.trainer.step / self.config.max_steps, time_share)
+
     def load_state(self, newest: Path, state: dict) -> None:
         """Continue from a checkpoint: what the folder says of later updates goes."""
         self.trainer.load_state(state)
         self.best_loss, self.best_step = state["best_loss"], state["best_step"]
         self._started -= state["seconds"]
+        if not self.world.main:
+            return
         if self.best_step == self.trainer.step:
             checkpoint.mark_best(newest)
         rows = [row for row in read_metrics(self.out) if row["step"] <= self.trainer.step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         checkpoint.write_text(self.out / METRICS, text)
 
-    def train(self, limits: _Limits) -> Path:
-        """Update until a limit is reached; returns the best checkpoint."""
-        trainer = self.trainer
-        sums, since = torch.zeros(4, dtype=torch.float64), time.monotonic()
-        if not checkpoint.steps(self.out):
+    def train(self) -> None:
+        """Update until a limit is reached."""
+        trainer, config, world = self.trainer, self.config, self.world
+        sums, since = NOTHING, time.monotonic()
+        if world.main and not checkpoint.steps(self.out):
             self._save()
-        with _deferred_interrupt() as interrupted, _Progress(self, limits) as progress:
-            while not self._finished(limits):
-                sums += trainer.update().cpu()
-                scoring = self._finished(limits) or trainer.step % limits.save_every == 0
-                if scoring or interrupted.is_set() or trainer.step % REPORT_EVERY == 0:
-                    row = self._row(sums, time.monotonic() - since)
+        (over,) = world.any(self.done >= 1)
+        with _deferred_interrupt() as interrupt, _Progress(self) as progress:
+            while not over:
+                sums = sums + trainer.update()
+                over, interrupted = world.any(self.done >= 1, interrupt.is_set())
+                interrupted = interrupted and not over
+                scoring = over or trainer.step % config.save_every == 0
+                translating = config.bleu_every and (over or trainer.step % config.bleu_every == 0)
+                if scoring or translating or interrupted or trainer.step % REPORT_EVERY == 0:
+                    row = self._row(world.sum(sums), time.monotonic() - since)
                     if scoring:
-                        row |= held_out(trainer.model, self.valid, trainer.autocast())
-                    with open(self.out / METRICS, "a", encoding="utf-8") as metrics:
-                        metrics.write(json.dumps(row) + "\n")
-                    progress.report(row)
-                    if scoring or interrupted.is_set():
-                        self._save(row.get("valid_loss", math.inf))
-                    sums, since = torch.zeros(4, dtype=torch.float64), time.monotonic()
+                        row |= held_out(trainer.model, self.valid, trainer.autocast(), world.sum)
+                    if translating:
+                        row["valid_bleu"] = self._bleu()
+                    if world.main:
+                        with open(self.out / METRICS, "a", encoding="utf-8") as metrics:
+                            metrics.write(json.dumps(row) + "\n")
+                        progress.report(row)
+                        if scoring or interrupted:
+                            self._save(row.get("valid_loss", math.inf))
+                    sums, since = NOTHING, time.monotonic()
                 progress.advance()
-                if interrupted.is_set() and not self._finished(limits):
+                if interrupted and not world.main:
+                    raise SystemExit(130)  # the first process says where
+                if interrupted:
                     raise KeyboardInterrupt(f"after update {trainer.step}, which is saved: --resume goes on from there")
-        return checkpoint.find(self.out)
-
-    def _finished(self, limits: _Limits) -> bool:
-        return self.done(limits) >= 1
-
-    def done(self, limits: _Limits) -> float:
-        """The share of the run that is done, by the limit that will be reached first."""
-        time_share = 0.0 if limits.max_minutes is None else self.seconds / (60 * limits.max_minutes)
-        return max(self.trainer.step / limits.max_steps, time_share)
 
     def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
         """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
-        loss, nll, correct, tokens = sums.tolist()
+        loss, nll, correct, tokens, filled, positions = sums.tolist()
         if not math.isfinite(loss):
             raise InputError(f"the loss is {loss} at update {self.trainer.step}: start again with another seed or fp32")
         return {
@@ -349,8 +406,18 @@ class _Run:
             "perplexity": perplexity(nll / tokens),
             "accuracy": correct / tokens,
             "tokens_per_second": tokens / seconds,
+            "padding": 1 - filled / positions,
             "learning_rate": self.trainer.learning_rate(self.trainer.step),
         }
+
+    def _bleu(self) -> float:
+        """Of the validation text, translated greedily, each process a share of it."""
+        model, (sources, references) = self.trainer.model, self.valid_pairs
+        model.eval()
+        with self.trainer.autocast():
+            share = translate(model, self.tokenizer, sources[self.world.rank :: self.world.size], Search(beam=1))
+        model.train()
+        return scores(self.world.interleaved(share), references).bleu
 
     def _save(self, valid_loss: float = math.inf) -> None:
         trainer = self.trainer
@@ -359,10 +426,10 @@ class _Run:
             self.best_loss, self.best_step = valid_loss, trainer.step
         progress = {"best_loss": self.best_loss, "best_step": self.best_step, "seconds": self.seconds}
         state = {**trainer.state(), **progress, "text": self.text_digest}
-        saved = checkpoint.save(self.out, trainer.step, trainer.model, self.tokenizer, state)
+        saved = checkpoint.save(self.out, trainer.step, trainer.model, self.tokenizer, state, self.config)
         if improved:
             checkpoint.mark_best(saved)
-        checkpoint.prune(self.out, KEPT_CHECKPOINTS)
+        checkpoint.prune(self.out, self.config.keep)
 
 
 @contextlib.contextmanager
@@ -386,25 +453,28 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
 
 
 class _Progress:
-    """What is left of a run: a bar on a terminal, a line a report elsewhere; both on stderr."""
+    """What is left of a run: a bar on a terminal, a line a report elsewhere; both on stderr, of the first process."""
 
-    def __init__(self, run: _Run, limits: _Limits):
-        self._run, self._limits = run, limits
-        options, parameters = run.trainer.options, sum(p.numel() for p in run.trainer.model.parameters())
-        until = f"{limits.max_steps} updates"
-        if limits.max_minutes is not None:
-            until += f" or {limits.max_minutes:g} min"
+    def __init__(self, run: _Run):
+        self._run, config = run, run.config
+        self._bar = None
+        if not run.world.main:
+            return
+        parameters = sum(p.numel() for p in run.trainer.model.parameters())
+        until = f"{config.max_steps} updates"
+        if config.max_minutes is not None:
+            until += f" or {config.max_minutes:g} min"
+        parts = f" in {config.micro_batches} parts" if config.micro_batches > 1 else ""
         print(
-            f"{options.preset}: {parameters / 1e6:.1f}M parameters, {options.precision}, "
-            f"batches of {options.batch_tokens} tokens, {until}",
+            f"{config.preset}: {parameters / 1e6:.1f}M parameters, {config.precision}, "
+            f"batches of {config.batch_tokens} tokens{parts}, {until}",
             file=sys.stderr,
             flush=True,
         )
-        self._bar = None
         if sys.stderr.isatty():
             self._bar = require("tqdm").tqdm(
                 total=1.0,
-                initial=min(1.0, run.done(limits)),
+                initial=min(1.0, run.done),
                 ncols=min(80, shutil.get_terminal_size().columns),
                 bar_format="{percentage:3.0f}%|{bar}| {desc}{postfix} [{elapsed}<{remaining}]",
                 desc=f"update {run.trainer.step}",
@@ -421,20 +491,21 @@ class _Progress:
         """Another update is done."""
         if self._bar is not None:
             self._bar.set_description_str(f"update {self._run.trainer.step}", refresh=False)
-            self._bar.update(min(1.0, self._run.done(self._limits)) - self._bar.n)
+            self._bar.update(min(1.0, self._run.done) - self._bar.n)
 
     def report(self, row: dict[str, float]) -> None:
         """Say what a row of the metrics holds."""
         words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_second']:.0f} tokens/s"]
+        names = {"valid_loss": "validation loss {:.3f}", "valid_bleu": "validation BLEU {:.1f}"}
+        validation = [words.format(row[name]) for name, words in names.items() if name in row]
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(words), refresh=False)
-            if "valid_loss" in row:
-                self._bar.write(f"update {row['step']}: validation loss {row['valid_loss']:.3f}", file=sys.stderr)
+            if validation:
+                self._bar.write(f"update {row['step']}: {', '.join(validation)}", file=sys.stderr)
             return
         words[1:1] = [f"perplexity {row['perplexity']:.1f}", f"accuracy {row['accuracy']:.3f}"]
-        if "valid_loss" in row:
-            words.append(f"validation loss {row['valid_loss']:.3f}")
-        print(f"update {row['step']}: {', '.join(words)}", file=sys.stderr, flush=True)
+        words.append(f"{row['padding']:.0%} padding")
+        print(f"update {row['step']}: {', '.join(words + validation)}", file=sys.stderr, flush=True)
 
 
 def read_metrics(out: str | Path) -> list[dict[str, float]]:
