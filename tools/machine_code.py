@@ -210,7 +210,7 @@ def tables(results: dict[str, Any]) -> str:
     lines = [
         f"Predicted from the machine code that Triton {results['versions']['triton']} makes of commit "
         f"{results['commit'][:7]}; nothing here was measured.\n",
-        "| attention, bfloat16 | predicted, TFLOP/s | FlashAttention 2, predicted (published) | FlashAttention 3 |",
+        "| attention, bfloat16, TFLOP/s | predicted | FlashAttention 2, predicted (published) | FlashAttention 3 |",
         "| --- | --- | --- | --- |",
     ]
     for capability, machine in MACHINES.items():
@@ -219,15 +219,8 @@ def tables(results: dict[str, Any]) -> str:
                 rate = _rate(ours, direction, f"{case} sm_{capability}")
                 if rate is None:
                     continue
-                peers = [
-                    _peer(
-                        results["public"],
-                        f"{peer}_{direction[:3] if direction == 'forward' else 'bwd'}",
-                        case,
-                        capability,
-                    )
-                    for peer in ("fa2", "fa3")
-                ]
+                kind = {"forward": "fwd", "backward": "bwd"}[direction]
+                peers = [_peer(results["public"], f"{peer}_{kind}", case, capability) for peer in ("fa2", "fa3")]
                 size = case.replace("d", "D=", 1).replace(" dropout", ", dropout 0.1")
                 lines.append(f"| {machine.name} {direction} {size} | predicted {rate:.0f} | {' | '.join(peers)} |")
     lines += [

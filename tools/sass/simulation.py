@@ -133,8 +133,9 @@ def simulate(
             if warp.iteration == iterations:
                 continue
             step = steps[warp.at]
-            start = max((warp.boards[board] for board in step.waits), default=0.0)
-            start = max(start, warp.ready, free[step.unit] - step.slack)
+            start = max(warp.ready, free[step.unit] - step.slack)
+            for board in step.waits:
+                start = max(start, warp.boards[board])
             groups = warp.groups[step.awaits] if step.awaits else []
             complete = groups[-step.pending - 1] if len(groups) > step.pending else 0.0
             if step.write == 7:
