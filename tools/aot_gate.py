@@ -368,9 +368,7 @@ class Report:
         if self.stack > most:
             found.append(f"spills: {self.stack} bytes of stack, at most {most} are harmless")
         elif self.local > MOST_LOCAL * self.instructions:
-            found.append(
-                f"spills in the main loop: {self.local} accesses to the stack of {self.instructions} instructions"
-            )
+            found.append(f"spills: {self.local} of the main loop's {self.instructions} instructions access the stack")
         if self.is_wide and self.narrow_accesses > (KNOWN_NARROW if self.rows == 1 else MOST_NARROW):
             found.append(f"{self.narrow_accesses} accesses to global memory of 16 bits and fewer")
         if self.shared > SHARED_MEMORY[self.capability]:
