@@ -79,17 +79,19 @@ class MultiHeadAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)
         if embed_dim <= 0 or num_heads <= 0:
             raise ValueError(f"{_NAME}: embed_dim and num_heads must be positive, got {embed_dim} and {num_heads}")
+        # of code whose third argument is a head's size
+        size = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
         if head_dim is None and embed_dim % num_heads:
             mend = "or give head_dim"
             if num_heads % embed_dim == 0:
-                mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim})"
+                mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim}{size})"
             raise check.BadValue(
                 f"{_NAME}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; {mend}"
             )
-        if isinstance(dropout, int) and dropout > 1:
+        if size:
             raise ValueError(
                 f"{_NAME}: dropout, the third argument, must be in [0, 1], got {dropout}; head sizes are named: "
-                f"{_NAME}({embed_dim}, {num_heads}, head_dim={dropout})"
+                f"{_NAME}({embed_dim}, {num_heads}{size})"
             )
         check.threshold(_NAME, dropout, "dropout")
         self.embed_dim = embed_dim
@@ -345,7 +347,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             else:
                 raise check.BadValue(
                     f"{_NAME}: attn_mask must have shape {(rows, columns)}, {(batch * heads, rows, columns)} or "
-                    f"{(batch, '1 or num_heads', rows, columns)}, got {tuple(attn_mask.shape)}"
+                    f"({batch}, 1 or {heads}, {rows}, {columns}), got {tuple(attn_mask.shape)}"
                 )
             mask = ~mask if mask.dtype == torch.bool else mask
         if key_padding_mask is not None:

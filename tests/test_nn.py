@@ -658,7 +658,7 @@ def test_constructor_errors_are_torchs_too():
 @pytest.mark.parametrize(
     ("arguments", "mend"),
     [
-        ((8, 512, 64, 64), r"MultiHeadAttention\(512, 8\)"),
+        ((8, 512, 32, 32), r"MultiHeadAttention\(512, 8, head_dim=32\)"),
         ((8, 512), r"MultiHeadAttention\(512, 8\)"),
         ((512, 8, 64, 64), r"MultiHeadAttention\(512, 8, head_dim=64\)"),
     ],

@@ -300,6 +300,22 @@ def test_attention_patched_alone_is_not_skipped_by_torchs_layer(monkeypatch):
     assert not layer.self_attn.out_proj._forward_pre_hooks
 
 
+class AddsItsMasks(nn.MultiheadAttention):
+    def forward(self, query, key, value, key_padding_mask, attn_mask, **options):
+        return (query @ key.mT + attn_mask + key_padding_mask[:, None]).softmax(-1) @ value, None
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_an_attention_that_is_left_gets_the_masks_that_torchs_layer_gives_it(training):
+    own = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    own.self_attn = AddsItsMasks(8, 2, batch_first=True)
+    patched = copy.deepcopy(own.train(training))
+    assert fastattn.patch(patched).left.keys() == {"self_attn"}
+    masks = torch.ones(5, 5, dtype=torch.bool).triu(1), torch.arange(5) >= torch.tensor([[5], [3]])
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(patched(x, *masks), own(x, *masks))
+
+
 def test_hooks_that_were_there_stay():
     norm, calls = nn.LayerNorm(4), []
     norm.register_forward_hook(lambda *_: calls.append(1))

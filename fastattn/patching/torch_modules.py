@@ -139,6 +139,8 @@ class TransformerEncoderLayer(
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
+        if not isinstance(self.self_attn, fastattn.nn.MultiHeadAttention):  # torch's layer makes its masks floats
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
         return self._sublayers(
             src,
