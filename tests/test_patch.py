@@ -354,6 +354,14 @@ def test_torchs_fast_path_does_not_go_around(monkeypatch):
         assert model(torch.randn(2, 3, 8), src_key_padding_mask=padding).isfinite().all()
 
 
+def test_a_choice_of_nested_tensors_is_kept_for_later():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
+    fastattn.patch(model)
+    model.use_nested_tensor = False
+    fastattn.unpatch(model)
+    assert model.use_nested_tensor is False
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 12), (1, 1, 12), (2, 12)])
 def test_unbiased_layer_norm_where_the_deviation_is_small(shape):
     norm = annotated.LayerNorm(12)

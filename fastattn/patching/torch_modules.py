@@ -182,7 +182,8 @@ class TransformerDecoderLayer(
 class TransformerEncoder(TorchFamily, base=nn.TransformerEncoder):
     """torch's forward, but without nested tensors, which it makes for its layers' fast path."""
 
-    use_nested_tensor = property(lambda self: False)  # a property comes before what the instance has
+    # A property comes before what the instance has, which unpatched it goes by again.
+    use_nested_tensor = property(lambda self: False, lambda self, value: vars(self).update(use_nested_tensor=value))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(*args, **kwargs)
