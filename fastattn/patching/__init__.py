@@ -57,7 +57,7 @@ def patch(model: nn.Module) -> PatchReport:
     """
     _check("patch", model)
     changed, left = {}, {}
-    for name, module in list(model.named_modules())[::-1]:  # a family may ask what became of the parts
+    for name, module in model.named_modules():
         if is_patched(module):
             left[name] = "it is patched already"
             continue
@@ -71,7 +71,7 @@ def patch(model: nn.Module) -> PatchReport:
             module.__class__ = patched_class(family, type(module))
             family.attach(module)
             changed[name] = family.family
-    return PatchReport(*(dict(reversed(found.items())) for found in (changed, left)))
+    return PatchReport(changed, left)
 
 
 def unpatch(model: nn.Module) -> PatchReport:
