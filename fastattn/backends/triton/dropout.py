@@ -60,6 +60,9 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     """``input`` and ``out`` contiguous, or of at most four dimensions and any strides."""
     if out.numel() == 0:
         return
+    if threshold == 0:  # a rate below half a 65536th
+        out.copy_(True if input is None else input)
+        return
     if out.dim() > 4:
         out = out.view(-1, *out.shape[-2:])
         input = input if input is None else input.view(out.shape)
