@@ -70,13 +70,16 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     if out.numel() == 0:
         return
     if threshold == 0:  # a rate below half a 65536th
-        out.copy_(True if input is None else input)
+        if input is None:
+            out.fill_(True)
+        else:
+            out.copy_(input)
         return
     if out.dim() > 4:
         out = out.view(-1, *out.shape[-2:])
         input = input if input is None else input.view(out.shape)
     outer, inner, matrix_rows, columns = _four(out.shape, 1)
-    outs, inputs = _matrices(out), _matrices(input)
+    outs, inputs = _matrices(out), None if input is None else _matrices(input)
     is_unit = outs.column is None and (inputs is None or inputs.column is None)
     rows = outer * inner * matrix_rows
     tile = row_tile("dropout", columns)
@@ -88,11 +91,11 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     )  # fmt: skip
 
 
-def _matrices(tensor: Tensor | None) -> Matrices | None:
-    if tensor is None or tensor.is_contiguous():
-        return tensor if tensor is None else Matrices(tensor, None, None, None, None)
-    *strides, column = _four(tensor.stride(), 0)
-    return Matrices(tensor, *strides, None if column == 1 else column)
+def _matrices(tensor: Tensor) -> Matrices:
+    if tensor.is_contiguous():
+        return Matrices(tensor, None, None, None, None)
+    outer, inner, row, column = _four(tensor.stride(), 0)
+    return Matrices(tensor, outer, inner, row, None if column == 1 else column)
 
 
 def _four(values: Sequence[int], fill: int) -> tuple[int, ...]:
