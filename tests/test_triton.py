@@ -61,7 +61,7 @@ def test_every_form_of_the_formula(form, seed):
     assert torch.equal(out, exact_mask(shape, p, seed))
 
 
-@pytest.mark.parametrize("p", [1e-9, 1 / 65536, 1 - 8e-6, 1.0])
+@pytest.mark.parametrize("p", [1 / 65536, 1 - 8e-6, 1.0])
 @pytest.mark.parametrize("form", ["tile", "transposed", "rows"])
 def test_extreme_thresholds(form, p):
     out = torch.zeros(1, 32, 64, dtype=torch.bool)

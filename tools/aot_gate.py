@@ -11,7 +11,7 @@ tile has the 64 rows for it); no bulk loads where there are tensor descriptors; 
 conversions that dropout adds, by comparison with the kernel without dropout.
 
 Dropout adds none where a thread's part of a product fits dropout's tiles: always for wgmma, for mma where a tile has as
-many rows as a head has columns. So have all tiles of regular operands up to head size 128 (16-bit, no mask, aligned
+many rows as a head has columns. So have all tiles of regular operands up to head size 64 (16-bit, no mask, aligned
 rows of a power of 2, not packed) but those of few queries. Others may have fewer rows, for want of registers or shared
 memory; float32 without tf32 and sm_100's tensor memory have other layouts.
 """
@@ -316,13 +316,14 @@ class Report:
     @property
     def keeps_layout(self) -> bool:
         """Whether dropout's tiles must be what a thread has of a product, as they are of wgmma's. mma divides a tile's
-        columns among warps where it has fewer rows than a head has columns; regular operands, for which there are
-        registers, must not have such tiles, unless queries are few. What a fifth-generation tensor core leaves is read
-        from memory by rows."""
+        columns among warps where it has fewer rows than a head has columns; regular operands of up to 64 columns, for
+        which there are registers, must not have such tiles, unless queries are few. What a fifth-generation tensor core
+        leaves is read from memory by rows."""
         kinds = {instruction.partition(".")[0] for instruction in self.matrix_instructions}
         if "HMMA" not in kinds:
             return "HGMMA" in kinds
-        return int(dict(self.variant).get("BLOCK_D", 0)) <= (128 if self.is_regular and self.rows > 16 else self.rows)
+        least = 64 if self.is_regular and self.rows > 16 else 0
+        return int(dict(self.variant).get("BLOCK_D", 0)) <= max(self.rows, least)
 
     @property
     def rows(self) -> int:

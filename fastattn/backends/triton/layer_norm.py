@@ -16,13 +16,14 @@ from fastattn.backends.triton.rows import (
     as_rows,
     divide,
     empty_like,
+    exists,
     fits_int32,
+    places,
     row_tile,
-    rows_of,
 )
 
-LIMITS["layer_norm"] = RowLimits(2048, 8192, 4096, 512)
-LIMITS["layer_norm_backward"] = RowLimits(1024, 4096, 4096, 256)
+LIMITS["layer_norm"] = RowLimits(4096, 16384, 8192, 1024)
+LIMITS["layer_norm_backward"] = RowLimits(2048, 8192, 8192, 512)
 
 # Programs among which the rows of a weight gradient are divided, the same on every device: all add in the same order.
 MAX_PROGRAMS = 512
@@ -40,13 +41,13 @@ def _drop(x, dropout, row, first, matrix_rows, INT32: tl.constexpr):
 @triton.jit
 def _residual_sum(
     input_rows, residual_rows, dropout, row, first, column, inside, matrix_rows, dtype: tl.constexpr,
-    INT32: tl.constexpr,
+    INT32: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """residual + dropout(input) in float32, rounded to dtype as the backward pass will find it, 0 outside."""
-    x = tl.load(input_rows + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(places(input_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     x = _drop(x, dropout, row, first, matrix_rows, INT32)
     if residual_rows is not None:
-        x += tl.load(residual_rows + column, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(places(residual_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32)
     return x
 
@@ -54,10 +55,10 @@ def _residual_sum(
 @triton.jit
 def _parameter(pointer, column, columns, ALIGNED: tl.constexpr):
     """These columns of a weight or bias (1, BLOCK_N) in float32."""
-    places = pointer + column
+    pointers = pointer + column
     if ALIGNED:
-        places = tl.multiple_of(places, (16, 16))
-    return tl.load(places, mask=column < columns, other=0.0).to(tl.float32)
+        pointers = tl.multiple_of(pointers, (1, 16))
+    return tl.load(pointers, mask=exists(column, columns, ALIGNED), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -81,15 +82,16 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)[None, :]
     valid = (row < rows)[:, None]
-    input_rows = rows_of(input, row * input_stride, ALIGNED)
+    input_rows, out_rows = input + row * input_stride, out + row * columns
     residual_rows = None
     if residual is not None:
-        residual_rows = rows_of(residual, row * residual_stride, ALIGNED)
-    out_rows = rows_of(out, row * columns, ALIGNED)
+        residual_rows = residual + row * residual_stride
     dtype: tl.constexpr = out.dtype.element_ty
     if ROW_FITS:
-        inside = valid & (column < columns)
-        x = _residual_sum(input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32)
+        inside = valid & exists(column, columns, ALIGNED)
+        x = _residual_sum(
+            input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32, ALIGNED
+        )
         # What the division and the sum have rounded off a large mean shows in the deviations' own mean.
         origin = tl.sum(x, 1) / columns
         deviations = tl.where(inside, x - origin[:, None], 0.0)
@@ -104,8 +106,10 @@ def _forward(
         squares = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, columns, BLOCK_N):
             here = first + column
-            inside = valid & (here < columns)
-            x = _residual_sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
+            inside = valid & exists(here, columns, ALIGNED)
+            x = _residual_sum(
+                input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32, ALIGNED
+            )
             count = tl.minimum(columns - first, BLOCK_N).to(tl.float32)
             if first == 0:
                 origin = tl.sum(x, 1) / count
@@ -121,25 +125,29 @@ def _forward(
     tl.store(rstd + row, scaling, mask=row < rows)
     if ROW_FITS:
         normal = _affine(centred * scaling[:, None], weight, bias, column, columns, ALIGNED)
-        tl.store(out_rows + column, normal, mask=inside)
+        tl.store(places(out_rows, column, ALIGNED), normal, mask=inside)
         if total is not None:
-            tl.store(rows_of(total, row * columns, ALIGNED) + column, x, mask=inside)
+            tl.store(places(total + row * columns, column, ALIGNED), x, mask=inside)
     else:
         for first in range(0, columns, BLOCK_N):
             here = first + column
-            inside = valid & (here < columns)
-            x = _residual_sum(input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32)
+            inside = valid & exists(here, columns, ALIGNED)
+            x = _residual_sum(
+                input_rows, residual_rows, dropout, row, first, here, inside, matrix_rows, dtype, INT32, ALIGNED
+            )
             normal = (x - origin[:, None] - shift[:, None]) * scaling[:, None]
-            tl.store(out_rows + here, _affine(normal, weight, bias, here, columns, ALIGNED), mask=inside)
+            tl.store(
+                places(out_rows, here, ALIGNED), _affine(normal, weight, bias, here, columns, ALIGNED), mask=inside
+            )
             if total is not None:
-                tl.store(rows_of(total, row * columns, ALIGNED) + here, x, mask=inside)
+                tl.store(places(total + row * columns, here, ALIGNED), x, mask=inside)
 
 
 @triton.jit
-def _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside):
+def _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside, ALIGNED: tl.constexpr):
     """The normalised row and the gradient of the output, 0 outside."""
-    x = tl.load(total_rows + column, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_rows + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(places(total_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(places(grad_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, (x - center[:, None]) * scaling[:, None], 0.0), grad
 
 
@@ -150,11 +158,11 @@ def _store_grads(
 ):  # fmt: skip
     """The gradient of the sum, with what reaches it from elsewhere, and through the dropout that of the input."""
     if sum_rows is not None:
-        grad += tl.load(sum_rows + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(rows_of(grad_total, row * columns, ALIGNED) + column, grad, mask=inside)
+        grad += tl.load(places(sum_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    tl.store(places(grad_total + row * columns, column, ALIGNED), grad, mask=inside)
     if grad_input is not None:
         grad = _drop(grad, dropout, row, first, matrix_rows, INT32)
-        tl.store(rows_of(grad_input, row * columns, ALIGNED) + column, grad, mask=inside)
+        tl.store(places(grad_input + row * columns, column, ALIGNED), grad, mask=inside)
 
 
 @kernel
@@ -182,14 +190,13 @@ def _backward(
         valid = (row < rows)[:, None]
         center = tl.load(mean + row, mask=row < rows, other=0.0)
         scaling = tl.load(rstd + row, mask=row < rows, other=0.0)
-        grad_rows = rows_of(grad_out, row * grad_stride, ALIGNED)
-        total_rows = rows_of(total, row * total_stride, ALIGNED)
+        grad_rows, total_rows = grad_out + row * grad_stride, total + row * total_stride
         sum_rows = None
         if grad_sum is not None:
-            sum_rows = rows_of(grad_sum, row * sum_stride, ALIGNED)
+            sum_rows = grad_sum + row * sum_stride
         if ROW_FITS:
-            inside = valid & (column < columns)
-            normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside)
+            inside = valid & exists(column, columns, ALIGNED)
+            normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside, ALIGNED)
             if partial is not None:
                 weight_products += grad * normal
                 bias_products += grad
@@ -204,8 +211,8 @@ def _backward(
             grad_mean, product_mean = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
             for first in range(0, columns, BLOCK_N):
                 here = first + column
-                inside = valid & (here < columns)
-                normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside)
+                inside = valid & exists(here, columns, ALIGNED)
+                normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside, ALIGNED)
                 if partial is not None:  # a row at a time, BLOCK_M = 1: the sums so far are this program's own
                     more = inside & (row != program * BLOCK_M)[:, None]
                     sums = tl.load(weight_sums + here, mask=more, other=0.0) + grad * normal
@@ -217,8 +224,8 @@ def _backward(
                 product_mean += tl.sum(grad * normal, 1) / columns
             for first in range(0, columns, BLOCK_N):
                 here = first + column
-                inside = valid & (here < columns)
-                normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside)
+                inside = valid & exists(here, columns, ALIGNED)
+                normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside, ALIGNED)
                 grad = _affine(grad, weight, None, here, columns, ALIGNED)
                 grad = scaling[:, None] * (grad - grad_mean[:, None] - normal * product_mean[:, None])
                 _store_grads(

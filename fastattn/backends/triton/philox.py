@@ -17,7 +17,7 @@ from fastattn.backends.common import dropout_scale
 
 class Dropout(NamedTuple):
     seed: Any  # (key, offset)
-    threshold: Any
+    threshold: Any  # not 0
     scale: Any  # of what is kept
 
 
@@ -28,24 +28,30 @@ def dropout_of(seed: Tensor | None, threshold: int) -> Dropout | None:
 
 @triton.jit
 def _words(dropout, z, x, y):
-    """The call's four 32-bit words for the tile coordinates x (of columns) and y (of rows), which broadcast with z."""
+    """The call's four 32-bit words for the tile coordinates x (of columns) and y (of rows), which broadcast with z. A
+    product in 64 bits gives both of its halves in one instruction, and what depends on x, y or z alone is computed for
+    those."""
     key, offset = tl.load(dropout.seed), tl.load(dropout.seed + 1)
-    zeros = tl.zeros_like(x + y + z).to(tl.uint32)
-    return tl.philox_impl(
-        zeros + x.to(tl.uint32),
-        zeros + y.to(tl.uint32),
-        zeros + z.to(tl.uint32),
-        zeros + offset.to(tl.uint32),
-        key.to(tl.uint32),
-        (key >> 32).to(tl.uint32),
-        n_rounds=7,
-    )
+    c0, c1, c2, c3 = x.to(tl.uint32), y.to(tl.uint32), z.to(tl.uint32), offset.to(tl.uint32)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, second.to(tl.uint32)
+        c2, c3 = (first >> 32).to(tl.uint32) ^ c3 ^ k1, first.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _bound(dropout):
+    """A value is kept iff a word that has it as its upper half exceeds this; none does at threshold 65536."""
+    return ((dropout.threshold << 16) - 1).to(tl.uint32)
 
 
 @triton.jit
 def _halves(word, dropout):
-    """Value 2w (low half) and 2w + 1 (high half) of word w against the threshold, in a new last dimension."""
-    return tl.join((word & 0xFFFF).to(tl.int32) >= dropout.threshold, (word >> 16).to(tl.int32) >= dropout.threshold)
+    """Which of value 2w (low half) and 2w + 1 (high half) of word w are kept, in a new last dimension."""
+    return tl.join((word << 16) > _bound(dropout), word > _bound(dropout))
 
 
 @triton.jit
@@ -86,6 +92,10 @@ def keep_rows(dropout, z, i, j, N: tl.constexpr):
     w0, w1, w2, w3 = _words(dropout, z[:, None], x, y)
     upper = (i // 8 % 2 == 0)[:, None]
     left, right = tl.where(upper, w0, w2), tl.where(upper, w1, w3)
-    # (row, 32-column tile, j % 8, j // 8 % 2, j // 16 % 2)
-    values = tl.join(_halves(left, dropout), _halves(right, dropout)).reshape(i.shape[0], N // 32, 8, 2, 2)
-    return values.permute(0, 1, 4, 3, 2).reshape(i.shape[0], N)
+    # What a thread has of memory are 8 columns beside one another, of 8 calls: what a call keeps goes to other threads
+    # in one number, with a bit for each j // 8 % 4.
+    bound = _bound(dropout)
+    bits = tl.where((left << 16) > bound, 1, 0) | tl.where(left > bound, 2, 0)
+    bits |= tl.where((right << 16) > bound, 4, 0) | tl.where(right > bound, 8, 0)
+    bits = bits.reshape(i.shape[0], N // 32, 1, 8) & (1 << tl.arange(0, 4))[None, None, :, None]
+    return (bits != 0).reshape(i.shape[0], N)

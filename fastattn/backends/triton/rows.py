@@ -76,9 +76,16 @@ def divide(row, size, INT32: tl.constexpr):
 
 
 @triton.jit
-def rows_of(pointer, offset, ALIGNED: tl.constexpr):
-    """(M, 1) pointers to the rows at these offsets (M,)."""
-    rows = (pointer + offset)[:, None]
+def places(rows, column, ALIGNED: tl.constexpr):
+    """(M, N) pointers to these columns (1, N) of the rows (M,). The hint is on what is read and written: where a
+    program owns one row, Triton loses that of the row itself."""
+    pointers = rows[:, None] + column
     if ALIGNED:
-        rows = tl.multiple_of(rows, (16, 16))
-    return rows
+        pointers = tl.multiple_of(pointers, (1, 16))
+    return pointers
+
+
+@triton.jit
+def exists(column, columns, ALIGNED: tl.constexpr):
+    """Whether there are such columns: one comparison for 16 of them where 16 divides their number."""
+    return column // 16 < columns // 16 if ALIGNED else column < columns

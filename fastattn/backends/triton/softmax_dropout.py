@@ -18,14 +18,15 @@ from fastattn.backends.triton.rows import (
     as_rows,
     divide,
     empty_like,
+    exists,
     fits_int32,
+    places,
     row_tile,
-    rows_of,
 )
 from fastattn.backends.triton.visibility import Window, band_of, end_key, first_key
 
-LIMITS["softmax_dropout"] = RowLimits(2048, 8192, 4096, 256)
-LIMITS["softmax_dropout_backward"] = RowLimits(2048, 8192, 4096, 256)
+LIMITS["softmax_dropout"] = RowLimits(4096, 8192, 4096, 1024)
+LIMITS["softmax_dropout_backward"] = RowLimits(4096, 8192, 4096, 1024)
 
 
 class Matrices(NamedTuple):
@@ -63,9 +64,9 @@ def _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIG
 
 
 @triton.jit
-def _rows_at(place, matrices, ALIGNED: tl.constexpr):
+def _rows_at(place, matrices):
     offset = place.batch * matrices.batch + place.head * matrices.head + place.i.to(tl.int64) * matrices.row
-    return rows_of(matrices.pointer, offset, ALIGNED)
+    return matrices.pointer + offset
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def _load(rows, column, place, ALIGNED: tl.constexpr):
         wanted = (column // 16 >= place.begin // 16) & (column // 16 < (place.end + 15) // 16)
     else:
         wanted = (column >= place.begin) & (column < place.end)
-    return tl.load(rows + column, mask=wanted, other=0.0).to(tl.float32)
+    return tl.load(places(rows, column, ALIGNED), mask=wanted, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def _scores(input_rows, attn_mask, column, place, scale, ALIGNED: tl.constexpr):
     visible = (column >= place.begin) & (column < place.end)
     scores = _load(input_rows, column, place, ALIGNED) * scale
     if attn_mask is not None:
-        pointers = _rows_at(place, attn_mask, False) + column.to(tl.int64) * attn_mask.column
+        pointers = places(_rows_at(place, attn_mask), column.to(tl.int64) * attn_mask.column, False)
         if pointers.dtype.element_ty.is_int():
             visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
         else:
@@ -92,6 +93,12 @@ def _scores(input_rows, attn_mask, column, place, scale, ALIGNED: tl.constexpr):
             visible = visible & (added != float("-inf"))  # hidden, whatever the score is
             scores += added
     return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def _exp(x):
+    """Without the results below 2**-126, for which tl.exp takes three instructions more."""
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -119,13 +126,13 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     place = _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT, INT32)
-    input_rows = _rows_at(place, input, ALIGNED)
-    out_rows = rows_of(out, row * seqlen_k, ALIGNED)
+    input_rows = _rows_at(place, input)
+    out_rows = out + row * seqlen_k
     column = tl.arange(0, BLOCK_N)[None, :]
     if ROW_FITS:
         scores = _scores(input_rows, attn_mask, column, place, scale, ALIGNED)
         row_max = _finite(tl.max(scores, 1))
-        exponentials = tl.exp(scores - row_max[:, None])
+        exponentials = _exp(scores - row_max[:, None])
         row_sum = tl.sum(exponentials, 1)
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -134,7 +141,7 @@ def _forward(
             scores = _scores(input_rows, attn_mask, first + column, place, scale, ALIGNED)
             raised = tl.maximum(row_max, tl.max(scores, 1))
             finite = _finite(raised)
-            row_sum = row_sum * tl.exp(row_max - finite) + tl.sum(tl.exp(scores - finite[:, None]), 1)
+            row_sum = row_sum * _exp(row_max - finite) + tl.sum(_exp(scores - finite[:, None]), 1)
             row_max = raised
         row_max = _finite(row_max)
     tl.store(stats + row, row_max, mask=valid)
@@ -142,14 +149,16 @@ def _forward(
     dropout_scale = 1.0 if dropout is None else dropout.scale
     inverse_sum = (dropout_scale / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     if ROW_FITS:
-        weights = _drop(exponentials * inverse_sum, dropout, place, 0)
-        tl.store(out_rows + column, weights, mask=valid[:, None] & (column < seqlen_k))
+        weights = _drop(exponentials, dropout, place, 0) * inverse_sum
+        inside = valid[:, None] & exists(column, seqlen_k, ALIGNED)
+        tl.store(places(out_rows, column, ALIGNED), weights, mask=inside)
     else:
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
             scores = _scores(input_rows, attn_mask, here, place, scale, ALIGNED)
-            weights = _drop(tl.exp(scores - row_max[:, None]) * inverse_sum, dropout, place, first)
-            tl.store(out_rows + here, weights, mask=valid[:, None] & (here < seqlen_k))
+            weights = _drop(_exp(scores - row_max[:, None]), dropout, place, first) * inverse_sum
+            inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
+            tl.store(places(out_rows, here, ALIGNED), weights, mask=inside)
 
 
 @triton.jit
@@ -158,7 +167,7 @@ def _weights_and_grad(
 ):
     """P before dropout and the gradient that reaches it, 0 where P is: a product with what is excluded may be NaN."""
     scores = _scores(input_rows, attn_mask, column, place, scale, ALIGNED)
-    weights = tl.exp(scores - row_max[:, None]) * inverse_sum[:, None]
+    weights = _exp(scores - row_max[:, None]) * inverse_sum[:, None]
     grad = _load(grad_rows, column, place, ALIGNED)
     if dropout is not None:
         grad = _drop(grad * dropout.scale, dropout, place, first)
@@ -178,9 +187,9 @@ def _backward(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     place = _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT, INT32)
-    input_rows = _rows_at(place, input, ALIGNED)
-    grad_rows = rows_of(grad_out, row * grad_stride, ALIGNED)
-    out_rows = rows_of(grad_input, row * seqlen_k, ALIGNED)
+    input_rows = _rows_at(place, input)
+    grad_rows = grad_out + row * grad_stride
+    out_rows = grad_input + row * seqlen_k
     column = tl.arange(0, BLOCK_N)[None, :]
     row_max = tl.load(stats + row, mask=valid, other=0.0)
     row_sum = tl.load(stats + rows + row, mask=valid, other=0.0)
@@ -190,10 +199,10 @@ def _backward(
             input_rows, attn_mask, grad_rows, dropout, place, 0, column, scale, row_max, inverse_sum, ALIGNED
         )
         grad = weights * (grad - tl.sum(weights * grad, 1)[:, None])
-        inside = valid[:, None] & (column < seqlen_k)
-        tl.store(out_rows + column, grad * scale, mask=inside)
+        inside = valid[:, None] & exists(column, seqlen_k, ALIGNED)
+        tl.store(places(out_rows, column, ALIGNED), grad * scale, mask=inside)
         if grad_scores is not None:
-            tl.store(rows_of(grad_scores, row * seqlen_k, ALIGNED) + column, grad, mask=inside)
+            tl.store(places(grad_scores + row * seqlen_k, column, ALIGNED), grad, mask=inside)
     else:
         product = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
@@ -208,10 +217,10 @@ def _backward(
                 input_rows, attn_mask, grad_rows, dropout, place, first, here, scale, row_max, inverse_sum, ALIGNED
             )
             grad = weights * (grad - product[:, None])
-            inside = valid[:, None] & (here < seqlen_k)
-            tl.store(out_rows + here, grad * scale, mask=inside)
+            inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
+            tl.store(places(out_rows, here, ALIGNED), grad * scale, mask=inside)
             if grad_scores is not None:
-                tl.store(rows_of(grad_scores, row * seqlen_k, ALIGNED) + here, grad, mask=inside)
+                tl.store(places(grad_scores + row * seqlen_k, here, ALIGNED), grad, mask=inside)
 
 
 def softmax_dropout(

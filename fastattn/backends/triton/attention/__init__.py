@@ -113,8 +113,13 @@ class _Call:
 
     def _tile(self, kernel: str) -> tiles.Tile:
         largest = max(self.head_dim, self.value_head_dim)
-        is_regular = not self.is_packed and self.head_dim == self.value_head_dim and largest & (largest - 1) == 0
-        kind = "masked" if self.problem.mask is not None else "regular" if is_regular else "irregular"
+        if self.problem.mask is not None:
+            kind = "masked"
+        elif self.is_packed or self.head_dim != self.value_head_dim or largest & (largest - 1):
+            kind = "irregular"
+        else:
+            rows = self.seqlen_q if kernel == "grad_key_value" else self.seqlen_k
+            kind = "regular" if tiles.has_descriptors(rows, self.device) else "pointers"
         return tiles.choose(kernel, self.dtype, largest, kind, self.is_aligned, self.device)
 
     def _constants(self, tile: tiles.Tile, *others: Heads) -> dict[str, Any]:

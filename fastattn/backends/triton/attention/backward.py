@@ -23,10 +23,12 @@ from fastattn.backends.triton.attention.operands import (
 from fastattn.backends.triton.attention.scores import (
     INFINITY,
     LOG2E,
+    dropped,
     exponential,
     licm_spills,
     mask_scores,
     order_products,
+    partial_stages,
     scores,
     seen_keys,
     to_exponent,
@@ -167,12 +169,13 @@ def grad_key_value_kernel(
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    PARTIAL_STAGES: tl.constexpr = partial_stages(query_descriptor is not None, lists is not None, BLOCK_D, BLOCK_DV)
     for PARTIAL in tl.static_range(2):
         for group_head in tl.range(problem.group, disable_licm=True):
             own_h = (wide(kv_head) * problem.group + group_head).to(tl.int32)
             h = own_h
             plan = tile_plan(lists, own_b, own_h, tile_k, sequence, BLOCK_N, BLOCK_M, True)
-            for n in tl.range(plan[PARTIAL], disable_licm=True):
+            for n in tl.range(plan[PARTIAL], num_stages=PARTIAL_STAGES if PARTIAL else None, disable_licm=True):
                 first_i = tile(plan, n, lists, PARTIAL) * BLOCK_M
                 if lists is not None:  # lowers register pressure
                     h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
@@ -200,16 +203,16 @@ def grad_key_value_kernel(
                     tl.debug_barrier()  # the operands of two consecutive products do not fit in registers
                 p = _probabilities(x, shift[None, :], inverse_sum[None, :], problem.magnitude, PRESCALED, FOLD_SUM)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                dropped = p
+                dropped_p = p
                 if problem.dropout is not None:
                     z = b * problem.num_heads + h
                     kept = keep_transposed(problem.dropout, z, first_i, first_j, BLOCK_M, BLOCK_N)
-                    dropped = tl.where(kept, p, 0.0)
+                    dropped_p = dropped(p, kept, problem.group, False)
                     dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
                 elif PARTIAL & (BLOCK_D + BLOCK_DV > 256) & (q.dtype == tl.float32):
                     # P, rematerialised: kept in shared memory from above, it would exceed 99 KiB.
-                    dropped = tl.where(x == -INFINITY, 0.0, p)
-                dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+                    dropped_p = tl.where(x == -INFINITY, 0.0, p)
+                dv = tl.dot(dropped_p.to(do.dtype), do, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
                 if PARTIAL:
                     ds = tl.where(x == -INFINITY, 0.0, ds)

@@ -21,10 +21,12 @@ from fastattn.backends.triton.attention.scores import (
     INFINITY,
     LN2,
     LOG2E,
+    dropped,
     exponential,
     licm_spills,
     mask_scores,
     order_products,
+    partial_stages,
     scores,
     seen_keys,
     to_exponent,
@@ -74,9 +76,13 @@ def forward_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
+    PARTIAL_STAGES: tl.constexpr = partial_stages(key_descriptor is not None, lists is not None, BLOCK_D, BLOCK_DV)
     for PARTIAL in tl.static_range(2):
         begin, end = plan[PARTIAL] * split // num_splits, plan[PARTIAL] * (split + 1) // num_splits
-        for n in tl.range(begin, end, disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
+        for n in tl.range(
+            begin, end, num_stages=PARTIAL_STAGES if PARTIAL else None,
+            disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype),
+        ):  # fmt: skip
             first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
             if lists is not None:  # lowers register pressure
                 h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
@@ -101,7 +107,7 @@ def forward_kernel(
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if problem.dropout is not None:
                 kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
-                p = tl.where(kept, p, 0.0)
+                p = dropped(p, kept, problem.group, BLOCK_D + BLOCK_DV > 128)
             v = load_tile(
                 values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
                 value_descriptor, b, h // problem.group,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastattn.backends.triton.attention.operands import wide
+from fastattn.backends.triton.attention.operands import rematerialise, wide
 from fastattn.backends.triton.visibility import is_seen, is_visible
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -79,6 +79,21 @@ def to_exponent(x, magnitude, PRESCALED: tl.constexpr):
 @triton.jit
 def exponential(x, PRESCALED: tl.constexpr):
     return tl.exp2(x * LOG2E) if PRESCALED else tl.exp2(x)
+
+
+@triton.jit
+def dropped(p, kept, group, LARGE: tl.constexpr):
+    """p where it is kept, 0 elsewhere. Unless LARGE heads leave no register for it, the compiler does not know this
+    zero: it would convert p to 16 bits first and then put halves of registers together."""
+    return tl.where(kept, p, 0.0 if LARGE else rematerialise(0, group).to(tl.float32))
+
+
+@triton.constexpr_function
+def partial_stages(is_described, is_listed, block_d, block_dv):
+    """The stages in which partial tiles are loaded, None: as many as full ones. They are read by pointers. Where
+    descriptors read the full ones, large heads leave no registers for that ahead, and few tiles are partial unless they
+    are listed."""
+    return 1 if is_described and not is_listed and block_d + block_dv > 128 else None
 
 
 @triton.constexpr_function

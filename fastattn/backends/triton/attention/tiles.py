@@ -24,28 +24,32 @@ class Tile(NamedTuple):
 
 
 # By kernel and the largest head size, padded to a power of 2, that an entry serves. Masks raise register pressure, and
-# so do irregular operands (packed sequences, head sizes that are not a power of 2): where a kernel has a line for them,
-# its tiles are smaller.
+# so do irregular operands (packed sequences, head sizes that are not a power of 2) and pointers in the place of tensor
+# descriptors: where a kernel has a line for them, a warp's part of a tile is smaller.
 
 # Compute capability 9.0: wgmma reads its operands from shared memory.
 HALF = {
-    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "forward": {
+        64: Tile(128, 64, 8, 3, 128),
+        128: Tile(128, 64, 4, 2, register_usage_level=0),
+        256: Tile(64, 64, 8, 2),
+    },
+    "forward_pointers": {64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "forward_irregular": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_masked": {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)},
     "forward_few": {64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2, 255)},
-    "grad_query": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)},
+    "grad_query": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_query_masked": {64: Tile(64, 64, 4, 2, 255), 128: Tile(64, 32, 8, 1), 256: Tile(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "grad_key_value": {
-        64: Tile(32, 128, 8, 2),
-        128: Tile(32, 128, 8, 2, register_usage_level=0),
-        256: Tile(16, 64, 8, 1),
-    },
+    "grad_key_value": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 2), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_masked": {64: Tile(32, 128, 8, 1), 128: Tile(16, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
     "grad_mask": {256: Tile(64, 64, 8, 2)},
 }
 # What differs on 10.x: accumulators are in tensor memory, and what is read from there takes registers.
 HALF_10 = HALF | {
+    "forward": HALF["forward_irregular"],
+    "forward_pointers": HALF["forward_irregular"],
     "forward_masked": {
         64: Tile(128, 64, 8, 2, register_usage_level=0),
         128: Tile(64, 32, 8, 2, 255),
@@ -61,12 +65,18 @@ HALF_10 = HALF | {
 # Elsewhere mma has its operands in registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Warps divide the rows
 # of a tile, as dropout's tiles want, only if a tile has at least as many as a head has columns.
 HALF_SMALL = {
-    "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
+    "forward_irregular": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
     "forward_masked": {64: Tile(128, 32, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 1, 255)},
     "forward_few": {64: Tile(16, 128, 8, 2, 255), 128: Tile(16, 64, 4, 2, 255), 256: Tile(16, 32, 4, 1, 255)},
-    "grad_query": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
+    "grad_query": {
+        64: Tile(128, 64, 4, 2, register_usage_level=0),
+        128: Tile(128, 32, 4, 2),
+        256: Tile(16, 32, 8, 1),
+    },
+    "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
     "grad_query_masked": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 4, 1, 255), 256: Tile(16, 32, 8, 1)},
-    "grad_key_value": {64: Tile(32, 64, 8, 1), 128: Tile(16, 128, 8, 1), 256: Tile(16, 32, 8, 1, 255)},
+    "grad_key_value": {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 32, 8, 1, 255)},
     "grad_key_value_irregular": {
         64: Tile(32, 64, 8, 1),
         128: Tile(32, 32, 8, 2),
@@ -151,7 +161,8 @@ def table(dtype: torch.dtype, is_aligned: bool, device: torch.device) -> dict[st
 
 
 def choose(kernel: str, dtype: torch.dtype, head_dim: int, kind: str, is_aligned: bool, device: torch.device) -> Tile:
-    """The tile of a kernel for the larger of the head sizes; ``kind`` is "regular", "masked" or "irregular"."""
+    """The tile of a kernel for the larger of the head sizes; ``kind`` is "regular", "pointers", "masked" or
+    "irregular"."""
     lines = table(dtype, is_aligned, device)
     line = lines.get(f"{kernel}_{kind}", lines[kernel])
     return next(tile for largest, tile in line.items() if head_dim <= largest)
