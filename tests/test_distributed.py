@@ -119,7 +119,7 @@ def test_the_gradient_is_clipped(text):  # noqa: F811
     torch.testing.assert_close(clipped, whole * (1e-3 / whole.norm()), rtol=1e-4, atol=1e-9)
 
 
-def test_a_configuration_is_given_back_and_resumed(files, tmp_path, capsys):
+def test_a_configuration_is_given_back_and_resumed(files, tmp_path, capsys, monkeypatch):
     """All of it stands in the checkpoint; a run begun with that file is the same run; a resumed one keeps it."""
     options = ["--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5", "--accumulate", "2", "--keep", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
@@ -135,6 +135,15 @@ def test_a_configuration_is_given_back_and_resumed(files, tmp_path, capsys):
     train(files, files, first, resume=True, max_steps=3)
     train(files, files, second, config=config, max_steps=3)
     assert_same_run(first, second)
+    capsys.readouterr()
+
+    # torchrun repeats the command that began the run.
+    begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3")
+    assert "exists already" in failure(begun, capsys)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert cli.main(begun) == 0
+    assert_same_run(first, second)
+    monkeypatch.undo()
 
     capsys.readouterr()
     again, new = ["train", "--train", *files, "--valid", *files, "--out"], tmp_path / "new"
@@ -169,7 +178,7 @@ def test_bleu_while_training(files, tmp_path, capsys):
     assert rows[-1]["valid_bleu"] == scores(translate(model, tokenizer, sources, Search(beam=1)), references).bleu
 
 
-def test_one_process_writes_a_run(tmp_path, capsys, python, files):
+def test_one_process_writes_a_run(tmp_path, capsys, files):
     """The other is told which; the lock ends with its holder, even one that is killed."""
     holder = subprocess.Popen(
         [
