@@ -1,4 +1,4 @@
-"""The `fastattn` command: train, translate, evaluate, plot, average, export, bench, info, demo."""
+"""The `fastattn` command: train, translate, evaluate, plot, average, import, export, bench, info, demo."""
 
 import argparse
 import contextlib
@@ -107,6 +107,17 @@ def _parser() -> _Parser:
     command.add_argument("folder", metavar="DIR", help="the folder of a run")
     command.add_argument("out", metavar="OUT", help="a new folder")
     command.add_argument("--last", type=int, default=5, metavar="N", help="checkpoints (default 5)")
+
+    command = commands.add_parser("import", help="turn a checkpoint of two public programs into one of ours")
+    command.set_defaults(run=_import)
+    command.add_argument(
+        "model", metavar="FILE", help="of jadore801120/attention-is-all-you-need-pytorch or The Annotated Transformer"
+    )
+    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument(
+        "--words", nargs=2, required=True, metavar=("SRC", "TGT"), help="text, a word a line in the order of its ids"
+    )
+    command.add_argument("--heads", type=int, help="of The Annotated Transformer, whose file does not say (default 8)")
 
     command = commands.add_parser("export", help="write a trained model in another program's format")
     command.set_defaults(run=_export)
@@ -258,6 +269,16 @@ def _average(options: argparse.Namespace) -> None:
 
     checkpoint.average(Path(options.folder), options.last, Path(options.out))
     print(f"{options.out} holds the mean of {options.last} checkpoints")
+
+
+def _import(options: argparse.Namespace) -> None:
+    from fastattn.translation import checkpoint
+    from fastattn.translation.importing import import_model
+
+    source_words, target_words = options.words
+    model, tokenizer = import_model(options.model, source_words, target_words, options.heads)
+    checkpoint.save_model(model, tokenizer, Path(options.out))
+    print(f"{options.out} holds the model; its text is the program's: words between spaces")
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -65,6 +65,12 @@ def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out
         _write(partial, model, tokenizer, weights, updates)
 
 
+def save_model(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
+    """Write the new folder ``out``, for translating; raises :class:`InputError` if it exists."""
+    with written_whole(out) as partial:
+        _write(partial, model, tokenizer, _parameters(model), None)
+
+
 def average(run: Path, last: int, out: Path) -> None:
     """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) as the new folder ``out``.
 

@@ -49,6 +49,26 @@ class Tokenizer:
             raise InputError(f"sentencepiece could not learn a vocabulary of {vocab_size}: {error}") from None
         return cls(model.getvalue())
 
+    @classmethod
+    def of_words(cls, words: list[str]) -> tuple["Tokenizer", list[str]]:
+        """A tokenizer whose pieces are the words between spaces, and these in the order of its ids.
+
+        Raises:
+            InputError: a word is empty or has a space.
+        """
+        model = io.BytesIO()
+        require("sentencepiece").SentencePieceTrainer.train(
+            sentence_iterator=iter(words), model_writer=model, vocab_size=len(words) + 4, model_type="word",
+            character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
+            normalization_rule_name="identity", hard_vocab_limit=False, max_sentence_length=2**20,
+        )  # fmt: skip
+        tokenizer = cls(model.getvalue())
+        pieces = [piece.removeprefix("\u2581") for piece in tokenizer.pieces(list(range(tokenizer.vocab_size)))]
+        lost = set(words) ^ set(pieces[4:])
+        if lost:
+            raise InputError(f"the word {min(lost)!r} cannot be a piece: expected words without spaces")
+        return tokenizer, pieces
+
     @property
     def vocab_size(self) -> int:
         return self._processor.vocab_size()

@@ -64,7 +64,7 @@ class Trainer:
         self._batches: Iterator[tuple[int, int, Tensor]] | None = None
         self._loss: _Loss | DistributedDataParallel = _Loss(model, config.label_smoothing)
         if self.world.size > 1:
-            self._loss = DistributedDataParallel(self._loss, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self._loss = DistributedDataParallel(self._loss, gradient_as_bucket_view=True)
             # From the second pass on it sums gradients in the order of their arrival, and a sum's bits depend on the
             # order. A first pass of no effect lets a resumed run begin with the sums of the one that it continues.
             self._backward(self.text.batch(torch.tensor([0])), 0, 1)

@@ -1,0 +1,203 @@
+"""Models that two public programs trained: github.com/jadore801120/attention-is-all-you-need-pytorch, and The Annotated
+Transformer. What they compute, :class:`~fastattn.Transformer` computes.
+
+Their checkpoints hold no words, and the objects that do need packages of then, so the words come as text: a line each,
+in the order of the ids, of each language. The two vocabularies become one. A word that a side lacks is unknown to that
+side, as it was to the program, and is never said. Text is in the program's own form: words between spaces.
+"""
+
+import argparse
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.translation.config import TransformerConfig
+from fastattn.translation.data import read_lines
+from fastattn.translation.errors import InputError
+from fastattn.translation.model import Transformer
+from fastattn.translation.tokenizer import Tokenizer
+
+# The programs' spellings of padding, begin, end and unknown, in the order of the tokenizer's ids.
+SPECIAL = (("<blank>", "<pad>"), ("<s>",), ("</s>",), ("<unk>",))
+ONE, ZERO = torch.ones(1), torch.zeros(1)
+NEVER = -1e9  # the logit of a word that the program does not know
+
+Weights = dict[str, Tensor]
+
+
+def import_model(
+    path: str | Path, source_words: str | Path, target_words: str | Path, heads: int | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """The model and the tokenizer of a program's checkpoint.
+
+    Args:
+        path: what the program saved: jadore801120's dictionary of "settings" and "model", or The Annotated
+            Transformer's state dict.
+        source_words, target_words: text, a word a line in the order of the program's ids.
+        heads: of attention, which The Annotated Transformer's checkpoint does not say; 8, its default, if not given.
+
+    Raises:
+        InputError: a file that cannot be read or is of neither program, words that do not fit, or a model that computes
+            what :class:`~fastattn.Transformer` does not, with the reason.
+    """
+    saved = _read(Path(path))
+    try:
+        if "settings" in saved:
+            fields, weights = _jadore(saved["model"], vars(saved["settings"]))
+        else:
+            fields, weights = _annotated(saved, heads or 8)
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is of neither program, or of a version with other parts: {error}") from None
+    lists = [_words(source_words), _words(target_words)]
+    tables = ("source_embedding.weight", "target_embedding.weight")
+    for name, file, words in zip(tables, (source_words, target_words), lists, strict=True):
+        if len(words) != len(weights[name]):
+            raise InputError(f"{file} has {len(words)} words but {path} {len(weights[name])}: expected one a line")
+    rows = [{word: row for row, word in enumerate(words)} for words in lists]
+    known = [{word for word in words if not any(word in names for names in SPECIAL)} for words in lists]
+    tokenizer, pieces = Tokenizer.of_words(sorted(known[0] | known[1]))
+    source, target = (torch.tensor(_places(side, pieces)) for side in rows)
+    missing = torch.tensor([piece not in rows[1] for piece in pieces])
+    missing[: len(SPECIAL)] = False
+    weights["source_embedding.weight"] = weights["source_embedding.weight"][source]
+    weights["target_embedding.weight"] = weights["target_embedding.weight"][target]
+    weights["output.weight"] = weights["output.weight"][target]
+    bias = weights.pop("output.bias", None)
+    if bias is not None or missing.any():
+        bias = torch.zeros(len(missing)) if bias is None else bias[target]
+        weights["output.bias"] = bias.masked_fill(missing, NEVER)
+    equal = [torch.equal(weights[name], weights["target_embedding.weight"]) for name in (tables[0], "output.weight")]
+    tying = "all" if all(equal) else "output" if equal[1] else "none"
+    model = Transformer(TransformerConfig(len(pieces), tying=tying, output_bias="output.bias" in weights, **fields))
+    model.load_state_dict(weights)
+    return model.eval(), tokenizer
+
+
+def _jadore(weights: Weights, settings: dict[str, Any]) -> tuple[dict[str, Any], Weights]:
+    """Fields of the configuration, and the weights under our names."""
+    weights = dict(weights)
+    for side in ("encoder", "decoder"):
+        weights.pop(f"{side}.position_enc.pos_table", None)
+        norm = [weights.pop(f"{side}.layer_norm.{name}", value) for name, value in (("weight", ONE), ("bias", ZERO))]
+        if (norm[0] != 1).any() or (norm[1] != 0).any():
+            raise InputError(
+                f"the model normalises the embeddings of its {side}, as later versions of the program do: "
+                "fastattn.Transformer has no norm there"
+            )
+    embeddings = {
+        "source_embedding.weight": weights.pop("encoder.src_word_emb.weight"),
+        "target_embedding.weight": weights.pop("decoder.trg_word_emb.weight"),
+        "output.weight": weights.pop("trg_word_prj.weight"),
+    }
+    found: Weights = {}
+    for name, tensor in weights.items():
+        side, _, layer, part, *rest = name.split(".")
+        ours = {"slf_attn": "self_attention", "enc_attn": "cross_attention", "pos_ffn": "feed_forward"}[part]
+        stem = f"{side}.layers.{layer}.{ours}"
+        if rest[0] == "layer_norm":
+            found[f"{stem}_norm.{rest[1]}"] = tensor
+        elif rest[0] == "w_qs":
+            others = [weights[name.replace("w_qs", other)] for other in ("w_ks", "w_vs")]
+            found[f"{stem}.in_proj_weight"] = torch.cat((tensor, *others))
+        elif rest[0] not in ("w_ks", "w_vs"):
+            ours = {"fc": "out_proj", "w_1": "inner", "w_2": "outer"}[rest[0]]
+            found[f"{stem}.{ours}.{rest[1]}"] = tensor
+    heads = settings["n_head"]
+    tied = torch.equal(embeddings["output.weight"], embeddings["target_embedding.weight"])
+    scaled = settings.get("scale_emb_or_prj", "prj") if tied else "none"
+    attention = "encoder.layer_stack.0.slf_attn.{}.weight"
+    fields = {
+        **_sizes(found, heads),
+        "head_dim": len(weights[attention.format("w_qs")]) // heads,
+        "value_head_dim": len(weights[attention.format("w_vs")]) // heads,
+        "dropout": settings.get("dropout", 0.1),
+        "attention_dropout": 0.1,  # whatever the settings say
+        "norm_eps": 1e-6,
+        "scale_embeddings": scaled == "emb",
+        "scale_logits": scaled == "prj",
+    }
+    return fields, {**embeddings, **found}
+
+
+def _annotated(weights: Weights, heads: int) -> tuple[dict[str, Any], Weights]:
+    """The same. Its norm divides by the unbiased deviation plus 1e-6: that is LayerNorm with a smaller gain, but for a
+    millionth."""
+    found = {
+        "source_embedding.weight": weights["src_embed.0.lut.weight"],
+        "target_embedding.weight": weights["tgt_embed.0.lut.weight"],
+        "output.weight": weights["generator.proj.weight"],
+        "output.bias": weights["generator.proj.bias"],
+    }
+    d_model = found["output.weight"].shape[1]
+    gain = ((d_model - 1) / d_model) ** 0.5
+    names = {"self_attn": "self_attention", "src_attn": "cross_attention", "feed_forward": "feed_forward"}
+    for side, parts in (("encoder", ("self_attn", "feed_forward")), ("decoder", tuple(names))):
+        count = len({name.split(".")[2] for name in weights if name.startswith(f"{side}.layers.")})
+        # Ours follows a sub-layer with the norm that the next one begins with.
+        norms, ours = [], [f"{side}.norm"]
+        for layer in range(count):
+            for place, part in enumerate(parts):
+                theirs, stem = f"{side}.layers.{layer}.{part}", f"{side}.layers.{layer}.{names[part]}"
+                norms.append(f"{side}.layers.{layer}.sublayer.{place}.norm")
+                ours.append(f"{stem}_norm")
+                for kind in ("weight", "bias"):
+                    if part == "feed_forward":
+                        found[f"{stem}.inner.{kind}"] = weights[f"{theirs}.w_1.{kind}"]
+                        found[f"{stem}.outer.{kind}"] = weights[f"{theirs}.w_2.{kind}"]
+                    else:
+                        projections = [weights[f"{theirs}.linears.{n}.{kind}"] for n in range(4)]
+                        found[f"{stem}.in_proj_{kind}"] = torch.cat(projections[:3])
+                        found[f"{stem}.out_proj.{kind}"] = projections[3]
+        for theirs, name in zip((*norms, f"{side}.norm"), ours, strict=True):
+            found[f"{name}.weight"] = weights[f"{theirs}.a_2"] * gain
+            found[f"{name}.bias"] = weights[f"{theirs}.b_2"]
+    fields = {
+        **_sizes(found, heads),
+        **dict.fromkeys(("dropout", "attention_dropout", "ffn_dropout"), 0.1),
+        "norm_first": True,
+        "norm_eps": 1e-12,
+        "attention_bias": True,
+    }
+    return fields, found
+
+
+def _sizes(weights: Weights, heads: int) -> dict[str, int]:
+    layers = {
+        f"{side}_layers": len({name.split(".")[2] for name in weights if name.startswith(f"{side}.layers.")})
+        for side in ("encoder", "decoder")
+    }
+    d_ff, d_model = weights["encoder.layers.0.feed_forward.inner.weight"].shape
+    return {"d_model": d_model, "d_ff": d_ff, "num_heads": heads, **layers}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        raise InputError(f"cannot read {path}: it is no file of torch.save, or holds more than weights") from None
+    return saved if isinstance(saved, dict) else {}
+
+
+def _words(path: str | Path) -> list[str]:
+    words = read_lines(path)
+    twice = len(words) - len(set(words))
+    if twice:
+        raise InputError(f"{path} has {twice} words more than once: expected each once, in the order of the ids")
+    for names in SPECIAL:
+        if not any(name in words for name in names):
+            raise InputError(f"{path} lacks {' or '.join(names)}: expected all pieces of the program")
+    return words
+
+
+def _places(rows: dict[str, int], pieces: list[str]) -> list[int]:
+    """For each of our pieces, its row in the program's matrices; that of the unknown word where it has none."""
+    special = [next(rows[name] for name in names if name in rows) for names in SPECIAL]
+    return special + [rows.get(piece, special[-1]) for piece in pieces[len(SPECIAL) :]]

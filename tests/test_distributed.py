@@ -1,0 +1,314 @@
+"""An update shared by processes and by parts: the same as one computed alone; a folder that one run writes."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import assert_same_run, failure, train_arguments, until
+from test_training import small_model, text, verses  # noqa: F401 (fixtures)
+from torch.nn import functional as F
+
+import fastattn
+from fastattn import cli
+from fastattn.translation import checkpoint
+from fastattn.translation.data import read_lines
+from fastattn.translation.errors import InputError
+from fastattn.translation.evaluate import scores
+from fastattn.translation.search import Search, translate
+from fastattn.translation.tokenizer import PAD_ID
+from fastattn.translation.train import Trainer, TrainingConfig, dropout_seeds, read_metrics, train
+
+VERSES = Path(fastattn.__file__).parent / "verses"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The 60 shortest pairs of the verses' validation text: an epoch of a few updates."""
+    folder = tmp_path_factory.mktemp("text")
+    pairs = zip(*(read_lines(VERSES / f"dev.{language}") for language in ("en", "es")), strict=True)
+    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
+    for language, lines in zip(("en", "es"), zip(*pairs, strict=True), strict=True):
+        (folder / language).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return [str(folder / "en"), str(folder / "es")]
+
+
+def torchrun(processes, arguments, restarts=0):
+    """`fastattn` in so many processes on this machine; they use a thread each."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    command = [sys.executable, "-m", *launcher, "-m", "fastattn.cli", *map(str, arguments)]
+    root = Path(fastattn.__file__).parent.parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
+
+
+def finish(process):
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return err
+
+
+# --- one process ---
+
+
+def test_an_update_in_parts(text):  # noqa: F811
+    """The gradient of the whole update's loss, written out: four batches from the text, each with dropout of its own,
+    divided by the tokens of all."""
+    config = TrainingConfig(batch_tokens=600, micro_batches=4, warmup=1, precision="fp32", seed=3)
+    trainer = Trainer(small_model(), text, config)
+    start = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    found = trainer.update()
+
+    model, loss, tokens, sizes = small_model().train(), 0, 0, []
+    for number, (_, _, index) in zip(range(4), text.epochs(150, seed=3), strict=False):
+        batch = text.batch(index)
+        seeds = dropout_seeds(3, 1, number, model.dropout_sites)
+        logits = model(batch.source, batch.target, batch.source_lengths, batch.target_lengths, seeds=seeds)
+        loss += F.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=PAD_ID, label_smoothing=0.1, reduction="sum"
+        )
+        tokens += batch.tokens
+        sizes.append((batch.source, batch.labels))
+    gradients = torch.autograd.grad(loss / tokens, list(model.parameters()))
+    assert found[0].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert found[3] == tokens
+    sides = [side for pair in sizes for side in pair]
+    filled = sum(int((side != PAD_ID).sum()) for side in sides)
+    assert found[4:].tolist() == [filled, sum(side.numel() for side in sides)]
+    moments = trainer.optimizer.state
+    for (name, parameter), gradient in zip(trainer.model.named_parameters(), gradients, strict=True):
+        # Adam's first moment is a tenth of the first gradient. The padding's row has none in training.
+        ours, wanted = moments[parameter]["exp_avg"] * 10, gradient
+        if parameter is trainer.model.output.weight:
+            ours, wanted = ours[PAD_ID + 1 :], wanted[PAD_ID + 1 :]
+        assert (ours - wanted).norm() <= 1e-5 * wanted.norm(), name
+        assert not torch.equal(parameter, start[name])
+
+
+def test_an_update_goes_on_into_the_next_epoch(text):  # noqa: F811
+    """Every batch once an epoch, whether or not the parts of an update divide their number."""
+    buckets = len(text.buckets(1000))
+    config = TrainingConfig(batch_tokens=4000, micro_batches=4, warmup=1000, precision="fp32")
+    trainer = Trainer(small_model(), text, config)
+    seen = 0
+    for _ in range(-(-2 * buckets // 4)):
+        seen += trainer.update()[3].item()
+    assert trainer.step * 4 == trainer.epoch * buckets + trainer.place
+    rest = itertools.islice(text.epochs(1000, 1, 2), trainer.step * 4 - 2 * buckets)
+    assert seen == 2 * int(text.targets.lengths.sum()) + sum(int(text.targets.lengths[i].sum()) for _, _, i in rest)
+
+
+def test_the_gradient_is_clipped(text):  # noqa: F811
+    moments = []
+    for norm in (None, 1e-3):
+        config = TrainingConfig(batch_tokens=600, precision="fp32", clip_norm=norm)
+        trainer = Trainer(small_model(), text, config)
+        trainer.update()
+        moments.append(torch.cat([10 * s["exp_avg"].flatten() for s in trainer.optimizer.state.values()]))
+    whole, clipped = moments
+    assert whole.norm() > 0.1
+    assert clipped.norm() == pytest.approx(1e-3, rel=1e-4)
+    torch.testing.assert_close(clipped, whole * (1e-3 / whole.norm()), rtol=1e-4, atol=1e-9)
+
+
+def test_a_configuration_is_given_back_and_resumed(files, tmp_path, capsys, monkeypatch):
+    """All of it stands in the checkpoint; a run begun with that file is the same run; a resumed one keeps it."""
+    options = ["--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5", "--accumulate", "2", "--keep", "1"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert cli.main(train_arguments(files, first, *options, "--save-every", "1", "--max-steps", "2")) == 0
+    assert [path.name for path in checkpoint.steps(first)] == ["step-00000002"]
+    config = tmp_path / "config.json"
+    config.write_bytes((first / "best/config.json").read_bytes())
+    assert json.loads(config.read_text())["training"] == {
+        **{"preset": "tiny", "batch_tokens": 300, "micro_batches": 2, "warmup": 400, "rate": 0.7, "precision": "fp32"},
+        **{"label_smoothing": 0.2, "clip_norm": 0.5, "seed": 5, "max_steps": 2, "max_minutes": None, "save_every": 1},
+        **{"bleu_every": None, "keep": 1},
+    }
+    train(files, files, first, resume=True, max_steps=3)
+    train(files, files, second, config=config, max_steps=3)
+    assert_same_run(first, second)
+    capsys.readouterr()
+
+    # torchrun repeats the command that began the run.
+    begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3")
+    assert "exists already" in failure(begun, capsys)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert cli.main(begun) == 0
+    assert_same_run(first, second)
+    monkeypatch.undo()
+
+    capsys.readouterr()
+    again, new = ["train", "--train", *files, "--valid", *files, "--out"], tmp_path / "new"
+    for more, message in (
+        ([new, "--config", config, "--preset", "tiny"], "expected one of them"),
+        ([new, "--config", tmp_path / "none"], f"cannot read {tmp_path / 'none'}: No such file"),
+        ([new, "--accumulate", "0"], "accumulate is 0, expected at least 1"),
+        ([new, "--batch-tokens", "3", "--accumulate", "4"], "at least one for each of the 4 parts of an update"),
+        ([first, "--resume", "--config", config], "leave --config out"),
+        ([first, "--resume", "--accumulate", "3"], "micro_batches is 3 but the run to resume has 2"),
+        ([first, "--resume", "--clip-norm", "1"], "clip_norm is 1.0 but the run to resume has 0.5"),
+    ):
+        assert message in failure([*again, *more], capsys)
+    assert not new.exists()
+
+
+def test_bleu_while_training(files, tmp_path, capsys):
+    """Of the validation text, when it is due and at the end, by the weights of then."""
+    valid = [tmp_path / "en", tmp_path / "es"]
+    for path, lines in zip(valid, map(read_lines, files), strict=True):
+        path.write_text("\n".join(lines[:3]), encoding="utf-8")
+    options = {"vocab_size": 200, "batch_tokens": 200, "precision": "fp32", "preset": "tiny"}
+    train(files, valid, tmp_path / "run", bleu_every=2, max_steps=3, **options)
+    assert "validation BLEU" in capsys.readouterr().err
+    rows = read_metrics(tmp_path / "run")
+    assert [(row["step"], "valid_loss" in row, "valid_bleu" in row) for row in rows] == [
+        (2, False, True),
+        (3, True, True),
+    ]
+    model, tokenizer = checkpoint.load(tmp_path / "run")
+    sources, references = map(read_lines, valid)
+    assert rows[-1]["valid_bleu"] == scores(translate(model, tokenizer, sources, Search(beam=1)), references).bleu
+
+
+def test_one_process_writes_a_run(tmp_path, capsys, files):
+    """The other is told which; the lock ends with its holder, even one that is killed."""
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from pathlib import Path; from fastattn.translation import checkpoint\n"
+            "with checkpoint.locked(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)",
+            str(tmp_path / "run"),
+        ],
+        cwd=Path(fastattn.__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        message = failure(train_arguments(files, tmp_path / "run", "--max-steps", "1"), capsys)
+        assert f"{tmp_path / 'run'} is being written by process {holder.pid} on " in message
+        assert checkpoint.is_new(tmp_path / "run")
+    finally:
+        holder.kill()
+        holder.communicate()
+    with checkpoint.locked(tmp_path / "run"), pytest.raises(InputError, match=f"by process {os.getpid()} on"):
+        checkpoint.locked(tmp_path / "run").__enter__()
+
+
+# --- several ---
+
+
+@pytest.mark.slow
+@pytest.mark.torch_version
+def test_the_same_updates_on_any_number_of_processes(files, tmp_path):
+    """1 x 4, 2 x 2 and 4 x 1 parts, dropout on: first moments, which are sums of gradients, weights and metrics agree
+    to rounding, as they do not with another dropout; every process takes part in validation and BLEU."""
+    runs = {}
+    for name, processes, more in (
+        ("1x4", 1, ["--accumulate", "4"]),
+        ("2x2", 2, ["--accumulate", "2"]),
+        ("4x1", 4, []),
+        ("other", 1, ["--accumulate", "4", "--seed", "2"]),
+    ):
+        sizes = ["--batch-tokens", "1200", "--max-steps", STEPS, "--save-every", "1", "--bleu-every", STEPS]
+        finish(torchrun(processes, train_arguments(files, tmp_path / name, *sizes, *more)))
+        newest = checkpoint.newest(tmp_path / name)
+        moments = checkpoint.load_training(newest)["optimizer"]["state"]
+        start, _ = checkpoint.load(tmp_path / name / "step-00000000")
+        end, _ = checkpoint.load(newest)
+        moved = [b.detach() - a.detach() for a, b in zip(start.parameters(), end.parameters(), strict=True)]
+        runs[name] = [state["exp_avg"] for state in moments.values()], moved, read_metrics(tmp_path / name)
+
+    def distance(one, other):
+        """Of the moments, and of the ways that the parameters went, relative to the first's."""
+        pairs = [[torch.cat([t.flatten() for t in run[kind]]) for run in (one, other)] for kind in (0, 1)]
+        return [((a - b).norm() / a.norm()).item() for a, b in pairs]
+
+    for name in ("2x2", "4x1"):
+        moments, ways = distance(runs["1x4"], runs[name])
+        assert moments < 1e-4
+        assert ways < 1e-2  # Adam divides by a gradient's own size: elements that are almost 0 may go either way
+        for one, other in zip(runs["1x4"][2], runs[name][2], strict=True):
+            assert one["epoch"] == other["epoch"]
+            assert ("valid_bleu" in one) == (one["step"] == STEPS)
+            for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & one.keys():
+                assert other[metric] == pytest.approx(one[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
+    assert min(distance(runs["1x4"], runs["other"])) > 0.3
+    assert runs["1x4"][2][-1]["epoch"] > 0  # the text has ended in the midst of an update
+
+
+@pytest.mark.slow
+def test_resumed_on_three_processes_to_the_same_bits(files, tmp_path):
+    """Where the order of a sum over processes matters; then by one process, and not by two."""
+    options = ["--batch-tokens", "900", "--save-every", "2"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(torchrun(3, train_arguments(files, whole, *options, "--max-steps", 4)))
+    finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 2)))
+    finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 4, "--resume")))
+    assert_same_run(whole, broken)
+    assert checkpoint.load_config(checkpoint.newest(broken))[1].micro_batches == 3
+    process = torchrun(2, train_arguments(files, broken, *options, "--max-steps", 5, "--resume"))
+    _, err = process.communicate(timeout=600)
+    assert process.returncode != 0
+    assert err.count("an update of 3 micro-batches cannot be divided among 2 processes") == 1
+    finish(torchrun(1, train_arguments(files, broken, *options, "--max-steps", 5, "--resume")))
+    assert checkpoint.newest(broken).name == "step-00000005"
+
+
+@pytest.mark.slow
+def test_interrupted_processes_save_together(files, tmp_path):
+    process = torchrun(2, train_arguments(files, tmp_path / "run", "--save-every", "100000"))
+    until(process, "update 20: ")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    step = int(checkpoint.newest(tmp_path / "run").name.removeprefix("step-"))
+    assert step >= 20
+    assert err.count(f"interrupted after update {step}, which is saved") == 1
+
+
+@pytest.mark.slow
+def test_killed_workers_are_started_again(files, tmp_path):
+    """SIGKILL of one of two workers, ten times, before the first checkpoint, between two, while one is written:
+    `torchrun` starts them again, they go on from the newest checkpoint, and the bits at the end are of a run that
+    nobody disturbed."""
+    whole, broken, moments = tmp_path / "whole", tmp_path / "broken", random.Random(3)
+    options = ["--save-every", "2", "--max-steps", "100000"]
+    process = torchrun(2, train_arguments(files, broken, *options), restarts=10)
+    newest = -1
+    for kill in range(11):  # of the last one it does not recover
+        if kill > 0:
+            until(process, "tiny: ")
+        if kill % 3 == 2:
+            until(process, "update ")
+        time.sleep(moments.uniform(0, 0.5))
+        os.kill(moments.choice(workers(process.pid)), signal.SIGKILL)
+        found = checkpoint.steps(broken)
+        step = int(found[-1].name.removeprefix("step-")) if found else -1
+        assert step >= newest
+        newest = step
+    process.communicate(timeout=600)
+    assert process.returncode != 0
+    step = int(checkpoint.newest(broken).name.removeprefix("step-"))
+    assert step > 0
+    for run, *resume in ((broken, "--resume"), (whole,)):
+        finish(torchrun(2, train_arguments(files, run, "--save-every", "2", "--max-steps", step + 2, *resume)))
+    assert_same_run(whole, broken)
+
+
+def workers(launcher):
+    """The process ids of what `torchrun` runs, as soon as there are two."""
+    while True:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        found = [int(child) for child in children if b"fastattn.cli" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        if len(found) == 2:
+            return found
+        time.sleep(0.05)

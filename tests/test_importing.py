@@ -1,0 +1,151 @@
+"""Checkpoints of two public programs: what the programs compute, ours compute, and say in the same words."""
+
+import argparse
+
+import pytest
+import torch
+from public_models import annotated, jadore
+from test_cli import failure
+
+from fastattn import cli
+from fastattn.translation import checkpoint
+from fastattn.translation.importing import import_model
+from fastattn.translation.search import Search, translate
+
+# Ids of their own in each program and language; some words stand in both languages, "three" and "tres" in one.
+SOURCE = {
+    "jadore": ["<unk>", "<blank>", "<s>", "</s>", "one", "two", "x", "three", "don't"],
+    "annotated": ["<s>", "</s>", "<blank>", "<unk>", "two", "one", "three", "don't", "x"],
+}
+TARGET = {
+    "jadore": ["<unk>", "<blank>", "<s>", "</s>", "dos", "uno", "x", "tres", "¡", "!"],
+    "annotated": ["<s>", "</s>", "<blank>", "<unk>", "tres", "dos", "uno", "x", "!", "¡", "más"],
+}
+SENTENCES = [["one", "two", "x"], ["three"], ["don't", "x", "three", "unheard", "one"], ["x", "x"]]
+
+
+def shuffled(model):
+    """Weights, biases and gains that all show."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layer_stack" in name or "layers" in name or "emb" in name or "generator" in name or "prj" in name:
+                scale = 1.0 if "emb" in name else 0.2
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.eval()
+
+
+def program(name, path, tied=False):
+    """A model of the program and its logits, as a function of ids; its checkpoint is at ``path``."""
+    torch.manual_seed(4)
+    source, target = SOURCE[name], TARGET[name]
+    if name == "jadore":
+        target = source if tied else target
+        sizes = {"d_word_vec": 24, "d_model": 24, "d_inner": 40, "n_layers": 2, "n_head": 3, "d_k": 5, "d_v": 7}
+        sharing = {"trg_emb_prj_weight_sharing": tied, "emb_src_trg_weight_sharing": tied}
+        model = shuffled(jadore.Transformer(len(source), len(target), 1, 1, **sizes, **sharing))
+        settings = argparse.Namespace(n_head=3, d_k=5, d_v=7, dropout=0.2, label_smoothing=True)
+        torch.save({"epoch": 3, "settings": settings, "model": model.state_dict()}, path)
+        return lambda src, tgt: model(src, tgt).view(*tgt.shape, -1)
+    model = shuffled(annotated.make_model(len(source), len(target), N=2, d_model=24, d_ff=40, h=4))
+    state = {key.replace("generator.", "generator.proj."): value for key, value in model.state_dict().items()}
+    torch.save(state, path)
+
+    def logits(src, tgt):
+        seen = torch.ones(1, tgt.shape[1], tgt.shape[1]).tril()
+        return model(src, tgt, (src != source.index("<blank>")).unsqueeze(-2), seen)
+
+    return logits
+
+
+def word_files(name, folder, tied=False):
+    paths = [folder / "source.txt", folder / "target.txt"]
+    for path, words in zip(paths, (SOURCE[name], SOURCE[name] if tied else TARGET[name]), strict=True):
+        path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    return paths
+
+
+CASES = [("jadore", False), ("jadore", True), ("annotated", False)]
+
+
+@pytest.mark.parametrize(("name", "tied"), CASES)
+@torch.no_grad()
+def test_logits(tmp_path, name, tied):
+    """Of a batch of one, teacher-forced, for the words that the target side has; others are never said."""
+    logits = program(name, tmp_path / "model", tied)
+    files = word_files(name, tmp_path, tied)
+    model, tokenizer = import_model(tmp_path / "model", *files, heads=4)
+    assert model.config.tying == ("all" if tied else "none")
+    assert not model.training
+    target = SOURCE[name] if tied else TARGET[name]
+    pieces = [piece.removeprefix("▁") for piece in tokenizer.pieces(list(range(tokenizer.vocab_size)))]
+    ours = [pieces.index({"<blank>": "<pad>"}.get(word, word)) for word in target]
+    for words in SENTENCES:
+        theirs = [SOURCE[name].index(word if word in SOURCE[name] else "<unk>") for word in [*words, "</s>"]]
+        said = [target.index(word) for word in ("<s>", "x", *target[5:8], "<unk>")]
+        wanted = logits(torch.tensor([theirs]), torch.tensor([said]))[0]
+        source = tokenizer.encode([" ".join(words)])[0]
+        found = model(torch.tensor([[*source, pieces.index("</s>")]]), torch.tensor([[ours[word] for word in said]]))[0]
+        torch.testing.assert_close(found[:, ours], wanted, rtol=1e-4, atol=1e-4)
+        others = sorted(set(range(len(pieces))) - set(ours))
+        assert (found[:, others] < -1e8).all()
+
+
+@pytest.mark.parametrize(("name", "tied"), CASES)
+@torch.no_grad()
+def test_translations(tmp_path, name, tied, capsys):
+    """By the command, and then from the folder that it wrote: greedily the words of the program's greedy search."""
+    logits = program(name, tmp_path / "model", tied)
+    files = [str(path) for path in word_files(name, tmp_path, tied)]
+    out = tmp_path / "imported"
+    assert cli.main(["import", str(tmp_path / "model"), str(out), "--words", *files, "--heads", "4"]) == 0
+    model, tokenizer = checkpoint.load(out)
+    assert checkpoint.updates(out) is None
+    target = SOURCE[name] if tied else TARGET[name]
+    never = [target.index("<blank>"), target.index("<s>")]
+    wanted = []
+    for words in SENTENCES:
+        source = [SOURCE[name].index(word if word in SOURCE[name] else "<unk>") for word in [*words, "</s>"]]
+        said = [target.index("<s>")]
+        while len(said) <= len(source) + 4 and (len(said) == 1 or said[-1] != target.index("</s>")):
+            scores = logits(torch.tensor([source]), torch.tensor([said]))[0, -1]
+            scores[never] = -torch.inf
+            said.append(int(scores.argmax()))
+        wanted.append([target[word] for word in said[1:] if target[word] != "</s>"])
+    search = Search(beam=1, extra_tokens=4)
+    found = translate(model, tokenizer, [" ".join(words) for words in SENTENCES], search)
+    assert [line.replace("⁇", "<unk>").split() for line in found] == wanted
+    assert len({tuple(words) for words in wanted}) > 2
+
+
+def test_what_is_not_imported(tmp_path, capsys):
+    def said(path, words, *more):
+        return failure(["import", path, tmp_path / "out", "--words", *words, *more], capsys)
+
+    program("jadore", path := tmp_path / "model")
+    files = word_files("jadore", tmp_path)
+    assert "source.txt has 9 words but" in said(path, [files[0], files[0]])
+    (tmp_path / "bare").write_text("one\ntwo\n")
+    assert "bare lacks <blank> or <pad>: expected all pieces of the program" in said(
+        path, [files[0], tmp_path / "bare"]
+    )
+    (tmp_path / "twice").write_text("one\none\n")
+    assert "twice has 1 words more than once" in said(path, [tmp_path / "twice", files[1]])
+    spaced = tmp_path / "spaced"
+    spaced.write_text(files[0].read_text(encoding="utf-8").replace("three", "three four"), encoding="utf-8")
+    assert "the word 'four' cannot be a piece" in said(path, [spaced, files[1]])
+    assert f"cannot read {tmp_path / 'none'}: No such file" in said(tmp_path / "none", files)
+    assert "it is no file of torch.save" in said(files[0], files)
+    saved = torch.load(path, weights_only=False)
+    saved["model"]["encoder.layer_norm.weight"] = torch.full((24,), 1.5)
+    torch.save(saved, path)
+    assert "the model normalises the embeddings of its encoder, as later versions of the program do" in said(
+        path, files
+    )
+    torch.save({"weights": torch.ones(3)}, path)
+    assert "is of neither program" in said(path, files)
+    program("annotated", path)
+    assert "num_heads is 7, expected a divisor of d_model=24" in said(
+        path, word_files("annotated", tmp_path), "--heads", "7"
+    )
+    assert not (tmp_path / "out").exists()
