@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options) or 0
+        status = options.run(options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read the output has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at exit
+        return 128 + signal.SIGPIPE
     except (InputError, OSError) as error:
         print(f"fastattn {options.command}: error: {error}", file=sys.stderr)
         return 1
@@ -256,10 +262,10 @@ def _plot(options: argparse.Namespace) -> None:
     from fastattn.translation.train import METRICS, read_metrics
 
     picture = Path(options.folder) / "loss.png" if options.output is None else Path(options.output)
-    plots.check_path(picture)
     rows = read_metrics(options.folder)
     if not rows:
         raise InputError(f"{options.folder} holds no {METRICS} yet: expected the folder of a run of `fastattn train`")
+    plots.check_path(picture)
     plots.loss_curve(rows, picture)
     print(picture)
 

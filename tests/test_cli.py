@@ -53,7 +53,7 @@ def run(small, tmp_path_factory):
 
 
 def failure(arguments, capsys):
-    """The one line on stderr of a command that fails."""
+    """The error of a command that fails: one line, the last on stderr."""
     try:
         status = cli.main([str(argument) for argument in arguments])
     except SystemExit as exit_:
@@ -61,8 +61,9 @@ def failure(arguments, capsys):
     out, err = capsys.readouterr()
     assert status not in (0, None)
     assert out == ""
-    assert err.count("\n") == 1, err
-    return err
+    *said, error = err.splitlines()
+    assert all(line.startswith("learning a vocabulary of ") for line in said), err
+    return error
 
 
 def snapshot(folder):
@@ -148,6 +149,14 @@ def test_a_pipe_is_answered_line_by_line(run):
     assert (process.returncode, out, err) == (0, "", "")
 
 
+def test_a_reader_that_has_enough_ends_the_command_quietly(run):
+    """As `fastattn translate | head -1` has it."""
+    process = start(["translate", str(run), "--beam", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.close()
+    _, err = process.communicate("day\nnight\n", timeout=120)
+    assert (process.returncode, err) == (128 + signal.SIGPIPE, "")
+
+
 def test_evaluate(run, small, tmp_path, capsys):
     arguments = ["evaluate", str(run), "--test", *small, "--beam", "1", "--output", str(tmp_path / "hypotheses")]
     assert cli.main(arguments) == 0
@@ -180,7 +189,8 @@ def test_pictures(run, small, tmp_path, capsys):
         (["--attention-layer", "4"], "the layer of the cross attention is 4, expected 1 to 3"),
     ):
         assert message in failure([*arguments, *bad], capsys)
-    assert "holds no metrics.jsonl yet" in failure(["plot", tmp_path], capsys)
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert f"{folder} holds no metrics.jsonl yet" in failure(["plot", folder], capsys)
 
 
 def test_info(capsys):
@@ -347,13 +357,17 @@ def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
     monkeypatch.setattr(tqdm.tqdm, "__init__", functools.partialmethod(tqdm.tqdm.__init__, mininterval=0))
     assert cli.main(train_arguments(small, tmp_path / "run", "--max-steps", "3", "--max-minutes", "600")) == 0
     lines = [line for line in screen.getvalue().replace("\r", "\n").split("\n") if line]
-    warning, first, *bar = lines
+    begun, warning, first, *bar = lines
+    assert re.fullmatch(r"learning a vocabulary of \d+ pieces", begun)
     assert warning.startswith("warning: 60 of 60 validation sources also stand in the training text")
     assert first.startswith("tiny: ")
     assert first.endswith("fp32, batches of 300 tokens, 3 updates or 600 min")
     assert max(map(len, (first, *bar))) <= 80
     seen = re.findall(r"(\d+)%\|.*\| update (\d+)", screen.getvalue().replace("\r", "\n"))
     assert list(dict.fromkeys(seen)) == [("0", "0"), ("33", "1"), ("67", "2"), ("100", "3")]
+    scored = screen.getvalue().index("update 3: validation loss")
+    assert "100%|" in screen.getvalue()[:scored]  # the update is shown before it is scored, which takes long
+    assert "update 3, loss " in screen.getvalue()
 
 
 def test_the_bar_knows_the_limit_in_time(small, tmp_path, monkeypatch):

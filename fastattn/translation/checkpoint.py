@@ -74,12 +74,15 @@ def save_model(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
 def average(run: Path, last: int, out: Path) -> None:
     """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) as the new folder ``out``.
 
+    The one of before the first update does not count.
+
     Raises:
         InputError: ``out`` exists, or the run has fewer checkpoints.
     """
-    found = steps(run)[-last:] if last > 0 else []
+    trained = [path for path in steps(run) if updates(path) != 0]
+    found = trained[-last:] if last > 0 else []
     if not found or len(found) < last:
-        raise InputError(f"last is {last}, expected 1 to {len(steps(run))}: as many checkpoints as {run} holds")
+        raise InputError(f"last is {last}, expected 1 to {len(trained)}: as many trained checkpoints as {run} holds")
     model, tokenizer = load(found[-1])
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
     for path in found:

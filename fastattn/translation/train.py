@@ -218,6 +218,7 @@ def train(
         else:
 
             def learn_pieces() -> bytes:
+                print(f"learning a vocabulary of {model_config.vocab_size} pieces", file=sys.stderr, flush=True)
                 pieces = Tokenizer.train(sources + targets, model_config.vocab_size).model
                 stack.enter_context(checkpoint.locked(out))
                 _expect_new(out)
@@ -371,6 +372,7 @@ class _Run:
             while not over:
                 sums = sums + trainer.update()
                 over, interrupted = world.any(self.done >= 1, interrupt.is_set())
+                progress.advance()
                 interrupted = interrupted and not over
                 scoring = over or trainer.step % config.save_every == 0
                 translating = config.bleu_every and (over or trainer.step % config.bleu_every == 0)
@@ -387,7 +389,6 @@ class _Run:
                         if scoring or interrupted:
                             self._save(row.get("valid_loss", math.inf))
                     sums, since = NOTHING, time.monotonic()
-                progress.advance()
                 if interrupted and not world.main:
                     raise SystemExit(130)  # the first process says where
                 if interrupted:
@@ -499,7 +500,7 @@ class _Progress:
         names = {"valid_loss": "validation loss {:.3f}", "valid_bleu": "validation BLEU {:.1f}"}
         validation = [words.format(row[name]) for name, words in names.items() if name in row]
         if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(words), refresh=False)
+            self._bar.set_postfix_str(", ".join(words))
             if validation:
                 self._bar.write(f"update {row['step']}: {', '.join(validation)}", file=sys.stderr)
             return
