@@ -180,19 +180,21 @@ def _translate(options: argparse.Namespace) -> None:
     from fastattn.translation.data import arriving_lines, read_lines
     from fastattn.translation.search import candidates
 
-    if options.model is None:
-        print(f"fastattn translate: {DOMAIN}", file=sys.stderr)
+    is_enclosed = options.model is None
+    if is_enclosed:
         options.model = checkpoint.PRETRAINED
     picture, kind = options.attention, options.attention_kind
     if picture is not None:
         plots.check_path(picture)
-    model, tokenizer, search = _load(options, options.n_best)
-    layer = plots.check_layer(model.config, kind, options.attention_layer)
     if options.input is None:
         parts, total = arriving_lines(sys.stdin.buffer, "standard input", CHUNK * options.batch_size), None
     else:
         lines = read_lines(options.input)
         parts, total = iter([lines]), sum(bool(line.strip()) for line in lines)
+    model, tokenizer, search = _load(options, options.n_best)
+    layer = plots.check_layer(model.config, kind, options.attention_layer)
+    if is_enclosed:
+        print(f"fastattn translate: {DOMAIN}", file=sys.stderr)
     text, first = [], 1
     with _sentences_done(total) as advance:
         for lines in parts:

@@ -442,6 +442,7 @@ def test_wheel_of_a_build(checkout, tmp_path):
     """One wheel for every Python, with the library in it."""
     wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="1")
     assert re.fullmatch(r"fastattn-[^-]+-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
+    assert wheel.stat().st_size < 16e6  # the corpus and the model are 9 MB of them
     with zipfile.ZipFile(wheel) as archive:
         assert "fastattn/_cpu.so" in archive.namelist()
         assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
