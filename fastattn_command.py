@@ -7,7 +7,7 @@ pays for waking a thread. A short spin, longer than the gaps between a model's o
 
 import os
 
-SPIN = "2000"  # iterations, some hundredths of a millisecond
+SPIN = "3000"  # iterations, some hundredths of a millisecond
 
 
 def main() -> int:
