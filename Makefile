@@ -39,6 +39,9 @@ aot-gate:  ## Triton's kernels compiled for every architecture and examined, wit
 machine-code:  ## what those of the usual cases cost a GPU, predicted from their machine code: docs/gpu.md
 	python tools/machine_code.py --write
 
+tune-dry:  ## what attention's tiles are predicted to reach, beside their lines
+	python tools/tune_dry.py --write
+
 compile-gate:  ## the CUDA C++ kernels, the same
 	python tools/compile_gate.py
 
@@ -62,5 +65,5 @@ ci: lint demo slow torch-versions report  ## all that comes after the tests
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
-.PHONY: help install lint format test bench demo slow triton aot-gate machine-code compile-gate dry-launch planted-faults \
-	presets launch-cost torch-versions ci report
+.PHONY: help install lint format test bench demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
+	planted-faults presets launch-cost torch-versions ci report

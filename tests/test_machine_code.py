@@ -1,6 +1,7 @@
 """The model that predicts a GPU kernel's cost from its machine code: counts known by hand, kernels whose speed is
 published, and the figures of another implementation of the same model."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -263,6 +264,22 @@ def test_page():
 
 
 @pytest.mark.slow
+def test_predictions_beside_the_tiles():
+    """Every line that ``tune_dry`` is to write beside is there, by itself; a comment replaces the one before."""
+    require("triton")
+    import tune_dry
+
+    text = tune_dry.PAGE.read_text()
+    places = list(itertools.product(tune_dry.TABLES.values(), tune_dry.KERNELS, tune_dry.SIZES))
+    for number, place in enumerate(places):
+        text = tune_dry.beside(text, *place, f"old {number}")
+        text = tune_dry.beside(text, *place, f"new {number}")
+    assert "old" not in text
+    assert len(set(re.findall(r"Tile\(.*\),  # (new \d+)\n", text))) == len(places)
+    with pytest.raises(ValueError, match="a line of its own"):
+        tune_dry.beside(text, "HALF", "forward_few", 64, "")
+
+
 def test_program():
     """From a kernel's source to its line: a row of 512 is accessed by 128 bits, in eight elements of 16."""
     require("triton")

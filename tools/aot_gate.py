@@ -59,11 +59,7 @@ from sass.loops import inside
 # access it. What is kept there over the loop costs nothing, and a larger tile may be worth a few accesses: of
 # FlashAttention 2 they are 376 bytes and 1 in 42.
 MOST_STACK = 384
-MOST_LOCAL = 1 / 25
-# Accesses of 16 bits and fewer in kernels of aligned rows. Known: where a program owns one row, Triton loses sight of
-# the alignment; ``make machine-code`` counts what that costs.
-MOST_NARROW = 0
-KNOWN_NARROW = 48
+MOST_LOCAL = 1 / 20
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -370,7 +366,7 @@ class Report:
             found.append(f"spills: {self.stack} bytes of stack, at most {most} are harmless")
         elif self.local > MOST_LOCAL * self.instructions:
             found.append(f"spills: {self.local} of the main loop's {self.instructions} instructions access the stack")
-        if self.is_wide and self.narrow_accesses > (KNOWN_NARROW if self.rows == 1 else MOST_NARROW):
+        if self.is_wide and self.narrow_accesses:
             found.append(f"{self.narrow_accesses} accesses to global memory of 16 bits and fewer")
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")

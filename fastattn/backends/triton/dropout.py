@@ -82,11 +82,12 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     outs, inputs = _matrices(out), None if input is None else _matrices(input)
     is_unit = outs.column is None and (inputs is None or inputs.column is None)
     rows = outer * inner * matrix_rows
-    tile = row_tile("dropout", columns)
+    is_aligned = is_unit and are_aligned(columns, input, out)
+    tile = row_tile("dropout", columns, is_aligned)
     launch(
         _dropout, (cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n),), out.device,
         inputs, outs, Dropout(seed, threshold, dropout_scale(threshold)), rows, columns, matrix_rows,
-        inner, INT32=fits_int32(rows), ALIGNED=is_unit and are_aligned(columns, input, out),
+        inner, INT32=fits_int32(rows), ALIGNED=is_aligned,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
 

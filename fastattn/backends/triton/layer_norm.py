@@ -269,11 +269,12 @@ def _run_forward(
     x, x_stride = as_rows(input)
     r, r_stride = (None, 0) if residual is None else as_rows(residual)
     w, b = _contiguous(weight), _contiguous(bias)
-    tile = row_tile("layer_norm", columns)
+    is_aligned = are_aligned(columns, x, r, w, b)
+    tile = row_tile("layer_norm", columns, is_aligned)
     launch(
         _forward, (cdiv(rows, tile.block_m),), input.device,
         x, r, w, b, dropout, out, total, mean, rstd, rows, columns, _matrix_rows(input), x_stride, r_stride,
-        eps, INT32=fits_int32(rows), ALIGNED=are_aligned(columns, x, r, w, b),
+        eps, INT32=fits_int32(rows), ALIGNED=is_aligned,
         ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     return mean, rstd
@@ -287,18 +288,19 @@ def _run_backward(
     """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
     rows, columns = mean.numel(), total.size(-1)
     device = total.device
-    tile = row_tile("layer_norm_backward", columns)
+    (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
+    s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
+    w = _contiguous(weight)
+    is_aligned = are_aligned(columns, g, s, x, w)
+    tile = row_tile("layer_norm_backward", columns, is_aligned)
     programs = min(cdiv(rows, tile.block_m), MAX_PROGRAMS)
     partial = None
     if weight_grad_dtype or bias_grad_dtype:
         partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
-    (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
-    s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
-    w = _contiguous(weight)
     launch(
         _backward, (programs,), device,
         g, s, x, mean, rstd, w, dropout, grad_input, grad_total, partial, rows, columns, _matrix_rows(total),
-        g_stride, s_stride, x_stride, INT32=fits_int32(rows), ALIGNED=are_aligned(columns, g, s, x, w),
+        g_stride, s_stride, x_stride, INT32=fits_int32(rows), ALIGNED=is_aligned,
         ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     grads = [

@@ -27,14 +27,17 @@ LIMITS: dict[str, RowLimits] = {}  # by kernel; each operation's file has its ow
 _MAX_WARPS = 16
 
 
-def row_tile(kernel: str, columns: int) -> RowTile:
-    """The block of a kernel for rows of this many columns: powers of two, so that varied sizes share a few kernels."""
+def row_tile(kernel: str, columns: int, is_aligned: bool) -> RowTile:
+    """The block of a kernel for rows of this many columns: powers of two, so that varied sizes share a few kernels. In
+    rows that are not aligned each element has a pointer of its own, for which there are registers of twice as many
+    warps."""
     limits = LIMITS[kernel]
     block_m, block_n = 1, limits.block_n
     if columns <= limits.widest:
         block_n = max(32, 1 << (columns - 1).bit_length())
         block_m = max(1, limits.elements // block_n)
-    return RowTile(block_m, block_n, max(1, min(_MAX_WARPS, block_m * block_n // limits.warp_elements)))
+    warp_elements = limits.warp_elements if is_aligned else limits.warp_elements // 2
+    return RowTile(block_m, block_n, max(1, min(_MAX_WARPS, block_m * block_n // warp_elements)))
 
 
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -82,7 +82,8 @@ def _load(rows, column, place, ALIGNED: tl.constexpr):
 @triton.jit
 def _scores(input_rows, attn_mask, column, place, scale, ALIGNED: tl.constexpr):
     """scale * input + mask in float32, -inf where not visible."""
-    visible = (column >= place.begin) & (column < place.end)
+    # One comparison: what lies before the first visible column wraps to large numbers.
+    visible = (column - place.begin).to(tl.uint32) < tl.maximum(place.end - place.begin, 0).to(tl.uint32)
     scores = _load(input_rows, column, place, ALIGNED) * scale
     if attn_mask is not None:
         pointers = places(_rows_at(place, attn_mask), column.to(tl.int64) * attn_mask.column, False)
@@ -234,12 +235,13 @@ def softmax_dropout(
         return out, stats.zero_()
     rows = stats.numel() // 2
     x = _unit_rows(input)
-    tile = row_tile("softmax_dropout", seqlen_k)
+    is_aligned = are_aligned(seqlen_k, x)
+    tile = row_tile("softmax_dropout", seqlen_k, is_aligned)
     launch(
         _forward, (cdiv(rows, tile.block_m),), input.device,
         _matrices(x), _matrices(attn_mask), key_lengths, dropout_of(seed, threshold), out, stats, rows, heads,
         seqlen_q, seqlen_k, scale, Window(window_left, window_right), LOWER_RIGHT=lower_right, INT32=fits_int32(rows),
-        ALIGNED=are_aligned(seqlen_k, x), ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m,
+        ALIGNED=is_aligned, ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     return out, stats
@@ -259,12 +261,13 @@ def softmax_dropout_backward(
     if input.numel() > 0:
         rows = input.numel() // seqlen_k
         x, (g, g_stride) = _unit_rows(input), as_rows(grad_out)
-        tile = row_tile("softmax_dropout_backward", seqlen_k)
+        is_aligned = are_aligned(seqlen_k, g, x)
+        tile = row_tile("softmax_dropout_backward", seqlen_k, is_aligned)
         launch(
             _backward, (cdiv(rows, tile.block_m),), input.device,
             g, stats, _matrices(x), _matrices(attn_mask), key_lengths, dropout_of(seed, threshold), grad, grad_scores,
             rows, heads, seqlen_q, seqlen_k, g_stride, scale, Window(window_left, window_right),
-            LOWER_RIGHT=lower_right, INT32=fits_int32(rows), ALIGNED=are_aligned(seqlen_k, g, x),
+            LOWER_RIGHT=lower_right, INT32=fits_int32(rows), ALIGNED=is_aligned,
             ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
         )  # fmt: skip
     if grad_scores is None or attn_mask is None:

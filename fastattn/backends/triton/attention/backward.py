@@ -207,7 +207,7 @@ def grad_key_value_kernel(
                 if problem.dropout is not None:
                     z = b * problem.num_heads + h
                     kept = keep_transposed(problem.dropout, z, first_i, first_j, BLOCK_M, BLOCK_N)
-                    dropped_p = dropped(p, kept, problem.group, False)
+                    dropped_p = dropped(p, kept, problem.group, licm_spills(BLOCK_D, BLOCK_DV, q.dtype))
                     dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
                 elif PARTIAL & (BLOCK_D + BLOCK_DV > 256) & (q.dtype == tl.float32):
                     # P, rematerialised: kept in shared memory from above, it would exceed 99 KiB.

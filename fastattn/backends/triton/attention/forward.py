@@ -107,7 +107,7 @@ def forward_kernel(
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if problem.dropout is not None:
                 kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
-                p = dropped(p, kept, problem.group, BLOCK_D + BLOCK_DV > 128)
+                p = dropped(p, kept, problem.group, (BLOCK_D + BLOCK_DV > 128) | (q.dtype == tl.float32))
             v = load_tile(
                 values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
                 value_descriptor, b, h // problem.group,

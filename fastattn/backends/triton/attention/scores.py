@@ -82,10 +82,10 @@ def exponential(x, PRESCALED: tl.constexpr):
 
 
 @triton.jit
-def dropped(p, kept, group, LARGE: tl.constexpr):
-    """p where it is kept, 0 elsewhere. Unless LARGE heads leave no register for it, the compiler does not know this
-    zero: it would convert p to 16 bits first and then put halves of registers together."""
-    return tl.where(kept, p, 0.0 if LARGE else rematerialise(0, group).to(tl.float32))
+def dropped(p, kept, group, SCARCE: tl.constexpr):
+    """p where it is kept, 0 elsewhere. Unless registers are SCARCE the compiler does not know this zero: it would
+    convert p to 16 bits first and then put halves of registers together."""
+    return tl.where(kept, p, 0.0 if SCARCE else rematerialise(0, group).to(tl.float32))
 
 
 @triton.constexpr_function
