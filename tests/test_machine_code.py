@@ -290,7 +290,7 @@ def test_program():
     assert status == 0, output
     lines = [line for line in output.splitlines() if "predicted" in line]
     assert [line.split(" sm_90")[0] for line in lines] == ["softmax_dropout forward 512", "dropout 512"]
-    assert "{'LDG': {128: " in lines[-1]
+    assert lines[-1].endswith("128: 4}, 'STG': {128: 4}}")  # the seed's loads are narrower
     assert "'STG': {128: " in lines[-1]
     status, output = program(tool, "--only", "forwards")
     assert status == 2
