@@ -60,7 +60,7 @@ def torchrun(processes, arguments, restarts=0):
 
 
 def finish(process):
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     return err
 

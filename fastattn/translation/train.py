@@ -198,7 +198,7 @@ def train(
         def begin() -> tuple[Path | None, TransformerConfig, TrainingConfig]:
             if resume and config is not None:
                 raise InputError("a run is resumed with its own configuration: leave --config out")
-            if resume or (distributed.restarted() and checkpoint.steps(out)):
+            if resume or (distributed.restarts() and checkpoint.steps(out)):
                 newest = checkpoint.newest(out)
                 stack.enter_context(checkpoint.locked(out))
                 return newest, *_resumed(newest, preset, accumulate, changes, world.size)
