@@ -41,6 +41,15 @@ def files(tmp_path_factory):
     return [str(folder / "en"), str(folder / "es")]
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A configuration written by hand, of a model that is small for its checkpoints' sake."""
+    path = tmp_path_factory.mktemp("config") / "small.json"
+    sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+    path.write_text(json.dumps({"vocab_size": 1000, **sizes, "training": {"preset": "small", "warmup": 400}}))
+    return path
+
+
 def torchrun(processes, arguments, restarts=0):
     """`fastattn` in so many processes on this machine; they use a thread each."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
@@ -51,7 +60,7 @@ def torchrun(processes, arguments, restarts=0):
 
 
 def finish(process):
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     return err
 
@@ -119,16 +128,19 @@ def test_the_gradient_is_clipped(text):  # noqa: F811
     torch.testing.assert_close(clipped, whole * (1e-3 / whole.norm()), rtol=1e-4, atol=1e-9)
 
 
-def test_a_configuration_is_given_back_and_resumed(files, tmp_path, capsys, monkeypatch):
+def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, capsys, monkeypatch):
     """All of it stands in the checkpoint; a run begun with that file is the same run; a resumed one keeps it."""
-    options = ["--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5", "--accumulate", "2", "--keep", "1"]
+    options = ["--config", str(config), "--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5"]
+    options += ["--accumulate", "2", "--keep", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
     assert cli.main(train_arguments(files, first, *options, "--save-every", "1", "--max-steps", "2")) == 0
     assert [path.name for path in checkpoint.steps(first)] == ["step-00000002"]
     config = tmp_path / "config.json"
     config.write_bytes((first / "best/config.json").read_bytes())
+    model, _ = checkpoint.read_config(config)
+    assert (model.vocab_size, model.d_model, model.decoder_layers, model.dropout) == (200, 32, 1, 0.1)
     assert json.loads(config.read_text())["training"] == {
-        **{"preset": "tiny", "batch_tokens": 300, "micro_batches": 2, "warmup": 400, "rate": 0.7, "precision": "fp32"},
+        **{"preset": "small", "batch_tokens": 300, "micro_batches": 2, "warmup": 400, "rate": 1, "precision": "fp32"},
         **{"label_smoothing": 0.2, "clip_norm": 0.5, "seed": 5, "max_steps": 2, "max_minutes": None, "save_every": 1},
         **{"bleu_every": None, "keep": 1},
     }
@@ -160,12 +172,12 @@ def test_a_configuration_is_given_back_and_resumed(files, tmp_path, capsys, monk
     assert not new.exists()
 
 
-def test_bleu_while_training(files, tmp_path, capsys):
+def test_bleu_while_training(files, config, tmp_path, capsys):
     """Of the validation text, when it is due and at the end, by the weights of then."""
     valid = [tmp_path / "en", tmp_path / "es"]
     for path, lines in zip(valid, map(read_lines, files), strict=True):
         path.write_text("\n".join(lines[:3]), encoding="utf-8")
-    options = {"vocab_size": 200, "batch_tokens": 200, "precision": "fp32", "preset": "tiny"}
+    options = {"vocab_size": 200, "batch_tokens": 200, "precision": "fp32", "config": config}
     train(files, valid, tmp_path / "run", bleu_every=2, max_steps=3, **options)
     assert "validation BLEU" in capsys.readouterr().err
     rows = read_metrics(tmp_path / "run")
@@ -209,7 +221,7 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_the_same_updates_on_any_number_of_processes(files, tmp_path):
+def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
     """1 x 4, 2 x 2 and 4 x 1 parts, dropout on: first moments, which are sums of gradients, weights and metrics agree
     to rounding, as they do not with another dropout; every process takes part in validation and BLEU."""
     runs = {}
@@ -219,7 +231,18 @@ def test_the_same_updates_on_any_number_of_processes(files, tmp_path):
         ("4x1", 4, []),
         ("other", 1, ["--accumulate", "4", "--seed", "2"]),
     ):
-        sizes = ["--batch-tokens", "1200", "--max-steps", STEPS, "--save-every", "1", "--bleu-every", STEPS]
+        sizes = [
+            "--batch-tokens",
+            "1200",
+            "--max-steps",
+            STEPS,
+            "--save-every",
+            "1",
+            "--bleu-every",
+            STEPS,
+            "--config",
+            config,
+        ]
         finish(torchrun(processes, train_arguments(files, tmp_path / name, *sizes, *more)))
         newest = checkpoint.newest(tmp_path / name)
         moments = checkpoint.load_training(newest)["optimizer"]["state"]
@@ -247,12 +270,12 @@ def test_the_same_updates_on_any_number_of_processes(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_resumed_on_three_processes_to_the_same_bits(files, tmp_path):
+def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
     """Where the order of a sum over processes matters; then by one process, and not by two."""
     options = ["--batch-tokens", "900", "--save-every", "2"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(torchrun(3, train_arguments(files, whole, *options, "--max-steps", 4)))
-    finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 2)))
+    finish(torchrun(3, train_arguments(files, whole, *options, "--max-steps", 4, "--config", config)))
+    finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 2, "--config", config)))
     finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 4, "--resume")))
     assert_same_run(whole, broken)
     assert checkpoint.load_config(checkpoint.newest(broken))[1].micro_batches == 3
@@ -265,8 +288,8 @@ def test_resumed_on_three_processes_to_the_same_bits(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_processes_save_together(files, tmp_path):
-    process = torchrun(2, train_arguments(files, tmp_path / "run", "--save-every", "100000"))
+def test_interrupted_processes_save_together(files, config, tmp_path):
+    process = torchrun(2, train_arguments(files, tmp_path / "run", "--save-every", "100000", "--config", config))
     until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
@@ -276,17 +299,17 @@ def test_interrupted_processes_save_together(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_workers_are_started_again(files, tmp_path):
+def test_killed_workers_are_started_again(files, config, tmp_path):
     """SIGKILL of one of two workers, ten times, before the first checkpoint, between two, while one is written:
     `torchrun` starts them again, they go on from the newest checkpoint, and the bits at the end are of a run that
     nobody disturbed."""
     whole, broken, moments = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     options = ["--save-every", "2", "--max-steps", "100000"]
-    process = torchrun(2, train_arguments(files, broken, *options), restarts=10)
+    process = torchrun(2, train_arguments(files, broken, *options, "--config", config), restarts=10)
     newest = -1
     for kill in range(11):  # of the last one it does not recover
         if kill > 0:
-            until(process, "tiny: ")
+            until(process, "small: ")
         if kill % 3 == 2:
             until(process, "update ")
         time.sleep(moments.uniform(0, 0.5))
@@ -299,8 +322,8 @@ def test_killed_workers_are_started_again(files, tmp_path):
     assert process.returncode != 0
     step = int(checkpoint.newest(broken).name.removeprefix("step-"))
     assert step > 0
-    for run, *resume in ((broken, "--resume"), (whole,)):
-        finish(torchrun(2, train_arguments(files, run, "--save-every", "2", "--max-steps", step + 2, *resume)))
+    for run, *more in ((broken, "--resume"), (whole, "--config", config)):
+        finish(torchrun(2, train_arguments(files, run, "--save-every", "2", "--max-steps", step + 2, *more)))
     assert_same_run(whole, broken)
 
 

@@ -7,7 +7,9 @@ Collectives on CPU tensors go through gloo, which waits for no GPU; gradients th
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from fastattn.translation.errors import InputError
 
-PATIENCE = datetime.timedelta(hours=2)  # with a process that prepares a corpus; one that has died is noticed at once
+TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; a process that dies is noticed at once, by torchrun
+PREPARATION = datetime.timedelta(hours=12)  # of a corpus by the first process, while no collective waits
 T = TypeVar("T")
 
 
@@ -28,6 +31,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # what torchrun lets the processes share, if there are several
+    _keys: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def main(self) -> bool:
@@ -36,17 +41,21 @@ class World:
 
     def on_main(self, function: Callable[[], T]) -> T:
         """The result of ``function``, which only the first process runs. What it raises there ends the others too."""
-        if self.size == 1:
+        if self.store is None:
             return function()
-        shared: list[Any] = [None, False]
+        key, shared = f"fastattn/{next(self._keys)}", b""
+        if not self.main:
+            self.store.wait([key], PREPARATION)
+            shared = self.store.get(key)
+            if not shared:
+                raise SystemExit(1)  # the first process says why
+            return pickle.loads(shared)
         try:
-            if self.main:
-                shared = [function(), True]
+            result = function()
+            shared = pickle.dumps(result)
         finally:
-            dist.broadcast_object_list(shared)
-        if not shared[1]:
-            raise SystemExit(1)  # the first process says why
-        return shared[0]
+            self.store.set(key, shared)  # type: ignore[arg-type]  # bytes, as torch itself passes
+        return result
 
     def main_first(self, function: Callable[[], T]) -> T:
         """The result of ``function``, which every process runs; what is wrong with it, the first says for all."""
@@ -81,9 +90,9 @@ class World:
         return whole
 
 
-def restarted() -> bool:
-    """Whether `torchrun` started this process again, after one had failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def restarts() -> int:
+    """How often `torchrun` has started the processes again, after one had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @contextlib.contextmanager
@@ -105,6 +114,10 @@ def joined() -> Iterator[World]:
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
-    yield World(rank, size, device)
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
+    store = dist.PrefixStore(f"start {restarts()}", store)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    yield World(rank, size, device, store)
     dist.destroy_process_group()

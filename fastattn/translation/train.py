@@ -198,7 +198,7 @@ def train(
         def begin() -> tuple[Path | None, TransformerConfig, TrainingConfig]:
             if resume and config is not None:
                 raise InputError("a run is resumed with its own configuration: leave --config out")
-            if resume or (distributed.restarted() and checkpoint.steps(out)):
+            if resume or (distributed.restarts() and checkpoint.steps(out)):
                 newest = checkpoint.newest(out)
                 stack.enter_context(checkpoint.locked(out))
                 return newest, *_resumed(newest, preset, accumulate, changes, world.size)
@@ -260,8 +260,10 @@ def _configured(
         preset = preset or "tiny"
         training = TrainingConfig.of_preset(preset)
         model = TransformerConfig.preset(preset, PRESETS[preset].vocab_size if vocab_size is None else vocab_size)
-    if accumulate is not None or path is None:
-        changes["micro_batches"] = (1 if accumulate is None else _at_least_one(accumulate)) * processes
+    if accumulate is not None:
+        changes["micro_batches"] = _at_least_one(accumulate) * processes
+    elif training.micro_batches == 1:
+        changes["micro_batches"] = processes
     training = dataclasses.replace(training, **changes)
     training = dataclasses.replace(training, precision=precisions.resolve(training.precision))
     if (model.pad_id, model.bos_id, model.eos_id) != (PAD_ID, BOS_ID, EOS_ID):
