@@ -272,10 +272,10 @@ def test_predictions_beside_the_tiles():
     text = tune_dry.PAGE.read_text()
     places = list(itertools.product(tune_dry.TABLES.values(), tune_dry.KERNELS, tune_dry.SIZES))
     for number, place in enumerate(places):
-        text = tune_dry.beside(text, *place, f"old {number}")
-        text = tune_dry.beside(text, *place, f"new {number}")
-    assert "old" not in text
-    assert len(set(re.findall(r"Tile\(.*\),  # (new \d+)\n", text))) == len(places)
+        text = tune_dry.beside(text, *place, f"replaced {number}")
+        text = tune_dry.beside(text, *place, f"written {number}")
+    assert "replaced" not in text
+    assert len(set(re.findall(r"Tile\(.*\),  # (written \d+)\n", text))) == len(places)
     with pytest.raises(ValueError, match="a line of its own"):
         tune_dry.beside(text, "HALF", "forward_few", 64, "")
 

@@ -85,11 +85,11 @@ def search(device: int, capability: int, kernel: str, size: int) -> None:
 
 def beside(text: str, table: str, kernel: str, size: int, comment: str) -> str:
     """The tables' text with this comment beside a tile's line."""
-    start = text.index(f'\n    "{kernel}": {{', text.index(f"\n{table} = {{"))
-    line = re.compile(rf"(\n        {size}: Tile\([^)]*\),)[^\n]*").search(text, start)
+    entry = text.index(f'\n    "{kernel}": {{', text.index(f"\n{table} = {{")) + 1
+    line = re.compile(rf"([^\n]*\n(?: {{8}}[^\n]*\n)*? {{8}}{size}: Tile\([^)]*\),)[^\n]*").match(text, entry)
     if line is None:
         raise ValueError(f"{table}, {kernel}, {size}: expected a line of its own for this tile")
-    return f"{text[: line.start()]}{line[1]}  # {comment}{text[line.end() :]}"
+    return f"{text[:entry]}{line[1]}  # {comment}{text[line.end() :]}"
 
 
 def write(capabilities: list[int]) -> None:
