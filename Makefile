@@ -51,6 +51,9 @@ dry-launch:  ## every operation on CUDA tensors down to a driver that starts not
 planted-faults:  ## whether the gates and the emulation find the faults planted for them
 	pytest -m slow -k planted
 
+docs:  ## the documentation as a site, in site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build
+
 presets:  ## the table of presets in docs/training.md
 	python tools/presets.py
 
@@ -60,10 +63,10 @@ launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
 torch-versions:  ## what depends on torch's version, on the oldest and the newest
 	python tools/torch_versions.py
 
-ci: lint demo slow torch-versions report  ## all that comes after the tests
+ci: lint docs demo slow torch-versions report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
 .PHONY: help install lint format test bench demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
-	planted-faults presets launch-cost torch-versions ci report
+	planted-faults docs presets launch-cost torch-versions ci report

@@ -1,7 +1,9 @@
-"""What docs/migrate.md shows runs, and computes what the code that it replaces does; the design lists what there is."""
+"""What the pages of docs/ show runs, and in docs/migrate.md computes what the code that it replaces does; the reference
+and the design list what there is."""
 
 import inspect
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 
 import fastattn
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 PAGE = (DOCS / "migrate.md").read_text()
 # (its heading and its number below it, the block)
 BLOCKS = {
@@ -53,6 +56,50 @@ def test_programs_are_patched(section):
     """By the first block, their attention too."""
     model = run(f"{section} 1").model
     assert any("Attention" in family for family in fastattn.unpatch(model).changed.values())
+
+
+PAGES = {
+    str(page.relative_to(DOCS)): re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    for page in sorted(DOCS.rglob("*.md"))
+    if page.name not in ("migrate.md", "design.md")  # the design's block lists signatures
+}
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+def test_page_runs(page):
+    """A page's blocks one after the other in one namespace, as a reader would paste them."""
+    namespace = {"__name__": "__main__"}
+    for block in PAGES[page]:
+        exec(block, namespace)
+
+
+def test_the_reference_lists_every_public_name():
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = re.findall(r"^::: fastattn\.(\w+)$", pages, re.MULTILINE)
+    own = [module for name, module in sys.modules.items() if name.startswith("fastattn.")]
+    public = {name for module in own for name in getattr(module, "__all__", ()) if hasattr(fastattn, name)}
+    alias = "MultiheadAttention"
+    assert sorted((*listed, alias)) == sorted(public | {"Transformer", "TransformerConfig"})
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_the_repository_exist(page):
+    """Those between the pages of docs/ are checked by `make docs`."""
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_variables_of_the_environment_are_in_one_table():
+    """Every one that the code reads."""
+    folders = [ROOT / name for name in ("fastattn", "csrc", "tests", "tools", "benchmarks")]
+    sources = [path for folder in folders for kind in ("py", "sh", "cpp", "h") for path in folder.rglob(f"*.{kind}")]
+    read = re.compile(r"(?:environ\.get\(|environ\[|getenv\()\s*\"(FASTATTN_[A-Z_]+)\"|\$\{(FASTATTN_[A-Z_]+)[:}]")
+    used = {a or b for path in sources for a, b in read.findall(path.read_text())}
+    table = (DOCS / "troubleshooting.md").read_text().partition("## Environment variables")[2]
+    assert {"FASTATTN_BUILD", "FASTATTN_CPU_ISA"} <= used
+    assert used == set(re.findall(r"^\| `(FASTATTN_[A-Z_]+)`", table, re.MULTILINE))
 
 
 def softmax_of(scores, mask):

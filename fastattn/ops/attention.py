@@ -127,7 +127,8 @@ def attention_weights(
     weights that attention used.
 
     Args:
-        As of ``scaled_dot_product_attention``.
+        query, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_variant, key_lengths, window_size, seed:
+            as of ``scaled_dot_product_attention``.
 
     Returns:
         (..., Hq, Lq, Lk) in query's dtype; rows that see nothing are zero.
