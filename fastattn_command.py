@@ -1,18 +1,263 @@
-"""The entry point of the command `fastattn`: sets what has to be set before torch's OpenMP runtime is loaded.
+"""The command `fastattn`: its options, and what has to be done before torch is loaded.
 
-GNU's OpenMP lets a thread that waits for others spin for milliseconds before it sleeps. Beside other busy processes a
-spinning thread keeps its processor from the very thread that it waits for; without any spinning, each parallel region
-pays for waking a thread. A short spin, longer than the gaps between a model's operations, serves both.
+It stands beside the package, since importing any part of `fastattn` imports torch, which takes seconds: help, the
+version and what is misspelt are answered at once. What the commands do is in `fastattn/cli.py`.
 """
 
+import argparse
 import os
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
+# GNU's OpenMP lets a thread that waits for others spin for milliseconds before it sleeps. Beside other busy processes a
+# spinning thread keeps its processor from the very thread that it waits for; without any spinning, each parallel region
+# pays for waking a thread. A short spin, longer than the gaps between a model's operations, serves both.
 SPIN = "3000"  # iterations, some hundredths of a millisecond
 
+MODEL = "the folder of a run, or one of its checkpoints"
+PRECISIONS = ("auto", "bf16", "fp32")
 
-def main() -> int:
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = parser().parse_args(arguments)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN
-    from fastattn.cli import main as run
+    from fastattn import cli
 
-    return run()
+    return cli.run(options)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of all commands; what it parses holds the name of one as ``command``."""
+    top = _Parser(
+        prog="fastattn",
+        description="Fused Transformer kernels for PyTorch, and a translator built on them.",
+        epilog="`fastattn COMMAND --help` describes a command and shows an example.",
+    )
+    top.add_argument("--version", action="version", version=f"fastattn {_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, more: str, *examples: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=text,
+            description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {more}", 79),
+            epilog="\n".join(("example:", *(f"  {example}" for example in examples))),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    _add_train(
+        add(
+            "train",
+            "train a translator on parallel text",
+            "Line n of one file translates line n of the other. Ctrl-C saves; --resume goes on from there.",
+            "fastattn train --train train.en train.de --valid dev.en dev.de --out run --max-minutes 60",
+            "fastattn train --train train.en train.de --valid dev.en dev.de --out run --resume",
+        )
+    )
+
+    command = add(
+        "translate",
+        "translate text with a trained model",
+        "A pipe is answered line by line.",
+        'echo "The king went out." | fastattn translate',
+        "fastattn translate run --input test.en --output test.de --beam 4",
+    )
+    command.add_argument(
+        "model",
+        metavar="DIR",
+        nargs="?",
+        help=f"{MODEL} (default: the enclosed model, of Bible text, English to Spanish)",
+    )
+    command.add_argument("--input", metavar="FILE", help="text or .gz, a sentence a line (default: standard input)")
+    command.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
+    command.add_argument(
+        "--n-best", type=int, default=1, metavar="N", help="translations a line, as `line ||| translation ||| score`"
+    )
+    command.add_argument("--attention", metavar="FILE", help="draw the heads for the first sentence: .png or .svg")
+    command.add_argument(
+        "--attention-kind", choices=("encoder", "decoder", "cross"), default="cross", help="(default: %(default)s)"
+    )
+    command.add_argument("--attention-layer", type=int, metavar="N", help="counted from 1 (default: the last)")
+    _add_search(command)
+
+    command = add(
+        "evaluate",
+        "score a trained model: BLEU, chrF, perplexity, accuracy",
+        "",
+        "fastattn evaluate run --test test.en test.de --json",
+    )
+    command.add_argument("model", metavar="DIR", help=MODEL)
+    command.add_argument(
+        "--test", nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
+    )
+    command.add_argument("--output", metavar="FILE", help="also write the translations there")
+    command.add_argument("--json", action="store_true", help="print the scores as JSON")
+    _add_search(command)
+
+    command = add("plot", "draw the loss of a run, training and validation", "", "fastattn plot run --output loss.svg")
+    command.add_argument("folder", metavar="DIR", help="the folder of a run")
+    command.add_argument("--output", metavar="FILE", help=".png or .svg (default: DIR/loss.png)")
+
+    command = add(
+        "average",
+        "write the mean of a run's newest checkpoints, as the paper does",
+        "",
+        "fastattn average run run-mean --last 5",
+    )
+    command.add_argument("folder", metavar="DIR", help="the folder of a run")
+    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument("--last", type=int, default=5, metavar="N", help="checkpoints (default: %(default)s)")
+
+    command = add(
+        "import",
+        "turn a checkpoint of two public programs into one of ours",
+        "",
+        "fastattn import trained.chkpt model --words words.de words.en",
+    )
+    command.add_argument(
+        "model", metavar="FILE", help="of jadore801120/attention-is-all-you-need-pytorch or The Annotated Transformer"
+    )
+    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument(
+        "--words", nargs=2, required=True, metavar=("SRC", "TGT"), help="text, a word a line in the order of its ids"
+    )
+    command.add_argument("--heads", type=int, help="of The Annotated Transformer, whose file does not say (default: 8)")
+
+    command = add(
+        "export",
+        "write a trained model in another program's format",
+        "",
+        "fastattn export run --to ctranslate2 run-ct2",
+    )
+    command.add_argument("model", metavar="DIR", help=MODEL)
+    command.add_argument(
+        "--to",
+        required=True,
+        choices=("ctranslate2", "huggingface", "int8"),
+        help="CTranslate2, transformers (as a Marian model), or a checkpoint of ours of a quarter of the size",
+    )
+    command.add_argument("out", metavar="OUT", help="a new folder")
+
+    _add_bench(
+        add(
+            "bench",
+            "speed beside what a user would pick instead, and the machine's limits",
+            "",
+            "fastattn bench --filter layer_norm",
+            "fastattn bench --peers --output results.json",
+        )
+    )
+    add("info", "versions, devices, compiled libraries, and why what is missing is missing", "", "fastattn info")
+    command = add(
+        "demo",
+        "check and time every operation, then train and use a small translator",
+        "It takes under four minutes on two cores.",
+        "fastattn demo --out demo",
+    )
+    command.add_argument("--out", metavar="DIR", help="a new folder for what it makes (default: one named by the time)")
+    return top
+
+
+def _version() -> str:
+    """The package's, without importing it."""
+    text = Path(__file__).with_name("fastattn").joinpath("__init__.py").read_text()
+    return re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)[0]
+
+
+def _add_train(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--train", nargs=2, required=True, metavar=("SRC", "TGT"), help="text or .gz, a sentence a line"
+    )
+    command.add_argument(
+        "--valid", nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on"
+    )
+    command.add_argument("--out", required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl")
+    command.add_argument(
+        "--preset", help="tiny (default: for two CPU cores), base, big, or a row of the paper's Table 3"
+    )
+    command.add_argument("--config", metavar="FILE", help="in place of a preset: the config.json of a checkpoint")
+    for name, kind, text in (
+        ("--vocab-size", int, "pieces shared by both languages (default: the preset's)"),
+        ("--max-steps", int, "updates (default: the preset's)"),
+        ("--max-minutes", float, "stop after so many minutes of training"),
+        ("--batch-tokens", int, "tokens a side of an update, all processes together (default: the preset's)"),
+        ("--accumulate", int, "parts in which a process computes its share of an update, to need less memory"),
+        ("--label-smoothing", float, "probability spread over all pieces (default: the preset's)"),
+        ("--clip-norm", float, "scale longer gradients down to this norm (default: none is)"),
+        ("--seed", int, "of parameters, order and dropout (default 1)"),
+        ("--save-every", int, "updates between checkpoints (default: the preset's)"),
+        ("--bleu-every", int, "updates between BLEU scores on the validation text (default: never)"),
+        ("--keep", int, "newest checkpoints that are kept, beside the best (default: the preset's)"),
+    ):
+        command.add_argument(name, type=kind, default=argparse.SUPPRESS, help=text)
+    _add_precision(command, argparse.SUPPRESS)
+    command.add_argument("--resume", action="store_true", help="continue the run in DIR from its newest checkpoint")
+
+
+def _add_search(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--beam", type=int, default=4, help="hypotheses a sentence, 1 is greedy (default: %(default)s)"
+    )
+    command.add_argument(
+        "--length-penalty", type=float, default=0.6, help="exponent of ((5 + length) / 6) (default: %(default)s)"
+    )
+    command.add_argument("--batch-size", type=int, default=64, help="sentences at a time (default: %(default)s)")
+    command.add_argument("--temperature", type=float, help="sample, from softmax(logits / temperature)")
+    command.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest pieces (default: all)")
+    command.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest of this probability")
+    command.add_argument("--seed", type=int, default=1, help="of what is sampled (default: %(default)s)")
+    _add_precision(command, "auto")
+
+
+def _add_precision(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--precision", choices=PRECISIONS, default=default, help="auto (default): bf16 where the hardware multiplies it"
+    )
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    command.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
+    command.add_argument(
+        "--peers",
+        action="store_true",
+        help="beside torch's functions: its other backends, FlexAttention, torch.compile",
+    )
+    command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
+    command.add_argument(
+        "--seconds", type=_positive(float), default=1.0, help="time per contestant and case (default: %(default)s)"
+    )
+    command.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
+    command.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="show a result file instead of measuring; several, of a machine's instruction sets, side by side",
+    )
+    command.add_argument("--table", type=Path, metavar="PAGE", help="insert the tables into PAGE, between its markers")
+
+
+def _positive(kind: type) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise ValueError
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"  # argparse: invalid positive int value: '0'
+    return parse

@@ -26,7 +26,7 @@ export PYTHONPATH=$PWD FASTATTN_TEST_DEVICE=cuda FASTATTN_REQUIRE=triton,cuda
 export PATH=$PATH:/usr/local/cuda/bin
 python=${PYTHON:-python3} shards=12 test_seconds=150 check_seconds=35
 
-build() { FASTATTN_BUILD=1 FASTATTN_CUDA=1 "$python" setup.py build_ext --inplace && "$python" -m fastattn.cli info; }
+build() { FASTATTN_BUILD=1 FASTATTN_CUDA=1 "$python" setup.py build_ext --inplace && "$python" -m fastattn info; }
 # Most of a test's time is Triton's compiler: many processes share the device, and each says what it has got through
 # when its time is up.
 tests() {

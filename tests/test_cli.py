@@ -7,10 +7,12 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import torch
 import tqdm
 
 import fastattn
-from fastattn import cli
+import fastattn_command as cli
+from fastattn.cli import COMMANDS
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
 from fastattn.translation.train import read_metrics
@@ -229,7 +232,7 @@ def test_bad_training_text(small, tmp_path, capsys, name, content, message):
         (["--vocab-size", "-1"], "vocab_size is -1, expected an integer of at least 1"),
         (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
         (["--preset", "huge"], "unknown preset 'huge', expected one of tiny, base, big"),
-        (["--precision", "fp8"], "unknown precision 'fp8', expected one of auto, bf16, fp32"),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--max-steps", "0"], "max_steps is 0, expected at least 1"),
         (["--max-minutes", "-2"], "max_minutes is -2.0, expected a positive number"),
         (["--max-minutes", "nan"], "max_minutes is nan, expected a positive number"),
@@ -303,7 +306,7 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
     assert "length_penalty is nan" in failure(
         ["translate", run, "--input", small[0], "--length-penalty", "nan"], capsys
     )
-    assert "unknown precision 'fp8'" in failure(["translate", run, "--input", small[0], "--precision", "fp8"], capsys)
+    assert "invalid choice: 'fp8'" in failure(["translate", run, "--input", small[0], "--precision", "fp8"], capsys)
     assert "batch_size is 0" in failure(["translate", run, "--input", small[0], "--batch-size", "0"], capsys)
     assert output.read_text() == "mine"
 
@@ -379,6 +382,95 @@ def test_the_bar_knows_the_limit_in_time(small, tmp_path, monkeypatch):
     assert "100%|" in screen.getvalue()
 
 
+def without_the_package(*arguments):
+    """The command's answer where nothing of the package can be imported, and the processor's seconds that it takes."""
+    program = """
+        import os, sys, time
+        sys.modules["torch"] = sys.modules["fastattn"] = None
+        import fastattn_command
+        try:
+            fastattn_command.main(sys.argv[1:])
+        finally:
+            print(time.process_time(), file=sys.stderr)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    root = Path(fastattn.__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    err, seconds = re.fullmatch(r"(?s)(.*?)([\d.]+)\n", done.stderr).groups()
+    return done.returncode, done.stdout, err, float(seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "answer"),
+    [
+        (["--version"], 0, f"fastattn {fastattn.__version__}\n"),
+        (["--help"], 0, "usage: fastattn [-h] [--version] COMMAND"),
+        (["bench", "--help"], 0, "usage: fastattn bench"),
+        ([], 2, "fastattn: error: the following arguments are required: COMMAND"),
+        (["trian"], 2, "fastattn: error: argument COMMAND: invalid choice: 'trian'"),
+        (["info", "--colour"], 2, "fastattn: error: unrecognized arguments: --colour"),
+        (["translate", "--attention-kind", "self"], 2, "fastattn translate: error: argument --attention-kind: invalid"),
+        (["bench", "--threads", "0"], 2, "fastattn bench: error: argument --threads: invalid positive int value: '0'"),
+    ],
+)
+def test_answers_that_need_no_torch(arguments, status, answer):
+    returned, out, err, seconds = without_the_package(*arguments)
+    assert (returned, (out + err)[: len(answer)]) == (status, answer)
+    assert seconds < 0.3
+
+
+def test_every_command_has_options():
+    (commands,) = (action for action in cli.parser()._actions if action.dest == "command")
+    assert tuple(commands.choices) == tuple(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_describes_and_shows_examples_that_parse(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    usage, description, *_, examples = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: fastattn {command} ")
+    assert re.fullmatch(r"[A-Z][^.]+\..*", description, re.DOTALL)
+    title, *lines = examples.splitlines()
+    assert title == "example:"
+    for line in lines:
+        assert cli.parser().parse_args(shlex.split(line.rpartition("| ")[2])[1:]).command == command
+
+
+def test_python_m(tmp_path):
+    process = start(["--version"], stdout=subprocess.PIPE)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, f"fastattn {fastattn.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["translate", "missing", "--input", "missing", "--beam", "0"],
+        ["evaluate", "missing", "--test", "missing", "missing", "--beam", "0"],
+        ["evaluate", "missing", "--test", "missing", "missing", "--output", "missing/out"],
+        ["plot", "missing", "--output", "loss.jpeg"],
+        ["average", "missing", "."],
+        ["import", "missing", ".", "--words", "missing", "missing"],
+        ["export", "missing", "--to", "int8", "."],
+        ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "new", "--max-steps", "0"],
+        ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "."],
+    ],
+    ids=lambda arguments: f"{arguments[0]} {' '.join(arguments[-2:])}",
+)
+def test_arguments_are_checked_before_files_are_read(arguments, capsys, tmp_path, monkeypatch):
+    (tmp_path / "something").touch()
+    monkeypatch.chdir(tmp_path)
+    message = failure(arguments, capsys)
+    assert re.search(r"beam is 0|cannot (write|draw)|exists already|max_steps is 0", message), message
+
+
+def test_texts_are_read_before_a_model(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint, "load", None)
+    assert "cannot read" in failure(["evaluate", run, "--test", tmp_path / "none", tmp_path / "none"], capsys)
+    assert "cannot read" in failure(["translate", run, "--input", tmp_path / "none"], capsys)
+
+
 def test_bad_commands(capsys):
     assert "invalid choice: 'fly'" in failure(["fly"], capsys)
     assert "arguments are required: --train, --valid, --out" in failure(["train"], capsys)
@@ -392,7 +484,7 @@ def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
 
 
 def start(arguments, **pipes):
-    command = [sys.executable, "-m", "fastattn.cli", *arguments]
+    command = [sys.executable, "-m", "fastattn", *arguments]
     # The bits of torch's own matrix products depend on the number of threads: as many as here.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     root = Path(fastattn.__file__).parent.parent  # of the tested package, which it imports from where it starts

@@ -17,7 +17,7 @@ from test_training import small_model, text, verses  # noqa: F401 (fixtures)
 from torch.nn import functional as F
 
 import fastattn
-from fastattn import cli
+import fastattn_command as cli
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
 from fastattn.translation.errors import InputError
@@ -53,7 +53,7 @@ def config(tmp_path_factory):
 def torchrun(processes, arguments, restarts=0):
     """`fastattn` in so many processes on this machine; they use a thread each."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", *launcher, "-m", "fastattn.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", *launcher, "-m", "fastattn", *map(str, arguments)]
     root = Path(fastattn.__file__).parent.parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
@@ -331,7 +331,7 @@ def workers(launcher):
     """The process ids of what `torchrun` runs, as soon as there are two."""
     while True:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        found = [int(child) for child in children if b"fastattn.cli" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        found = [int(child) for child in children if b"\0-m\0fastattn\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
         if len(found) == 2:
             return found
         time.sleep(0.05)

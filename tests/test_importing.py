@@ -7,7 +7,7 @@ import torch
 from public_models import annotated, jadore
 from test_cli import failure
 
-from fastattn import cli
+import fastattn_command as cli
 from fastattn.translation import checkpoint
 from fastattn.translation.importing import import_model
 from fastattn.translation.search import Search, translate

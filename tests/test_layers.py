@@ -19,7 +19,7 @@ LAYERS = (
     ("fastattn.patching", "fastattn.translation"),
     ("fastattn",),  # the public names
     ("fastattn.info", "fastattn.bench"),
-    ("fastattn.cli", "fastattn.demo", "fastattn.huggingface"),
+    ("fastattn.__main__", "fastattn.cli", "fastattn.demo", "fastattn.huggingface"),
 )
 MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
 
@@ -142,7 +142,7 @@ def test_imports_are_read_right(tmp_path):
 
 def test_every_module_serves_users():
     """The wheel holds all of the package; what only developers run stands in tools/."""
-    entries = {"fastattn", "fastattn.bench.__main__", "fastattn.cli", "fastattn.huggingface"}
+    entries = {"fastattn", "fastattn.__main__", "fastattn.cli", "fastattn.huggingface"}
     entries |= {name for name in NAMES if name.rpartition(".")[2] in STEMS}  # a backend's are imported by name
     reached: set[str] = set()
     while entries:

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from fastattn import Transformer, TransformerConfig, cli
+import fastattn_command as cli
+from fastattn import Transformer, TransformerConfig
 from fastattn.demo import VERSES
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines

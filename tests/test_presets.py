@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastattn_command as cli
 import presets
-from fastattn import Transformer, TransformerConfig, cli
+from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint
 from fastattn.translation.config import PRESETS, TrainingConfig, from_json
 from fastattn.translation.errors import InputError
@@ -86,7 +87,7 @@ def test_the_pages_commands_are_understood():
     for page, command in (("training", "train"), ("migrate", "import")):
         text = (Path(presets.__file__).parent.parent / f"docs/{page}.md").read_text()
         (line,) = re.findall(rf"^(?:torchrun .* --no-python )?fastattn ({command} .*)$", text, re.MULTILINE)
-        options = cli._parser().parse_args(shlex.split(line))
+        options = cli.parser().parse_args(shlex.split(line))
         assert getattr(options, "preset", "base") in PRESETS
 
 

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from fastattn import cli
+import fastattn_command as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,5 +33,5 @@ def test_commands_are_understood():
     """Every `fastattn` line of README parses, with the options that it shows."""
     block = re.search(r"## Translate\n.*?```sh\n(.*?)```", README, re.DOTALL)[1]
     commands = re.findall(r"^(?:.*\| )?fastattn (.*)$", block, re.MULTILINE)
-    parsed = [cli._parser().parse_args(shlex.split(command)).command for command in commands]
+    parsed = [cli.parser().parse_args(shlex.split(command)).command for command in commands]
     assert list(dict.fromkeys(parsed)) == ["translate", "train", "evaluate", "plot", "average", "export", "info"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from fastattn.bench import contest, report
 from fastattn.bench.cases import Case, listed, sweep
 
-__all__ = ["add_arguments", "main", "speed_table"]
+__all__ = ["main", "speed_table"]
 
 
 def speed_table() -> str:
@@ -27,34 +26,10 @@ def speed_table() -> str:
     return report.table(contest.run(case, budget=0.2, rounds=(4, 20)) for case in cases)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains TEXT")
-    parser.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
-    parser.add_argument(
-        "--peers",
-        action="store_true",
-        help="beside torch's functions: its other backends, FlexAttention, torch.compile",
-    )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="time per contestant and case (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
-    parser.add_argument(
-        "--from",
-        dest="sources",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="show a result file instead of measuring; several, of a machine's instruction sets, side by side",
-    )
-    parser.add_argument("--table", type=Path, metavar="PAGE", help="insert the tables into PAGE, between its markers")
-
-
 def main(args: argparse.Namespace) -> int:
     """`fastattn bench`: measures, or reads, and shows tables. Returns the exit status."""
-    torch.set_num_threads(args.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
     text = report.tables(found[0]) if len(found) == 1 else report.comparison(found)
     if args.output:

@@ -79,6 +79,7 @@ def average(run: Path, last: int, out: Path) -> None:
     Raises:
         InputError: ``out`` exists, or the run has fewer checkpoints.
     """
+    expect_absent(out)
     trained = [path for path in steps(run) if updates(path) != 0]
     found = trained[-last:] if last > 0 else []
     if not found or len(found) < last:
@@ -114,14 +115,19 @@ def _write(
     (folder / TOKENIZER).write_bytes(tokenizer.model)
 
 
+def expect_absent(folder: Path) -> None:
+    """Raises :class:`InputError` if there is one of this name."""
+    if folder.exists():
+        raise InputError(f"{folder} exists already: name another folder")
+
+
 @contextlib.contextmanager
 def written_whole(final: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``final`` when all is written; raises :class:`InputError` if that exists.
 
     It has a hidden name until then, and reaches the disk before it is renamed.
     """
-    if final.exists():
-        raise InputError(f"{final} exists already: name another folder")
+    expect_absent(final)
     partial = final.with_name(f"{PARTIAL}{final.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
