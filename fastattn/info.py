@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fastattn import __version__
-from fastattn.backends import native, triton
+from fastattn.backends import TABLE, native
 
 
 def cpu_name() -> str:
@@ -22,6 +22,7 @@ def cpu_name() -> str:
 
 def report() -> str:
     """The whole text of `fastattn info`."""
+    triton = TABLE["triton"]
     rows = [
         ("fastattn", f"{__version__} in {native.PACKAGE}"),
         ("python", f"{platform.python_version()} on {platform.platform()}"),

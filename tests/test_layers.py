@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
+from fastattn.backends import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
@@ -83,6 +84,15 @@ def test_private_parts_of_torch_are_in_one_module(path):
     """By name; what is private of an object's attributes shows only where it breaks."""
     private = re.findall(r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*", path.read_text())
     assert path.stem == "torch_private" or not private
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_backends_are_reached_through_their_table(path):
+    """What several of them need, and the ops, stands beside them in fastattn/backends, not inside one."""
+    inside = {f"fastattn.backends.{name}" for name in TABLE}
+    own = {name for name in inside if f"{module_name(path)}.".startswith(f"{name}.")}
+    reached = {name for name in inside - own for other in imports(path) if f"{other}.".startswith(f"{name}.")}
+    assert not reached or module_name(path) == "fastattn.backends"
 
 
 def test_imports_have_no_circle():

@@ -1,4 +1,4 @@
-"""Which keys a query sees, for PyTorch's own operations: the rule of ``schema.py``."""
+"""Which keys a query sees, the rule of ``schema.py``, and the softmax over them, in PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -29,3 +29,27 @@ def visibility(
 
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
+
+
+def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension of the visible scores; rows that see nothing are zero.
+
+    Returns P and stats (2, ...): each row's maximum (0 where empty) and the sum of exp(score - maximum).
+    """
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if scores.size(-1) == 0:
+        return scores, scores.new_zeros(2, *scores.shape[:-1])
+    maximum = scores.detach().amax(-1, keepdim=True)
+    maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    exponentials = torch.exp(scores - maximum)
+    total = exponentials.sum(-1, keepdim=True)
+    probabilities = exponentials / total.masked_fill(total == 0, 1.0)
+    return probabilities, torch.stack((maximum.squeeze(-1), total.squeeze(-1)))
+
+
+def add_mask(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Scores with a float mask added; bool masks belong to ``visibility``."""
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return scores
+    return scores + attn_mask.to(scores.dtype)

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
-from fastattn.backends.reference.softmax_dropout import add_mask, softmax
-from fastattn.backends.visibility import visibility
+from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastattn.backends import TABLE, choose, thread
-from fastattn.backends.cpu import FUNCTIONS as CPU_FUNCTIONS
 from fastattn.backends.schema import SCHEMAS
 from fastattn.torch_private import (
     SingleLevelFunction,
@@ -199,7 +198,7 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     function then serves, or finds the words for. It is not asked where a gradient is wanted, a backend is forced,
     autocast is on or somebody listens at torch's dispatcher.
     """
-    compiled = CPU_FUNCTIONS.get(name)
+    compiled = TABLE["cpu"].FUNCTIONS.get(name)
     arguments = [argument.split() for argument in SCHEMAS[name].split("(")[1].split(")")[0].split(", ")]
     types = {label.split("=")[0]: _TYPES[kind] for kind, label in arguments}
     positional = tuple(types.values())

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
-from fastattn.backends.reference.softmax_dropout import add_mask, softmax
-from fastattn.backends.visibility import visibility
+from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
 from fastattn.ops.register import Op, save_call
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fastattn.backends.common import memory_order, without_autocast
 from fastattn.backends.reference.dropout import drop, opmath
-from fastattn.backends.reference.softmax_dropout import add_mask, mask_gradient, softmax, softmax_backward
-from fastattn.backends.visibility import visibility
+from fastattn.backends.reference.softmax_dropout import mask_gradient, softmax_backward
+from fastattn.backends.visibility import add_mask, softmax, visibility
 
 
 def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
