@@ -54,6 +54,11 @@ planted-faults:  ## whether the gates and the emulation find the faults planted 
 docs:  ## the documentation as a site, in site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build
 
+dist:  ## sdist and wheel in dist/, and whether an index would take them
+	rm -rf dist
+	FASTATTN_BUILD=1 python -m build --no-isolation
+	python -m twine check --strict dist/*
+
 presets:  ## the table of presets in docs/training.md
 	python tools/presets.py
 
@@ -63,10 +68,10 @@ launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
 torch-versions:  ## what depends on torch's version, on the oldest and the newest
 	python tools/torch_versions.py
 
-ci: lint docs demo slow torch-versions report  ## all that comes after the tests
+ci: lint docs dist demo slow torch-versions report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
 .PHONY: help install lint format test bench demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
-	planted-faults docs presets launch-cost torch-versions ci report
+	planted-faults docs dist presets launch-cost torch-versions ci report

@@ -409,7 +409,7 @@ def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
         for path in (checkout / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert wanted | {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run"} <= names
+    assert wanted | {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run", "mkdocs.yml"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name == "fastattn/_build.json"]
 
 
@@ -489,10 +489,33 @@ def pip_install(python: Path, *arguments: str, cwd: Path, **environment: str) ->
     return done.stdout
 
 
-def describe(python: Path, **environment: str) -> str:
-    """`fastattn info` of an environment, run elsewhere than in the checkout."""
+COMPUTES = """
+import torch, fastattn
+from fastattn.info import report
+
+
+def gradients(backend):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 33, 20).unbind()
+    operands = [t.requires_grad_() for t in (q, k, v)]
+    with fastattn.backend(backend):
+        out = fastattn.scaled_dot_product_attention(*operands, dropout_p=0.1, is_causal=True, seed=torch.tensor([1, 2]))
+        out = fastattn.layer_norm(out, (20,))
+    return out, *torch.autograd.grad(out.square().sum(), operands)
+
+for found, wanted in zip(gradients("cpu"), gradients("reference"), strict=True):
+    torch.testing.assert_close(found, wanted)
+print(report())
+"""
+
+
+REPORT = "from fastattn.info import report; print(report())"
+
+
+def describe(python: Path, program: str = REPORT, **environment: str) -> str:
+    """`fastattn info` of an environment, or what the program prints, run elsewhere than in the checkout."""
     done = subprocess.run(
-        [str(python), "-c", "from fastattn.info import report; print(report())"],
+        [str(python), "-c", program],
         cwd=python.parent,
         env={**os.environ, **environment, "PYTHONPATH": ""},
         capture_output=True,
@@ -516,7 +539,7 @@ def test_pip_install_in_a_plain_environment(clean, tmp_path):
     link_torch(site_packages)
     output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1")
     assert "Collecting torch" not in output
-    assert "with the headers of torch " in describe(python)
+    assert "with the headers of torch " in describe(python, COMPUTES)
 
 
 @pytest.mark.slow
@@ -547,7 +570,7 @@ def test_sdist_as_installed(clean, tmp_path):
     link_torch(site_packages)
     sdist = call_hook(clean, "build_sdist", tmp_path)
     pip_install(python, str(sdist), cwd=tmp_path, FASTATTN_BUILD="1")
-    assert "with the headers of torch " in describe(python)
+    assert "with the headers of torch " in describe(python, COMPUTES)
 
 
 @pytest.mark.slow
