@@ -57,6 +57,18 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    command = add(
+        "prepare",
+        "fetch and unpack WMT14, the text of the paper's experiments",
+        "docs/reproduce.md goes on from there to the paper's results.",
+        "fastattn prepare wmt14-en-de wmt14 --archives archives",
+    )
+    command.add_argument("corpus", metavar="CORPUS", help="wmt14-en-de or wmt14-en-fr")
+    command.add_argument("out", metavar="OUT", help="a new folder for train, dev and test, a file a language")
+    command.add_argument(
+        "--archives", required=True, metavar="DIR", help="where the archives are; those missing are fetched there"
+    )
+
     _add_train(
         add(
             "train",

@@ -36,6 +36,14 @@ def run(options: argparse.Namespace) -> int:
         return 130
 
 
+def _prepare(options: argparse.Namespace) -> None:
+    from fastattn.translation.prepare import prepare
+
+    pairs = prepare(options.corpus, Path(options.archives), Path(options.out))
+    numbers = ", ".join(f"{number} pairs for {split}" for split, number in pairs.items())
+    print(f"{options.out} holds {numbers}")
+
+
 def _train(options: argparse.Namespace) -> None:
     from fastattn.translation.train import train
 
@@ -233,6 +241,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "prepare": _prepare,
     "train": _train,
     "translate": _translate,
     "evaluate": _evaluate,

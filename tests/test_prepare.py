@@ -1,0 +1,376 @@
+"""WMT14 from archives like its own, but small: what is fetched, checked and written; docs/reproduce.md, run whole."""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
+from test_cli import failure, snapshot
+
+import fastattn
+import fastattn_command as cli
+import hours
+from fastattn.translation import checkpoint, prepare
+from fastattn.translation.data import read_lines, read_parallel
+from fastattn.translation.train import read_metrics
+
+ROOT = Path(fastattn.__file__).parent.parent
+VERSES = ROOT / "fastattn/verses"
+PER_PART = 40
+
+
+def sentences(part, language):
+    """Forty lines of a part, in English or in what stands for another language."""
+    lines = read_lines(VERSES / f"dev.{'en' if language == 'en' else 'es'}")
+    return lines[PER_PART * part :][:PER_PART]
+
+
+def sgml(part, language, kind):
+    """As the task's test sets are written: no end of a segment is escaped, no document is well-formed XML."""
+    lines = [f'<seg id="{number}"> {line}  &amp; </seg>' for number, line in enumerate(sentences(part, language), 1)]
+    return "\n".join(
+        [f'<{kind}set setid="newstest2014" srclang="any">', '<doc docid="a">', "<p>", *lines, "</p>", "</doc>"]
+    )
+
+
+def plain(part, language):
+    """With what the archives have: an empty line, spaces without end, a carriage return, a line separator."""
+    lines = sentences(part, language)
+    lines[3] = "" if language == "en" else lines[3]
+    lines[4] = f" {lines[4]}\t  x\r" if language == "en" else f"{lines[4]}\u2028x"
+    return "".join(f"{line}\n" for line in lines)
+
+
+FILES = {
+    "training-parallel-europarl-v7.tgz": {
+        f"training/europarl-v7.{other}-en.{language}": plain(0, language)
+        for other in ("cs", "de", "fr")
+        for language in (other, "en")
+    },
+    "training-parallel-commoncrawl.tgz": {
+        **{f"commoncrawl.{o}-en.{language}": plain(1, language) for o in ("de", "fr") for language in (o, "en")},
+        "commoncrawl.de-en.annotation": "no text",
+    },
+    "training-parallel-un.tgz": {f"un/undoc.2000.fr-en.{language}": plain(2, language) for language in ("fr", "en")},
+    "training-parallel-nc-v9.tgz": {
+        f"training/news-commentary-v9.{o}-en.{language}": plain(3, language)
+        for o in ("de", "fr")
+        for language in (o, "en")
+    },
+    "training-giga-fren.tar": {
+        f"giga-fren.release2.fixed.{language}.gz": plain(4, language) for language in ("fr", "en")
+    },
+    "dev.tgz": {
+        **{f"dev/newstest2013.{language}": plain(5, language) for language in ("de", "en", "fr")},
+        **{f"dev/newstest2013-src.{language}.sgm": sgml(5, language, "src") for language in ("de", "en", "fr")},
+        **{
+            f"dev/newstest2014-{o}en-{kind}.{language}.sgm": sgml(6, language, kind)
+            for o in ("de", "fr")
+            for language, kind in ((o, "src"), (o, "ref"), ("en", "src"), ("en", "ref"))
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """The small archives, and what :data:`prepare.ARCHIVES` has to say of them."""
+    folder, known = tmp_path_factory.mktemp("archives"), []
+    assert {archive.name for archive in prepare.ARCHIVES} == FILES.keys()
+    for archive in prepare.ARCHIVES:
+        path = folder / archive.name
+        with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as tar:
+            for name, text in FILES[archive.name].items():
+                data = text.encode()
+                data = gzip.compress(data) if name.endswith(".gz") else data
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        data = path.read_bytes()
+        known.append(prepare.Archive(archive.url, len(data), hashlib.sha256(data).hexdigest()))
+    return folder, known
+
+
+@pytest.fixture
+def known(archives, monkeypatch):
+    """The folder of archives that are the expected ones."""
+    folder, known = archives
+    monkeypatch.setattr(prepare, "ARCHIVES", known)
+    return folder
+
+
+@pytest.mark.parametrize(("other", "parts"), [("de", (0, 1, 3)), ("fr", (0, 1, 2, 3, 4))])
+def test_the_text_of_a_corpus(known, tmp_path, capsys, other, parts):
+    out = tmp_path / "text"
+    assert cli.main(["prepare", f"wmt14-en-{other}", str(out), "--archives", str(known)]) == 0
+    number = len(parts) * (PER_PART - 1)
+    assert capsys.readouterr().out == (
+        f"{out} holds {number} pairs for train, {PER_PART - 1} pairs for dev, {PER_PART} pairs for test\n"
+    )
+    for split, wanted in (("train", parts), ("dev", (5,))):
+        found = read_parallel(out / f"{split}.en", out / f"{split}.{other}")
+        for side, language in zip(found, ("en", other), strict=True):
+            lines = [line for part in wanted for i, line in enumerate(plain(part, language).split("\n")[:-1]) if i != 3]
+            assert side == [" ".join(line.split()) for line in lines]
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert set(manifest["files"]) == {f"{split}.{side}" for split in ("train", "dev", "test") for side in ("en", other)}
+    for name, digest in manifest["files"].items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    assert sum(manifest["pairs"]["train"].values()) == number
+    assert {path.name for path in out.iterdir()} == {*manifest["files"], "manifest.json"}
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_the_test_set_is_sacrebleus(known, tmp_path, language):
+    """Its own reader of the same file."""
+    prepare.prepare("wmt14-en-de", known, tmp_path / "text")
+    (tmp_path / "sgm").write_text(FILES["dev.tgz"][f"dev/newstest2014-deen-src.{language}.sgm"])
+    FakeSGMLDataset("wmt14/full")._convert_format(str(tmp_path / "sgm"), str(tmp_path / "plain"))
+    assert (tmp_path / f"text/test.{language}").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_every_archive_has_a_published_checksum():
+    for archive in prepare.ARCHIVES:
+        assert re.fullmatch("[0-9a-f]{64}", archive.sha256)
+        assert archive.url.startswith("https://")
+    names = [archive.name for archive in prepare.ARCHIVES]
+    assert {part.archive for *_, parts in prepare.CORPORA.values() for part in parts} == set(names)
+
+
+# --- what can go wrong ---
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], r"has \d+ bytes, expected \d+ bytes: it is not https://.*; remove it to fetch that"),
+        (lambda data: data[:-1] + b"x", r"has sha256 [0-9a-f]{64}, expected sha256 [0-9a-f]{64}"),
+    ],
+)
+def test_another_archive_is_refused(known, tmp_path, capsys, damage, message):
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    for path in known.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    bad = folder / "training-parallel-commoncrawl.tgz"
+    bad.write_bytes(damage(bad.read_bytes()))
+    before = snapshot(folder)
+    assert re.search(message, failure(["prepare", "wmt14-en-de", tmp_path / "text", "--archives", folder], capsys))
+    assert not (tmp_path / "text").exists()
+    assert snapshot(folder) == before
+
+
+def test_what_is_given_wrongly(known, tmp_path, capsys):
+    message = failure(["prepare", "wmt15", tmp_path / "text", "--archives", known], capsys)
+    assert "unknown corpus 'wmt15', expected one of wmt14-en-de, wmt14-en-fr" in message
+    (tmp_path / "text").mkdir()
+    message = failure(["prepare", "wmt14-en-de", tmp_path / "text", "--archives", known], capsys)
+    assert "text exists already: name another folder" in message
+
+
+def small_archive(folder, files):
+    """A folder with one archive of the corpus `wmt14-en-de`, of other content."""
+    path = folder / "training-parallel-nc-v9.tgz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    data = path.read_bytes()
+    return prepare.Archive("https://x/training-parallel-nc-v9.tgz", len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("german", "message"),
+    [
+        (b"eins\n", r"the two sides of news-commentary.* differ in length: one ends before line 2"),
+        (b"eins\nzw\xf6lf\n", r"news-commentary.* is not UTF-8 in line 2"),
+        (None, r"nc-v9.tgz has no file that is called news-commentary-v9.*de"),
+    ],
+)
+def test_archives_of_other_content(tmp_path, monkeypatch, german, message):
+    """No text is written from half of a corpus."""
+    files = {"news-commentary-v9.de-en.en": b"one\ntwelve\n", "news-commentary-v9.de-en.de": german}
+    archive = small_archive(tmp_path, {name: data for name, data in files.items() if data is not None})
+    monkeypatch.setattr(prepare, "ARCHIVES", [archive])
+    with pytest.raises(prepare.InputError, match=message):
+        prepare.prepare("wmt14-en-de", tmp_path, tmp_path / "text")
+    assert not (tmp_path / "text").exists()
+
+
+# --- fetching ---
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Sends one file, in pieces of a connection each, and keeps from where it was asked for it."""
+
+    data, piece, ranges, asked = b"", 10**9, True, None
+
+    def do_GET(self):
+        first = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.ranges else 0
+        self.asked.append(first)
+        self.send_response(206 if self.ranges else 200)
+        self.send_header("Content-Length", str(len(self.data) - first))
+        self.end_headers()
+        self.wfile.write(self.data[first : first + self.piece])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve():
+    """Starts a server of `data`; returns the archive that it has, and the list of what it is asked for."""
+    servers = []
+
+    def start(data, **behaviour):
+        asked = []
+        handler = type("Handler", (Server,), {"data": data, "asked": asked, **behaviour})
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{servers[-1].server_port}/folder/dev.tgz"
+        return prepare.Archive(url, len(data), hashlib.sha256(data).hexdigest()), asked
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_archive_is_fetched_once(serve, tmp_path):
+    archive, asked = serve(os.urandom(3 * 2**20 + 5))
+    for _ in range(2):
+        prepare.fetch(archive, tmp_path)
+    assert asked == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["dev.tgz"]
+
+
+def test_an_interrupted_download_goes_on(serve, tmp_path):
+    """From what an earlier run has left, and from where the connection breaks."""
+    data = os.urandom(2500)
+    archive, asked = serve(data, piece=1000)
+    (tmp_path / "dev.tgz.part").write_bytes(data[:300])
+    prepare.fetch(archive, tmp_path)
+    assert asked == [300, 1300, 2300]
+    assert (tmp_path / "dev.tgz").read_bytes() == data
+
+
+def test_a_server_that_knows_no_ranges_sends_it_whole(serve, tmp_path):
+    data = os.urandom(2500)
+    archive, _ = serve(data, ranges=False)
+    (tmp_path / "dev.tgz.part").write_bytes(data[:300])
+    prepare.fetch(archive, tmp_path)
+    assert (tmp_path / "dev.tgz").read_bytes() == data
+
+
+def test_a_server_that_sends_nothing(serve, tmp_path):
+    archive, asked = serve(b"x" * 100, piece=0)
+    with pytest.raises(
+        prepare.InputError, match=r"cannot fetch http.*: the connection ended at 0 of 100 bytes; run this"
+    ):
+        prepare.fetch(archive, tmp_path)
+    assert asked == [0]
+
+
+def test_a_download_of_something_else_is_removed(serve, tmp_path):
+    archive, _ = serve(b"x" * 100)
+    other = prepare.Archive(archive.url, 100, "0" * 64)
+    with pytest.raises(prepare.InputError, match="expected sha256 0000"):
+        prepare.fetch(other, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_there_is_no_network(tmp_path):
+    archive = prepare.Archive("http://127.0.0.1:1/dev.tgz", 5, "")
+    with pytest.raises(
+        prepare.InputError,
+        match=r"cannot fetch http://127.0.0.1:1/dev.tgz: .*refused.*; run this again to go on, or put the file into",
+    ):
+        prepare.fetch(archive, tmp_path)
+
+
+# --- docs/reproduce.md ---
+
+SMALL = {
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--preset base": "--config small.json",
+    "--preset big": "--config small.json",
+}
+
+
+@functools.cache
+def commands():
+    """The page's, in its order; a line that ends in a backslash goes on."""
+    page = (ROOT / "docs/reproduce.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.slow
+def test_the_road_of_the_page(archives, tmp_path):
+    """Every command, in order, on the small archives, by a model of few parameters on two processes."""
+    folder, known = archives
+    small = {"vocab_size": 400, "d_model": 32, "d_ff": 64, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+    training = {"batch_tokens": 1000, "max_steps": 20, "save_every": 1, "keep": 20, "precision": "fp32"}
+    (tmp_path / "small.json").write_text(json.dumps({**small, "training": training}))
+    program = tmp_path / "bin/fastattn"
+    program.parent.mkdir()
+    of_archives = [dataclasses.astuple(archive) for archive in known]
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom fastattn.translation import prepare\nfrom fastattn_command import main\n"
+        f"prepare.ARCHIVES = [prepare.Archive(*a) for a in {of_archives!r}]\nsys.exit(main())\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "archives").symlink_to(folder)
+    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["SACREBLEU"] = str(tmp_path / "sacrebleu")
+    for command in commands():
+        for given, smaller in SMALL.items():
+            command = command.replace(given, smaller)
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        if "fastattn evaluate" in command:
+            assert "the kind that the paper reports" in done.stdout
+    for run in ("base", "big"):
+        assert read_metrics(tmp_path / run)[-1]["step"] == 20
+        assert checkpoint.updates(tmp_path / f"{run}-average") == 20
+
+
+def test_every_hour_of_the_page_is_a_prediction():
+    page = (ROOT / "docs/reproduce.md").read_text()
+    (table,) = re.findall(r"<!-- hours:begin -->\n(.*)\n<!-- hours:end -->", page, re.DOTALL)
+    head, _, *lines = table.splitlines()
+    assert table == hours.table(int(re.search(r"its (\d+) operations", head)[1])), "run `make hours`"
+    assert len(lines) == 6
+    assert all(line.count(" predicted ") == 3 for line in lines)
+
+
+def test_the_operations_of_an_update():
+    """Those of the page, to what its tables may lag behind."""
+    page = (ROOT / "docs/reproduce.md").read_text()
+    assert hours.operations() == pytest.approx(int(re.search(r"its (\d+) operations", page)[1]), rel=0.1)
+
+
+def test_the_pages_commands_are_understood():
+    """With their options, without running them."""
+    found = set()
+    for command in commands():
+        words = shlex.split(command)
+        if "fastattn" in words:
+            options = cli.parser().parse_args(words[words.index("fastattn") + 1 :])
+            found.add(options.command)
+    assert found == {"prepare", "train", "average", "evaluate"}
