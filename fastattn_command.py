@@ -215,6 +215,7 @@ def _add_train(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(name, type=kind, default=argparse.SUPPRESS, help=text)
     _add_precision(command, argparse.SUPPRESS)
+    command.add_argument("--shard", action="store_true", help="divide the model among torchrun's processes (FSDP2)")
     command.add_argument("--resume", action="store_true", help="continue the run in DIR from its newest checkpoint")
 
 

@@ -270,6 +270,42 @@ def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.torch_version
+def test_a_sharded_model_trains_as_a_whole_one(files, config, tmp_path):
+    """On two processes, in two parts each: weights, moments and metrics as on one; gradients clipped by the norm of all
+    of them; a checkpoint that a whole model continues, and the reverse; every process holds half."""
+    options = ["--batch-tokens", "1200", "--clip-norm", "0.5", "--save-every", "1", "--bleu-every", "2"]
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    parts = ["--accumulate", "4", "--config", config]
+    finish(torchrun(1, train_arguments(files, whole, *options, "--max-steps", "2", *parts)))
+    parts = ["--accumulate", "2", "--config", config]
+    said = finish(torchrun(2, train_arguments(files, sharded, *options, "--max-steps", "2", "--shard", *parts)))
+    assert "M parameters (50% of them a process)" in said
+    assert_same_to_rounding(whole, sharded)
+    finish(torchrun(2, train_arguments(files, whole, *options, "--max-steps", "3", "--shard", "--resume")))
+    finish(torchrun(1, train_arguments(files, sharded, *options, "--max-steps", "3", "--resume")))
+    assert_same_to_rounding(whole, sharded)
+
+
+def assert_same_to_rounding(one, other):
+    """Two runs whose sums over processes differ: moments of the newest checkpoints, and metrics."""
+    states = [checkpoint.load_training(checkpoint.newest(run))["optimizer"]["state"] for run in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for name in ("exp_avg", "exp_avg_sq"):
+        a, b = (torch.cat([state[name].flatten() for state in run.values()]) for run in states)
+        assert (a - b).norm() < 1e-4 * a.norm()
+    for a, b in zip(read_metrics(one), read_metrics(other), strict=True):
+        assert a.keys() == b.keys()
+        for metric in ("loss", "accuracy", "padding", "valid_loss", "valid_accuracy"):
+            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
+
+
+def test_one_process_has_nothing_to_shard(files, tmp_path, capsys):
+    message = failure(train_arguments(files, tmp_path / "run", "--shard"), capsys)
+    assert "a model is sharded among several processes: start them with torchrun" in message
+
+
+@pytest.mark.slow
 def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
     """Where the order of a sum over processes matters; then by one process, and not by two."""
     options = ["--batch-tokens", "900", "--save-every", "2"]

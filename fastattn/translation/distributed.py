@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fastattn.translation.errors import InputError
 
@@ -121,3 +124,43 @@ def joined() -> Iterator[World]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     yield World(rank, size, device, store)
     dist.destroy_process_group()
+
+
+def sharded(module: nn.Module, layers: list[nn.Module], world: World) -> nn.Module:
+    """``module`` with its parameters divided among the processes; those of each of ``layers`` are gathered apart."""
+    mesh = dist.init_device_mesh(world.device.type, (world.size,))
+    for part in (*layers, module):
+        fully_shard(part, mesh=mesh)
+    return module
+
+
+@contextlib.contextmanager
+def unsummed(module: nn.Module) -> Iterator[None]:
+    """Leaves the gradients of backward passes in this process, to be summed over all by the next one outside."""
+    if isinstance(module, DistributedDataParallel):
+        with module.no_sync():
+            yield
+    elif isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(False)
+        yield
+        module.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded: takes all processes if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def share(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This process's share of what :func:`whole` gave, divided as ``parameter`` is."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    tensor = tensor.to(parameter.device)
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -51,35 +51,68 @@ class Trainer:
         text: to train it on.
         config: of the run.
         world: the processes that share each update. Each has a trainer of an equal model, and the same text.
+        shard: divide parameters, gradients and the optimizer's state among the processes (``fully_shard``), each layer
+            whole only while it computes.
     """
 
-    def __init__(self, model: Transformer, text: ParallelText, config: TrainingConfig, world: World | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        text: ParallelText,
+        config: TrainingConfig,
+        world: World | None = None,
+        shard: bool = False,
+    ):
         self.model = model.train()
         self.text = text
         self.config = config
-        self.device = model.output.weight.device
-        self.world = world or World(0, 1, self.device)
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+        self.world = world or World(0, 1, model.output.weight.device)
+        self.device = self.world.device
+        self.shard = shard
         self.step, self.epoch, self.place = 0, 0, 0  # updates done; where the next batch is
         self._batches: Iterator[tuple[int, int, Tensor]] | None = None
-        self._loss: _Loss | DistributedDataParallel = _Loss(model, config.label_smoothing)
-        if self.world.size > 1:
+        self._loss: nn.Module = _Loss(model, config.label_smoothing)
+        if shard:
+            self._loss = distributed.sharded(self._loss, [*model.encoder.layers, *model.decoder.layers], self.world)
+        elif self.world.size > 1:
             self._loss = DistributedDataParallel(self._loss, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+        if self.world.size > 1:
             # From the second pass on it sums gradients in the order of their arrival, and a sum's bits depend on the
             # order. A first pass of no effect lets a resumed run begin with the sums of the one that it continues.
             self._backward(self.text.batch(torch.tensor([0])), 0, 1)
             self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict:
-        """All that, beside the weights, the next updates depend on."""
+        """All that, beside the weights, the next updates depend on; takes all processes."""
+        optimizer = self.optimizer.state_dict()
+        moments = {
+            number: {name: distributed.whole(tensor) for name, tensor in tensors.items()}
+            for number, tensors in optimizer["state"].items()
+        }
         place = {"step": self.step, "epoch": self.epoch, "place": self.place}
-        return {"optimizer": self.optimizer.state_dict(), **place}
+        return {"optimizer": {**optimizer, "state": moments}, **place}
 
     def load_state(self, state: dict) -> None:
-        """Continue from what :meth:`state` returned."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Continue from what :meth:`state` returned, sharded then or not."""
+        optimizer, parameters = state["optimizer"], list(self.model.parameters())
+        moments = {
+            number: {name: distributed.share(tensor, parameters[number]) for name, tensor in tensors.items()}
+            for number, tensors in optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict({**optimizer, "state": moments})
         self.step, self.epoch, self.place = state["step"], state["epoch"], state["place"]
         self._batches = None
+
+    def whole_model(self) -> Transformer:
+        """The model with all of its parameters: itself, or a copy of one that is sharded, which takes all processes."""
+        if not self.shard:
+            return self.model
+        model = Transformer(self.model.config, device=self.device)
+        with torch.no_grad():
+            for copy, parameter in zip(model.parameters(), self.model.parameters(), strict=True):
+                copy.copy_(distributed.whole(parameter))
+        return model
 
     def learning_rate(self, step: int) -> float:
         """Of update ``step``, counted from 1 (formula 3)."""
@@ -110,7 +143,7 @@ class Trainer:
         *first, last = range(world.rank, config.micro_batches, world.size)
         sums = torch.zeros(6, dtype=torch.float64, device=self.device)
         for number in first:
-            with self._loss.no_sync() if isinstance(self._loss, DistributedDataParallel) else contextlib.nullcontext():
+            with distributed.unsummed(self._loss):
                 sums += self._backward(self.text.batch(parts[number][2]), number, tokens)
         sums += self._backward(self.text.batch(parts[last][2]), last, tokens)
         if config.clip_norm is not None:
@@ -126,7 +159,7 @@ class Trainer:
         seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites).to(self.device)
         with self.autocast():
             loss, nll, correct = self._loss(batch.to(self.device), seeds)
-        (loss * self.world.size / tokens).backward()  # DistributedDataParallel divides by the number of processes
+        (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
         counts = torch.tensor((batch.tokens, *positions), dtype=torch.float64)
         return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), counts.to(self.device)))
 
@@ -164,6 +197,7 @@ def train(
     preset: str | None = None,
     config: str | Path | None = None,
     accumulate: int | None = None,
+    shard: bool = False,
     resume: bool = False,
     **changes: Any,
 ) -> Path:
@@ -181,6 +215,8 @@ def train(
         preset: of :data:`~fastattn.translation.config.PRESETS`; "tiny" where neither it nor ``config`` is given.
         config: a checkpoint's config.json, or a file like it, in the place of a preset.
         accumulate: parts in which a process computes its share of an update, one after the other.
+        shard: divide the model among the processes, for one that does not fit a device. Validation and checkpoints
+            still take all of its parameters, those alone, on each.
         resume: continue the run in ``out`` from its newest checkpoint, whose configuration it has.
         changes: ``vocab_size`` and fields of :class:`~fastattn.translation.config.TrainingConfig`, in the place of the
             preset's or the file's. Of a run that is resumed, ``CHANGEABLE`` alone may change.
@@ -196,6 +232,8 @@ def train(
     with distributed.joined() as world, contextlib.ExitStack() as stack:
 
         def begin() -> tuple[Path | None, TransformerConfig, TrainingConfig]:
+            if shard and world.size == 1:
+                raise InputError("a model is sharded among several processes: start them with torchrun")
             if resume and config is not None:
                 raise InputError("a run is resumed with its own configuration: leave --config out")
             if resume or (distributed.restarts() and checkpoint.steps(out)):
@@ -214,7 +252,7 @@ def train(
         state = {}
         if newest is not None:
             state = world.main_first(lambda: _saved_state(newest, text_digest))
-            model, tokenizer = checkpoint.load(newest, world.device)
+            model, tokenizer = checkpoint.load(newest)
         else:
 
             def learn_pieces() -> bytes:
@@ -226,12 +264,14 @@ def train(
 
             tokenizer = Tokenizer(world.on_main(learn_pieces))
             torch.manual_seed(training.seed)
-            model = Transformer(model_config).to(world.device)
+            model = Transformer(model_config)
         text = ParallelText(tokenizer, sources, targets)
         if newest is None and world.main:
             for warning in training_warnings((sources, targets), valid_pairs, text, tokenizer):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-        run = _Run(out, Trainer(model, text, training, world), tokenizer, valid_pairs, text_digest)
+        if not shard:  # else it is moved a layer at a time
+            model = model.to(world.device)
+        run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid_pairs, text_digest)
         if newest is not None:
             run.load_state(newest, state)
         run.train()
@@ -367,8 +407,8 @@ class _Run:
         """Update until a limit is reached."""
         trainer, config, world = self.trainer, self.config, self.world
         sums, since = NOTHING, time.monotonic()
-        if world.main and not checkpoint.steps(self.out):
-            self._save()
+        if world.on_main(lambda: not checkpoint.steps(self.out)):
+            self._save(trainer.whole_model())
         (over,) = world.any(self.done >= 1)
         with _deferred_interrupt() as interrupt, _Progress(self) as progress:
             while not over:
@@ -380,16 +420,17 @@ class _Run:
                 translating = config.bleu_every and (over or trainer.step % config.bleu_every == 0)
                 if scoring or translating or interrupted or trainer.step % REPORT_EVERY == 0:
                     row = self._row(world.sum(sums), time.monotonic() - since)
+                    model = trainer.whole_model() if scoring or translating or interrupted else trainer.model
                     if scoring:
-                        row |= held_out(trainer.model, self.valid, trainer.autocast(), world.sum)
+                        row |= held_out(model, self.valid, trainer.autocast(), world.sum)
                     if translating:
-                        row["valid_bleu"] = self._bleu()
+                        row["valid_bleu"] = self._bleu(model)
                     if world.main:
                         with open(self.out / METRICS, "a", encoding="utf-8") as metrics:
                             metrics.write(json.dumps(row) + "\n")
                         progress.report(row)
-                        if scoring or interrupted:
-                            self._save(row.get("valid_loss", math.inf))
+                    if scoring or interrupted:
+                        self._save(model, row.get("valid_loss", math.inf))
                     sums, since = NOTHING, time.monotonic()
                 if interrupted and not world.main:
                     raise SystemExit(130)  # the first process says where
@@ -413,23 +454,26 @@ class _Run:
             "learning_rate": self.trainer.learning_rate(self.trainer.step),
         }
 
-    def _bleu(self) -> float:
+    def _bleu(self, model: Transformer) -> float:
         """Of the validation text, translated greedily, each process a share of it."""
-        model, (sources, references) = self.trainer.model, self.valid_pairs
+        sources, references = self.valid_pairs
         model.eval()
         with self.trainer.autocast():
             share = translate(model, self.tokenizer, sources[self.world.rank :: self.world.size], Search(beam=1))
         model.train()
         return scores(self.world.interleaved(share), references).bleu
 
-    def _save(self, valid_loss: float = math.inf) -> None:
+    def _save(self, model: Transformer, valid_loss: float = math.inf) -> None:
+        """A checkpoint, of ``model`` whole; the first process writes what all of them hold."""
         trainer = self.trainer
         improved = valid_loss < self.best_loss
         if improved:
             self.best_loss, self.best_step = valid_loss, trainer.step
         progress = {"best_loss": self.best_loss, "best_step": self.best_step, "seconds": self.seconds}
         state = {**trainer.state(), **progress, "text": self.text_digest}
-        saved = checkpoint.save(self.out, trainer.step, trainer.model, self.tokenizer, state, self.config)
+        if not self.world.main:
+            return
+        saved = checkpoint.save(self.out, trainer.step, model, self.tokenizer, state, self.config)
         if improved:
             checkpoint.mark_best(saved)
         checkpoint.prune(self.out, self.config.keep)
@@ -468,8 +512,12 @@ class _Progress:
         if config.max_minutes is not None:
             until += f" or {config.max_minutes:g} min"
         parts = f" in {config.micro_batches} parts" if config.micro_batches > 1 else ""
+        own = ""
+        if run.trainer.shard:
+            held = sum(distributed.local(p).numel() for p in run.trainer.model.parameters())
+            own = f" ({held / parameters:.0%} of them a process)"
         print(
-            f"{config.preset}: {parameters / 1e6:.1f}M parameters, {config.precision}, "
+            f"{config.preset}: {parameters / 1e6:.1f}M parameters{own}, {config.precision}, "
             f"batches of {config.batch_tokens} tokens{parts}, {until}",
             file=sys.stderr,
             flush=True,
