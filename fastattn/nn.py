@@ -58,6 +58,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             AssertionError, torch's type), num_heads not a multiple of num_kv_heads, dropout outside [0, 1].
     """
 
+    __prepare_scriptable__ = check.refuse_torchscript
+
     def __init__(
         self,
         embed_dim: int,
@@ -519,6 +521,8 @@ class KeyValueCache:
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` on fastattn's ``layer_norm``: the same constructor, parameters and state dict."""
 
+    __prepare_scriptable__ = check.refuse_torchscript
+
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -535,6 +539,8 @@ class DropoutAddLayerNorm(nn.LayerNorm):
     Raises:
         ValueError: p outside [0, 1], or more than one size.
     """
+
+    __prepare_scriptable__ = check.refuse_torchscript
 
     def __init__(
         self,
@@ -570,6 +576,8 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 class SoftmaxDropout(nn.Module):
     """``softmax_dropout`` with dropout in training only."""
 
+    __prepare_scriptable__ = check.refuse_torchscript
+
     def __init__(self, p: float = 0.1) -> None:
         super().__init__()
         check.threshold("SoftmaxDropout", p, "p")
@@ -593,6 +601,8 @@ class SoftmaxDropout(nn.Module):
 
 class Dropout(nn.Dropout):
     """``torch.nn.Dropout`` on fastattn's ``dropout``."""
+
+    __prepare_scriptable__ = check.refuse_torchscript
 
     def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
         """input: any shape."""

@@ -46,9 +46,22 @@ def is_forward_mode() -> bool:
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+_is_tracing = torch._C._is_tracing
+
+
+def is_traced() -> bool:
+    """Inside torch.jit.trace."""
+    return not _is_compiling() and _is_tracing()
+
+
 def is_observed() -> bool:
-    """Whether compilation, a dispatch mode, torch.func or forward-mode differentiation has to see every call."""
-    return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode()
+    """Whether compilation, a dispatch mode, torch.func, forward-mode differentiation or torch.jit.trace sees calls."""
+    return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode() or _is_tracing()
+
+
+def refuse_scripting(function: Callable[..., Any], reason: str) -> None:
+    """Have torch.jit.script raise RuntimeError with ``reason`` where it would compile this function."""
+    setattr(function, "__script_unsupported", reason)
 
 
 def is_onnx_export() -> bool:

@@ -190,7 +190,6 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_function_transforms(backend, name):
     """torch.func's grad and vmap, alone and together, give autograd's numbers; forward mode is the reference's."""
@@ -210,7 +209,6 @@ def test_function_transforms(backend, name):
             torch.func.jvp(loss, (x[0],), (x[0],))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_over_lengths():
     """Over every argument, the integers that the checks would read too; inside grad as well."""
     x = torch.randn(3, 2, 4, 5, 8)
@@ -228,6 +226,75 @@ def test_vmap_over_lengths():
     packed = torch.vmap(lambda t, cu: varlen_attn(t, t, t, cu, cu, 5, 5))(tokens, offsets)
     for got, t, cu in zip(packed, tokens, offsets, strict=True):
         assert torch.equal(got, varlen_attn(t, t, t, cu, cu, 5, 5))
+
+
+def test_vmap_of_dropout_has_a_seed_a_call():
+    """One that is given, or one drawn for each as vmap's randomness has it."""
+    x, seeds = torch.ones(3, 8, 64), torch.tensor([[1, 0], [2, 0], [3, 0]])
+    wanted = torch.stack([dropout(t, 0.5, seed=seed) for t, seed in zip(x, seeds, strict=True)])
+    assert torch.equal(torch.vmap(lambda t, seed: dropout(t, 0.5, seed=seed))(x, seeds), wanted)
+    same = torch.vmap(lambda t: dropout(t, 0.5), randomness="same")(x)
+    different = torch.vmap(lambda t: dropout(t, 0.5), randomness="different")(x)
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(different[0], different[1])
+
+
+@pytest.mark.parametrize("dims", [(0, None), (None, 1), (2, 0)])
+def test_vmap_over_any_dimension(dims):
+    x, residual = (torch.randn((5, 5) if dim is None else (5, 5, 5)) for dim in dims)
+    got = torch.vmap(dropout_add_layer_norm, dims, out_dims=1)(x, residual)
+    sliced = [
+        [t if dim is None else t.select(dim, i) for t, dim in zip((x, residual), dims, strict=True)] for i in range(5)
+    ]
+    assert torch.equal(got, torch.stack([dropout_add_layer_norm(*pair) for pair in sliced], 1))
+
+
+def test_vmap_over_nothing():
+    """No calls: the results' shapes are known all the same."""
+    assert torch.vmap(softmax_dropout)(torch.randn(0, 2, 5)).shape == (0, 2, 5)
+
+
+TORCHSCRIPT = r"does not support torch.jit.*torch\.compile.*torch\.export"
+
+
+@pytest.mark.parametrize(
+    "scripted",
+    [
+        scaled_dot_product_attention,
+        attention_weights,
+        varlen_attn,
+        softmax_dropout,
+        layer_norm,
+        dropout_add_layer_norm,
+        dropout,
+        dropout_mask,
+        fastattn.MultiHeadAttention(8, 2),
+        fastattn.LayerNorm(8),
+        fastattn.DropoutAddLayerNorm(8),
+        fastattn.SoftmaxDropout(),
+        fastattn.Dropout(),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), fastattn.Dropout()),
+    ],
+    ids=lambda scripted: getattr(scripted, "__name__", type(scripted).__name__),
+)
+def test_torchscript_is_refused(scripted):
+    with pytest.raises(RuntimeError, match=TORCHSCRIPT):
+        torch.jit.script(scripted)
+
+
+def test_torchscript_of_a_patched_module_is_refused():
+    layer = torch.nn.TransformerEncoderLayer(8, 2)
+    fastattn.patch(layer)
+    with pytest.raises(RuntimeError, match=TORCHSCRIPT):
+        torch.jit.script(layer)
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_torchscript_does_not_trace(name):
+    """Nor does it warn of what is ours before it says so."""
+    with pytest.raises(RuntimeError, match=TORCHSCRIPT):
+        torch.jit.trace(TRANSFORMED[name], (torch.randn(2, 5, 8),))
 
 
 def double(*shape):

@@ -621,7 +621,7 @@ LEFT = {
         lambda: torch.ao.nn.quantized.LayerNorm(4, *map(nn.Parameter, torch.ones(2, 4)), 1.0, 0),
         "overrides",
     ),
-    "a ScriptModule": (lambda: torch.jit.script(nn.LayerNorm(4)), "patch the model before torch.jit"),
+    "a ScriptModule": (lambda: torch.jit.script(nn.LayerNorm(4)), "patch the model that torch.jit made it of"),
     "another order": (lambda: NormFirst(8, 16), "computes something else .* in evaluation"),
     "no dropout": (lambda: NoDropout(1.0), "computes something else .* in training"),
     "an attribute set": (lambda: Remembers(4), "sets last"),

@@ -215,6 +215,22 @@ def test_batched_tensors_are_noticed():
     assert found == [True, True, False, False, False]
 
 
+def test_scripting_is_refused():
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    torch_private.refuse_scripting(double, "say why")
+    with pytest.raises(RuntimeError, match="say why"):
+        torch.jit.script(double)
+
+
+def test_tracing_is_noticed():
+    found = []
+    torch.jit.trace(lambda x: (found.append(torch_private.is_traced()), x * 2)[1], (X,))
+    assert found[0]
+    assert not torch_private.is_traced()
+
+
 def test_jagged_tensors():
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(5, 3, 4)], layout=torch.jagged)
     assert torch_private.ragged_dim(nested) == 1

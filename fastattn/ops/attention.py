@@ -106,6 +106,7 @@ def scaled_dot_product_attention(
     return (out, lse) if return_lse else out
 
 
+@check.unscriptable
 def attention_weights(
     query: Tensor,
     key: Tensor,
@@ -164,6 +165,7 @@ def attention_weights(
     return _as_given(weights.to(q.dtype), batch, max(query.dim(), key.dim()))
 
 
+@check.unscriptable
 def varlen_attn(
     query: Tensor,
     key: Tensor,

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastattn.torch_private import is_batched
+from fastattn.torch_private import is_batched, is_traced, refuse_scripting
+
+TORCHSCRIPT = (
+    "fastattn does not support torch.jit (TorchScript), which PyTorch has deprecated: use torch.compile to make a "
+    "model faster, torch.export to save its program, torch.onnx.export(dynamo=True) for ONNX"
+)
 
 LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
 LEAST = 2.0**-126  # float32's least normal number: a GPU may take less for 0, and -inf times 0 is NaN
@@ -35,8 +42,24 @@ def float_tensor(function: str, name: str, value: object) -> None:
         raise BadType(f"{function}: {name} must be float32, bfloat16, float16 or float64, got {str(value.dtype)[6:]}")
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def unscriptable(function: Function) -> Function:
+    """Decorate a public function: torch.jit.script says what to use in its place."""
+    refuse_scripting(function, TORCHSCRIPT)
+    return function
+
+
+def refuse_torchscript(self: Any) -> NoReturn:
+    """A module's ``__prepare_scriptable__``, which torch.jit.script calls first, of submodules too."""
+    raise RuntimeError(TORCHSCRIPT)
+
+
 def operand(function: str, name: str, value: Tensor) -> None:
-    """Raise TypeError unless ``value`` is a ``float_tensor`` and dense."""
+    """Raise TypeError unless ``value`` is a ``float_tensor`` and dense, RuntimeError inside torch.jit.trace."""
+    if is_traced():
+        raise RuntimeError(TORCHSCRIPT)
     float_tensor(function, name, value)
     dense(function, name, value)
 

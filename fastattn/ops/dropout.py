@@ -19,6 +19,7 @@ from fastattn.ops.register import Op, save_call
 __all__ = ["dropout", "dropout_mask"]
 
 
+@check.unscriptable
 def dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor | None = None
 ) -> Tensor:
@@ -52,6 +53,7 @@ def dropout(
     return input.copy_(out) if inplace else out
 
 
+@check.unscriptable
 def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor:
     """The mask that every operation of fastattn applies to a matrix of this shape for this seed.
 

@@ -69,6 +69,7 @@ def layer_norm(
     return out if dims == 1 else out.view(input.shape)
 
 
+@check.unscriptable
 def dropout_add_layer_norm(
     input: Tensor,
     residual: Tensor,

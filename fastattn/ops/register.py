@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.schema import SCHEMAS
+from fastattn.ops.check import unscriptable
 from fastattn.torch_private import (
     SingleLevelFunction,
     below_autograd,
@@ -66,6 +67,7 @@ class Op:
         _library.impl(name, self._run, "CompositeExplicitAutograd")
         _library.impl(name, self._differentiate, "Autograd")
         torch.library.register_fake(f"fastattn::{name}", lambda *args: fake(*args[:-1]), lib=_library)
+        torch.library.register_vmap(f"fastattn::{name}", self._map, lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
         self._apply = bind_apply(_autograd_function(name, setup_context, backward))
         if decompose is not None:
@@ -95,6 +97,21 @@ class Op:
     def _run(self, *args: Any) -> Any:
         """The op below autograd."""
         return TABLE[args[-1]].FUNCTIONS[self.name](*args[:-1])
+
+    def _map(self, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        """The op inside vmap: one call after the other, each of which the kernels spread over the processor."""
+        batch = [None if dim is None else arg.movedim(dim, 0) for arg, dim in zip(args, in_dims, strict=True)]
+        if info.batch_size == 0:  # one call of zeros says what there would be
+            batch = [arg if arg is None else arg.new_zeros(1, *arg.shape[1:]) for arg in batch]
+        calls = (
+            [arg if of_call is None else of_call[i] for arg, of_call in zip(args, batch, strict=True)]
+            for i in range(max(1, info.batch_size))
+        )
+        results = [self._overload(*call) for call in calls]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results)[: info.batch_size], 0
+        stacked = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
 
     def _differentiate(self, *args: Any) -> Any:
         """The op at the autograd key. Transforms of torch.func are above it and have had their turn: this is the
@@ -221,7 +238,7 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if compiled is None:
-            return function
+            return unscriptable(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -234,6 +251,6 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                     return result
             return function(*args, **kwargs)
 
-        return call
+        return unscriptable(call)
 
     return decorate

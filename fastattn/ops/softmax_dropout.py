@@ -18,6 +18,7 @@ from fastattn.ops.register import Op, save_call
 __all__ = ["softmax_dropout"]
 
 
+@check.unscriptable
 def softmax_dropout(
     input: Tensor,
     dropout_p: float = 0.0,

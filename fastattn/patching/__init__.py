@@ -101,7 +101,7 @@ def _check(function: str, model: nn.Module) -> None:
 def _refusal(module: nn.Module) -> str | None:
     """What keeps a module of any family from being patched."""
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule; patch the model before torch.jit makes one of it"
+        return "it is a ScriptModule; patch the model that torch.jit made it of, and use torch.compile in its place"
     if parametrize.is_parametrized(module):
         return "it is parametrized, which swaps its class too; patch first, parametrize afterwards"
     if "forward" in vars(module):

@@ -18,6 +18,8 @@ class Family(nn.Module):
     and ``isinstance`` stay, ``super().forward`` is the forward that it came with.
     """
 
+    __prepare_scriptable__ = check.refuse_torchscript
+
     family: ClassVar[str]
     """The name in a report."""
     original: ClassVar[type[nn.Module]]
