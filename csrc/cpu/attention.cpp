@@ -55,10 +55,10 @@ struct Forward {
   BlockMask mask;
   int64_t task_queries;  // of all panels of a task
   int64_t blocks, tasks, num_splits;
-  int depth, width;  // of the scores, in units; rounded up to vectors
+  int depth, width;  // head_dim in units; rounded up to whole vectors
   int value_width;   // elements in a row of values, rounded up to vectors
   bool in_place;     // rows of keys are not packed
-  bool few;          // queries: their elements are lanes
+  bool few;          // queries: vectorised along head_dim (few_queries.h)
   Partial partials;  // (num_splits, batch, num_heads, seqlen_q) rows, where num_splits > 1
 
   struct Panel {
@@ -230,7 +230,7 @@ struct Forward {
     }
   }
 
-  // For the task `index`, where it is one of many short ones.
+  // Prefetches the operands of task `index`; nothing where tasks are few or long.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     constexpr int64_t kMaxBytes = 128 << 10;

@@ -25,7 +25,7 @@ struct Backward {
   int width, value_width;             // elements in such rows, rounded up to vectors
   bool key_in_place, value_in_place;  // rows are not packed
   int64_t num_splits, range;          // keys of a split: a multiple of kBlockN
-  bool few;                           // queries: their elements are lanes
+  bool few;                           // queries: vectorised along head_dim (few_queries.h)
   float* partial;                     // (num_splits, batch, num_heads, seqlen_q, width), where num_splits > 1
 
   // A row is a query of one of the heads that share a key/value head.

@@ -1,4 +1,4 @@
-// Products of few queries, as in decoding: elements of a row are lanes and nothing is packed.
+// Products of few queries, as in decoding: vectorised along head_dim, without packing.
 #pragma once
 #include "pack.h"
 
@@ -15,7 +15,7 @@ FASTATTN_INLINE void prefetch_row(const T* row, int length) {
     __builtin_prefetch((const char*)row + byte, 0, 2);
 }
 
-// How many of the block of keys from `first` have a key one block further on, to prefetch.
+// For how many keys of the block from `first` there is a key one block ahead to prefetch.
 FASTATTN_INLINE int rows_ahead(int64_t first, int64_t end) { return (int)min(max(end - first - kBlockN, 0), kBlockN); }
 
 // x[r * C + j] += row_r other_j, lane by lane, for n elements of R rows and C others.
@@ -91,7 +91,7 @@ FASTATTN_INLINE bool has_zero(const float* x, int n) {
   return max(zeros) != 0;
 }
 
-// sum_r = factor_r sum_r + sum_j weight_rj from_j for R rows of so many vectors.
+// sum_r = factor_r sum_r + sum_j weight_rj from_j for R rows of `vectors` vectors.
 template <int R, int vectors, class T>
 FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t stride, int count, int length,
                                      const float* factor, int ahead, float* sum, int64_t width) {

@@ -197,7 +197,7 @@ void forward(const LayerNorm& problem, const Parallel& parallel, char* workspace
 constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768, kFewBlocks = 8;
 
 struct Chunks {
-  int64_t blocks_per_matrix, parts, part_lines, per_chunk, count;  // a part: so many lines of a block
+  int64_t blocks_per_matrix, parts, part_lines, per_chunk, count;  // a part: part_lines lines of a block
 
   explicit Chunks(const LayerNormBackward& p) : blocks_per_matrix(ceil_div(p.rows, kTileRows)) {
     const int64_t blocks = p.matrices * blocks_per_matrix;

@@ -68,13 +68,13 @@ constexpr int kElements = 1;
 template <>
 constexpr int kElements<Pair> = 2;
 
-// Units that hold so many elements.
+// Units that hold this many elements.
 template <class Unit>
 constexpr int units_of(int elements) {
   return (int)ceil_div(elements, kElements<Unit>);
 }
 
-// Depth of a product over so many elements: whole AMX tiles are padded with zeros.
+// Depth of a product over this many elements, in units; AMX pads to whole tiles with zeros.
 template <class Unit>
 constexpr int depth_of(int elements) {
   return kUsesAmx<Unit> ? (int)round_up(units_of<Unit>(elements), kLanes) : units_of<Unit>(elements);
@@ -118,7 +118,7 @@ FASTATTN_INLINE vf load_unit(const Pair* p) {
 
 FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
 
-// What the product is added to: 0, a factor for each column of C, C. It is summed from 0 all the same (blocked
+// beta of C = A B + beta C: 0, a factor for each column, 1. A B is accumulated from 0 before C is added (blocked
 // summation): the rounding error grows with the square roots of depth and of the number of tiles, not of their product.
 enum class Beta { zero, vector, one };
 
@@ -259,7 +259,7 @@ __attribute__((noinline)) void vector_product(Product<Unit> p) {
   if (p.rows >= 1) microkernel<1, N, by_columns, beta>(p);
 }
 
-// A product with so many vectors of columns, at most kPanelVectors.
+// A product of `vectors` vectors of columns, at most kPanelVectors.
 template <bool by_columns, Beta beta, class Unit>
 FASTATTN_INLINE void multiply(int vectors, const Product<Unit>& p) {
   if constexpr (kUsesAmx<Unit>) {

@@ -241,7 +241,7 @@ void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, cons
 // over the blocks of scores that it is broadcast to, in a fixed number of splits that are then added in order.
 struct MaskGroups {
   bool full[4];                 // the dimensions of the scores that the mask has
-  int64_t groups[3], items[3];  // along batch, heads, blocks of rows: one of the two is 1
+  int64_t groups[3], items[3];  // along batch, heads, blocks of rows: for each, one of the two is 1
   int64_t group_count, item_count, splits, items_per_split;
   int64_t mask_rows;   // a group's, at most
   int64_t row_floats;  // the columns, in whole vectors of any instruction set

@@ -1,8 +1,8 @@
 // A warp's tile of keys: its products with up to kRows rows of queries, in registers.
 //
-// The kernel is bound by memory bandwidth, and the arithmetic has to hide behind it. A multiprocessor of an H200 loads
-// 10 elements of 16 bits a cycle, each for one FMA a row: 16 rows would take 160 of its 128 lanes, before any
-// conversion, but a tenth of its tensor cores' time. Of float32 it loads 5 elements, for which 8 rows take 40 lanes.
+// The kernel is bound by memory bandwidth, behind which the arithmetic has to hide. Memory feeds a multiprocessor of an
+// H200 10 elements of 16 bits a cycle, each of which takes one FMA a row: 16 rows take 160 FMAs a cycle, more than its
+// 128 FMA lanes, but a tenth of its tensor cores. Of float32 it is 5 elements: 8 rows take 40 FMA lanes.
 //
 // The mapping of a lane's fragments to keys, rows and columns is free as long as A and B agree. So each lane loads 16
 // bytes at a time, of keys and of values, and uses them without a shuffle.

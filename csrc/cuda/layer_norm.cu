@@ -7,10 +7,10 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kMaxGroups = 512;  // of rows, over whose sums the parameters' gradients are then reduced
+constexpr int kMaxGroups = 512;  // of rows: the parameters' gradients are summed within groups, then over them
 
-// Of what a thread reads of a row in pieces: the mean, relative to the first element, and the sum of squared deviations
-// from it, merged piece by piece (Chan, Golub and LeVeque), which is accurate for large and for differing means.
+// A thread's running mean, relative to its first element, and sum of squared deviations, merged piece by piece (Chan,
+// Golub and LeVeque): accurate for large means and for means that differ between pieces.
 struct Deviations {
   float origin, mean = 0, squares = 0, count = 0;
 

@@ -22,8 +22,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])
 
 
-# What Triton has compiled, by kernel, device, types of the arguments and constexprs: Triton's own way to it from a call
-# costs several times what the start of the compiled kernel does.
+# Compiled kernels, by kernel, device, types of the arguments and constexprs: Triton's own lookup costs several times as
+# much as the launch.
 _compiled: dict[Any, CompiledKernel] = {}
 
 

@@ -25,7 +25,7 @@ from fastattn.backends.triton.rows import (
 LIMITS["layer_norm"] = RowLimits(4096, 16384, 8192, 1024)
 LIMITS["layer_norm_backward"] = RowLimits(2048, 8192, 8192, 512)
 
-# Programs among which the rows of a weight gradient are divided, the same on every device: all add in the same order.
+# The programs that share the rows of a weight gradient: the same number on every device, for one order of summation.
 MAX_PROGRAMS = 512
 
 
@@ -92,15 +92,15 @@ def _forward(
         x = _residual_sum(
             input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32, ALIGNED
         )
-        # What the division and the sum have rounded off a large mean shows in the deviations' own mean.
+        # The rounding error of a large mean is the mean of the deviations from it.
         origin = tl.sum(x, 1) / columns
         deviations = tl.where(inside, x - origin[:, None], 0.0)
         shift = tl.sum(deviations, 1) / columns
         centred = tl.where(inside, deviations - shift[:, None], 0.0)
         squares = tl.sum(centred * centred, 1)
     else:
-        # Each block's sums, merged: Chan, Golub and LeVeque 1983, equations 2.1. What is summed are the deviations from
-        # the first block's mean: a large mean costs no digits, however many blocks there are.
+        # Blocks' sums, merged (Chan, Golub and LeVeque 1983, equations 2.1), of deviations from the first block's
+        # mean, so that a large mean costs no digits, however many blocks there are.
         origin = tl.zeros([BLOCK_M], tl.float32)
         shift = tl.zeros([BLOCK_M], tl.float32)
         squares = tl.zeros([BLOCK_M], tl.float32)
@@ -156,7 +156,7 @@ def _store_grads(
     grad, sum_rows, dropout, grad_input, grad_total, row, first, column, inside, columns, matrix_rows,
     INT32: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the sum, with what reaches it from elsewhere, and through the dropout that of the input."""
+    """Stores the gradient of the sum, to which ``sum_rows`` is added, and that of the input, through the dropout."""
     if sum_rows is not None:
         grad += tl.load(places(sum_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     tl.store(places(grad_total + row * columns, column, ALIGNED), grad, mask=inside)

@@ -92,8 +92,8 @@ def keep_rows(dropout, z, i, j, N: tl.constexpr):
     w0, w1, w2, w3 = _words(dropout, z[:, None], x, y)
     upper = (i // 8 % 2 == 0)[:, None]
     left, right = tl.where(upper, w0, w2), tl.where(upper, w1, w3)
-    # What a thread has of memory are 8 columns beside one another, of 8 calls: what a call keeps goes to other threads
-    # in one number, with a bit for each j // 8 % 4.
+    # A thread loads and stores 8 neighbouring columns, which belong to 8 calls. So what a call keeps is packed, a bit
+    # for each j // 8 % 4, and one number goes to the threads that need it.
     bound = _bound(dropout)
     bits = tl.where((left << 16) > bound, 1, 0) | tl.where(left > bound, 2, 0)
     bits |= tl.where((right << 16) > bound, 4, 0) | tl.where(right > bound, 8, 0)

@@ -46,7 +46,7 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor of the same numbers whose rows, the last dimension, are dense and begin this far from each other."""
+    """(tensor, stride): its rows, the last dimension, dense and at one stride; a copy where it has to be."""
     if tensor.is_contiguous():  # at once, without a view
         return tensor, tensor.size(-1)
     rows = tensor.reshape(-1, tensor.size(-1))
@@ -80,8 +80,8 @@ def divide(row, size, INT32: tl.constexpr):
 
 @triton.jit
 def places(rows, column, ALIGNED: tl.constexpr):
-    """(M, N) pointers to these columns (1, N) of the rows (M,). The hint is on what is read and written: where a
-    program owns one row, Triton loses that of the row itself."""
+    """(M, N) pointers to these columns (1, N) of the rows (M,). The alignment hint is on the pointers themselves:
+    of a hint on ``rows`` Triton loses track where a program owns one row."""
     pointers = rows[:, None] + column
     if ALIGNED:
         pointers = tl.multiple_of(pointers, (1, 16))

@@ -98,7 +98,7 @@ def _scores(input_rows, attn_mask, column, place, scale, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _exp(x):
-    """Without the results below 2**-126, for which tl.exp takes three instructions more."""
+    """exp(x) without subnormal results, on which tl.exp spends three more instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 

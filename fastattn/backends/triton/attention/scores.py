@@ -83,16 +83,16 @@ def exponential(x, PRESCALED: tl.constexpr):
 
 @triton.jit
 def dropped(p, kept, group, SCARCE: tl.constexpr):
-    """p where it is kept, 0 elsewhere. Unless registers are SCARCE the compiler does not know this zero: it would
-    convert p to 16 bits first and then put halves of registers together."""
+    """p where it is kept, 0 elsewhere. Unless registers are SCARCE, the zero is opaque to the compiler, which would
+    otherwise convert p to 16 bits first and select halves of registers."""
     return tl.where(kept, p, 0.0 if SCARCE else rematerialise(0, group).to(tl.float32))
 
 
 @triton.constexpr_function
 def partial_stages(is_described, is_listed, block_d, block_dv):
-    """The stages in which partial tiles are loaded, None: as many as full ones. They are read by pointers. Where
-    descriptors read the full ones, large heads leave no registers for that ahead, and few tiles are partial unless they
-    are listed."""
+    """How many stages pipeline the loads of partial tiles; None: as many as of full ones. Pointers read partial tiles.
+    Where descriptors read the full ones, large heads leave no registers to load pointers' tiles ahead, and unless tiles
+    are listed few are partial."""
     return 1 if is_described and not is_listed and block_d + block_dv > 128 else None
 
 

@@ -70,8 +70,8 @@ HALF_10 = HALF | {
     "grad_key_value_masked": {64: Tile(32, 128, 8, 1, 255), 128: Tile(32, 128, 8, 1), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tile(32, 128, 8, 2, 255), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
 }
-# Elsewhere mma has its operands in registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Warps divide the rows
-# of a tile, as dropout's tiles want, only if a tile has at least as many as a head has columns.
+# Elsewhere the operands of mma are in registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Warps divide a
+# tile by rows, which dropout needs, only if it has at least as many rows as a head has columns.
 HALF_SMALL = {
     "forward": {
         64: Tile(128, 64, 4, 2),  # predicted 218 TFLOP/s, with dropout 166
@@ -190,11 +190,11 @@ def largest_tf32_head(is_masked: bool, device: torch.device) -> int:
     return 64 if is_masked and capability(device)[0] >= 10 else 128
 
 
-# Rows of a sequence from which on its full tiles are read through tensor descriptors (TMA): one thread asks for a
-# tile, so none has registers for pointers, and columns beyond the head size come as zeros. Pointers read partial tiles,
-# since rows that nobody sees may hold NaN, and short, packed and expanded operands and split keys. The host makes two
-# descriptors a kernel, some 15 us, most of it Triton's own: made on the device, each program would need memory and a
-# fence. An estimate, not measured on a GPU.
+# Rows of a sequence from which on its full tiles are read through tensor descriptors (TMA): one thread issues the copy
+# of a tile, pointers take no registers, and columns beyond the head size are filled with zeros. Pointers read partial
+# tiles, since rows that nobody sees may hold NaN, and short, packed and expanded operands and split keys. The host
+# makes two descriptors a kernel, some 15 us, most of it Triton's own: made on the device, each program would need
+# memory and a fence. An estimate, not measured on a GPU.
 DESCRIPTOR_ROWS = 1024
 
 
