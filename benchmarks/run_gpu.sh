@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; together under ten minutes.
-# usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]    stages: build tests sanitizer benchmarks tuning; default all
+# usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
+# stages: build tests sanitizer benchmarks predictions tuning; default all
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
@@ -12,8 +13,8 @@ if [[ ${1:-} == --out ]]; then
   out=${2:?--out wants a folder}
   shift 2
 fi
-declare -A seconds=([build]=75 [tests]=165 [sanitizer]=80 [benchmarks]=135 [tuning]=85)
-[[ $# -gt 0 ]] || set -- build tests sanitizer benchmarks tuning
+declare -A seconds=([build]=75 [tests]=165 [sanitizer]=80 [benchmarks]=125 [predictions]=60 [tuning]=80)
+[[ $# -gt 0 ]] || set -- build tests sanitizer benchmarks predictions tuning
 for stage; do
   if [[ -z ${seconds[$stage]:-} ]]; then
     echo "unknown stage $stage; stages: ${!seconds[*]}" >&2
@@ -62,8 +63,9 @@ check() {
     compute-sanitizer --error-exitcode 1 --tool "$1" "$python" -m pytest -q -m representative -k "$2" \
     tests/test_{dropout,softmax_dropout,layer_norm,attention,varlen,cuda_attention}.py
 }
-benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 105; }
-tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 65; }
+benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
+predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 45; }
+tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 60; }
 # One exit status for several: a failure before the end of the time, which is timeout's 124 or 137, before success.
 combined() {
   local status all=0
@@ -75,7 +77,7 @@ combined() {
 # What the command prints becomes the summary, whole or not at all.
 summarise() { "$@" >"$out/summary.json.part" && mv "$out/summary.json.part" "$out/summary.json"; }
 
-export -f build tests shard sanitizer check benchmarks tuning combined
+export -f build tests shard sanitizer check benchmarks predictions tuning combined
 export python out shards test_seconds check_seconds
 summarise "$python" - <<'PYTHON' || exit 1
 import importlib.util

@@ -133,6 +133,90 @@ def test_results_say_where_they_come_from(monkeypatch, tmp_path):
         report.on_gpu("", lambda *arguments: ["this case", "and that one"])
 
 
+@pytest.fixture
+def predictions(monkeypatch):
+    """predictions.py on a machine that says it is an H100, whose kernels all take 2 ms."""
+    require("triton")
+    module = load("benchmarks/predictions.py")
+    kernels = "forward_kernel", "grad_query_kernel", "grad_key_value_kernel", "_forward", "_backward", "_dropout"
+    monkeypatch.setattr(module, "durations", lambda call: dict.fromkeys(kernels, 0.002))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return module
+
+
+def test_measurements_beside_predictions(predictions, tmp_path, capsys):
+    """One line for each kernel of this GPU that is predicted, whose rates follow from the 2 ms."""
+    assert predictions.run(tmp_path / "results.json", {}, seconds=1000) == []
+    results = json.loads((tmp_path / "results.json").read_text())
+    known = json.loads((ROOT / "benchmarks/results/machine-code.json").read_text())
+    lines = {line["name"]: line for line in known["kernels"] if line["name"].endswith("sm_90")}
+    assert [found["kernel"] for found in results["kernels"]] != []
+    assert {found["kernel"] for found in results["kernels"]} == lines.keys()
+    assert results["predicted_from"]["commit"] == known["commit"]
+    found = {line["kernel"]: line for line in results["kernels"]}
+    attention = found["grad_key_value d128 dropout sm_90"]
+    # 4 products of 128 multiply-adds for each of 4096 x 4096 pairs of 8 x 16 heads
+    assert attention["measured"] == pytest.approx(2 * 4 * 128 * 4096**2 * 8 * 16 / 0.002 / 1e12)
+    assert attention["predicted"] == lines["grad_key_value d128 dropout sm_90"]["predicted_tflops"]["simulated"]
+    rows = found["layer_norm backward 4096 sm_90"]
+    assert rows["measured"] == pytest.approx(6 * 2**26 / 0.002 / 1e9)  # grad, input and grad of the input, of 16 bits
+    assert rows["predicted"] == 3350
+    assert rows["measured_of_predicted"] == pytest.approx(rows["measured"] / 3350)
+    assert capsys.readouterr().out.count(", measured ") == len(lines)
+
+
+def test_a_prediction_without_its_kernel_fails(predictions, monkeypatch, tmp_path):
+    """And does not stop the others."""
+    monkeypatch.setattr(predictions, "durations", lambda call: {"_forward": 0.002, "_backward": 0.002})
+    failures = predictions.run(tmp_path / "results.json", {}, seconds=1000)
+    assert (
+        "forward d64 sm_90: RuntimeError forward d64 sm_90: the profiler has no kernel 'forward_kernel'" in failures[0]
+    )
+    kernels = json.loads((tmp_path / "results.json").read_text())["kernels"]
+    assert {line["kernel"].split()[0] for line in kernels} == {
+        "layer_norm",
+        "dropout_add_layer_norm",
+        "softmax_dropout",
+    }
+
+
+def test_a_gpu_without_predictions(predictions, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert predictions.run(tmp_path / "results.json", {}, seconds=1000) == []
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["kernels"] == "predictions are of sm_80, sm_90, sm_100, this GPU is sm_89"
+
+
+def test_what_is_predicted_can_be_called(predictions, monkeypatch):
+    """A call of each operation, by kernels that run."""
+    if DEVICE != "cpu":
+        pytest.skip("for Triton's interpreter")
+    monkeypatch.setattr(predictions, "DEVICE", "cpu")
+    monkeypatch.setattr(predictions.aot_gate, "empty", predictions.random)
+    monkeypatch.setattr(predictions.machine_code, "PROBLEM", (1, 2, 20))
+    monkeypatch.setattr(predictions.machine_code, "ELEMENTS", 2**12)
+    calls = {next(iter(case.names.values())): case.call for case in predictions.machine_code.cases(90)}
+    for name in ("forward d64 dropout sm_90", *(name for name in calls if " 512 " in name)):
+        calls[name]()
+    assert len(calls) == 2 * 2 + 4 * 4
+
+
+def test_durations_are_the_kernels_own(predictions, monkeypatch):
+    """The median of what the profiler has of each; the first call, which compiles, is not among them."""
+    monkeypatch.undo()
+    module, called = load("benchmarks/predictions.py"), []
+    profile = mock.MagicMock()
+    times = types.SimpleNamespace
+    profile.__enter__.return_value.events.return_value = [
+        times(name=name, time_range=times(elapsed_us=lambda duration=duration: duration))
+        for name, duration in (("a", 3), ("a", 5), ("a", 100), ("b", 7))
+    ]
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert module.durations(lambda: called.append(None)) == pytest.approx({"a": 5e-6, "b": 7e-6})
+    assert len(called) == 1 + module.REPEATS
+
+
 @pytest.mark.slow
 def test_tuner(monkeypatch, tmp_path):
     """Every candidate is tried, by a kernel that runs with it, and the tables are as they were, whatever fails; what

@@ -12,6 +12,7 @@ what bounds that leaves; what the in-order simulation of the main loop reaches; 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import lzma
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_gate
@@ -40,45 +42,50 @@ PAGE = ROOT / "docs/gpu.md"
 
 DTYPE = torch.bfloat16
 THRESHOLD = 6554  # of dropout, a rate of 0.1
-LENGTH = 2048  # of attention's sequences
+PROBLEM = 8, 16, 4096  # batch, heads and length of attention
+ELEMENTS = 2**26  # of rows: more than fit in the L2 of any GPU
 # Products of a pair of rows in a kernel's loop, and of those what FlashAttention counts for a whole pass.
 PRODUCTS = {"forward_kernel": 2, "grad_query_kernel": 3, "grad_key_value_kernel": 4}
 BACKWARD_PRODUCTS = 5
 
 
 def attention(size: int, threshold: int) -> None:
-    query = aot_gate.empty(4, 8, LENGTH, size, dtype=DTYPE)
+    query, key, value = (aot_gate.empty(*PROBLEM, size, dtype=DTYPE) for _ in range(3))
     seed = aot_gate.empty(2, dtype=torch.int64) if threshold else None
-    arguments = query, query, query, None, None, seed, 0.125, -1, -1, False, threshold
+    arguments = query, key, value, None, None, seed, size**-0.5, -1, -1, False, threshold
     out, _, stats = FUNCTIONS["attention"](*arguments)
     FUNCTIONS["attention_backward"](out, None, out, stats, *arguments, False)
 
 
+def _rows(columns: int) -> Tensor:
+    return aot_gate.empty(8, ELEMENTS // columns // 8, columns, dtype=DTYPE)
+
+
 def layer_norm(columns: int) -> None:
-    input, parameter = aot_gate.empty(4096, columns, dtype=DTYPE), aot_gate.empty(columns)
+    input, grad, parameter = _rows(columns).flatten(0, 1), _rows(columns).flatten(0, 1), aot_gate.empty(columns)
     _, mean, rstd = FUNCTIONS["layer_norm"](input, parameter, parameter, 1e-5)
-    FUNCTIONS["layer_norm_backward"](input, input, mean, rstd, parameter, torch.float32, torch.float32)
+    FUNCTIONS["layer_norm_backward"](grad, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def dropout_add_layer_norm(columns: int) -> None:
-    input, parameter = aot_gate.empty(8, 512, columns, dtype=DTYPE), aot_gate.empty(columns)
-    seed = aot_gate.empty(2, dtype=torch.int64)
-    arguments = input, input, parameter, parameter, seed, THRESHOLD, 1e-5, True
+    input, residual, grad = (_rows(columns) for _ in range(3))
+    parameter, seed = aot_gate.empty(columns), aot_gate.empty(2, dtype=torch.int64)
+    arguments = input, residual, parameter, parameter, seed, THRESHOLD, 1e-5, True
     out, total, mean, rstd = FUNCTIONS["dropout_add_layer_norm"](*arguments)
     FUNCTIONS["dropout_add_layer_norm_backward"](
-        out, total, total, mean, rstd, parameter, seed, THRESHOLD, DTYPE, torch.float32, torch.float32
+        out, grad, total, mean, rstd, parameter, seed, THRESHOLD, DTYPE, torch.float32, torch.float32
     )
 
 
 def softmax_dropout(columns: int) -> None:
-    input, seed = aot_gate.empty(2, 4, 512, columns, dtype=DTYPE), aot_gate.empty(2, dtype=torch.int64)
+    input, seed = _rows(columns).unflatten(0, (2, 4)), aot_gate.empty(2, dtype=torch.int64)
     arguments = input, None, None, seed, 0.125, -1, -1, False, THRESHOLD
     out, stats = FUNCTIONS["softmax_dropout"](*arguments)
     FUNCTIONS["softmax_dropout_backward"](out, stats, *arguments, False)
 
 
 def dropout(columns: int) -> None:
-    FUNCTIONS["dropout"](aot_gate.empty(4096, columns, dtype=DTYPE), aot_gate.empty(2, dtype=torch.int64), THRESHOLD)
+    FUNCTIONS["dropout"](_rows(columns).flatten(0, 1), aot_gate.empty(2, dtype=torch.int64), THRESHOLD)
 
 
 WIDTHS = 512, 1024, 4096, 8192
@@ -89,6 +96,33 @@ ROW_OPERATIONS: dict[str, tuple[Callable[[int], None], dict[str, int]]] = {
     "softmax_dropout": (softmax_dropout, {"_forward": 4, "_backward": 6}),
     "dropout": (dropout, {"_dropout": 4}),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, and the kernels of it that a prediction is made for."""
+
+    call: Callable[[], None]
+    names: dict[str, str]  # by kernel, such as "forward d128 dropout sm_90"
+    # By kernel: floating-point operations of attention, bytes of a row operation.
+    work: dict[str, float]
+    bytes: dict[str, int]  # of an element of a row operation
+
+
+def cases(capability: int) -> Iterator[Case]:
+    batch, heads, length = PROBLEM
+    for size in (64, 128):
+        for threshold in (0, THRESHOLD):
+            case = f"d{size}{' dropout' if threshold else ''} sm_{capability}"
+            names = {kernel: f"{kernel.removesuffix('_kernel')} {case}" for kernel in PRODUCTS}
+            product = 2.0 * batch * heads * length**2 * size
+            work = {kernel: count * product for kernel, count in PRODUCTS.items()}
+            yield Case(functools.partial(attention, size, threshold), names, work, {})
+    for operation, (call, bytes) in ROW_OPERATIONS.items():
+        for columns in WIDTHS:
+            names = {kernel: f"{operation}{_direction(kernel)} {columns} sm_{capability}" for kernel in bytes}
+            work = {kernel: float(count * ELEMENTS) for kernel, count in bytes.items()}
+            yield Case(functools.partial(call, columns), names, work, bytes)
 
 
 def compiled(device: int, call: Callable[[], None], seen: set[int]) -> Iterator[tuple[Any, Any]]:
@@ -102,28 +136,18 @@ def compiled(device: int, call: Callable[[], None], seen: set[int]) -> Iterator[
 
 
 def predictions(device: int, capability: int, wanted: re.Pattern[str]) -> Iterator[dict[str, Any]]:
-    """Every kernel of the cases whose name this pattern finds, such as "forward d128 dropout sm_90"."""
+    """Every kernel of the cases whose name this pattern finds."""
     seen: set[int] = set()
-    for size in (64, 128):
-        for threshold in (0, THRESHOLD):
-            case = f"d{size}{' dropout' if threshold else ''} sm_{capability}"
-            if any(wanted.search(f"{_short(kernel)} {case}") for kernel in PRODUCTS):
-                for function, kernel in compiled(device, functools.partial(attention, size, threshold), seen):
-                    name = f"{_short(function.__name__)} {case}"
-                    if function.__name__ in PRODUCTS and wanted.search(name):
-                        yield {"name": name} | of_attention(function, kernel, capability)
-    for operation, (call, kernels) in ROW_OPERATIONS.items():
-        for columns in WIDTHS:
-            names = {kernel: f"{operation}{_direction(kernel)} {columns} sm_{capability}" for kernel in kernels}
-            if any(map(wanted.search, names.values())):
-                for function, kernel in compiled(device, functools.partial(call, columns), seen):
-                    if wanted.search(names.get(function.__name__, "")) and function.__name__ in names:
-                        found = of_rows(function, kernel, capability, kernels[function.__name__])
-                        yield {"name": names[function.__name__]} | found
-
-
-def _short(kernel: str) -> str:
-    return kernel.removesuffix("_kernel")
+    for case in cases(capability):
+        if not any(map(wanted.search, case.names.values())):
+            continue
+        for function, kernel in compiled(device, case.call, seen):
+            name = case.names.get(function.__name__, "")
+            if name and wanted.search(name):
+                if case.bytes:
+                    yield {"name": name} | of_rows(function, kernel, capability, case.bytes[function.__name__])
+                else:
+                    yield {"name": name} | of_attention(function, kernel, capability)
 
 
 def _direction(kernel: str) -> str:

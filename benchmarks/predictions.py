@@ -1,0 +1,108 @@
+"""Times on this GPU the kernels whose cost is predicted from their machine code, and sets each measurement beside its
+prediction: ``python benchmarks/predictions.py results.json``.
+
+Predictions are those of ``benchmarks/results/machine-code.json``, for A100, H100 and B200. Attention's are of its
+products' operations a second. A row operation's is the memory's speed, or what the issue slots leave of it. Times are
+the kernels' own on the device, as torch's profiler has them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fastattn.bench import report
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import aot_gate
+import machine_code
+from sass.rates import MACHINES
+
+DEVICE = "cuda"
+REPEATS = 10  # calls, of whose times the median counts
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.randn(shape, device=DEVICE)
+    return values.to(dtype)
+
+
+def durations(call: Callable[[], None]) -> dict[str, float]:
+    """Seconds of each kernel that a call starts, by its name."""
+    call()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPEATS):
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        found[event.name].append(event.time_range.elapsed_us() / 1e6)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def predicted(line: dict[str, Any], capability: int) -> tuple[float, str]:
+    """What a kernel is predicted to reach, and the unit."""
+    if "predicted_tflops" in line:
+        return line["predicted_tflops"]["simulated"], "TFLOP/s"
+    return 1000 * MACHINES[capability].memory / max(1.0, line["predicted_issue_share"]), "GB/s"
+
+
+def compared(case: machine_code.Case, lines: dict[str, Any], capability: int) -> Iterator[dict[str, Any]]:
+    """For each kernel of a case: measurement beside prediction."""
+    with mock.patch.object(aot_gate, "empty", random):
+        seconds = durations(case.call)
+    for kernel, name in case.names.items():
+        if name not in lines:
+            continue
+        if kernel not in seconds:
+            raise RuntimeError(f"{name}: the profiler has no kernel {kernel!r} among {sorted(seconds)}")
+        prediction, unit = predicted(lines[name], capability)
+        measurement = case.work[kernel] / seconds[kernel] / (1e12 if unit == "TFLOP/s" else 1e9)
+        yield {
+            "kernel": name, "unit": unit, "predicted": prediction, "measured": measurement,
+            "measured_of_predicted": measurement / prediction,
+        }  # fmt: skip
+
+
+def run(path: Path, results: dict[str, Any], seconds: float) -> list[str]:
+    """Measures until the time is up; what there is so far is in the file at any moment. Returns what failed."""
+    deadline, failures = time.monotonic() + seconds, []
+    major, minor = torch.cuda.get_device_capability()
+    capability = 10 * major + minor
+    known = json.loads(machine_code.RESULTS.read_text())
+    lines = {line["name"]: line for line in known["kernels"]}
+    results |= {"predicted_from": {"commit": known["commit"], "versions": known["versions"]}, "kernels": []}
+    if capability not in MACHINES:
+        results["kernels"] = f"predictions are of sm_{', sm_'.join(map(str, MACHINES))}, this GPU is sm_{capability}"
+        print(results["kernels"])
+    for case in machine_code.cases(capability) if capability in MACHINES else ():
+        if time.monotonic() > deadline:
+            print(f"time is up before {next(iter(case.names.values()))}")
+            break
+        try:
+            for line in compared(case, lines, capability):
+                results["kernels"].append(line)
+                print(
+                    f"{line['kernel']:45} predicted {line['predicted']:5.0f}, measured {line['measured']:5.0f} "
+                    f"{line['unit']}: {line['measured_of_predicted']:.2f}",
+                    flush=True,
+                )
+        except Exception as error:
+            failures.append(f"{next(iter(case.names.values()))}: {report.brief(error)}")
+        machine_code.write(path, (json.dumps(results, indent=1) + "\n").encode())
+    machine_code.write(path, (json.dumps(results, indent=1) + "\n").encode())
+    return failures
+
+
+if __name__ == "__main__":
+    report.on_gpu(__doc__, run)
