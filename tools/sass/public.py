@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sass.code import parse, written
+from sass.code import Instruction, parse, written
 from sass.cost import Attention, Loop, plain_loop
 
 LOOPS = Path(__file__).with_name("public.sass.xz")
@@ -54,14 +54,16 @@ def _kernels() -> Iterator[tuple[str, Attention]]:
 KERNELS = dict(_kernels())
 
 
-def loops() -> dict[str, Loop]:
-    """By name, from the file."""
-    with lzma.open(LOOPS, "rt") as file:
+def read(path: Path) -> dict[str, list[Instruction]]:
+    """A file of main loops, by name."""
+    with lzma.open(path, "rt") as file:
         parts = re.split(r"^# (\w+)\n", file.read(), flags=re.M)[1:]
-    return {
-        name: Loop(plain_loop(parse(disassembly)), KERNELS[name])
-        for name, disassembly in zip(parts[::2], parts[1::2], strict=True)
-    }
+    return {name: plain_loop(parse(disassembly)) for name, disassembly in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def loops() -> dict[str, Loop]:
+    """By name."""
+    return {name: Loop(body, KERNELS[name]) for name, body in read(LOOPS).items()}
 
 
 def condense(folder: Path) -> str:
