@@ -102,6 +102,18 @@ def test_the_variables_of_the_environment_are_in_one_table():
     assert used == set(re.findall(r"^\| `(FASTATTN_[A-Z_]+)`", table, re.MULTILINE))
 
 
+STOPS = re.findall(r"`([\w/]+\.(?:py|h|cpp|cu)): ([^`]+)`", (DOCS / "design.md").read_text())
+
+
+@pytest.mark.parametrize(("file", "name"), STOPS, ids=str)
+def test_stops_of_the_designs_walk_exist(file, name):
+    """`path: name` names what stands in a file, by the end of its path."""
+    found = [path for top in ("fastattn", "csrc") for path in (ROOT / top).rglob(Path(file).name)]
+    text = "".join(path.read_text() for path in found if path.as_posix().endswith(f"/{file}"))
+    assert len(STOPS) > 10
+    assert all(re.search(rf"\b{word}\b", text) for word in re.findall(r"\w+", name))
+
+
 def softmax_of(scores, mask):
     return F.softmax(scores if mask is None else scores.masked_fill(mask == 0, -1e9), dim=-1)
 
