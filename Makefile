@@ -1,5 +1,8 @@
 # The menu. Each target uses what the PATH has: activate an environment first.
 
+MACHINES = $(wildcard benchmarks/results/amd-epyc-*-avx512-bf16-2-threads.json benchmarks/results/intel-*-threads.json)
+SETS = avx512 avx2 generic
+
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
@@ -23,6 +26,12 @@ test:  ## the tests, under five minutes
 
 bench:  ## correctness and speed against the reference and what a user would pick instead
 	pytest benchmarks
+
+tables:  ## the tables and pictures of README and docs/performance.md, from benchmarks/results
+	fastattn bench --from $(MACHINES) --table README.md
+	fastattn bench --from $(MACHINES) --table docs/performance.md
+	fastattn bench --from $(MACHINES) --plot docs/images/speed
+	fastattn bench --from $(SETS:%=benchmarks/results/amd-epyc-family-26-model-2-%-2-threads.json) --table docs/performance.md
 
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
@@ -76,5 +85,5 @@ ci: lint docs dist demo slow torch-versions report  ## all that comes after the 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor"
 
-.PHONY: help install lint format test bench demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
+.PHONY: help install lint format test bench tables demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
 	planted-faults docs dist presets hours launch-cost torch-versions ci report

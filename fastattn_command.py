@@ -169,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
             "",
             "fastattn bench --filter layer_norm",
             "fastattn bench --peers --output results.json",
+            "fastattn bench --plot speed --filter float32",
         )
     )
     add("info", "versions, devices, compiled libraries, and why what is missing is missing", "", "fastattn info")
@@ -242,11 +243,20 @@ def _add_precision(command: argparse.ArgumentParser, default: str) -> None:
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains TEXT")
-    command.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
+    which.add_argument(
+        "--plot",
+        type=Path,
+        metavar="STEM",
+        help="draw STEM.png and STEM.svg: speed and memory over sequence length beside all peers, which takes some "
+        "minutes; with --from, what the files hold of that, or their ratios to torch",
+    )
     command.add_argument(
         "--peers",
         action="store_true",
-        help="beside torch's functions: its other backends, FlexAttention, torch.compile",
+        help="beside torch's functions: its other backends, FlexAttention, torch.compile and, where they are "
+        "installed, zentorch and ONNX Runtime",
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
     command.add_argument(
@@ -260,9 +270,14 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="show a result file instead of measuring; several, of a machine's instruction sets, side by side",
+        help="show result files instead of measuring; several, of machines or of instruction sets, side by side",
     )
-    command.add_argument("--table", type=Path, metavar="PAGE", help="insert the tables into PAGE, between its markers")
+    command.add_argument(
+        "--table",
+        type=Path,
+        metavar="PAGE",
+        help="insert the tables into PAGE, between its markers (speed, machines, instruction-sets)",
+    )
 
 
 def _positive(kind: type) -> Callable[[str], float]:

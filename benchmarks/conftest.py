@@ -5,10 +5,12 @@
     pytest benchmarks/ --peers       beside torch's functions: its other backends, FlexAttention, torch.compile
     pytest benchmarks/ --report      only wrong results fail; floors and lost ratios are reported
     pytest benchmarks/ --record      keep the results as benchmarks/results/MACHINE.json
+    pytest benchmarks/ --results DIR     compare with, and record in, another folder
 
     FASTATTN_CPU_ISA=avx2 pytest benchmarks/         on a machine of another instruction set, ours and torch's kernels
 
-A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios.
+A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios, and what it has no
+result of is named. A disturbed result passes no gate and is not recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def pytest_addoption(parser):
     group.addoption("--sweep", action="store_true", help="every case of the sweep, not a sample")
     group.addoption("--peers", action="store_true", help="all peers, not torch's functions alone")
     group.addoption("--report", action="store_true", help="report speed, fail on wrong results only")
-    group.addoption("--record", action="store_true", help="keep the results in benchmarks/results")
+    group.addoption("--record", action="store_true", help="keep the results, but for disturbed ones")
+    group.addoption("--results", type=Path, default=RESULTS, help="the folder of results (default: %(default)s)")
 
 
 def pytest_configure(config):
@@ -39,18 +42,29 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="session")
-def baseline() -> report.Report | None:
-    path = RESULTS / f"{report.kind(report.machine())}.json"
+def baseline(request) -> report.Report | None:
+    return _recorded(request.config)
+
+
+def _recorded(config) -> report.Report | None:
+    path = _path(config)
     return report.Report.read(path) if path.exists() else None
+
+
+def _path(config) -> Path:
+    return config.getoption("--results") / f"{report.kind(report.machine())}.json"
 
 
 @pytest.fixture
 def judge(request, baseline):
-    """judge(result): keeps it; fails, or notes with --report, where it misses its floor or the recorded ratio."""
+    """judge(result): keeps it; fails, or notes with --report, where it misses its floor or the recorded ratio, or was
+    disturbed."""
 
     def judge(result: contest.Result) -> None:
         request.config.stash[FOUND][result.name] = result
         missed = contest.failures(result, baseline and baseline.results.get(result.name))
+        if result.disturbed:
+            missed.append(f"disturbed, run it on a quiet machine ({result.disturbed})")
         if missed and request.config.getoption("--report"):
             request.config.stash[MISSED].append(f"{result.name}: {'; '.join(missed)}")
         elif missed:
@@ -89,12 +103,13 @@ def pytest_terminal_summary(terminalreporter, config):
     results = config.stash[FOUND]
     if not results:
         return
-    found = report.Report.new(results.values())
-    path = Path(config.rootpath) / ".benchmarks" / f"{report.kind(found.machine)}.json"
+    recorded = _recorded(config)
+    uncompared = [name for name in results if not recorded or name not in recorded.results]
+    found, path = report.Report.new(results.values()), Path(config.rootpath) / ".benchmarks" / _path(config).name
     if config.getoption("--record"):
-        path = RESULTS / path.name
-        if path.exists():
-            found = report.Report.new((report.Report.read(path).results | results).values(), found.limits)
+        quiet = {name: result for name, result in results.items() if not result.disturbed}
+        kept = (recorded.results if recorded else {}) | quiet
+        found, path = report.Report.new(kept.values(), found.limits), _path(config)
     found.write(path)
     terminalreporter.section("fastattn beside torch and the machine's limits")
     terminalreporter.write_line(report.table(results.values()))
@@ -103,4 +118,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if config.stash[MISSED]:
         terminalreporter.section("not reached")
         terminalreporter.write_line("\n".join(config.stash[MISSED]))
+    if uncompared and not config.getoption("--record"):
+        kind = report.kind(found.machine)
+        terminalreporter.section(f"not compared: no recorded result on {kind}")
+        terminalreporter.write_line("\n".join(uncompared))
     terminalreporter.write_line(f"results: {path}")

@@ -6,8 +6,9 @@ import argparse
 
 import torch
 
-from fastattn.bench import contest, report
-from fastattn.bench.cases import Case, listed, sweep
+from fastattn.bench import contest, limits, plots, report
+from fastattn.bench.cases import Case, lengths, listed, sweep
+from fastattn.translation.errors import InputError
 
 __all__ = ["main", "speed_table"]
 
@@ -23,29 +24,52 @@ def speed_table() -> str:
         Case("dropout", (4096, 512), backward=True, dropout=0.1),
         Case("layer_norm", (4096, 512), backward=True),
     ]
-    return report.table(contest.run(case, budget=0.2, rounds=(4, 20)) for case in cases)
+    return report.table(contest.run(case, budget=0.2, rounds=(4, 20), attempts=1) for case in cases)
 
 
 def main(args: argparse.Namespace) -> int:
-    """`fastattn bench`: measures, or reads, and shows tables. Returns the exit status."""
+    """`fastattn bench`: measures, or reads, and shows tables and pictures. Returns the exit status.
+
+    Raises:
+        InputError: no case has the text of ``--filter``, a file of ``--from`` is no result file, the page of
+            ``--table`` has no markers, or there is nothing to draw.
+    """
+    if args.plot:
+        plots.require()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
-    text = report.tables(found[0]) if len(found) == 1 else report.comparison(found)
+    texts = report.texts(found)
     if args.output:
         found[0].write(args.output)
     if args.table:
-        report.insert(args.table, "bench", text)
-    elif args.sources:
-        print(text)
+        report.insert_known(args.table, texts)
+    if args.plot:
+        plots.draw(found, args.plot)
+    if args.sources and not args.table and not args.plot:
+        print(next(iter(texts.values())))
     return 0
 
 
 def _measure(args: argparse.Namespace) -> report.Report:
-    results = []
-    for case in sweep() if args.sweep else listed():
-        if args.filter in case.name:
-            result = contest.run(case, budget=args.seconds, everyone=args.peers)
-            print(report.table([result]).splitlines()[-1], flush=True)
-            results.append(result)
-    return report.Report.new(results)
+    over_length = args.plot is not None
+    cases = lengths() if over_length else list(sweep()) if args.sweep else listed()
+    chosen = [case for case in cases if args.filter in case.name]
+    if not chosen:
+        raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
+    before = limits.measure()
+    now = report.Report.new(measured=before)
+    print(report.origin(now.machine, now.versions, now.date, before), flush=True)
+    results: list[contest.Result] = []
+    for case in chosen:
+        result = contest.run(
+            case,
+            budget=args.seconds,
+            rounds=(3, 100) if over_length else (6, 100),
+            everyone=args.peers or over_length,
+            with_memory=over_length,
+        )
+        lines = report.table([result], whole=True).splitlines()
+        print(*lines[2 if results else 0 :], sep="\n", flush=True)
+        results.append(result)
+    return report.Report.new(results, limits.best(before, limits.measure()))

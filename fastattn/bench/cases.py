@@ -312,6 +312,15 @@ def listed() -> list[Case]:
     return [*headline(), *training(), *dispatch()]
 
 
+def lengths() -> list[Case]:
+    """Attention over sequence length, in inference and in training, for the plots of speed and memory."""
+    return [
+        Case("attention", (1, 8, 2**power, 64), dtype, backward, dropout=0.1 * backward, floor=Floor(None))
+        for dtype, (backward, longest) in product(WIDTH, ((False, 13), (True, 12)))
+        for power in range(7, longest + 1)
+    ]
+
+
 def sweep() -> Iterator[Case]:
     """Everything a user may bring: no case of it may be slower than torch, but for the overhead."""
     floors = {backward: Floor(overhead=seconds) for backward, seconds in OVERHEAD.items()}

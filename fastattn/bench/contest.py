@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.bench import limits, peers, training
+from fastattn.bench import limits, memory, peers, training
 from fastattn.bench.cases import OPERATIONS, Case, Floor
 from fastattn.bench.timer import Ratio, Timing, interleave
 
@@ -28,6 +28,15 @@ REGRESSION = 0.85
 """The share of a recorded ratio that a later run must keep; neighbouring runs on a quiet machine differ by 5-10 %."""
 
 
+OTHERS = 0.10
+"""The share of the processors that other programs may take of a measurement: half of its rounds do not count anyway."""
+
+SPREAD = 0.30
+"""How far apart the quartiles of the ratio to torch may be, relative to its median; on a quiet machine 5 % is usual."""
+
+ATTEMPTS = 3
+"""Times that a disturbed case is measured before it is reported as such."""
+
 VISIBLE_LIMIT = 20e-6
 """Seconds below which a limit says nothing: calling the function that measures it costs as much."""
 
@@ -38,7 +47,9 @@ class Result:
 
     seconds: median per contestant. ratios: how many times as fast as each peer ours is. fraction: of the physical
     limit that ours reaches, which is `limited_by` "arithmetic" or "copy"; None where the limit is too short to be
-    seen. own: our time in multiples of our time without the case's features.
+    seen. own: our time in multiples of our time without the case's features. memory: bytes that a call of each
+    contestant needs beside its operands, where they were measured. disturbed: by what, of a measurement whose figures
+    say nothing.
     """
 
     name: str
@@ -48,6 +59,8 @@ class Result:
     limited_by: str = ""
     own: Ratio | None = None
     floor: Floor = field(default_factory=Floor)
+    memory: dict[str, int] = field(default_factory=dict)
+    disturbed: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +76,8 @@ class Result:
             limited_by=data["limited_by"],
             own=ratio(data["own"]),
             floor=Floor(**data["floor"]),
+            memory=dict(data.get("memory", {})),
+            disturbed=data.get("disturbed", ""),
         )
 
 
@@ -106,25 +121,51 @@ def _arithmetic(case: Case) -> dict[str, Callable[[], Any]]:
     return {"arithmetic": work} if work else {}
 
 
-def run(case: Case, *, budget: float = 1.5, rounds: tuple[int, int] = (6, 100), everyone: bool = False) -> Result:
-    """Times `case` for about `budget` seconds a contestant."""
+def run(
+    case: Case,
+    *,
+    budget: float = 1.5,
+    rounds: tuple[int, int] = (6, 100),
+    everyone: bool = False,
+    with_memory: bool = False,
+    attempts: int = ATTEMPTS,
+) -> Result:
+    """Times `case` for about `budget` seconds a contestant; again, up to `attempts` times, while it is disturbed."""
     functions = contestants(case, everyone=everyone)
-    return summarise(case, interleave(functions, budget=budget * len(functions), rounds=rounds))
+    for _ in range(attempts):
+        result = summarise(case, interleave(functions, budget=budget * len(functions), rounds=rounds))
+        if not result.disturbed:
+            break
+    if with_memory:
+        grown = {name: memory.peak(functions[name]) for name in ("ours", *result.ratios)}
+        result = replace(result, memory={name: size for name, size in grown.items() if size is not None})
+    return result
 
 
 def summarise(case: Case, timing: Timing) -> Result:
     bounds = {name: timing.seconds(name) for name in ("arithmetic", "copy") if name in timing.samples}
     limit = max((name for name in bounds if bounds[name] > VISIBLE_LIMIT), key=bounds.__getitem__, default="")
     rivals = [name for name in timing.samples if name not in ("ours", "plain", *bounds)]
+    ratios = {name: timing.ratio(name, "ours") for name in rivals}
     return Result(
         name=case.name,
         seconds={name: timing.seconds(name) for name in timing.samples},
-        ratios={name: timing.ratio(name, "ours") for name in rivals},
+        ratios=ratios,
         fraction=timing.ratio(limit, "ours") if limit else None,
         limited_by=limit,
         own=timing.ratio("ours", "plain") if "plain" in timing.samples else None,
         floor=case.floor,
+        disturbed=disturbance(timing, ratios["torch"]),
     )
+
+
+def disturbance(timing: Timing, ratio: Ratio) -> str:
+    """What disturbed a measurement, or "": other programs at work, or samples of our ratio to torch that disagree."""
+    if timing.others is not None and timing.others > OTHERS:
+        return f"other programs took {timing.others:.0%} of the processors"
+    if ratio.high - ratio.low > SPREAD * ratio.median:
+        return f"quartiles of the ratio to torch: {ratio.low:.2f} and {ratio.high:.2f}"
+    return ""
 
 
 def failures(result: Result, baseline: Result | None = None) -> list[str]:

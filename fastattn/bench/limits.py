@@ -54,6 +54,11 @@ def measure(seconds: float = 0.2) -> dict[str, float | None]:
     return found
 
 
+def best(*measured: dict[str, float | None]) -> dict[str, float | None]:
+    """Of the limits measured before and after a run, the better: a neighbour only ever lowers them."""
+    return {name: max(filter(None, (found[name] for found in measured)), default=None) for name in measured[0]}
+
+
 def _best(function: Callable[[], object], seconds: float) -> float:
     once = max(wall_clock(function, 1), 1e-9)
     samples = 5

@@ -1,7 +1,7 @@
 """What a user would pick instead, per operation: `PEERS[operation][name](case, *tensors, **others)`.
 
 "torch" is the plain functional call and the one that floors are about. The rest take part on request, since they
-compile first or are slower still; `available` leaves out those that cannot do a case.
+compile first or are slower still; `available` leaves out those that cannot do a case or are not installed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from fastattn.bench.cases import Case
 
 Peer = Callable[..., Tensor]
+
+MOST_SCORES = 1 << 27
+"""Scores beyond which peers that hold all of them are left out: half a GB in float32, several times that in all."""
 
 # Where FASTATTN_CPU_ISA holds our kernels to a smaller instruction set, so are torch's, those of MKL and oneDNN among
 # them: the ratios are then those of a machine that has no more. torch asks for its limit when its first kernel runs.
@@ -80,6 +85,34 @@ def _causal_block_mask(length: int, keys: int) -> Any:
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, keys, device="cpu")
 
 
+def _attention_zentorch(case: Case, *tensors: Tensor, **mask: Tensor) -> Tensor:
+    return _compiled(_attention, "zentorch")(case, *tensors, **mask)
+
+
+def _attention_onnxruntime(case: Case, *tensors: Tensor) -> Tensor:
+    operands = {name: tensor.numpy() for name, tensor in zip(("query", "key", "value"), tensors, strict=True)}
+    return torch.from_numpy(_onnxruntime(case.causal, torch.get_num_threads()).run(None, operands)[0])
+
+
+@cache
+def _onnxruntime(causal: bool, threads: int) -> Any:
+    """A session of ONNX's operator Attention."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    def value(name: str) -> Any:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [f"{name}{axis}" for axis in range(4)])
+
+    operands = ["query", "key", "value"]
+    node = helper.make_node("Attention", operands, ["out"], is_causal=int(causal))
+    graph = helper.make_graph([node], "attention", [value(name) for name in operands], [value("out")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # which would disturb the next contestant
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
 def _softmax_dropout(case: Case, x: Tensor) -> Tensor:
     return F.dropout(F.softmax(x, -1), case.dropout)
 
@@ -97,9 +130,11 @@ def _dropout(case: Case, x: Tensor) -> Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     torch.compiler.config.recompile_limit = 1000  # a version for each case; beyond the limit it raises
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    if backend == "zentorch":
+        import zentorch  # noqa: F401  its import registers the backend
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
 def _compile(function: Peer) -> Peer:
@@ -112,6 +147,8 @@ PEERS: dict[str, dict[str, Peer]] = {
         "torch math": _attention_math,
         "flex": _attention_flex,
         "compiled": _compile(_attention_formula),
+        "zentorch": _attention_zentorch,
+        "onnxruntime": _attention_onnxruntime,
     },
     "softmax_dropout": {"torch": _softmax_dropout, "compiled": _compile(_softmax_dropout)},
     "layer_norm": {"torch": _layer_norm, "compiled": _compile(_layer_norm)},
@@ -125,6 +162,31 @@ def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
     peers: dict[str, Peer] = {name: partial(peer, case) for name, peer in PEERS[case.operation].items()}
     if not everyone:
         return {"torch": peers["torch"]}
-    if case.operation == "attention" and (case.backward or case.dropout or case.padding):
+    if case.operation != "attention":
+        return peers
+    batch, heads, length, _ = case.shape
+    if batch * heads * length * (case.keys or length) > MOST_SCORES:
+        del peers["torch math"], peers["compiled"]
+    inference = not (case.backward or case.dropout)
+    if not inference or case.padding:
         del peers["flex"]  # on the CPU: forward only, no dropout; its masks are functions, not tensors
+    if not inference or not _installed("zentorch"):
+        del peers["zentorch"]
+    if not inference or case.padding or case.dtype != torch.float32 or not _installed("onnxruntime", "onnx"):
+        del peers["onnxruntime"]  # on the CPU: float32 and float16
     return peers
+
+
+def _installed(*modules: str) -> bool:
+    return all(find_spec(module) for module in modules)
+
+
+def versions() -> dict[str, str]:
+    """Of the optional peers that are installed."""
+    found = {}
+    for name in ("zentorch", "onnxruntime"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

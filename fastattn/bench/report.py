@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import torch
 
 import fastattn
 from fastattn.backends import native
-from fastattn.bench import limits
-from fastattn.bench.cases import headline, listed
+from fastattn.bench import limits, peers
+from fastattn.bench.cases import listed
 from fastattn.bench.contest import Result
+from fastattn.translation.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Report:
         """A report of `results` on this machine, now; its limits are measured unless given."""
         return cls(
             machine(),
-            {"fastattn": fastattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            {"fastattn": fastattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            | peers.versions(),
             commit(),
             datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             limits.measure() if measured is None else measured,
@@ -50,9 +52,13 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        data = json.loads(path.read_text())
-        data["results"] = {entry["name"]: Result.from_json(entry) for entry in data["results"]}
-        return cls(**data)
+        """Raises InputError where `path` is no result file."""
+        try:
+            data = json.loads(path.read_text())
+            data["results"] = {entry["name"]: Result.from_json(entry) for entry in data["results"]}
+            return cls(**data)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise InputError(f"{path}: expected a result file, which `fastattn bench --output FILE` writes") from None
 
     def write(self, path: Path) -> None:
         """Writes the report to `path`, whole or not at all."""
@@ -135,26 +141,49 @@ def brief(error: Exception) -> str:
     return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def table(results: Iterable[Result]) -> str:
-    """A Markdown table: times torch's speed with quartiles, the share of the limit, and the other comparisons."""
-    rows = [("case", "ours", "times torch", "of the limit", "of own plain time", "other peers")]
+def table(results: Iterable[Result], *, whole: bool = False) -> str:
+    """A Markdown table: times torch's speed with quartiles, the share of the limit, and the other comparisons. Columns
+    without an entry are left out, unless `whole`."""
+    rows = [("case", "ours", "times torch", "of the limit", "of own plain time", "other peers", "disturbed")]
     for result in results:
-        torch_ratio = result.ratios["torch"]
-        fraction, own = result.fraction, result.own
+        torch_ratio, own = result.ratios["torch"], result.own
         rows.append(
             (
                 result.name,
                 milliseconds(result.seconds["ours"]),
                 f"{torch_ratio.median:.2f} ({torch_ratio.low:.2f}-{torch_ratio.high:.2f})",
-                f"{fraction.median:.0%} {result.limited_by}" if fraction else "",
+                share(result),
                 f"{own.median:.2f}" if own else "",
                 ", ".join(f"{name} {ratio.median:.2f}" for name, ratio in result.ratios.items() if name != "torch"),
+                result.disturbed,
             )
         )
-    keep = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    lines = ["| " + " | ".join(row[column] for column in keep) + " |" for row in rows]
-    lines.insert(1, "| --- " * len(keep) + "|")
+    keep = [column for column in range(len(rows[0])) if whole or any(row[column] for row in rows[1:])]
+    return markdown([row[column] for column in keep] for row in rows)
+
+
+def markdown(rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table whose first row is its header."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "| --- " * lines[0].count(" | ") + "| --- |")
     return "\n".join(lines)
+
+
+def share(result: Result) -> str:
+    """Of the limit that ours reaches. No share is above 100 %: what ours beats is not its limit."""
+    if result.fraction is None or result.disturbed:
+        return ""
+    value = result.fraction.median
+    if result.limited_by == "copy":
+        return f"{value:.0%} of a copy" if value <= 1 else "faster than a copy"
+    return f"{value:.0%}" if value <= 1 else ""
+
+
+SHARES = (
+    "the share that ours reaches of the arithmetic limit, or of a copy of as many bytes into fresh memory where that "
+    "takes longer (ours can be faster than a copy: caches keep what one pass leaves for the next, and attention of few "
+    "queries reads where a copy also writes)"
+)
 
 
 def milliseconds(seconds: float) -> str:
@@ -162,63 +191,112 @@ def milliseconds(seconds: float) -> str:
 
 
 def weakest(results: Iterable[Result], count: int = 10) -> list[Result]:
-    """The results with the least ratio to torch, weakest first."""
-    return sorted(results, key=lambda result: result.ratios["torch"].median)[:count]
+    """The undisturbed results with the least ratio to torch, weakest first."""
+    quiet = [result for result in results if not result.disturbed]
+    return sorted(quiet, key=lambda result: result.ratios["torch"].median)[:count]
 
 
-def _arithmetic(report: Report) -> list[str]:
-    return [f"{report.limits[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if report.limits.get(name)]
+GENERATIONS = {(25, 17): "AMD Zen 4", (26, 2): "AMD Zen 5"}
+"""By family and model, where the name of the processor does not say it."""
+
+
+def processor(machine: dict[str, Any]) -> str:
+    """A short name of the processor."""
+    numbers = re.search(r"family (\d+), model (\d+)", machine["cpu"])
+    generation = GENERATIONS.get((int(numbers[1]), int(numbers[2]))) if numbers else None
+    return generation or re.sub(r" Processor| \(family.*|\(R\)", "", machine["cpu"])
+
+
+def origin(machine: dict[str, Any], versions: dict[str, str], date: str, figures: dict[str, float | None]) -> str:
+    """The machine, the versions, the day and the limits of a run, in one sentence."""
+    known = [f"{figures[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if figures.get(name)]
+    if figures.get("copy_fresh"):
+        known.append(
+            f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache"
+        )
+    peers_used = "".join(f", {name} {versions[name]}" for name in versions if name not in ("fastattn", "python"))
+    text = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}{peers_used}, {date[:10]}"
+    return text + (f"; limits: {', '.join(known)}" if known else "")
+
+
+def _origin(report: Report) -> str:
+    return origin(report.machine, {"torch": report.versions["torch"]}, report.date, report.limits)
 
 
 def tables(report: Report) -> str:
-    """README's text: the machine and its limits, the listed cases with a column for each dtype, how the sweep went."""
-    figures = report.limits
-    known = [
-        *_arithmetic(report),
-        f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache",
-    ]
-    machine = report.machine
+    """The machine and its limits, the listed cases with a column for each dtype, how the sweep went."""
     sections = [
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {report.versions['torch']}, "
-        f"{report.date[:10]}. Limits measured in the same run: {', '.join(known)}. In the table: torch's time over "
-        "ours (medians of interleaved pairs), the share of the limit that ours reaches where it can be seen, and for "
-        "causal masks, padding and dropout our time over our own without them.",
+        f"{_origin(report)}, measured in the same run. In the table: torch's time over ours (medians of interleaved "
+        f"pairs), {SHARES}, and for causal masks, padding and dropout our time over our own without them.",
         _by_dtype([report.results[case.name] for case in listed() if case.name in report.results]),
+        _swept(report),
     ]
+    return "\n\n".join(filter(None, sections))
+
+
+def _swept(report: Report) -> str:
     named = {case.name for case in listed()}
-    swept = [result for name, result in report.results.items() if name not in named]
-    if swept:
-        fast = sum(result.ratios["torch"].median >= 1 for result in swept)
-        slowest = ", ".join(f"{r.name} ({r.ratios['torch'].median:.2f})" for r in weakest(swept))
-        sections.append(f"Of {len(swept)} further cases {fast} are at least as fast as torch. The weakest: {slowest}.")
-    return "\n\n".join(sections)
+    swept = [result for name, result in report.results.items() if name not in named and not result.disturbed]
+    if not swept:
+        return ""
+    fast = sum(result.ratios["torch"].median >= 1 for result in swept)
+    slowest = ", ".join(f"{r.name} ({r.ratios['torch'].median:.2f})" for r in weakest(swept))
+    return f"Of {len(swept)} further cases {fast} are at least as fast as torch. The weakest: {slowest}."
 
 
-def comparison(reports: Iterable[Report]) -> str:
-    """The cases with a floor, a column for each instruction set of a machine, to which torch is held too."""
-    by_isa = {report.machine["isa"]: report for report in reports}
-    limits = "; ".join(f"{isa} {', '.join(_arithmetic(report))}" for isa, report in by_isa.items())
-    lines = [
-        f"Limits measured in the same runs: {limits}.\n",
-        "| | " + " | ".join(by_isa) + " |",
-        "| --- " * (1 + len(by_isa)) + "|",
-    ]
-    for name in (case.name for case in headline()):
-        found = [report.results.get(name) for report in by_isa.values()]
+def comparison(reports: Sequence[Report]) -> str:
+    """The listed cases, a column for each machine; of one machine, for each instruction set, to which torch is held."""
+    names = [f"{processor(report.machine)}, {report.machine['isa']}" for report in reports]
+    if len({report.machine["cpu"] for report in reports}) == 1:
+        names = [report.machine["isa"] for report in reports]
+    where = "\n".join(f"- {name}: {_origin(report)}." for name, report in zip(names, reports, strict=True))
+    rows = [["", *names]]
+    for name in (case.name for case in listed()):
+        found = [report.results.get(name) for report in reports]
         if any(found):
-            lines.append(f"| {name} | " + " | ".join(_cell(result) if result else "" for result in found) + " |")
-    return "\n".join(lines)
+            rows.append([name, *(_cell(result) if result else "" for result in found)])
+    swept = "\n".join(
+        f"- {name}: {text}" for name, report in zip(names, reports, strict=True) if (text := _swept(report))
+    )
+    explained = f"In the table: torch's time over ours, {SHARES}, and our time over our own without the features."
+    return "\n\n".join(filter(None, (where, explained, markdown(rows), swept)))
+
+
+SUMMARY = {
+    "attention, forward": "attention {} 1x8x2048x64 forward",
+    "attention, forward+backward": "attention {} 1x8x2048x64 forward+backward",
+    "the same with dropout": "attention {} 1x8x2048x64 dropout 0.1 forward+backward",
+    "dropout + residual + LayerNorm": "dropout_add_layer_norm {} 4096x512 dropout 0.1 forward+backward",
+    "a training step": "training_step {} 32x48 dropout 0.1 forward+backward",
+}
+"""Columns of the table with a row for each machine, and the cases that they show."""
+
+
+def summary(reports: Iterable[Report]) -> str:
+    """Times torch's speed of a few cases, a row for each machine and dtype."""
+    rows = [["processor", "dtype", *SUMMARY]]
+    for report in reports:
+        for dtype in ("float32", "bfloat16"):
+            found = [report.results.get(case.format(dtype)) for case in SUMMARY.values()]
+            cells = [f"{result.ratios['torch'].median:.1f}x" if result else "" for result in found]
+            rows.append([f"{processor(report.machine)}, {report.machine['isa']}", dtype, *cells])
+    return markdown(rows)
+
+
+def texts(reports: Sequence[Report]) -> dict[str, str]:
+    """What goes between which markers of a page."""
+    if len(reports) == 1:
+        return {"machines": tables(reports[0]), "speed": summary(reports)}
+    one_machine = len({report.machine["cpu"] for report in reports}) == 1
+    return {"instruction-sets" if one_machine else "machines": comparison(reports), "speed": summary(reports)}
 
 
 def _cell(result: Result) -> str:
     """Times torch, the share of the limit, our time over our plain time, as far as they are known."""
-    return ", ".join(
-        (
-            f"{result.ratios['torch'].median:.2f}x",
-            *([f"{result.fraction.median:.0%}"] if result.fraction else []),
-            *([f"{result.own.median:.2f} of plain"] if result.own else []),
-        )
-    )
+    if result.disturbed:
+        return "disturbed"
+    own = f"{result.own.median:.2f} of plain" if result.own else ""
+    return ", ".join(filter(None, (f"{result.ratios['torch'].median:.2f}x", share(result), own)))
 
 
 def _by_dtype(results: Iterable[Result]) -> str:
@@ -226,9 +304,19 @@ def _by_dtype(results: Iterable[Result]) -> str:
     for result in results:
         dtype = "bfloat16" if "bfloat16" in result.name else "float32"
         rows.setdefault(result.name.replace(f" {dtype}", ""), {})[dtype] = _cell(result)
-    lines = ["| | float32 | bfloat16 |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {cells.get('float32', '')} | {cells.get('bfloat16', '')} |" for name, cells in rows.items()]
-    return "\n".join(lines)
+    columns = ("float32", "bfloat16")
+    return markdown(
+        [["", *columns], *([name, *(cells.get(dtype, "") for dtype in columns)] for name, cells in rows.items())]
+    )
+
+
+def insert_known(page: Path, texts: dict[str, str]) -> None:
+    """Inserts those of `texts` whose markers `page` has; raises InputError where it has none of them."""
+    known = [name for name in texts if f"<!-- {name}:begin -->" in page.read_text()]
+    if not known:
+        raise InputError(f"{page}: expected the lines {' or '.join(f'<!-- {name}:begin -->' for name in texts)}")
+    for name in known:
+        insert(page, name, texts[name])
 
 
 def insert(readme: Path, name: str, text: str) -> None:
@@ -236,5 +324,5 @@ def insert(readme: Path, name: str, text: str) -> None:
     page, first, last = readme.read_text(), f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     begin, end = page.find(first), page.find(last)
     if not 0 <= begin < end:
-        raise ValueError(f"{readme}: expected the lines {first!r} and {last!r}, between which the tables go")
+        raise InputError(f"{readme}: expected the lines {first!r} and {last!r}, between which the tables go")
     readme.write_text(page[: begin + len(first)] + "\n" + text + "\n" + page[end:])

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median, quantiles
 
 Measure = Callable[[Callable[[], object], int], float]
 
 CACHED = 10e-3
 """Seconds within which a call may find its operands in the caches; a longer one has gone through more memory."""
+
+
+STAT = Path("/proc/stat")
+
+LEAST_WATCHED = 0.2
+"""Seconds below which the kernel's counters of processor time, which advance by 0.01, say nothing."""
 
 
 def wall_clock(function: Callable[[], object], repeats: int) -> float:
@@ -49,15 +57,20 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of each function, one sample a round; sample `i` of all functions was taken in round `i`."""
+    """Seconds per call of each function, one sample a round; sample `i` of all functions was taken in round `i`.
+
+    others: the share of this process's processors that other programs, or other virtual machines, took meanwhile; None
+    where it is unknown.
+    """
 
     samples: dict[str, list[float]]
+    others: float | None = None
 
     def quieter_half(self) -> Timing:
         """The rounds that took least time for all functions together, in their order."""
         totals = [sum(times) for times in zip(*self.samples.values(), strict=True)]
         quiet = sorted(sorted(range(len(totals)), key=totals.__getitem__)[: (len(totals) + 1) // 2])
-        return Timing({name: [times[i] for i in quiet] for name, times in self.samples.items()})
+        return replace(self, samples={name: [times[i] for i in quiet] for name, times in self.samples.items()})
 
     def seconds(self, name: str) -> float:
         return median(self.samples[name])
@@ -86,7 +99,7 @@ def interleave(
     with _no_garbage_collection():
         repeats = {name: _repeats(function, sample, measure) for name, function in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in functions}
-        start = time.perf_counter()
+        start, before = time.perf_counter(), _busy_beside()
         for count in range(rounds[1]):
             if count >= rounds[0] and time.perf_counter() - start > budget:
                 break
@@ -94,7 +107,23 @@ def interleave(
                 if not samples[name] or samples[name][-1] < CACHED:
                     measure(function, 1)
                 samples[name].append(measure(function, repeats[name]))
-    return Timing(samples).quieter_half()
+        elapsed, after = time.perf_counter() - start, _busy_beside()
+    others = None
+    if before is not None and after is not None and elapsed >= LEAST_WATCHED:
+        others = max(0.0, after - before) / (elapsed * len(os.sched_getaffinity(0)))
+    return Timing(samples, others).quieter_half()
+
+
+def _busy_beside() -> float | None:
+    """Seconds that this process's processors have worked for others since the machine started; None where the kernel
+    does not tell. Counted in user, nice, system, irq, softirq and steal of /proc/stat."""
+    try:
+        rows = [line.split() for line in STAT.read_text().splitlines() if line.startswith("cpu")]
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = sum(sum(map(int, (*row[1:4], *row[6:9]))) for row in rows if row[0] in mine)
+    except (OSError, AttributeError, ValueError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4]) if ticks else None
 
 
 def _repeats(function: Callable[[], object], sample: float, measure: Measure) -> int:
