@@ -403,11 +403,12 @@ def pytest_benchmarks(tmp_path):
 
 
 def test_the_gate_catches_a_planted_slowdown_and_a_planted_loss_of_accuracy(pytest_benchmarks):
-    # In bfloat16 the first call is that of ours which is checked.
-    said, _ = pytest_benchmarks(
-        "if operands[0].dtype.itemsize == 4: time.sleep(2e-3)\n    elif operands[0].dtype.itemsize == 2 and not calls: out, _ = out * 1.1, calls.append(1)",
-        "--record",
-    )
+    planted = [
+        "dtype = operands[0].dtype.itemsize",
+        "    if dtype == 4: time.sleep(2e-3)",
+        "    if dtype == 2 and not calls: out, _ = out * 1.1, calls.append(1)",  # ours; the next one is the reference
+    ]
+    said, _ = pytest_benchmarks("\n".join(planted), "--record")
     assert "2 failed" in said
     assert "times as fast as torch, 1.00 when it was recorded" in said
     assert f"{GATED.format('bfloat16')}: output is off by" in said
