@@ -20,7 +20,7 @@ import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.config import TrainingConfig
-from fastattn.translation.data import ParallelText, arriving_lines, decode_lines, read_lines, read_parallel
+from fastattn.translation.data import ParallelText, arriving_lines, digest, encode, read_lines, read_parallel
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.model import AttentionWeights
@@ -61,7 +61,8 @@ def test_reading(tmp_path):
     plain.write_bytes(content.encode())
     packed.write_bytes(gzip.compress(content.encode()))
     assert read_lines(plain) == read_lines(packed) == ["una línea", "", "la «última»\u2028línea"]
-    assert decode_lines(b"no end", "x") == ["no end"]
+    plain.write_bytes(b"no end")
+    assert read_lines(plain) == ["no end"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_batch(verses):
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_buckets(text, seed):
     """Every pair once; within the budget; little padding."""
-    buckets = text.buckets(600, seed and random.Random(seed))
+    buckets = text.buckets(600, seed and torch.Generator().manual_seed(seed))
     assert sorted(torch.cat(buckets).tolist()) == list(range(300))
     batches = [text.batch(index) for index in buckets]
     for index, batch in zip(buckets, batches, strict=True):
@@ -138,7 +139,7 @@ def test_buckets(text, seed):
 
 def test_the_seed_orders_the_buckets(text):
     def order(seed):
-        return [index.tolist() for index in text.buckets(600, random.Random(seed))]
+        return [index.tolist() for index in text.buckets(600, torch.Generator().manual_seed(seed))]
 
     assert order(1) == order(1) != order(2)
 
@@ -164,9 +165,51 @@ def test_epochs_can_be_entered_anywhere(text):
 def test_pairs_without_text_are_left_out(verses):
     _, _, tokenizer = verses
     text = ParallelText(tokenizer, ["one", "", "three", "God " * 300], ["uno", "dos", " ", "Dios " * 300])
-    assert (len(text.sources), text.left_out) == (1, 3)
+    assert (len(text.sources), text.left_out, text.first_left_out) == (1, 3, 2)
     with pytest.raises(InputError, match="no sentence pair has two sides of 1 to 256 pieces"):
         ParallelText(tokenizer, [""], ["dos"])
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
+    """The same sentences as in memory, in the same batches, of files packed or not; those left out are counted."""
+    sources, targets, tokenizer = verses
+    monkeypatch.setattr("fastattn.translation.data.CHUNK", chunk)
+    files = tmp_path / "en", tmp_path / "es.gz"
+    files[0].write_text("\n".join([sources[0], "", *sources[1:], "God " * 300]))
+    files[1].write_bytes(gzip.compress("\n".join([targets[0], "x", *targets[1:], "x"]).encode()))
+    encode(tokenizer, files, digest(*files), tmp_path / "text")
+    mapped = ParallelText.mapped(tmp_path / "text")
+    assert (len(mapped.sources), mapped.left_out, mapped.first_left_out) == (300, 2, 2)
+    for wanted, found in zip(text.buckets(600), mapped.buckets(600), strict=True):
+        assert torch.equal(wanted, found)
+        for ours, theirs in zip(*(vars(t.batch(found)).values() for t in (mapped, text)), strict=True):
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
+    sources, targets, tokenizer = verses
+    files = tmp_path / "en", tmp_path / "es"
+    for path, lines in zip(files, (sources, targets), strict=True):
+        path.write_text("\n".join(lines))
+    folder, of_text = tmp_path / "text", digest(*files)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", killed)
+        with pytest.raises(Killed):
+            encode(tokenizer, files, of_text, folder)
+    assert not folder.exists()
+    encode(tokenizer, files, of_text, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", killed)
+        encode(tokenizer, files, of_text, folder)
+        with pytest.raises(Killed):
+            encode(Tokenizer.train(sources, 150), files, of_text, folder)
+    files[0].write_text("\n".join(sources[::-1]))
+    assert digest(*files) != of_text
+    encode(tokenizer, files, digest(*files), folder)
+    assert (
+        ParallelText.mapped(folder).sources.lengths_of(torch.tensor([299])) == len(tokenizer.encode(sources[:1])[0]) + 1
+    )
 
 
 # --- loss and schedule ---

@@ -8,7 +8,9 @@ validation loss::
     tokenizer.model     the sentencepiece model
     training.pt         optimizer and place in the data: what resuming needs and translating does not
 
-A checkpoint is written under a hidden name, flushed to disk, and renamed, so that one with its final name is complete.
+Beside them lies ``text/``, the training text, encoded (:func:`fastattn.translation.data.encode`); where it is missing,
+it is encoded again. A checkpoint is written under a hidden name, flushed to disk, and renamed, so that one with its
+final name is complete.
 One of :func:`save_int8` has no training.pt.
 """
 
@@ -31,7 +33,7 @@ from fastattn.translation.tokenizer import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"  # the enclosed model: of Bible text, English to Spanish
-LOCK = ".lock"
+LOCK, TEXT = ".lock", "text"
 PARTIAL = ".partial-"  # begins the name of what is still being written or already being removed
 
 
@@ -165,7 +167,7 @@ def is_new(run: Path) -> bool:
     """Whether nothing is there yet but what an interrupted start left."""
     if not run.exists():
         return True
-    return run.is_dir() and all(path.name == LOCK or path.name.startswith(PARTIAL) for path in run.iterdir())
+    return run.is_dir() and all(path.name in (LOCK, TEXT) or path.name.startswith(PARTIAL) for path in run.iterdir())
 
 
 def mark_best(checkpoint: Path) -> None:

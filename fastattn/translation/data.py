@@ -1,18 +1,25 @@
 """Parallel text: reading it, encoding it, and cutting it into batches of about equal numbers of tokens."""
 
+import array
+import contextlib
 import dataclasses
 import gzip
+import hashlib
+import itertools
+import json
 import queue
-import random
+import shutil
+import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from fastattn.translation import checkpoint
 from fastattn.translation.errors import InputError
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
@@ -21,20 +28,43 @@ MAX_TRAINING_PIECES = 256
 # Batches are padded to a multiple of this. The matrix library prepares code for every new number of rows, some of it
 # for good; so there are few of them, for 3 % more padding.
 LENGTH_MULTIPLE = 4
+CHUNK = 2**16  # pairs that are encoded at once
+SIDES, TOKENS, OFFSETS, ABOUT = ("source", "target"), ".tokens", ".offsets", "text.json"  # files of encoded text
+
+Files = tuple[str | Path, str | Path]
 
 
-def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 text file, plain or gzip (``.gz``); raises :class:`InputError` where there are none."""
-    path = Path(path)
+def lines_of(path: str | Path) -> Iterator[str]:
+    """The lines of a UTF-8 text file, plain or gzip (``.gz``), as they are read.
+
+    Raises:
+        InputError: it cannot be read, or has no text.
+    """
+    path, is_blank = Path(path), True
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                text = _decoded(line, number, str(path))
+                is_blank = is_blank and not text.strip()
+                yield text
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except (EOFError, zlib.error) as error:
         raise InputError(f"{path} is not a complete gzip file: {error}") from None
-    return decode_lines(data, str(path))
+    if is_blank:
+        raise InputError(f"{path} is empty: expected one sentence a line")
+
+
+def _decoded(line: bytes, number: int, name: str) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8: byte {line[error.start]:#04x} in line {number}") from None
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """All of :func:`lines_of`."""
+    return list(lines_of(path))
 
 
 def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]]:
@@ -57,11 +87,11 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
         while line is not None:
             number += 1
             try:
-                lines.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
-            except UnicodeDecodeError as error:
+                lines.append(_decoded(line, number, name))
+            except InputError:
                 if lines:
                     yield lines
-                raise InputError(f"{name} is not UTF-8: byte {line[error.start]:#04x} in line {number}") from None
+                raise
             if len(lines) == most or arrived.empty():
                 break
             line = arrived.get()
@@ -69,27 +99,35 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
         line = arrived.get() if line is not None else None
 
 
-def decode_lines(data: bytes, name: str) -> list[str]:
-    """The lines of UTF-8 ``data``, called ``name`` in errors."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{name} is not UTF-8: byte {data[error.start]:#04x} in line {line}") from None
-    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
-    if not any(line.strip() for line in lines):
-        raise InputError(f"{name} is empty: expected one sentence a line")
-    return lines
+def pairs_of(source: str | Path, target: str | Path) -> Iterator[tuple[str, str]]:
+    """The lines of two files whose line n are translations of each other, as they are read.
+
+    Raises:
+        InputError: as :func:`lines_of`, or the files differ in length.
+    """
+    sources, targets, number = lines_of(source), lines_of(target), 0
+    for number, (first, second) in enumerate(itertools.zip_longest(sources, targets), 1):
+        if first is None or second is None:
+            longer = number + sum(1 for _ in (sources if second is None else targets))
+            counts = (number - 1, longer) if first is None else (longer, number - 1)
+            raise InputError(
+                f"{source} has {counts[0]} lines but {target} has {counts[1]}: line n must pair with line n"
+            )
+        yield first, second
 
 
 def read_parallel(source: str | Path, target: str | Path) -> tuple[list[str], list[str]]:
-    """Two files whose line n are translations of each other."""
-    sources, targets = read_lines(source), read_lines(target)
-    if len(sources) != len(targets):
-        raise InputError(
-            f"{source} has {len(sources)} lines but {target} has {len(targets)}: line n must pair with line n"
-        )
-    return sources, targets
+    """All of :func:`pairs_of`, by sides."""
+    sources, targets = zip(*pairs_of(source, target), strict=True)
+    return list(sources), list(targets)
+
+
+def digest(source: str | Path, target: str | Path) -> str:
+    """A checksum of the text of two files, packed or not."""
+    found = hashlib.sha256()
+    for pair in pairs_of(source, target):
+        found.update("{}\n{}\n".format(*pair).encode())
+    return found.hexdigest()
 
 
 class Sentences:
@@ -100,23 +138,62 @@ class Sentences:
     """
 
     def __init__(self, ids: list[list[int]]):
-        self.lengths = torch.tensor([len(sentence) + 1 for sentence in ids], dtype=torch.int64)
-        self._starts = self.lengths.cumsum(0) - self.lengths
+        lengths = torch.tensor([0, *(len(sentence) + 1 for sentence in ids)], dtype=torch.int64)
+        self._offsets = lengths.cumsum(0)
         self._tokens = torch.tensor([token for sentence in ids for token in (*sentence, EOS_ID)], dtype=torch.int32)
 
+    @classmethod
+    def mapped(cls, stem: Path) -> "Sentences":
+        """Those of two files that :func:`encode` wrote: the kernel reads what is asked for, and processes share it."""
+        sentences = cls([])
+        for name, suffix, dtype in (("_tokens", TOKENS, torch.int32), ("_offsets", OFFSETS, torch.int64)):
+            path = stem.with_suffix(suffix)
+            size = path.stat().st_size // dtype.itemsize
+            setattr(sentences, name, torch.from_file(str(path), shared=False, size=size, dtype=dtype))
+        return sentences
+
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self._offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of all sentences, int64 (N,)."""
+        return self._offsets.diff()
+
+    def lengths_of(self, index: Tensor) -> Tensor:
+        """Of sentences ``index``: int64 (N,)."""
+        return self._offsets[index + 1] - self._offsets[index]
 
     def padded(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,)."""
-        lengths = self.lengths[index]
-        column = torch.arange(_padded(int(lengths.max())))
-        position = (self._starts[index, None] + column).clamp_(max=len(self._tokens) - 1)
+        lengths = self.lengths_of(index)
+        column = torch.arange(int(_padded(lengths.max())))
+        position = (self._offsets[index, None] + column).clamp_(max=len(self._tokens) - 1)
         return self._tokens[position].long().masked_fill_(column >= lengths[:, None], PAD_ID), lengths
 
 
-def _padded(length: int) -> int:
-    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+class _Writer:
+    """Appends sentences to two files, for :func:`Sentences.mapped`: of tokens, int32, each sentence ended by
+    ``EOS_ID``, and of offsets, int64: where each sentence begins, and the end."""
+
+    def __init__(self, tokens: BinaryIO, offsets: BinaryIO):
+        self._tokens, self._offsets = tokens, offsets
+        self._end = 0
+        array.array("q", [0]).tofile(self._offsets)
+
+    def write(self, ids: list[list[int]]) -> None:
+        tokens, ends = array.array("i"), array.array("q")
+        for sentence in ids:
+            tokens.extend(sentence)
+            tokens.append(EOS_ID)
+            ends.append(self._end + len(tokens))
+        self._end += len(tokens)
+        tokens.tofile(self._tokens)
+        ends.tofile(self._offsets)
+
+
+def _padded(lengths: Tensor) -> Tensor:
+    return (lengths + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,17 +222,27 @@ class ParallelText:
     Args:
         tokenizer: encodes both sides.
         sources, targets: lines that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are
-            left out; ``left_out`` counts them.
+            left out; ``left_out`` counts them, and ``first_left_out`` is the number of the first one's line.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: list[str], targets: list[str]):
-        pairs = zip(tokenizer.encode(sources), tokenizer.encode(targets), strict=True)
-        kept = [(s, t) for s, t in pairs if s and t and max(len(s), len(t)) <= MAX_TRAINING_PIECES]
-        if not kept:
-            raise InputError(f"no sentence pair has two sides of 1 to {MAX_TRAINING_PIECES} pieces")
-        self.left_out = len(sources) - len(kept)
-        self.sources = Sentences([s for s, _ in kept])
-        self.targets = Sentences([t for _, t in kept])
+        kept: tuple[list[list[int]], list[list[int]]] = ([], [])
+        left_out: list[int] = []
+        for *pair, lines in _encoded(tokenizer, zip(sources, targets, strict=True)):
+            for side, ids in zip(kept, pair, strict=True):
+                side += ids
+            left_out += lines
+        self.sources, self.targets = map(Sentences, kept)
+        self.left_out, self.first_left_out = len(left_out), min(left_out, default=None)
+
+    @classmethod
+    def mapped(cls, folder: Path) -> "ParallelText":
+        """What :func:`encode` wrote, read as it is needed."""
+        text = cls.__new__(cls)
+        text.sources, text.targets = (Sentences.mapped(folder / side) for side in SIDES)
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        text.left_out, text.first_left_out = about["left_out"], about["first_left_out"]
+        return text
 
     def batch(self, index: Tensor) -> Batch:
         source, source_lengths = self.sources.padded(index)
@@ -164,27 +251,29 @@ class ParallelText:
         target = torch.cat((begin, labels[:, :-1]), dim=1)
         return Batch(source, source_lengths, target, target_lengths, labels, int(target_lengths.sum()))
 
-    def buckets(self, batch_tokens: int, shuffle: random.Random | None = None) -> list[Tensor]:
+    def buckets(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> list[Tensor]:
         """Indices of the pairs of each batch: at most ``batch_tokens`` tokens a side, padding included.
 
         Pairs of like length share a batch. ``shuffle`` breaks the ties and orders the batches; without it both follow
         the text.
         """
-        order = list(range(len(self.sources)))
-        if shuffle is not None:
-            shuffle.shuffle(order)
-        source, target = ([_padded(n) for n in side.lengths.tolist()] for side in (self.sources, self.targets))
+        source, target = (_padded(side.lengths) for side in (self.sources, self.targets))
         # Source lengths go up and down by turns, so that a batch across two target lengths has like source lengths.
-        order.sort(key=lambda i: (target[i], source[i] if target[i] // LENGTH_MULTIPLE % 2 else -source[i]))
-        batches, first, longest = [], 0, 0
-        for end, i in enumerate(order):
-            longest = max(longest, source[i], target[i])
-            if (end + 1 - first) * longest > batch_tokens and end > first:
-                batches.append(torch.tensor(order[first:end]))
-                first, longest = end, max(source[i], target[i])
-        batches.append(torch.tensor(order[first:]))
+        by_source = torch.where(target // LENGTH_MULTIPLE % 2 == 1, source, -source)
+        key = target * (2 * int(source.max()) + 1) + by_source
+        order = torch.arange(len(key)) if shuffle is None else torch.randperm(len(key), generator=shuffle)
+        order = order[key[order].argsort(stable=True)]
+        longest = torch.maximum(source, target)[order]
+        batches, first = [], 0
+        while first < len(order):
+            most = max(1, batch_tokens // int(longest[first]))
+            tokens = longest[first : first + most].cummax(0).values
+            tokens *= torch.arange(1, len(tokens) + 1)  # of a batch that ends here
+            count = max(1, int((tokens <= batch_tokens).sum()))
+            batches.append(order[first : first + count])
+            first += count
         if shuffle is not None:
-            shuffle.shuffle(batches)
+            batches = [batches[i] for i in torch.randperm(len(batches), generator=shuffle).tolist()]
         return batches
 
     def epochs(self, batch_tokens: int, seed: int, epoch: int = 0, skip: int = 0) -> Iterator[tuple[int, int, Tensor]]:
@@ -194,7 +283,52 @@ class ParallelText:
         An epoch's order depends on ``seed`` and its number alone.
         """
         while True:
-            batches = self.buckets(batch_tokens, random.Random(f"{seed} {epoch}"))
+            key = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8).digest()
+            shuffle = torch.Generator().manual_seed(*struct.unpack("<q", key))
+            batches = self.buckets(batch_tokens, shuffle)
             for place in range(skip, len(batches)):
                 yield epoch, place, batches[place]
             epoch, skip = epoch + 1, 0
+
+
+def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -> None:
+    """Write the text of ``files``, whose :func:`digest` is given, for :meth:`ParallelText.mapped`, unless ``folder``
+    has it already."""
+    about: dict[str, str | int | None] = {"text": text_digest, "tokenizer": hashlib.sha256(tokenizer.model).hexdigest()}
+    if (folder / ABOUT).exists() and about.items() <= json.loads((folder / ABOUT).read_text(encoding="utf-8")).items():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    with checkpoint.written_whole(folder) as partial:
+        with contextlib.ExitStack() as stack:
+            writers = [
+                _Writer(*(stack.enter_context(open(partial / f"{side}{kind}", "wb")) for kind in (TOKENS, OFFSETS)))
+                for side in SIDES
+            ]
+            left_out, first_left_out = 0, None
+            for *pair, lines in _encoded(tokenizer, pairs_of(*files)):
+                for writer, ids in zip(writers, pair, strict=True):
+                    writer.write(ids)
+                left_out += len(lines)
+                first_left_out = first_left_out or min(lines, default=None)
+        about.update(left_out=left_out, first_left_out=first_left_out)
+        (partial / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def _encoded(
+    tokenizer: Tokenizer, pairs: Iterable[tuple[str, str]]
+) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:
+    """Piece ids of both sides of the pairs that are used, and the line numbers of others, chunk after chunk.
+
+    Raises:
+        InputError: no pair is used.
+    """
+    pairs, first, kept_any = iter(pairs), 1, False
+    while chunk := list(itertools.islice(pairs, CHUNK)):
+        sides = [tokenizer.encode(list(lines)) for lines in zip(*chunk, strict=True)]
+        used = [bool(s and t) and max(len(s), len(t)) <= MAX_TRAINING_PIECES for s, t in zip(*sides, strict=True)]
+        source, target = ([ids for ids, use in zip(side, used, strict=True) if use] for side in sides)
+        yield source, target, [line for line, use in enumerate(used, first) if not use]
+        first += len(chunk)
+        kept_any = kept_any or any(used)
+    if not kept_any:
+        raise InputError(f"no sentence pair has two sides of 1 to {MAX_TRAINING_PIECES} pieces")

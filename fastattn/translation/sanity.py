@@ -23,14 +23,13 @@ MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd")
 
 
 def training_warnings(train: Pairs, valid: Pairs, text: ParallelText, tokenizer: Tokenizer) -> list[str]:
-    """What is suspicious in the text of a run; ``text`` is ``train``, encoded."""
+    """What is suspicious in the text of a run: ``train`` is the beginning of it, ``text`` all of it, encoded."""
     found = [*_pairing(train, "training"), *_encoding(train, "training"), *_encoding(valid, "validation")]
     found += _swapped(train, valid)
-    if text.left_out > LEFT_OUT * len(train[0]):
-        sizes = zip(tokenizer.encode(train[0]), tokenizer.encode(train[1]), strict=True)
-        first = next(n for n, pair in enumerate(sizes, 1) if not all(0 < len(s) <= MAX_TRAINING_PIECES for s in pair))
+    number = len(text.sources) + text.left_out
+    if text.left_out > LEFT_OUT * number:
         found.append(
-            f"{text.left_out} of {len(train[0])} training pairs are left out, the first in line {first}: "
+            f"{text.left_out} of {number} training pairs are left out, the first in line {text.first_left_out}: "
             f"a side is empty or longer than {MAX_TRAINING_PIECES} pieces"
         )
     seen = set(map(_normal, train[0]))

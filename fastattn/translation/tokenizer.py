@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fastattn.translation.errors import InputError, require
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+LEARNED_FROM = 10_000_000  # lines
 
 
 class Tokenizer:
@@ -27,13 +28,15 @@ class Tokenizer:
 
     @classmethod
     def train(cls, lines: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn ``vocab_size`` pieces from ``lines``, every character of them included."""
+        """Learn ``vocab_size`` pieces from ``lines``, every character of them included; of more than ``LEARNED_FROM``
+        lines, from as many drawn at random."""
         model = io.BytesIO()
         trainer = require("sentencepiece").SentencePieceTrainer
         try:
             trainer.train(
                 sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
                 character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
+                input_sentence_size=LEARNED_FROM,
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             most = re.search(r"value <= (\d+)", str(error))

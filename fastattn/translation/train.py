@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastattn.translation import checkpoint, distributed
 from fastattn.translation import precision as precisions
 from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
-from fastattn.translation.data import Batch, ParallelText, read_parallel
+from fastattn.translation.data import Batch, ParallelText, digest, encode, pairs_of, read_parallel
 from fastattn.translation.distributed import World
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.evaluate import held_out, perplexity, scores, smoothed_loss
@@ -40,6 +40,7 @@ from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 METRICS = "metrics.jsonl"
 REPORT_EVERY = 20  # updates
+EXAMINED = 200_000  # training pairs, the first, that are searched for what is probably wrong with them
 NOTHING = torch.zeros(())  # begins a sum, on any device
 
 
@@ -139,7 +140,7 @@ class Trainer:
         self.step, self.place = self.step + 1, self.place + 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step)
-        tokens = sum(int(self.text.targets.lengths[index].sum()) for _, _, index in parts)
+        tokens = sum(int(self.text.targets.lengths_of(index).sum()) for _, _, index in parts)
         *first, last = range(world.rank, config.micro_batches, world.size)
         sums = torch.zeros(6, dtype=torch.float64, device=self.device)
         for number in first:
@@ -246,9 +247,8 @@ def train(
         newest, model_config, training = world.on_main(begin)
         if training.bleu_every is not None:
             require("sacrebleu")
-        sources, targets = world.main_first(lambda: read_parallel(*train_files))
         valid_pairs = world.main_first(lambda: read_parallel(*valid_files))
-        text_digest = hashlib.sha256("\n".join((*sources, *targets)).encode()).hexdigest()
+        text_digest = world.on_main(lambda: digest(*train_files))
         state = {}
         if newest is not None:
             state = world.main_first(lambda: _saved_state(newest, text_digest))
@@ -257,7 +257,8 @@ def train(
 
             def learn_pieces() -> bytes:
                 print(f"learning a vocabulary of {model_config.vocab_size} pieces", file=sys.stderr, flush=True)
-                pieces = Tokenizer.train(sources + targets, model_config.vocab_size).model
+                lines = itertools.chain.from_iterable(pairs_of(*train_files))
+                pieces = Tokenizer.train(lines, model_config.vocab_size).model
                 stack.enter_context(checkpoint.locked(out))
                 _expect_new(out)
                 return pieces
@@ -265,8 +266,10 @@ def train(
             tokenizer = Tokenizer(world.on_main(learn_pieces))
             torch.manual_seed(training.seed)
             model = Transformer(model_config)
-        text = ParallelText(tokenizer, sources, targets)
+        world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
+        text = ParallelText.mapped(out / checkpoint.TEXT)
         if newest is None and world.main:
+            sources, targets = map(list, zip(*itertools.islice(pairs_of(*train_files), EXAMINED), strict=True))
             for warning in training_warnings((sources, targets), valid_pairs, text, tokenizer):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         if not shard:  # else it is moved a layer at a time
