@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             num_heads by default.
 
     Raises:
+        TypeError: sizes that are not integers.
         ValueError: sizes that are not positive, embed_dim not a multiple of num_heads and head_dim not given (also an
             AssertionError, torch's type), num_heads not a multiple of num_kv_heads, dropout outside [0, 1].
     """
@@ -79,21 +81,25 @@ class MultiHeadAttention(nn.MultiheadAttention):
         num_kv_heads: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        if embed_dim <= 0 or num_heads <= 0:
-            raise ValueError(f"{_NAME}: embed_dim and num_heads must be positive, got {embed_dim} and {num_heads}")
-        # of code whose third argument is a head's size
-        size = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
+        _check_sizes(
+            embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, value_head_dim=value_head_dim,
+            num_kv_heads=num_kv_heads,
+        )  # fmt: skip
+        # of code whose further arguments are the heads' sizes, d_k and d_v
+        named = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
+        if named and bias not in (0, 1, dropout):
+            named += f", value_head_dim={bias}"
         if head_dim is None and embed_dim % num_heads:
             mend = "or give head_dim"
-            if num_heads % embed_dim == 0:
-                mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim}{size})"
+            if num_heads % embed_dim == 0 or (named and num_heads > embed_dim):
+                mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim}{named})"
             raise check.BadValue(
                 f"{_NAME}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; {mend}"
             )
-        if size:
+        if named:
             raise ValueError(
                 f"{_NAME}: dropout, the third argument, must be in [0, 1], got {dropout}; head sizes are named: "
-                f"{_NAME}({embed_dim}, {num_heads}{size})"
+                f"{_NAME}({embed_dim}, {num_heads}{named})"
             )
         check.threshold(_NAME, dropout, "dropout")
         self.embed_dim = embed_dim
@@ -106,14 +112,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.vdim = embed_dim if vdim is None else vdim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
-        if self.head_dim <= 0 or self.value_head_dim <= 0:
-            raise ValueError(
-                f"{_NAME}: head_dim and value_head_dim must be positive, got {self.head_dim} and {self.value_head_dim}"
-            )
-        if self.num_kv_heads <= 0 or num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{_NAME}: num_kv_heads must be positive and divide num_heads, got {num_kv_heads} and {num_heads}"
-            )
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"{_NAME}: num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         sizes = self._projection_sizes
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -385,6 +385,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
 
 _NAME = "MultiHeadAttention"
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        if not isinstance(size, numbers.Integral | torch.SymInt):
+            raise TypeError(f"{_NAME}: {name} must be an integer, got {size!r}")
+        if size <= 0:
+            raise ValueError(f"{_NAME}: {name} must be positive, got {size}")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

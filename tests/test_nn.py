@@ -647,12 +647,35 @@ def test_errors_are_torchs_too(case):
     assert isinstance(got.value, expected.type)
 
 
-@pytest.mark.parametrize("arguments", [(16, 3), (0, 1), (16, 0)], ids=str)
-def test_constructor_errors_are_torchs_too(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((16, 3), "embed_dim must be a multiple of num_heads, got 16 and 3; or give head_dim"),
+        ((0, 1), "embed_dim must be positive, got 0"),
+        ((16, 0), "num_heads must be positive, got 0"),
+        ((16.0, 4), "embed_dim must be an integer, got 16.0"),
+    ],
+)
+def test_constructor_errors_are_torchs_too(arguments, words):
     with pytest.raises(Exception) as expected:  # noqa: PT011
         torch.nn.MultiheadAttention(*arguments)
-    with pytest.raises(expected.type, match="embed_dim"):
+    with pytest.raises(expected.type, match=f"MultiHeadAttention: {words}"):
         MultiHeadAttention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"head_dim": 16 / 4}, "head_dim must be an integer, got 4.0"),
+        ({"value_head_dim": 0}, "value_head_dim must be positive, got 0"),
+        ({"num_kv_heads": -1}, "num_kv_heads must be positive, got -1"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got 3 and 4"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_none(sizes, words):
+    with pytest.raises((ValueError, TypeError), match=f"MultiHeadAttention: {words}"):
+        MultiHeadAttention(16, 4, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -661,6 +684,8 @@ def test_constructor_errors_are_torchs_too(arguments):
         ((8, 512, 32, 32), r"MultiHeadAttention\(512, 8, head_dim=32\)"),
         ((8, 512), r"MultiHeadAttention\(512, 8\)"),
         ((512, 8, 64, 64), r"MultiHeadAttention\(512, 8, head_dim=64\)"),
+        ((512, 8, 64, 32), r"MultiHeadAttention\(512, 8, head_dim=64, value_head_dim=32\)"),
+        ((16, 1000, 62, 62), r"MultiHeadAttention\(1000, 16, head_dim=62\)"),
     ],
     ids=str,
 )

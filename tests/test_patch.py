@@ -641,6 +641,18 @@ def test_left_with_a_reason(name):
     assert type(model) is kind
 
 
+def test_parts_of_the_same_names_are_not_enough_for_a_sub_layer():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dropout = nn.LayerNorm(4), nn.Dropout()
+
+        def forward(self, x):
+            return self.dropout(self.norm(x))
+
+    assert not fastattn.patch(Head()).left
+
+
 def test_subclasses_that_keep_the_forward_are_patched():
     class Named(nn.LayerNorm):
         def extra_repr(self):
@@ -655,7 +667,8 @@ def test_subclasses_that_keep_the_forward_are_patched():
 def test_parametrized_after_patching():
     model = patched_norm()
     parametrize.register_parametrization(model, "weight", nn.Identity())
-    assert "remove the parametrization first" in fastattn.unpatch(model).left[""]
+    assert fastattn.patch(model).left == {"": "it is patched already"}
+    assert "parametrization or a wrapper" in fastattn.unpatch(model).left[""]
     parametrize.remove_parametrizations(model, "weight")
     fastattn.unpatch(model)
     assert type(model) is nn.LayerNorm

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastattn.patching import programs, torch_modules
-from fastattn.patching.family import Family, is_patched, patched_class
+from fastattn.patching.family import Family, patched_class
 
 __all__ = ["PatchReport", "patch", "unpatch"]
 
@@ -58,7 +58,7 @@ def patch(model: nn.Module) -> PatchReport:
     _check("patch", model)
     changed, left = {}, {}
     for name, module in model.named_modules():
-        if is_patched(module):
+        if isinstance(module, Family):
             left[name] = "it is patched already"
             continue
         family = next((family for family in FAMILIES if family.recognises(module)), None)
@@ -83,13 +83,15 @@ def unpatch(model: nn.Module) -> PatchReport:
     _check("unpatch", model)
     changed, left = {}, {}
     for name, module in model.named_modules():
+        if not isinstance(module, Family):
+            continue
         kind: Any = type(module)
-        if is_patched(module):
+        if "original" in vars(kind):
             kind.detach(module)
             module.__class__ = kind.original
             changed[name] = kind.family
-        elif isinstance(module, Family):
-            left[name] = "it was parametrized after it was patched; remove the parametrization first"
+        else:
+            left[name] = "a parametrization or a wrapper has changed its class since; undo that first"
     return PatchReport(changed, left)
 
 

@@ -67,11 +67,6 @@ def _new(family: Any, original: Any) -> nn.Module:
     return cls.__new__(cls)
 
 
-def is_patched(module: nn.Module) -> bool:
-    """Whether the module's class is one that ``patch`` gave it."""
-    return "original" in vars(type(module)) and isinstance(module, Family)
-
-
 def is_served(*tensors: Tensor) -> bool:
     """Whether the operations take such tensors; a module's own forward takes the others."""
     return all(

@@ -73,9 +73,7 @@ class ProgramFamily(Family):
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
         family, kind = cls, type(module)  # type: Any, Any
-        signature = inspect.signature(kind.forward)
-        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-        arguments = ", ".join(map(str, plain[1:]))
+        arguments = _arguments(kind)
         if arguments != cls.arguments:
             return f"its forward takes ({arguments}), that of {cls.family} ({cls.arguments})"
         return _trial(family, kind)
@@ -89,6 +87,12 @@ class ProgramFamily(Family):
     def operands(cls) -> list[Call]:
         """Arguments of calls of the stand-in, positional and by name."""
         raise NotImplementedError
+
+
+def _arguments(kind: type[nn.Module]) -> str:
+    """Those of the class's forward, without annotations."""
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters).partition(", ")[2]
 
 
 @cache
@@ -391,6 +395,10 @@ class SublayerConnection(ProgramFamily):
     family = "SublayerConnection of the Annotated Transformer"
     children_names: ClassVar = {"norm", "dropout"}
     arguments = "x, sublayer"
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        return super().recognises(module) and _arguments(type(module)) == cls.arguments
 
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
