@@ -175,10 +175,15 @@ def run_ninja(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "build.ninja").write_text("\n".join(lines) + "\n")
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    done = subprocess.run([ninja, "-C", directory, *jobs], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout, end="", flush=True)
-    if done.returncode:
-        error = re.search(r"^.*(?:error:|undefined reference).*$", done.stdout, re.MULTILINE)
+    process = subprocess.Popen(
+        [ninja, "-C", directory, *jobs], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    output = ""
+    for line in process.stdout:  # `pip install -v` shows the progress
+        print(line, end="", flush=True)
+        output += line
+    if process.wait():
+        error = re.search(r"^.*(?:error:|undefined reference).*$", output, re.MULTILINE)
         raise BuildError(f"{target} does not compile: {error[0].strip() if error else 'ninja failed'}")
     return directory / target
 

@@ -1,5 +1,6 @@
 """The build, what it puts into the library, what it does where it cannot build, and the package as pip installs it."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -146,6 +147,24 @@ def test_max_jobs(tmp_path, monkeypatch):
         monkeypatch.setenv("MAX_JOBS", jobs)
         native_build.run_ninja(tmp_path / jobs, objects, "library", "")
         assert max(map(int, (tmp_path / jobs / "counts").read_text().split())) == expected
+
+
+def test_progress_is_shown_as_it_is_made(tmp_path, monkeypatch):
+    """An object's line is there while the next one is compiled: here the second one waits for it."""
+    waits = f'case "$*" in *1.c*) until grep -q 0.o {tmp_path}/log; do sleep 0.05; done;; esac'
+    compiler = script(tmp_path / "cc", f'{waits}\nfor last; do :; done; touch "$last" library')
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MAX_JOBS", "1")
+    objects = [(f"{index}.o", tmp_path / f"{index}.c", "") for index in range(2)]
+    for _, source, _ in objects:
+        source.touch()
+    with (tmp_path / "log").open("w") as log, contextlib.redirect_stdout(log):
+        native_build.run_ninja(tmp_path / "objects", objects, "library", "")
+    assert re.findall(r"\[(\d)/3\] (\S+)", (tmp_path / "log").read_text()) == [
+        ("1", "0.o"),
+        ("2", "1.o"),
+        ("3", "library"),
+    ]
 
 
 def test_ninja_compiles_only_what_changed(tmp_path):
@@ -398,6 +417,26 @@ def call_hook(checkout: Path, hook: str, output: Path, **environment: str) -> Pa
     )
     assert done.returncode == 0, done.stderr
     return output / done.stdout.splitlines()[-1]
+
+
+def in_checkout(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs Python there, where it imports from the source tree first."""
+    return subprocess.run([sys.executable, *arguments], cwd=checkout, capture_output=True, text=True)
+
+
+def test_a_checkout_that_is_not_built_warns_once(checkout):
+    program = "import fastattn, torch; x = torch.ones(2, 3); fastattn.layer_norm(x, 3); fastattn.dropout(x, 0.5)"
+    done = in_checkout(checkout, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("fastattn runs its plain PyTorch reference on cpu tensors, slowly: ") == 1
+    assert "in a checkout `pip install -e .` compiles it" in done.stderr
+
+
+def test_the_tests_of_a_checkout_that_is_not_built_do_not_pass(checkout):
+    """They would skip the kernels'."""
+    done = in_checkout(checkout, "-m", "pytest", "-q", "tests/test_readme.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "fastattn's kernels are not compiled: " in done.stderr
 
 
 def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):

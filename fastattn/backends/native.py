@@ -59,7 +59,7 @@ def _load(name: str) -> tuple[Any, str]:
     if name == "cuda" and torch.version.cuda is None:
         return None, "this torch is built without CUDA"
     if not path.exists():
-        unknown = f"{path} is not there (in a checkout: python setup.py build_ext --inplace)"
+        unknown = f"{path} is not there; in a checkout `pip install -e .` compiles it"
         return None, build_record().get(name, {}).get("reason", unknown)
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
