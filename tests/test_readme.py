@@ -5,6 +5,12 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastattn
 import fastattn_command as cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +24,24 @@ def test_ci_runs_the_test_command():
     block = re.search(r"## Run the tests\n.*?```sh\n(.*?)```", README, re.DOTALL)[1]
     assert found == block
     assert ".venv/bin/pytest" in block
+
+
+def test_the_range_of_speeds_is_the_tables():
+    table = README.partition("<!-- speed:begin -->")[2].partition("<!-- speed:end -->")[0]
+    ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x", table)]
+    low, high = re.search(r"On the CPU it is ([\d.]+) to (\d+) times as fast as torch", README).groups()
+    assert (float(low), int(high)) == (min(ratios), int(max(ratios)))
+
+
+def test_what_is_said_of_torch_holds():
+    """The rows of the first table that this machine's torch can show."""
+    query, visible = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+        F.scaled_dot_product_attention(query, query, query, visible, is_causal=True)
+    F.scaled_dot_product_attention(query, query, query, visible, is_causal=True)  # the CPU's flash attention has both
+    visible[:, 3], query[:, :, 3] = False, torch.nan
+    assert F.scaled_dot_product_attention(query[:, :, :3], query, query, visible[:3]).isnan().all()
+    assert not fastattn.scaled_dot_product_attention(query[:, :, :3], query, query, visible[:3]).isnan().any()
 
 
 def test_python_blocks_run():
