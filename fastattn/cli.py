@@ -21,19 +21,38 @@ CHUNK = 16  # batches of standard input that are translated together, if as much
 
 def run(options: argparse.Namespace) -> int:
     """Run the command that ``options``, parsed by ``fastattn_command``, hold; returns the exit status."""
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:  # closed by the shell, as `>&-` does
+            setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115
     try:
         status = COMMANDS[options.command](options) or 0
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # who read the output has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at exit
+        _discard_output()
         return 128 + signal.SIGPIPE
-    except (InputError, OSError) as error:
-        print(f"fastattn {options.command}: error: {error}", file=sys.stderr)
-        return 1
+    except InputError as error:
+        return _failed(options, error)
+    except OSError as error:
+        _discard_output()
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _failed(options, f"{where}{error.strerror or error}")
     except KeyboardInterrupt as interrupt:
         print(f"fastattn {options.command}: interrupted {interrupt}".rstrip(), file=sys.stderr)
         return 130
+
+
+def _failed(options: argparse.Namespace, message: object) -> int:
+    print(f"fastattn {options.command}: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _discard_output() -> None:
+    """What cannot be written to standard output is not tried again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -56,6 +75,7 @@ def _train(options: argparse.Namespace) -> None:
 def _translate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint, plots
     from fastattn.translation.data import arriving_lines, read_lines
+    from fastattn.translation.sanity import translation_warnings
     from fastattn.translation.search import candidates
 
     is_enclosed = options.model is None
@@ -74,9 +94,12 @@ def _translate(options: argparse.Namespace) -> None:
     layer = plots.check_layer(model.config, kind, options.attention_layer)
     if is_enclosed:
         print(f"fastattn translate: {ENCLOSED}", file=sys.stderr)
+    if options.input is None and sys.stdin.isatty():
+        print("fastattn translate: type a sentence a line; Ctrl-D ends", file=sys.stderr)
     text, first = [], 1
     with _sentences_done(total) as advance:
         for lines in parts:
+            _warn(options, *translation_warnings(lines, first, tokenizer))
             found = candidates(model, tokenizer, lines, search, advance)
             part = _n_best_lines(found, first) if options.n_best > 1 else _best_lines(found)
             first += len(lines)
@@ -93,7 +116,9 @@ def _translate(options: argparse.Namespace) -> None:
     if first == 1:
         raise InputError("standard input is empty: expected one sentence a line")
     if options.output is not None:
-        checkpoint.write_text(Path(options.output), "".join(text))
+        checkpoint.write_file(Path(options.output), "".join(text).encode())
+    if picture is not None:
+        raise InputError(f"{picture} is not drawn: every line is blank")
 
 
 def _best_lines(found: list[list[Any]]) -> str:
@@ -121,7 +146,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
-        checkpoint.write_text(Path(options.output), "".join(f"{line}\n" for line in translations))
+        checkpoint.write_file(Path(options.output), "".join(f"{line}\n" for line in translations).encode())
     _warn(options, *evaluation_warnings(sources, translations, references))
     text = ParallelText(tokenizer, sources, references)
     of_references = held_out(model, map(text.batch, text.buckets(EVALUATION_TOKENS)), contextlib.nullcontext())
@@ -187,17 +212,15 @@ def _export(options: argparse.Namespace) -> None:
 
 def _search(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any]:
     """The search and the dtype that the options name, all of which are checked."""
-    from fastattn.translation import precision
+    from fastattn.translation import checkpoint, precision
     from fastattn.translation.search import Search
 
     search = Search(
         options.beam, options.length_penalty, options.batch_size, n_best,
         options.temperature, options.top_k, options.top_p, options.seed,
     )  # fmt: skip
-    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
-        raise InputError(f"cannot write {options.output}: its folder does not exist")
-    if options.output is not None and Path(options.output).is_dir():
-        raise InputError(f"cannot write {options.output}: it is a folder")
+    if options.output is not None:
+        checkpoint.check_file(options.output)
     return search, precision.DTYPES[precision.resolve(options.precision)]
 
 

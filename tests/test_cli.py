@@ -1,5 +1,6 @@
 """The `fastattn` command: what it does, what it says of bad input, and that a killed run resumes to the same bits."""
 
+import errno
 import functools
 import gzip
 import io
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 import tqdm
 
@@ -323,6 +325,84 @@ def test_output_goes_where_it_is_sent(run, small, tmp_path, capsys):
     assert len((tmp_path / "target").read_text(encoding="utf-8").splitlines()) == 3
     assert "its folder does not exist" in failure([*translate, tmp_path / "none/file"], capsys)
     assert "it is a folder" in failure([*translate, tmp_path], capsys)
+
+
+def test_a_full_disk(run, small, tmp_path, capsys):
+    arguments = ["translate", run, "--input", small[0], "--beam", "1", "--output", "/dev/full"]
+    assert "cannot write /dev/full: No space left on device" in failure(arguments, capsys)
+    with open("/dev/full", "wb") as full:
+        process = start(["info"], stdout=full)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (1, "fastattn info: error: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("safetensors.torch.save_file", safetensors.SafetensorError("no space"), "model.safetensors: no space"),
+        ("torch.save", RuntimeError("unexpected pos 704 vs 598\nframe #0"), "training.pt: unexpected pos 704 vs 598"),
+        ("pathlib.Path.rename", OSError(errno.EDQUOT, "Disk quota exceeded"), "step-00000001: Disk quota exceeded"),
+    ],
+    ids=["weights", "training", "folder"],
+)
+def test_a_disk_that_fills_up_in_a_run(run, small, tmp_path, capsys, monkeypatch, target, error, message):
+    """The checkpoints of before stay, nothing of the one that did not fit does."""
+
+    def full(*args, **kwargs):
+        raise error
+
+    started = tmp_path / "started"
+    shutil.copytree(run / "step-00000000", started / "step-00000000")
+    monkeypatch.setattr(target, full)
+    arguments = train_arguments(small, started, "--max-steps", "1", "--resume")
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("fastattn train: error: cannot write ")
+    assert said.endswith(message)
+    assert [path.name for path in checkpoint.steps(started)] == ["step-00000000"]
+    assert not list(started.glob(f"{checkpoint.PARTIAL}*"))
+
+
+def test_a_folder_that_may_not_be_written(run, small, tmp_path, capsys, monkeypatch):
+    """Said before the work."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(checkpoint, "load", None)
+    for option in ("--output", "--attention"):
+        arguments = ["translate", run, "--input", small[0], option, tmp_path / "file.png"]
+        assert f"cannot write {tmp_path / 'file.png'}: permission denied" in failure(arguments, capsys)
+    out = tmp_path / "new/run"
+    assert f"cannot write {out}: permission denied" in failure(train_arguments(small, out), capsys)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_closed_outputs(run, tmp_path, capfd, monkeypatch, stream):
+    """As `>&-` leaves them: what belongs there is lost, and does not appear elsewhere."""
+    (tmp_path / "line").write_text("day\n")
+    monkeypatch.setattr(sys, stream, None)
+    untrained = str(run / "step-00000000")
+    assert cli.main(["translate", untrained, "--input", str(tmp_path / "line"), "--beam", "1"]) == 0
+    out, err = capfd.readouterr()
+    assert (out.count("\n"), err.count("\n")) == ((0, 1) if stream == "stdout" else (1, 0))
+
+
+def test_closed_input(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is empty" in failure(["translate", run], capsys)
+
+
+def test_who_types_is_told_how(run, capsys, monkeypatch):
+    typed = io.TextIOWrapper(io.BytesIO(b"day\n"))
+    monkeypatch.setattr(typed, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert cli.main(["translate", str(run), "--beam", "1"]) == 0
+    assert capsys.readouterr().err == "fastattn translate: type a sentence a line; Ctrl-D ends\n"
+
+
+def test_blank_lines_have_no_attention(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n\n")))
+    picture = tmp_path / "heads.png"
+    assert cli.main(["translate", str(run), "--attention", str(picture)]) == 1
+    assert capsys.readouterr() == ("\n\n", f"fastattn translate: error: {picture} is not drawn: every line is blank\n")
 
 
 def test_what_an_interrupted_start_left_is_no_run(small, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 import fastattn
 from fastattn.translation.data import ParallelText, read_lines
-from fastattn.translation.sanity import evaluation_warnings, training_warnings
+from fastattn.translation.sanity import evaluation_warnings, training_warnings, translation_warnings
 from fastattn.translation.tokenizer import Tokenizer
 
 VERSES = Path(fastattn.__file__).parent / "verses"
@@ -107,6 +107,14 @@ def test_text_without_spaces_has_no_words_to_split():
         "1 of 1 validation sources also stand in the training text, the first in line 1: scores on them say nothing of "
         "new text"
     ]
+
+
+def test_a_line_longer_than_training_has_them(tokenizer):
+    long = ["The king went out.", "And he said to them, " * 60, "", "The king went out. " * 100]
+    (warning,) = translation_warnings(long, 11, tokenizer)
+    pieces = len(tokenizer.encode(long[1:2])[0])
+    assert warning.startswith(f"line 12 has {pieces} pieces, more than the 256 of a training sentence")
+    assert translation_warnings([*long[:1], "x" * 200], 1, tokenizer) == []
 
 
 def test_translations_in_the_language_of_their_sources(corpus):

@@ -1,6 +1,7 @@
 """Data, tokenizer, loss, schedule, training on either backend, search, checkpoints, scores."""
 
 import dataclasses
+import errno
 import gzip
 import io
 import json
@@ -24,6 +25,7 @@ from fastattn.translation.data import ParallelText, arriving_lines, digest, enco
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.model import AttentionWeights
+from fastattn.translation.precision import DTYPES
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, dropout_seeds, train
@@ -466,6 +468,28 @@ def test_sentences_do_not_influence_one_another(verses):
     assert translate(model, tokenizer, sources[:12], Search(batch_size=1)) == together
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "search",
+    [{"beam": 1}, {"beam": 4, "n_best": 2}, {"temperature": 0.8, "top_p": 0.9, "n_best": 2}],
+    ids=["greedy", "beam", "sampling"],
+)
+def test_the_enclosed_model_translates_a_sentence_alike_in_every_batch(precision, search):
+    """Products of other sizes may round otherwise, which shows in the last digits of a score."""
+    model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
+    model = model.to(DTYPES[precision])
+    lines = sorted(read_lines(VERSES / "test.en"), key=len)[20:28]
+    together = candidates(model, tokenizer, lines, Search(**search))
+    shuffled = random.Random(2).sample(range(8), 8)
+    for size, order in ((3, shuffled), (1, range(8))):
+        found = candidates(model, tokenizer, [lines[i] for i in order], Search(batch_size=size, **search))
+        for i, translations in zip(order, found, strict=True):
+            assert [found.text for found in translations] == [wanted.text for wanted in together[i]]
+            assert [found.score for found in translations] == pytest.approx(
+                [wanted.score for wanted in together[i]], abs=1e-4
+            )
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -512,6 +536,18 @@ def test_lines_before_a_bad_one_are_not_lost():
         seen.extend(line for part in lines for line in part)
     for part in arriving_lines(io.BytesIO(b"one\ntwo\n"), "pipe", 1):
         assert len(part) == 1
+
+
+def test_a_stream_that_fails():
+    class Stream(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(InputError, match="cannot read pipe: Input/output error"):
+        list(arriving_lines(io.BufferedReader(Stream()), "pipe", 10))
 
 
 # --- checkpoints ---

@@ -44,7 +44,8 @@ def save(
     final = run / f"step-{step:08d}"
     with written_whole(final) as partial:
         _write(partial, model, tokenizer, _parameters(model), step, config)
-        torch.save(state, partial / TRAINING)
+        with _writable(partial / TRAINING):
+            torch.save(state, partial / TRAINING)
     return final
 
 
@@ -111,8 +112,7 @@ def _write(
     updates: int | None,
     config: TrainingConfig | None = None,
 ) -> None:
-    metadata = {} if updates is None else {"updates": str(updates)}
-    require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata)
+    write_weights(weights, folder / WEIGHTS, {} if updates is None else {"updates": str(updates)})
     (folder / CONFIG).write_text(model.config.to_json(config), encoding="utf-8")
     (folder / TOKENIZER).write_bytes(tokenizer.model)
 
@@ -123,21 +123,45 @@ def expect_absent(folder: Path) -> None:
         raise InputError(f"{folder} exists already: name another folder")
 
 
+def write_weights(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file; raises :class:`InputError` where the disk does not take it."""
+    with _writable(path):
+        require("safetensors.torch").save_file(weights, path, metadata)
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Names the file that a library cannot write: of a full disk each has an error of its own."""
+    try:
+        yield
+    except (RuntimeError, require("safetensors").SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {_first_line(error)}") from None
+
+
 @contextlib.contextmanager
 def written_whole(final: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``final`` when all is written; raises :class:`InputError` if that exists.
+    """A folder to write into, which becomes ``final`` when all is written.
 
     It has a hidden name until then, and reaches the disk before it is renamed.
+
+    Raises:
+        InputError: ``final`` exists, or cannot be written. Nothing is left then.
     """
     expect_absent(final)
     partial = final.with_name(f"{PARTIAL}{final.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for path in (*partial.iterdir(), partial):
-        _flush(path)
-    partial.rename(final)
-    _flush(final.parent)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            _flush(path)
+        partial.rename(final)
+        _flush(final.parent)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {final}: {error.strerror or error}") from None
+        raise
 
 
 @contextlib.contextmanager
@@ -308,16 +332,34 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; what is no regular file (a device, a pipe) is written to directly."""
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; what is no regular file (a device, a pipe) is written to directly.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    partial = path.with_name(f"{PARTIAL}{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    _flush(partial)
-    partial.replace(path)
+    partial = path if path.exists() and not path.is_file() else path.with_name(f"{PARTIAL}{path.name}")
+    try:
+        partial.write_bytes(content)
+        if partial != path:
+            _flush(partial)
+            partial.replace(path)
+    except OSError as error:
+        if partial != path:
+            partial.unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_file(path: str | Path) -> None:
+    """Raises :class:`InputError` unless :func:`write_file` may write there: asked before the work, not after it."""
+    path = Path(path).absolute()
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: its folder does not exist")
+    if not os.access(path.parent if path.is_file() or not path.exists() else path, os.W_OK):
+        raise InputError(f"cannot write {path}: permission denied")
 
 
 def _flush(path: Path) -> None:

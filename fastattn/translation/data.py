@@ -71,17 +71,26 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
     """The lines of a UTF-8 stream as they come: at least one at a time, at most ``most``, whatever has arrived.
 
     Raises:
-        InputError: a line is not UTF-8.
+        InputError: a line is not UTF-8, or the stream cannot be read.
     """
-    arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[bytes | OSError | None] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in stream:
-            arrived.put(line)
-        arrived.put(None)
+        try:
+            for line in stream:
+                arrived.put(line)
+            arrived.put(None)
+        except OSError as error:
+            arrived.put(error)
+
+    def next_line() -> bytes | None:
+        line = arrived.get()
+        if isinstance(line, OSError):
+            raise InputError(f"cannot read {name}: {line.strerror}")
+        return line
 
     threading.Thread(target=read, daemon=True).start()
-    number, line = 0, arrived.get()
+    number, line = 0, next_line()
     while line is not None:
         lines = []
         while line is not None:
@@ -94,9 +103,9 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
                 raise
             if len(lines) == most or arrived.empty():
                 break
-            line = arrived.get()
+            line = next_line()
         yield lines
-        line = arrived.get() if line is not None else None
+        line = next_line() if line is not None else None
 
 
 def pairs_of(source: str | Path, target: str | Path) -> Iterator[tuple[str, str]]:

@@ -130,10 +130,9 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
         "tokenizer_config.json": {"tokenizer_class": "MarianTokenizer", "model_max_length": SINUSOIDS, **named},
         "vocab.json": {piece: number for number, piece in enumerate(pieces)},
     }
-    save_file = require("safetensors.torch").save_file
     with checkpoint.written_whole(Path(out)) as partial:
         contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
-        save_file(contiguous, partial / "model.safetensors", {"format": "pt"})
+        checkpoint.write_weights(contiguous, partial / checkpoint.WEIGHTS, {"format": "pt"})
         for name, content in files.items():
             (partial / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         for name in ("source.spm", "target.spm"):

@@ -1,12 +1,15 @@
 """Pictures of a run: its loss curve, and where a translation attends."""
 
 import dataclasses
+import io
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import AttentionWeights, Transformer
@@ -15,7 +18,7 @@ from fastattn.translation.tokenizer import Tokenizer
 KINDS = [field.name for field in dataclasses.fields(AttentionWeights)]  # encoder, decoder, cross
 FORMATS = (".png", ".svg")
 SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
-LABELS = (84, 48)  # columns and rows of the whole picture that have room for a label
+LABELS = (84, 56)  # columns and rows of the whole picture that have room for a label
 
 
 def loss_curve(rows: list[dict[str, float]], path: str | Path) -> None:
@@ -28,7 +31,7 @@ def loss_curve(rows: list[dict[str, float]], path: str | Path) -> None:
     axes.set(xlabel="update", ylabel="cross-entropy (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    _save(figure, path, dpi=150)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,7 @@ def heat_maps(heads: Heads, path: str | Path, title: str = "") -> None:
             axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7)
     figure.suptitle(title, fontsize=10)
     figure.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
-    figure.savefig(path, dpi=100)
+    _save(figure, path, dpi=100)
 
 
 def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
@@ -108,6 +111,12 @@ def check_path(path: str | Path) -> None:
     path = Path(path)
     if path.suffix not in FORMATS:
         raise InputError(f"cannot draw {path}: expected a name that ends in {' or '.join(FORMATS)}")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"cannot write {path}: its folder does not exist")
+    checkpoint.check_file(path)
     require("matplotlib")
+
+
+def _save(figure: Any, path: str | Path, dpi: int) -> None:
+    """Written whole or not at all."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix.removeprefix("."), dpi=dpi)
+    checkpoint.write_file(Path(path), picture.getvalue())

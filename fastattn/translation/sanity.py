@@ -52,6 +52,20 @@ def training_warnings(train: Pairs, valid: Pairs, text: ParallelText, tokenizer:
     return found
 
 
+def translation_warnings(lines: list[str], first: int, tokenizer: Tokenizer) -> list[str]:
+    """What is suspicious in lines to translate, counted from ``first``."""
+    may_be = [(number, line) for number, line in enumerate(lines, first) if len(line) > MAX_TRAINING_PIECES]
+    encoded = zip(may_be, tokenizer.encode([line for _, line in may_be]), strict=True)
+    overlong = [(number, len(ids)) for (number, _), ids in encoded if len(ids) > MAX_TRAINING_PIECES]
+    if not overlong:
+        return []
+    number, pieces = overlong[0]
+    return [
+        f"line {number} has {pieces} pieces, more than the {MAX_TRAINING_PIECES} of a training sentence at most: "
+        "expect a bad translation, and write a sentence a line"
+    ]
+
+
 def evaluation_warnings(sources: list[str], translations: list[str], references: list[str]) -> list[str]:
     """What is suspicious in translations beside their references."""
     found = [*_pairing((sources, references), "test"), *_encoding((sources, references), "test")]

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import shutil
 import signal
 import struct
@@ -284,6 +285,9 @@ def train(
 def _expect_new(out: Path) -> None:
     if not checkpoint.is_new(out):
         raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"cannot write {out}: permission denied")
 
 
 def _configured(
@@ -404,7 +408,7 @@ class _Run:
             checkpoint.mark_best(newest)
         rows = [row for row in read_metrics(self.out) if row["step"] <= self.trainer.step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        checkpoint.write_text(self.out / METRICS, text)
+        checkpoint.write_file(self.out / METRICS, text.encode())
 
     def train(self) -> None:
         """Update until a limit is reached."""
