@@ -63,16 +63,21 @@ class Report:
     def write(self, path: Path) -> None:
         """Writes the report to `path`, whole or not at all."""
         data = vars(self) | {"results": [result.to_json() for result in self.results.values()]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        try:
-            with part.open("w") as file:
-                json.dump(data, file, indent=1)
-                file.write("\n")
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_json(path, data)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes `data` to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w") as file:
+            json.dump(data, file, indent=1)
+            file.write("\n")
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def machine() -> dict[str, Any]:
