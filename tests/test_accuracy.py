@@ -16,7 +16,7 @@ ROUNDING = {"float32": 2**-24, "bfloat16": 2**-9, "float16": 2**-12}
 
 
 def test_errors():
-    found = accuracy.errors(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+    found = accuracy.errors(*torch.tensor([[3.0, 4.5], [3.0, 4.0]], dtype=torch.float64))
     assert found == {"norm": 0.1, "most": 0.125}
 
 
