@@ -402,3 +402,54 @@ def test_checkpointed_and_compiled_training_step(backend):
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(grad != 0, out != 0)
     torch._dynamo.reset()
+
+
+class SelfAttention(fastattn.MultiHeadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, is_causal=True, need_weights=False)[0]
+
+
+def patched(module):
+    fastattn.patch(module)
+    return module
+
+
+# name: (a module of one operand (2, 5, 16), given its dropout)
+MODULES = {
+    "MultiHeadAttention": lambda p: SelfAttention(16, 4, p, batch_first=True),
+    "a patched encoder layer": lambda p: patched(
+        torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=p, batch_first=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_per_sample_gradients_of_modules(name):
+    """vmap of grad of functional_call: the gradients of each sample by itself."""
+    module, x = MODULES[name](0.0), torch.randn(3, 2, 5, 16)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    grads = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for n, sample in enumerate(x):
+        wanted = torch.autograd.grad(module(sample).square().sum(), list(module.parameters()))
+        for got, expected in zip(grads.values(), wanted, strict=True):
+            torch.testing.assert_close(got[n], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_checkpointed_modules_drop_the_same(name, use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    module, x = MODULES[name](0.4), torch.randn(2, 5, 16, requires_grad=True)
+    results = []
+    for call in (module, functools.partial(checkpoint, module, use_reentrant=use_reentrant)):
+        torch.manual_seed(0)
+        module.zero_grad()
+        out = call(x)
+        out.square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in module.parameters())])
+    assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))

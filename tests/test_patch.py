@@ -334,6 +334,45 @@ def test_a_head_with_a_hook_is_called():
     assert calls == [1]
 
 
+def test_frozen_parameters_get_no_gradient():
+    own = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    for name, parameter in own.named_parameters():
+        parameter.requires_grad_("norm" not in name and "in_proj" not in name)
+    layer, x = copy.deepcopy(own), torch.randn(2, 4, 8)
+    fastattn.patch(layer)
+    for module in (own, layer):
+        module(x).square().sum().backward()
+    for (name, got), wanted in zip(layer.named_parameters(), own.parameters(), strict=True):
+        assert (got.grad is None) == (wanted.grad is None), name
+        assert got.grad is None or torch.allclose(got.grad, wanted.grad, 1e-4, 1e-4), name
+
+
+def test_a_model_without_memory_yet():
+    with torch.device("meta"):
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    assert fastattn.patch(model).changed
+    assert model(torch.empty(3, 5, 8, device="meta")).is_meta
+
+
+def test_a_compiled_model_is_compiled_anew():
+    """Patched, and unpatched again."""
+    torch.compiler.reset()
+    model, graphs = nn.Sequential(nn.LayerNorm(4)), []
+
+    def backend(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    compiled, x = torch.compile(model, backend=backend), torch.randn(2, 4)
+    compiled(x)
+    fastattn.patch(compiled)
+    compiled(x)
+    assert ["fastattn.layer_norm.default" in graph for graph in graphs] == [False, True]
+    fastattn.unpatch(compiled)
+    assert torch.equal(compiled(x), model(x))
+    torch.compiler.reset()
+
+
 def test_shared_modules_stay_shared():
     norm = nn.LayerNorm(4)
     model = nn.Sequential(norm, nn.Linear(4, 4), norm)
