@@ -287,6 +287,58 @@ def test_page():
         assert f"| predicted {predicted:.0f} ({published}) |" in tables, name
 
 
+def test_one_backward_kernel():
+    """By hand: where the loop takes an SM of H100 16 clocks for 32 scores, a fifth product of 64 multiply-adds takes 1;
+    dQ's sums in float32 are 8 bytes a score beside 4, at 25 a clock."""
+    require("triton")
+    import machine_code
+
+    clock = 132 * 1.65 / 1e3  # TFLOP/s of one operation a clock
+    found = {"tile": [64, 64, 4, 2], "clocks": {"l2": 32 * 4 / 25}}
+    found["predicted_tflops"] = {"simulated": 2 * 4 * 64 * 32 / 16 * clock}
+    after, beside = machine_code.one_pass({"grad_key_value d64 sm_90": found}, 64, "d64", 90)
+    assert after == pytest.approx(2 * 5 * 64 * 32 / (17 + 32 * 8 / 25) * clock)
+    assert beside == pytest.approx(2 * 5 * 64 * 32 / 17 * clock)  # L2 is not the bound
+    found["clocks"]["l2"] = 10.0
+    _, beside = machine_code.one_pass({"grad_key_value d64 sm_90": found}, 64, "d64", 90)
+    assert beside == pytest.approx(2 * 5 * 64 * 32 / (10 + 32 * 8 / 25) * clock)
+
+
+# Prints the instructions of the plain loops of what each call compiles that those before it have not.
+CALLS = """
+import functools, json
+import aot_gate, machine_code
+from fake_gpu import pretend
+
+def forward(window, has_lengths):
+    query, key, value = (aot_gate.empty(4, 8, 2048, 64, dtype=machine_code.DTYPE) for _ in range(3))
+    lengths = aot_gate.empty(4, dtype=machine_code.torch.int64) if has_lengths else None
+    machine_code.FUNCTIONS["attention"](query, key, value, None, lengths, None, 0.125, *window, False, 0)
+
+pretend(90)
+seen, found = set(), {}
+for name, *call in ("plain", (-1, -1), False), ("causal", (-1, 0), False), ("lengths", (-1, -1), True):
+    kernels = machine_code.compiled(0, functools.partial(forward, *call), seen)
+    found[name] = [aot_gate.examine(*kernel, 90).instructions for kernel in kernels]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_causal_calls_and_key_lengths_have_the_plain_loop():
+    """Causal calls run the kernel of others; with key lengths a loop over whole tiles has no more instructions."""
+    require("triton")
+    from test_triton import last_json, program
+
+    status, output = program("-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r})\n{CALLS}")
+    assert status == 0, output
+    found = last_json(output)
+    [plain], [lengths] = found["plain"], found["lengths"]
+    assert found["causal"] == []
+    assert plain > 100
+    assert lengths <= 1.02 * plain
+
+
 @pytest.mark.slow
 def test_predictions_beside_the_tiles():
     """Every line that ``tune_dry`` is to write beside is there, by itself; a comment replaces the one before."""

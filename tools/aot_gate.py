@@ -2,13 +2,19 @@
 
 The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
 that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run: printed are registers, bytes
-of stack (spills) and the main loop's accesses to it, shared memory, and for a loop with matrix products its layout
-conversions and the matrix instructions in its machine code. Exit status 1 on a fault.
+of stack (spills), shared memory, and for a loop with matrix products its layout conversions, its accesses to the stack,
+its barriers and its waits for all products, what it needs of shared memory beside the tensor cores, and the matrix
+instructions in its machine code. Exit status 1 on a fault.
 
 Faults: spills that cost time; rows accessed by fewer bits than their alignment allows; shared memory above the
 architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in the main loop (wgmma's on sm_90 where a
 tile has the 64 rows for it); no bulk loads where there are tensor descriptors; tf32 unasked; 32-bit offsets; layout
-conversions that dropout adds, by comparison with the kernel without dropout.
+conversions that dropout adds, by comparison with the kernel without dropout. Of the loops that attention's usual calls
+spend their time in: a tile's rows loaded by fewer than 128 bits, more barriers or waits than overlap allows, shared
+memory that takes longer than the tensor cores.
+
+Calls are compiled by as many processes as there are processors. Triton's cache keeps what they compile and beside it
+what was found there, so that a second run reads what a change has touched and no more.
 
 Dropout adds none where a thread's part of a product fits dropout's tiles: always for wgmma, for mma where a tile has as
 many rows as a head has columns. So have all tiles of regular operands up to head size 64 (16-bit, no mask, aligned
@@ -21,11 +27,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
+import multiprocessing
 import os
+import pickle
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +43,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.cache import get_cache_manager
 
 from fake_gpu import SHARED_MEMORY, pretend
 from fastattn.backends.triton.attention import (
@@ -52,14 +62,29 @@ from fastattn.backends.triton.layer_norm import (
 )
 from fastattn.backends.triton.softmax_dropout import softmax_dropout, softmax_dropout_backward
 from sass.code import disassemble
-from sass.cost import plain_loop
+from sass.cost import Attention, Loop, plain_loop, wide_share
 from sass.loops import inside
+from sass.rates import MACHINES
 
 # The bytes of stack that kernels with matrix products may have, and the share of the plain loop's instructions that may
 # access it. What is kept there over the loop costs nothing, and a larger tile may be worth a few accesses: of
-# FlashAttention 2 they are 376 bytes and 1 in 42.
+# FlashAttention 2 they are up to 376 bytes and 1 in 46.
 MOST_STACK = 384
-MOST_LOCAL = 1 / 20
+MOST_LOCAL = 1 / 25
+# dK and dV of short sequences at a head size of 128, 1 in 17: predicted 575 TFLOP/s, a tile without them 424.
+LOCAL = {("grad_key_value_kernel", 90): 1 / 16}
+
+# Facts of the plain loop of attention's usual calls, on the architectures for which it is meant to overlap: 16-bit
+# regular operands, heads of up to 128, 64 rows and more of a program's own. What shared memory needs is at most what
+# the tensor cores do, as far as FlashAttention keeps to that: its backward passes need 1.06 (2, on A100) and 1.12 (3).
+MOST_SHARED = 1.15
+# dK and dV of 64 keys fill the registers of four warps, so a fragment from shared memory serves 16 keys alone.
+SHARED = {("grad_key_value_kernel", 80): 1.9}
+# A loop that copies ahead has one barrier before the copies are read and one after; on sm_90 two around each of two
+# bulk loads, and two for operands that threads write.
+MOST_BARRIERS = {80: 2, 90: 6}
+# Waits for all of wgmma's products: none for the last, which runs beside the next tile's first.
+MOST_DRAINS = {"forward_kernel": 1, "grad_query_kernel": 2, "grad_key_value_kernel": 2}
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -233,8 +258,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-def run(operations: list[str], device: int) -> list[tiles.Tile]:
-    """Start every kernel of these operations' cases on this device; the tiles that attention's tables gave."""
+def run(device: int, function: Any, *arguments: Any) -> list[tiles.Tile]:
+    """Start every kernel of a case on this device; the tiles that attention's tables gave."""
     choose, chosen = tiles.choose, []
 
     def record(*arguments: Any) -> tiles.Tile:
@@ -242,22 +267,19 @@ def run(operations: list[str], device: int) -> list[tiles.Tile]:
         return chosen[-1]
 
     with torch.cuda.device(device), FakeTensorMode(), mock.patch.object(tiles, "choose", record):
-        for operation in operations:
-            for function, *arguments in CASES[operation]:
-                function(*arguments)
+        function(*arguments)
     return chosen
 
 
-def unread(chosen: list[tiles.Tile], device: int) -> list[str]:
-    """What attention's tables for this device have that no case was given."""
+def lines(device: int) -> dict[str, tiles.Tile]:
+    """What attention's tables for this device have, by dtype, kernel and head size."""
     operands = (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)
-    return [
-        f"{dtype}{'' if is_aligned else ', not aligned'}: {kernel}, head {size}"
+    return {
+        f"{dtype}{'' if is_aligned else ', not aligned'}: {kernel}, head {size}": tile
         for dtype, is_aligned in operands
         for kernel, line in tiles.table(dtype, is_aligned, torch.device("cuda", device)).items()
         for size, tile in line.items()
-        if not any(tile is one for one in chosen)
-    ]
+    }
 
 
 def specialisations(device: int) -> Iterator[tuple[Any, Any]]:
@@ -283,7 +305,12 @@ class Report:
     stack: int  # bytes
     local: int  # accesses to it in the plain loop, or, where no loop has matrix instructions, in all of the kernel
     instructions: int  # of the same
-    narrow_accesses: int  # to global memory, of 16 bits and fewer
+    barriers: int  # in the plain loop, as the following
+    drains: int  # waits for all products of a warpgroup
+    shared_clocks: float | None  # that shared memory needs, for one of the tensor cores
+    wide_loads: float  # share of what is loaded from global memory that is loaded by 128 bits, not counting bulk loads
+    narrow_accesses: int  # to global memory, of 16 bits and fewer, in all of the kernel
+    stages: int  # tiles that are copied ahead, and the present one
     shared: int
     conversions: int  # layout conversions in loops with matrix products
     products: int  # matrix products in loops, in Triton's IR
@@ -291,6 +318,19 @@ class Report:
     bulk_loads: tuple[str, ...]  # in loops, of tiles by tensor descriptors
     tf32: bool
     narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
+
+    def __str__(self) -> str:
+        clocks = "-" if self.shared_clocks is None else f"{self.shared_clocks:.2f}"
+        instructions = ", ".join(self.matrix_instructions + self.bulk_loads) or "-"
+        return (
+            f"sm_{self.capability:<4} {self.name:36} {self.operands:45} {self.registers:8} {self.stack:6} "
+            f"{self.local:6} {self.barriers:9} {self.drains:7} {clocks:>14} {self.shared:7} {self.conversions:12}  "
+            f"{instructions}"
+        )
+
+    @property
+    def kernel(self) -> str:
+        return self.name.rpartition(".")[2]
 
     @property
     def constants(self) -> list[str]:
@@ -364,10 +404,11 @@ class Report:
         most = MOST_STACK if self.matrix_instructions else 0
         if self.stack > most:
             found.append(f"spills: {self.stack} bytes of stack, at most {most} are harmless")
-        elif self.local > MOST_LOCAL * self.instructions:
+        elif self.local > LOCAL.get((self.kernel, self.capability), MOST_LOCAL) * self.instructions:
             found.append(f"spills: {self.local} of the main loop's {self.instructions} instructions access the stack")
         if self.is_wide and self.narrow_accesses:
             found.append(f"{self.narrow_accesses} accesses to global memory of 16 bits and fewer")
+        found += self._loop_faults()
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
         halves = any(re.search(r"\*b?fp?16", value) for _, value in self.variant)
@@ -388,6 +429,25 @@ class Report:
         if self.tf32 and not self.is_tf32_allowed:
             found.append("tf32 that was not asked for")
         found += [f"offset in 32 bits: {line}" for line in self.narrow_offsets]
+        return found
+
+    def _loop_faults(self) -> list[str]:
+        """What keeps the plain loop of a usual call from overlapping as it is meant to."""
+        head = int(dict(self.variant).get("BLOCK_D", 0))
+        is_usual = self.is_regular and head <= 128 and self.rows >= 64 and self.matrix_instructions
+        if not (is_usual and self.capability in MOST_BARRIERS):
+            return []
+        found = []
+        most = SHARED.get((self.kernel, self.capability), MOST_SHARED)
+        is_copied = self.capability == 80 or self.bulk_loads  # of short sequences on sm_90 threads copy, by the way
+        if is_copied and self.shared_clocks is not None and self.shared_clocks > most:
+            found.append(f"shared memory takes {self.shared_clocks:.2f} times as long as products, at most {most}")
+        if self.stages > 1 and self.barriers > MOST_BARRIERS[self.capability]:
+            found.append(f"{self.barriers} barriers in the main loop, at most {MOST_BARRIERS[self.capability]}")
+        if self.drains > MOST_DRAINS.get(self.kernel, self.drains):
+            found.append(f"{self.drains} waits for all products in the main loop, at most {MOST_DRAINS[self.kernel]}")
+        if not self.bulk_loads and self.wide_loads < 1 / 2:
+            found.append(f"{self.wide_loads:.0%} of what the main loop loads is loaded by 128 bits")
         return found
 
 
@@ -411,6 +471,8 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
     variant = _variant("", tuple(kernel.src.signature.values()), function.arg_names, (), kernel.src.constants)
     binary = disassemble(kernel.asm["cubin"], TOOLS)
     plain = plain_loop(binary.instructions) or binary.instructions
+    threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
+    loop = Loop(plain, Attention(capability, 1, 1, binary.registers, threads, shared, fetched=0.0))
     looped = sorted({i.opcode for i in inside(binary.instructions)})
     products, conversions = _loops(kernel.asm["ttgir"])
     return Report(
@@ -419,10 +481,15 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
         variant=tuple(sorted(variant)),
         registers=binary.registers,
         stack=binary.stack,
-        local=sum(i.pipe == "local" for i in plain),
+        local=loop.local,
         instructions=len(plain),
+        barriers=loop.barriers,
+        drains=loop.drains,
+        shared_clocks=loop.shared_share if capability in MACHINES and loop.scores else None,
+        wide_loads=wide_share(plain, ("LDG", "LDGSTS")),
         narrow_accesses=sum(i.base in ("LDG", "STG", "LDGSTS") and i.bits <= 16 for i in binary.instructions),
-        shared=kernel.metadata.shared,
+        stages=kernel.metadata.num_stages,
+        shared=shared,
         conversions=conversions,
         products=products,
         matrix_instructions=tuple(
@@ -500,32 +567,63 @@ def narrow_offsets(ir: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+# Of this gate: what it has found in a kernel is not that of another version.
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("**/*.py"))))
+
+
+def examined(function: Any, kernel: Any, capability: int) -> Report:
+    """``examine``, kept in Triton's cache."""
+    kept = get_cache_manager(hashlib.sha256(f"{kernel.hash} {_SOURCES.hexdigest()}".encode()).hexdigest())
+    if path := kept.get_file("report.pickle"):
+        found: Report = pickle.loads(Path(path).read_bytes())
+        return found
+    found = examine(function, kernel, capability)
+    kept.put(pickle.dumps(found), "report.pickle")
+    return found
+
+
+_seen: set[int] = set()  # the compiled kernels of this process that are examined
+
+
+def of_case(device: int, capability: int, operation: str, place: int) -> tuple[list[Report], list[str]]:
+    """What is found in the kernels of a case that this process has not met before; which lines of attention's tables
+    were read."""
+    function, *arguments = CASES[operation][place]
+    chosen = run(device, function, *arguments)
+    read = [line for line, tile in lines(device).items() if any(tile is one for one in chosen)]
+    fresh = [pair for pair in specialisations(device) if id(pair[1]) not in _seen]
+    _seen.update(id(kernel) for _, kernel in fresh)
+    return [examined(*pair, capability) for pair in fresh], read
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
     pretend(*options.arch)
-    print(f"triton {triton.__version__}\n{'':90} registers  stack  local  shared  conversions  instructions")
+    print(
+        f"triton {triton.__version__}\n{'':90} registers  stack  local  barriers  drains  shared clocks  shared"
+        "  conversions  instructions"
+    )
+    cases = [(operation, place) for operation in options.operation for place in range(len(CASES[operation]))]
+    spawn, processes = multiprocessing.get_context("spawn"), len(os.sched_getaffinity(0))
     count = total = 0
-    for device, capability in enumerate(options.arch):
-        chosen = run(options.operation, device)
-        with ThreadPoolExecutor() as pool:
-            examined = functools.partial(examine, capability=capability)
-            reports = list(pool.map(examined, *zip(*specialisations(device), strict=True)))
-        count += len(reports)
-        for report, found in faults(reports).items():
-            instructions = ", ".join(report.matrix_instructions + report.bulk_loads) or "-"
-            print(
-                f"sm_{report.capability:<4} {report.name:36} {report.operands:45} {report.registers:8} "
-                f"{report.stack:6} {report.local:6} {report.shared:7} {report.conversions:12}  {instructions}"
-            )
-            for fault in found:
-                total += 1
-                print(f"  FAULT {fault}, with {', '.join(report.constants)}", flush=True)
-        for line in unread(chosen, device) if "attention" in options.operation else ():
-            total += 1
-            print(f"sm_{capability}\n  FAULT no case for {line}", flush=True)
+    with ProcessPoolExecutor(processes, spawn, initializer=pretend, initargs=options.arch) as pool:
+        for device, capability in enumerate(options.arch):
+            found = list(pool.map(functools.partial(of_case, device, capability), *zip(*cases, strict=True)))
+            reports = list(dict.fromkeys(report for some, _ in found for report in some))
+            read = {line for _, some in found for line in some}
+            count += len(reports)
+            for report, wrong in faults(reports).items():
+                print(report)
+                for fault in wrong:
+                    total += 1
+                    print(f"  FAULT {fault}, with {', '.join(report.constants)}", flush=True)
+            for line in lines(device) if "attention" in options.operation else ():
+                if line not in read:
+                    total += 1
+                    print(f"sm_{capability}\n  FAULT no case for {line}", flush=True)
     print(f"{count} kernels, {total} faults")
     return 1 if total or not count else 0
 

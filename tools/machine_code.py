@@ -249,6 +249,20 @@ def tables(results: dict[str, Any]) -> str:
                 lines.append(f"| {machine.name} {direction} {size} | predicted {rate:.0f} | {' | '.join(peers)} |")
     lines += [
         "",
+        "| backward pass, bfloat16, TFLOP/s | predicted of two kernels | of one, dQ's traffic behind it or beside |",
+        "| --- | --- | --- |",
+    ]
+    for capability in (80, 90):
+        for head_dim in (64, 128):
+            for name in (f"d{head_dim}", f"d{head_dim} dropout"):
+                two = _rate(ours, "backward", f"{name} sm_{capability}")
+                after, beside = one_pass(ours, head_dim, name, capability)
+                lines.append(
+                    f"| {MACHINES[capability].name} {name.replace('d', 'D=', 1).replace(' dropout', ', dropout 0.1')} "
+                    f"| predicted {two:.0f} | predicted {after:.0f} to {beside:.0f} |"
+                )
+    lines += [
+        "",
         "| main loop | tile, warps, stages | predicted, TFLOP/s, from no overlap to full | instructions a score "
         "| clocks of tensor cores, shared memory, issue | stack accesses, barriers, drains |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -293,6 +307,18 @@ def _rate(ours: dict[str, Any], direction: str, case: str) -> float | None:
     return BACKWARD_PRODUCTS / sum(
         PRODUCTS[f"{kernel}_kernel"] / rate for kernel, rate in zip(kernels, found, strict=True)
     )
+
+
+def one_pass(ours: dict[str, Any], size: int, case: str, capability: int) -> tuple[float, float]:
+    """TFLOP/s of five products that one backward kernel is estimated to reach: the loop of dK and dV and dQ's product
+    after it, with dQ, which is read and written in float32, after that or beside it."""
+    machine, found = MACHINES[capability], ours[f"grad_key_value {case} sm_{capability}"]
+    of_product = 2 * size * 32 * machine.multiprocessors * machine.clock / 1e3  # TFLOP/s at a clock for 32 scores
+    loop = of_product * PRODUCTS["grad_key_value_kernel"] / found["predicted_tflops"]["simulated"]
+    loop += size * 32 / (machine.matrix or machine.mma)
+    traffic = 32 * 8 * size / found["tile"][1] / machine.l2
+    beside = max(loop, found["clocks"]["l2"] + traffic)
+    return BACKWARD_PRODUCTS * of_product / (loop + traffic), BACKWARD_PRODUCTS * of_product / beside
 
 
 def _peer(peers: dict[str, Any], kind: str, case: str, capability: int) -> str:

@@ -101,6 +101,16 @@ def aligned_rows(narrow_accesses):
     return dataclasses.replace(plain, variant=variant, narrow_accesses=narrow_accesses, narrow_offsets=())
 
 
+def usual_loop(capability=90, kernel="forward_kernel", **found):
+    """A loop of attention's usual calls, in which this is found."""
+    sound = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
+    sizes = {"BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_M": 128, "BLOCK_N": 64, "ALIGNMENT": 8, "EVEN": True}
+    variant = *((name, str(value)) for name, value in sizes.items()), ("problem.mask", "None")
+    kept = {"variant": (*variant, ("problem.sequences.cu_seq_q", "None")), "matrix_instructions": ("HGMMA",)}
+    kept |= {"narrow_offsets": (), "stages": 2, "shared_clocks": 1.0, "wide_loads": 1.0}
+    return dataclasses.replace(sound, name=f"forward.{kernel}", capability=capability, **(kept | found)).faults()
+
+
 def main():
     halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
     whole = report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
@@ -115,10 +125,17 @@ def main():
         "nothing beside it": aot_gate.faults([whole])[whole],
         "too large": dataclasses.replace(whole, shared=(227 << 10) + 1).faults(),
         "large stack": dataclasses.replace(whole, stack=392).faults(),
-        "spill in the loop": dataclasses.replace(whole, stack=8, local=10, instructions=199).faults(),
-        "spill beside the loop": dataclasses.replace(whole, stack=8, local=10, instructions=200).faults(),
+        "spill in the loop": dataclasses.replace(whole, stack=8, local=8, instructions=199).faults(),
+        "spill beside the loop": dataclasses.replace(whole, stack=8, local=8, instructions=200).faults(),
         "narrow rows": aligned_rows(narrow_accesses=1).faults(),
         "wide rows": aligned_rows(narrow_accesses=0).faults(),
+        "a sound loop": usual_loop(barriers=6, drains=1, shared_clocks=1.15, wide_loads=0.5),
+        "barriers": usual_loop(80, barriers=3),
+        "barriers of one stage": usual_loop(80, barriers=3, stages=1),
+        "drains": usual_loop(drains=2),
+        "shared memory": usual_loop(shared_clocks=1.2, bulk_loads=("UTMALDG",)),
+        "known shared memory": usual_loop(80, "grad_key_value_kernel", shared_clocks=1.8),
+        "narrow loads": usual_loop(wide_loads=0.4),
         "converted": compared(report(converted, halves | {"size": "i64"}, {}).conversions),
         "not converted": compared(whole.conversions),
         "spill": faults(spill, singles | {"size": "i64"}, {}, warps=1),

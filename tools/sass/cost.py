@@ -136,6 +136,12 @@ class Loop:
         return sum(i.pipe == "local" for i in self.body)
 
     @property
+    def shared_share(self) -> float:
+        """Clocks of shared memory for one of the tensor cores."""
+        clocks = self.clocks
+        return clocks["shared"] / clocks["tensor"]
+
+    @property
     def barriers(self) -> int:
         """Of all warps of a program."""
         return sum(i.base == "BAR" and ".ARV" not in i.opcode for i in self.body)
@@ -187,6 +193,12 @@ def widths(code: Sequence[Instruction]) -> dict[str, dict[int, int]]:
         if i.base in ("LDG", "STG", "LDS", "STS", "LDL", "STL", "LDGSTS"):
             found.setdefault(i.base, Counter())[i.bits] += 1
     return {base: dict(sorted(count.items())) for base, count in sorted(found.items())}
+
+
+def wide_share(code: Sequence[Instruction], bases: Sequence[str]) -> float:
+    """Of the bytes that these instructions move, the part moved by 128 bits at a time; 1 of none."""
+    moved = [i.bits for i in code if i.base in bases]
+    return sum(bits for bits in moved if bits >= 128) / sum(moved) if moved else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
