@@ -1,0 +1,96 @@
+"""The BLEU on the verses' test text that an hour of training gives: `tiny`, the mean of its last checkpoints, beam 4.
+
+    python benchmarks/hour.py --record
+
+How many checkpoints are averaged is chosen on the validation text. `--record` keeps the result, with its curve and its
+recipe, as benchmarks/results/hour-MACHINE.json.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastattn
+from fastattn.bench import report
+from fastattn.translation import checkpoint, precision
+from fastattn.translation.data import read_parallel
+from fastattn.translation.evaluate import scores
+from fastattn.translation.search import Search, translate
+from fastattn.translation.train import read_metrics, train
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSES = Path(fastattn.__file__).parent / "verses"
+AVERAGED = (1, 5, 10, 20)
+
+
+def run(folder: Path, minutes: float, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Trains and translates in ``folder``."""
+    files = {
+        split: (VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
+        for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
+    }
+    out, search = folder / "run", Search(beam=4)
+    train(files["train"], files["dev"], out, preset="tiny", max_minutes=minutes, keep=max(AVERAGED), **recipe)
+    _, training = checkpoint.load_config(checkpoint.newest(out))
+    dtype = precision.DTYPES[training.precision]
+
+    def bleu(model: Path, split: str) -> float:
+        sources, references = read_parallel(*files[split])
+        loaded, tokenizer = checkpoint.load(model)
+        return scores(translate(loaded.to(dtype), tokenizer, sources, search), references).bleu
+
+    trained = [path for path in checkpoint.steps(out) if checkpoint.updates(path)][-max(AVERAGED) :]
+    on_dev = {}
+    for last in AVERAGED:
+        if last <= len(trained):
+            checkpoint.average(out, last, folder / f"mean-{last}")
+            on_dev[last] = bleu(folder / f"mean-{last}", "dev")
+            print(f"mean of {last}: BLEU {on_dev[last]:.2f} on dev", flush=True)
+    best = max(on_dev, key=on_dev.__getitem__)
+    sources, references = read_parallel(*files["test"])
+    model, tokenizer = checkpoint.load(folder / f"mean-{best}")
+    found = scores(translate(model.to(dtype), tokenizer, sources, search), references)
+    curve = [row for row in read_metrics(out) if "valid_loss" in row]
+    return {
+        "minutes": minutes,
+        "test": dataclasses.asdict(found),
+        "averaged": best,
+        "dev_bleu": on_dev,
+        "beam": search.beam,
+        "length_penalty": search.length_penalty,
+        "model": dataclasses.asdict(model.config),
+        "training": dataclasses.asdict(training),
+        "curve": curve,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--vocab-size", type=int, default=8000)
+    parser.add_argument("--rate", type=float, default=0.7)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--save-every", type=int, default=250)
+    parser.add_argument("--record", action="store_true")
+    options = vars(parser.parse_args())
+    minutes, keep_result = options.pop("minutes"), options.pop("record")
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(Path(folder), minutes, options)
+    print(json.dumps({name: value for name, value in result.items() if name != "curve"}, indent=1))
+    if keep_result:
+        machine = report.machine()
+        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
+        data = {"machine": machine, "versions": versions, "commit": report.commit(), **result}
+        path = ROOT / f"benchmarks/results/hour-{report.kind(machine)}.json"
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""A training step on the CPU: where its time goes, and what was chosen by measuring.
+
+    python benchmarks/step.py --record
+
+- the shares of an update, by torch's profiler: of `base` on 32 x 48 tokens and of `tiny` on a batch of the verses;
+- forward and backward of `base` beside jadore801120's program, in the same process by turns;
+- the loss beside whole logits, which `F.linear_cross_entropy` makes too where there is label smoothing;
+- batches of sentences of like length beside batches of as many tokens without any padding, which packed batches could
+  at most become.
+
+`--record` keeps the results as benchmarks/results/step-MACHINE.json and writes the tables of docs/performance.md.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import fastattn
+from fastattn import Transformer, TransformerConfig
+from fastattn.bench import report
+from fastattn.bench.timer import interleave
+from fastattn.translation import precision
+from fastattn.translation.config import PRESETS, TrainingConfig
+from fastattn.translation.data import ParallelText, Sentences, read_parallel
+from fastattn.translation.evaluate import smoothed_loss
+from fastattn.translation.tokenizer import PAD_ID, Tokenizer
+from fastattn.translation.train import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSES = Path(fastattn.__file__).parent / "verses"
+VOCABULARY = 37_000
+SHAPE = 32, 48
+# By the beginning of the names of operations; what has none of them is the rest.
+PARTS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("fastattn_cpu::attention",),
+    "dropout, residual, LayerNorm": ("fastattn_cpu::",),
+    "copies, most of them casts of autocast's": ("aten::copy_", "aten::cat"),
+    "Adam": ("aten::_fused_adam_",),
+    "softmax and sums of the loss": ("aten::_softmax", "aten::softmax", "aten::amax", "aten::mean", "aten::gather"),
+    "embeddings": ("aten::embedding", "aten::index_select"),
+}
+REST = "other elementwise operations, Python"
+
+
+def text_of(ids: tuple[list[list[int]], list[list[int]]]) -> ParallelText:
+    text = ParallelText.__new__(ParallelText)
+    text.sources, text.targets = map(Sentences, ids)
+    return text
+
+
+def random_ids(sentences: int, pieces: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Of one length; with the end ``pieces`` each."""
+    return torch.randint(4, vocabulary, (sentences, pieces - 1), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def verses() -> tuple[Tokenizer, ParallelText]:
+    sources, targets = read_parallel(VERSES / "train.en.gz", VERSES / "train.es.gz")
+    tokenizer = Tokenizer.train(sources + targets, PRESETS["tiny"].vocab_size)
+    return tokenizer, ParallelText(tokenizer, sources, targets)
+
+
+def trainer(preset: str, vocabulary: int, text: ParallelText, batch_tokens: int) -> Trainer:
+    torch.manual_seed(1)
+    config = TrainingConfig(batch_tokens=batch_tokens, precision=precision.resolve("auto"))
+    return Trainer(Transformer(TransformerConfig.preset(preset, vocabulary)), text, config)
+
+
+def shares(update: Callable[[], Any], updates: int) -> dict[str, float]:
+    """Of the time of some updates, by PARTS: an operation's own time, without that of those it calls."""
+    update()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(updates):
+            update()
+    spent: Counter[str] = Counter()
+    for event in found.key_averages():
+        part = next((part for part, names in PARTS.items() if event.key.startswith(names)), REST)
+        spent[part] += event.self_cpu_time_total
+    return {part: spent[part] / spent.total() for part in (*PARTS, REST)}
+
+
+def program(seconds: float) -> dict[str, float]:
+    """jadore801120's time over ours: forward, loss and backward of the base model, dropout on."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from public_models import jadore
+
+    ids = torch.tensor(random_ids(SHAPE[0], SHAPE[1] + 2))
+    source, target, label = ids[:, : SHAPE[1]], ids[:, :-1][:, : SHAPE[1]], ids[:, 1:][:, : SHAPE[1]].flatten()
+    theirs = jadore.Transformer(VOCABULARY, VOCABULARY, PAD_ID, PAD_ID)
+    ours = Transformer(TransformerConfig.preset("base", VOCABULARY, attention_dropout=0.1))
+    found = {}
+    for name in ("bf16", "fp32"):
+
+        def step(model, name=name):
+            def run():
+                with torch.autocast("cpu", torch.bfloat16, enabled=name == "bf16"):
+                    logits = model(source, target).flatten(0, -2)
+                loss = F.cross_entropy(logits, label, label_smoothing=0.1)
+                return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+            return run
+
+        found[name] = ratio({"ours": step(ours), "theirs": step(theirs)}, seconds)["theirs"]
+    return found
+
+
+def losses(seconds: float) -> dict[str, float]:
+    """The time of each over ours, forward and backward, of 1536 tokens of `base`."""
+    features = torch.randn(SHAPE[0] * SHAPE[1], 512).bfloat16().requires_grad_()
+    weight = (torch.randn(VOCABULARY, 512) / 512**0.5).requires_grad_()
+    labels = torch.randint(4, VOCABULARY, (len(features),))
+    smoothing = {"label_smoothing": 0.1, "ignore_index": PAD_ID, "reduction": "sum"}
+
+    def run(loss: Callable[[], torch.Tensor]) -> Callable[[], Any]:
+        def call():
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss()
+            return torch.autograd.grad(value, (features, weight))
+
+        return call
+
+    programs = {
+        "ours": run(lambda: smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)[0]),
+        "whole logits": run(lambda: F.cross_entropy(F.linear(features, weight).float(), labels, **smoothing)),
+    }
+    return ratio(programs, seconds)
+
+
+def padding(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> dict[str, float]:
+    """Of an epoch of `tiny`'s batches: the share of padding, and the time of a token over that of one in batches of as
+    many tokens whose sentences all have the mean length."""
+    budget = TrainingConfig.of_preset("tiny").batch_tokens
+    batches = [text.batch(index) for index in text.buckets(budget)]
+    filled = sum(int(b.source_lengths.sum()) + b.tokens for b in batches)
+    places = sum(b.source.numel() + b.target.numel() for b in batches)
+    pairs = len(text.sources)
+    mean = round(filled / (2 * pairs))
+    even = text_of((random_ids(budget, mean, tokenizer.vocab_size),) * 2)
+    ours = trainer("tiny", tokenizer.vocab_size, text, budget)
+    whole = trainer("tiny", tokenizer.vocab_size, even, budget // mean * mean)
+    trainers = {"ours": ours, "whole": whole}
+    times, tokens = Counter[str](), Counter[str]()
+    for of in trainers.values():
+        of.update()
+    while sum(times.values()) < seconds:
+        for name, of in trainers.items():
+            start = time.perf_counter()
+            tokens[name] += int(of.update()[4])
+            times[name] += time.perf_counter() - start
+    costs = {name: times[name] / tokens[name] for name in trainers}
+    return {"padding": 1 - filled / places, "a token over one without padding": costs["ours"] / costs["whole"]}
+
+
+def ratio(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """The time of each over that of ours, by turns."""
+    timing = interleave(functions, budget=seconds, rounds=(3, 100))
+    return {name: timing.ratio(name, "ours").median for name in functions if name != "ours"}
+
+
+def tables(results: dict[str, Any]) -> str:
+    of_shares = results["shares"]
+    lines = [f"| share of an update | {' | '.join(of_shares)} |", f"| --- | {' | '.join('---' for _ in of_shares)} |"]
+    lines += [
+        f"| {part} | {' | '.join(f'{shares[part]:.0%}' for shares in of_shares.values())} |" for part in (*PARTS, REST)
+    ]
+    lines += ["", "| beside ours | time over ours |", "| --- | --- |"]
+    lines += [f"| jadore801120's step, {name} | {value:.2f} |" for name, value in results["program"].items()]
+    lines += [f"| the loss: {name} | {value:.2f} |" for name, value in results["losses"].items()]
+    found = results["padding"]
+    lines += [
+        "",
+        f"Batches of like lengths are {found['padding']:.1%} padding. A token of theirs costs "
+        f"{found['a token over one without padding']:.2f} times what one costs in batches without any.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each comparison (default 60)")
+    parser.add_argument("--updates", type=int, default=10, help="that are profiled (default 10)")
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args()
+    tokenizer, text = verses()
+    even = text_of((random_ids(256, SHAPE[1]),) * 2)
+    base = trainer("base", VOCABULARY, even, SHAPE[0] * SHAPE[1])
+    tiny = trainer("tiny", tokenizer.vocab_size, text, TrainingConfig.of_preset("tiny").batch_tokens)
+    results = {
+        "shares": {
+            f"`{of.config.precision}`, {name}": shares(of.update, options.updates)
+            for name, of in (("`base`, 32 x 48 tokens", base), ("`tiny`, 2048 tokens", tiny))
+        },
+        "program": program(options.seconds),
+        "losses": losses(options.seconds),
+        "padding": padding(tokenizer, text, options.seconds),
+    }
+    print(tables(results))
+    if options.record:
+        machine = report.machine()
+        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
+        data = {"machine": machine, "versions": versions, "commit": report.commit(), **results}
+        path = ROOT / f"benchmarks/results/step-{report.kind(machine)}.json"
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(path)
+        head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}.\n\n"
+        report.insert(ROOT / "docs/performance.md", "step", head + tables(results))
+
+
+if __name__ == "__main__":
+    main()
