@@ -25,7 +25,7 @@ from triton.runtime.errors import InterpreterError
 
 import fake_gpu
 import fastattn
-from fastattn.backends.triton import kernel, philox
+from fastattn.backends.triton import kernel, philox, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
@@ -33,24 +33,30 @@ SEED = torch.tensor([4, 5])
 
 
 @triton.jit
-def _keep(out, seed, threshold, rows, columns, z, i, j, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
+def _keep(out, seed, threshold, height, columns, z, i, j, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
     """Writes the block of rows from i and columns from j of matrix z of `out` by the named function."""
     dropout = philox.Dropout(seed, threshold, 1.0)
     rows_of = i + tl.arange(0, M)
+    if FORM == "pairs":
+        place = i // 2 + tl.arange(0, M) // 2
+        rows_of = place // 8 * 16 + place % 8 + tl.arange(0, M) % 2 * 8
     columns_of = j + tl.arange(0, N)
-    pointers = out + z * rows * columns + rows_of[:, None] * columns + columns_of[None, :]
-    inside = (rows_of[:, None] < rows) & (columns_of[None, :] < columns)
+    pointers = out + z * height * columns + rows_of[:, None] * columns + columns_of[None, :]
+    inside = (rows_of[:, None] < height) & (columns_of[None, :] < columns)
     if FORM == "tile":
         kept = philox.keep(dropout, z, i, j, M, N)
     elif FORM == "transposed":
         kept = philox.keep_transposed(dropout, z, i, j, M, N).trans()
+    elif FORM == "pairs":
+        pair = i // 2 + tl.arange(0, M // 2)
+        kept = philox.keep_pairs(dropout, rows.Rows(z, rows_of, rows_of, True, z + pair * 0, pair), j, N)
     else:
         kept = philox.keep_rows(dropout, z + rows_of * 0, rows_of, j, N)
     tl.store(pointers, kept, mask=inside)
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-81985529216486896, 12345678901), (2**63 - 1, -1)], ids=str)
-@pytest.mark.parametrize("form", ["tile", "transposed", "rows"])
+@pytest.mark.parametrize("form", ["tile", "transposed", "pairs", "rows"])
 def test_every_form_of_the_formula(form, seed):
     shape, p, (m, n) = (3, 40, 200), 0.3, (32, 64)
     out = torch.zeros(shape, dtype=torch.bool)
@@ -62,7 +68,7 @@ def test_every_form_of_the_formula(form, seed):
 
 
 @pytest.mark.parametrize("p", [1 / 65536, 1 - 8e-6, 1.0])
-@pytest.mark.parametrize("form", ["tile", "transposed", "rows"])
+@pytest.mark.parametrize("form", ["tile", "transposed", "pairs", "rows"])
 def test_extreme_thresholds(form, p):
     out = torch.zeros(1, 32, 64, dtype=torch.bool)
     _keep[(1,)](out, torch.tensor([1, 2]), threshold(p), 32, 64, 0, 0, 0, 32, 64, form)

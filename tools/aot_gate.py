@@ -120,9 +120,10 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
     input, seed = empty(2, 4, 64, columns, dtype=dtype), empty(2, dtype=torch.int64)
     attn_mask = None if mask is None else empty(2, 1, 1, columns, dtype=mask)
-    arguments = input, attn_mask, None, seed, 0.125, 64, 0, False, threshold
-    out, stats = softmax_dropout(*arguments)
-    softmax_dropout_backward(out, stats, *arguments, mask is not None and mask != torch.bool)
+    for right in (0, columns):  # causal, and where every row sees every column
+        arguments = input, attn_mask, None, seed, 0.125, 64, right, False, threshold
+        out, stats = softmax_dropout(*arguments)
+        softmax_dropout_backward(out, stats, *arguments, mask is not None and mask != torch.bool)
 
 
 def _attention(

@@ -52,7 +52,7 @@ BACKWARD_PRODUCTS = 5
 def attention(size: int, threshold: int) -> None:
     query, key, value = (aot_gate.empty(*PROBLEM, size, dtype=DTYPE) for _ in range(3))
     seed = aot_gate.empty(2, dtype=torch.int64) if threshold else None
-    arguments = query, key, value, None, None, seed, size**-0.5, -1, -1, False, threshold
+    arguments = query, key, value, None, None, seed, size**-0.5, *query.shape[2:3] * 2, False, threshold
     out, _, stats = FUNCTIONS["attention"](*arguments)
     FUNCTIONS["attention_backward"](out, None, out, stats, *arguments, False)
 
@@ -79,7 +79,7 @@ def dropout_add_layer_norm(columns: int) -> None:
 
 def softmax_dropout(columns: int) -> None:
     input, seed = _rows(columns).unflatten(0, (2, 4)), aot_gate.empty(2, dtype=torch.int64)
-    arguments = input, None, None, seed, 0.125, -1, -1, False, THRESHOLD
+    arguments = input, None, None, seed, 0.125, input.size(2), columns, False, THRESHOLD
     out, stats = FUNCTIONS["softmax_dropout"](*arguments)
     FUNCTIONS["softmax_dropout_backward"](out, stats, *arguments, False)
 

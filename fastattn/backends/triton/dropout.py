@@ -12,10 +12,21 @@ from torch import Tensor
 
 from fastattn.backends.common import dense_strides, dropout_scale
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
-from fastattn.backends.triton.philox import Dropout, keep_rows
-from fastattn.backends.triton.rows import LIMITS, RowLimits, are_aligned, divide, exists, fits_int32, places, row_tile
+from fastattn.backends.triton.philox import Dropout, keep_pairs
+from fastattn.backends.triton.rows import (
+    LIMITS,
+    RowLimits,
+    are_aligned,
+    divide,
+    exists,
+    fits_int32,
+    places,
+    row_slots,
+    row_tile,
+    rows_of,
+)
 
-LIMITS["dropout"] = RowLimits(4096, 4096, 4096, 1024)
+LIMITS["dropout"] = RowLimits(4096, 2048, 2048, 2048, rows=2)
 
 
 class Matrices(NamedTuple):
@@ -29,38 +40,39 @@ class Matrices(NamedTuple):
 
 
 @triton.jit
-def _places(matrices, row, matrix, i, inner_matrices, column, columns, INT32: tl.constexpr, ALIGNED: tl.constexpr):
+def _places(matrices, rows, inner_matrices, first, column, columns, INT32: tl.constexpr, ALIGNED: tl.constexpr):
     if matrices.outer is None:
-        offset = row * columns
+        offset = rows.row * columns
     else:
-        outer, inner = divide(matrix, inner_matrices, INT32)
-        offset = outer.to(tl.int64) * matrices.outer + inner.to(tl.int64) * matrices.inner
-        offset += i.to(tl.int64) * matrices.row
-    if matrices.column is not None:
-        column = column * matrices.column
+        outer, inner = divide(rows.matrix, inner_matrices, INT32)
+        offset = outer.to(tl.int64) * matrices.outer + inner.to(tl.int64) * matrices.inner + rows.i * matrices.row
+    if matrices.column is None:
+        offset += first
+    else:
+        column = (first + column) * matrices.column
     return places(matrices.pointer + offset, column, ALIGNED)
 
 
 @kernel
 def _dropout(
     input, out, dropout, rows: tl.int64, columns: tl.int64, matrix_rows: tl.int64, inner_matrices: tl.int64,
+    slots: tl.int64, blocks: tl.int32,
     INT32: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Without an input, out is the mask."""
     if ALIGNED:
         columns = columns // 16 * 16  # shows the compiler what divides it
-    group, block = divide(tl.program_id(0), tl.cdiv(columns, BLOCK_N), True)
-    row = group.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group, block = divide(tl.program_id(0), blocks, True)
+    here = rows_of(group, slots, matrix_rows, rows, dropout, BLOCK_M, INT32)
     first = block.to(tl.int64) * BLOCK_N
-    column = (first + tl.arange(0, BLOCK_N))[None, :]
-    inside = (row < rows)[:, None] & exists(column, columns, ALIGNED)
-    matrix, i = divide(row, matrix_rows, INT32)
-    kept = keep_rows(dropout, matrix, i, first, BLOCK_N)
-    outs = _places(out, row, matrix, i, inner_matrices, column, columns, INT32, ALIGNED)
+    column = tl.arange(0, BLOCK_N)[None, :]
+    inside = here.exists[:, None] & exists(column, tl.minimum(columns - first, BLOCK_N).to(tl.int32), ALIGNED)
+    kept = keep_pairs(dropout, here, first, BLOCK_N)
+    outs = _places(out, here, inner_matrices, first, column, columns, INT32, ALIGNED)
     if input is None:
         tl.store(outs, kept, mask=inside)
     else:
-        inputs = _places(input, row, matrix, i, inner_matrices, column, columns, INT32, ALIGNED)
+        inputs = _places(input, here, inner_matrices, first, column, columns, INT32, ALIGNED)
         x = tl.load(inputs, mask=inside).to(tl.float32)
         tl.store(outs, tl.where(kept, x, 0.0) * dropout.scale, mask=inside)
 
@@ -84,10 +96,12 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     rows = outer * inner * matrix_rows
     is_aligned = is_unit and are_aligned(columns, input, out)
     tile = row_tile("dropout", columns, is_aligned)
+    dropout = Dropout(seed, threshold, dropout_scale(threshold))
+    slots, blocks = row_slots(matrix_rows, dropout), cdiv(columns, tile.block_n)
     launch(
-        _dropout, (cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n),), out.device,
-        inputs, outs, Dropout(seed, threshold, dropout_scale(threshold)), rows, columns, matrix_rows,
-        inner, INT32=fits_int32(rows), ALIGNED=is_aligned,
+        _dropout, (cdiv(outer * inner * slots, tile.block_m) * blocks,), out.device,
+        inputs, outs, dropout, rows, columns, matrix_rows, inner, slots, blocks,
+        INT32=fits_int32(outer * inner * slots), ALIGNED=is_aligned,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
 

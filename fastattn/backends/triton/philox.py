@@ -85,17 +85,62 @@ def keep_transposed(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _side_by_side(even, odd):
+    """The low halves of two words in one, and their high halves."""
+    return (even & 0xFFFF) | (odd << 16), (even >> 16) | (odd & 0xFFFF0000)
+
+
+@triton.jit
+def _stack(a, b):
+    """In a new first dimension, merged with the next: what a thread has of either stays with it."""
+    return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
+
+
+@triton.jit
+def _two_calls(dropout, z, x, y):
+    """The values of the calls x and x + 1 side by side, stacked by (j // 8 % 2, j // 16 % 2, i // 8 % 2)."""
+    a0, a1, a2, a3 = _words(dropout, z, x, y)
+    b0, b1, b2, b3 = _words(dropout, z, x + 1, y)
+    v0, v1 = _side_by_side(a0, b0)
+    v2, v3 = _side_by_side(a1, b1)
+    v4, v5 = _side_by_side(a2, b2)
+    v6, v7 = _side_by_side(a3, b3)
+    return _stack(_stack(_stack(v0, v4), _stack(v2, v6)), _stack(_stack(v1, v5), _stack(v3, v7)))
+
+
+@triton.jit
+def _two_half_calls(dropout, z, x, y, upper):
+    """Those of the upper eight rows of a tile or of the lower, stacked by (j // 8 % 2, j // 16 % 2)."""
+    a0, a1, a2, a3 = _words(dropout, z, x, y)
+    b0, b1, b2, b3 = _words(dropout, z, x + 1, y)
+    v0, v1 = _side_by_side(tl.where(upper, a0, a2), tl.where(upper, b0, b2))
+    v2, v3 = _side_by_side(tl.where(upper, a1, a3), tl.where(upper, b1, b3))
+    return _stack(_stack(v0, v2), _stack(v1, v3))
+
+
+# What a thread has of a row in memory are 8 columns beside one another, of 8 calls. So in the two forms for rows values
+# change threads before they are compared: two in a word as they lie in a row, of four calls beside one another.
+
+
+@triton.jit
 def keep_rows(dropout, z, i, j, N: tl.constexpr):
     """(M, N): the rows i (M,) of the matrices z (M,), any ones, columns from j; 32 divides j and N. One call for 4."""
-    x = j // 4 + tl.arange(0, N // 4)[None, :]
-    y = (i // 16 * 8 + i % 8)[:, None]
-    w0, w1, w2, w3 = _words(dropout, z[:, None], x, y)
-    upper = (i // 8 % 2 == 0)[:, None]
-    left, right = tl.where(upper, w0, w2), tl.where(upper, w1, w3)
-    # A thread loads and stores 8 neighbouring columns, which belong to 8 calls. So what a call keeps is packed, a bit
-    # for each j // 8 % 4, and one number goes to the threads that need it.
-    bound = _bound(dropout)
-    bits = tl.where((left << 16) > bound, 1, 0) | tl.where(left > bound, 2, 0)
-    bits |= tl.where((right << 16) > bound, 4, 0) | tl.where(right > bound, 8, 0)
-    bits = bits.reshape(i.shape[0], N // 32, 1, 8) & (1 << tl.arange(0, 4))[None, None, :, None]
-    return (bits != 0).reshape(i.shape[0], N)
+    M: tl.constexpr = i.shape[0]
+    z, y, upper = z[:, None], (i // 16 * 8 + i % 8)[:, None], (i // 8 % 2 == 0)[:, None]
+    x = j // 4 + 4 * tl.arange(0, N // 16)[None, :]
+    values = _stack(_two_half_calls(dropout, z, x, y, upper), _two_half_calls(dropout, z, x + 2, y, upper))
+    # (j % 4 // 2, j // 8 % 2, j // 16 % 2, row, 32-column tile, j % 8 // 4), as they lie in rows
+    values = values.reshape(2, 2, 2, M, N // 32, 2).permute(3, 4, 2, 1, 5, 0).reshape(M, N // 2)
+    return _halves(values, dropout).reshape(M, N)
+
+
+@triton.jit
+def keep_pairs(dropout, rows, j, N: tl.constexpr):
+    """(M, N): these ``Rows`` (M,), which are in pairs, columns from j; 32 divides j and N. One call for 8."""
+    P: tl.constexpr = rows.pair.shape[0]
+    z, y = rows.pair_matrix[:, None], rows.pair[:, None]
+    x = j // 4 + 4 * tl.arange(0, N // 16)[None, :]
+    values = _stack(_two_calls(dropout, z, x, y), _two_calls(dropout, z, x + 2, y))
+    # (j % 4 // 2, j // 8 % 2, j // 16 % 2, i // 8 % 2, pair, 32-column tile, j % 8 // 4), as they lie in rows
+    values = values.reshape(2, 2, 2, 2, P, N // 32, 2).permute(4, 3, 5, 2, 1, 6, 0).reshape(2 * P, N // 2)
+    return _halves(values, dropout).reshape(2 * P, N)

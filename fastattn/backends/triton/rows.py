@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,7 @@ class RowLimits(NamedTuple):
     widest: int  # columns up to which a row is read once
     block_n: int  # of wider rows, which are read twice
     warp_elements: int
+    rows: int = 1  # the fewest of a block
 
 
 LIMITS: dict[str, RowLimits] = {}  # by kernel; each operation's file has its own
@@ -32,10 +33,10 @@ def row_tile(kernel: str, columns: int, is_aligned: bool) -> RowTile:
     rows that are not aligned each element has a pointer of its own, for which there are registers of twice as many
     warps."""
     limits = LIMITS[kernel]
-    block_m, block_n = 1, limits.block_n
+    block_m, block_n = limits.rows, limits.block_n
     if columns <= limits.widest:
         block_n = max(32, 1 << (columns - 1).bit_length())
-        block_m = max(1, limits.elements // block_n)
+        block_m = max(limits.rows, limits.elements // block_n)
     warp_elements = limits.warp_elements if is_aligned else limits.warp_elements // 2
     return RowTile(block_m, block_n, max(1, min(_MAX_WARPS, block_m * block_n // warp_elements)))
 
@@ -68,6 +69,39 @@ def are_aligned(columns: int, *operands: Tensor | None) -> bool:
 def fits_int32(rows: int) -> bool:
     """Whether rows can be counted in 32 bits, in which a division takes a tenth of the instructions."""
     return rows < 2**31
+
+
+def row_slots(rows: int, dropout: object) -> int:
+    """The places of a matrix's rows as ``rows_of`` counts them."""
+    return rows if dropout is None else 2 * (rows // 16 * 8 + min(rows % 16, 8))
+
+
+class Rows(NamedTuple):
+    """Which rows (M,) a program has."""
+
+    matrix: Any
+    i: Any  # in the matrix
+    row: Any  # of all
+    exists: Any
+    pair_matrix: Any  # (M // 2,), and i // 16 * 8 + i % 8: the arguments of dropout's formula
+    pair: Any
+
+
+@triton.jit
+def rows_of(program, slots, matrix_rows, rows, dropout, M: tl.constexpr, INT32: tl.constexpr):
+    """Rows one after another or, with dropout, in pairs i, i + 8, which share its values. Of a pair in a matrix's last
+    rows the second may not exist."""
+    if dropout is None:
+        matrix, i = divide(program.to(tl.int64) * M + tl.arange(0, M), slots, INT32)
+        pair_matrix, pair = matrix, i
+    else:
+        first = program.to(tl.int64) * (M // 2)
+        pair_matrix, pair = divide(first + tl.arange(0, M // 2), slots // 2, INT32)
+        matrix, place = divide(first + tl.arange(0, M) // 2, slots // 2, INT32)
+        i = place // 8 * 16 + place % 8 + tl.arange(0, M) % 2 * 8
+    i = i.to(tl.int64)
+    row = matrix.to(tl.int64) * matrix_rows + i
+    return Rows(matrix, i, row, (i < matrix_rows) & (row < rows), pair_matrix, pair)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
-from fastattn.backends.triton.philox import dropout_of, keep_rows
+from fastattn.backends.triton.philox import dropout_of, keep_pairs
 from fastattn.backends.triton.rows import (
     LIMITS,
     RowLimits,
@@ -21,19 +21,21 @@ from fastattn.backends.triton.rows import (
     exists,
     fits_int32,
     places,
+    row_slots,
     row_tile,
+    rows_of,
 )
 from fastattn.backends.triton.visibility import Window, band_of, end_key, first_key
 
-LIMITS["softmax_dropout"] = RowLimits(4096, 8192, 4096, 1024)
-LIMITS["softmax_dropout_backward"] = RowLimits(4096, 8192, 4096, 1024)
+LIMITS["softmax_dropout"] = RowLimits(2048, 8192, 4096, 2048, rows=2)
+LIMITS["softmax_dropout_backward"] = RowLimits(2048, 8192, 4096, 1024, rows=2)
 
 
 class Matrices(NamedTuple):
     """(B, H, Lq, Lk): the scores, with unit stride in a row, or their mask, with strides of 0 where it broadcasts."""
 
     pointer: Any
-    batch: Any  # strides
+    batch: Any  # strides; None: contiguous
     head: Any
     row: Any
     column: Any
@@ -42,37 +44,48 @@ class Matrices(NamedTuple):
 class Place(NamedTuple):
     """Where the rows (M,) of a program are, and what they see."""
 
-    matrix: Any
+    rows: Any  # rows.Rows
     batch: Any
     head: Any
-    i: Any
-    begin: Any  # (M, 1), the first visible column, and one more than the last
+    begin: Any  # (M, 1), the first visible column, and one more than the last; None: all columns are visible
     end: Any
 
 
 @triton.jit
-def _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr):
-    matrix, i = divide(row, seqlen_q, INT32)
-    batch, head = divide(matrix, heads, INT32)
-    batch, head, i = batch.to(tl.int64), head.to(tl.int64), i.to(tl.int32)
-    length = tl.zeros_like(i) + seqlen_k
-    if key_lengths is not None:
-        length = tl.load(key_lengths + batch, mask=valid, other=0).to(tl.int32)
-    band = band_of(length, seqlen_q.to(tl.int32), window, LOWER_RIGHT)
-    end = tl.where(valid, end_key(i, band), 0)
-    return Place(matrix, batch, head, i, first_key(i, band)[:, None], end[:, None])
+def _place(
+    program, slots, rows, heads, seqlen_q, seqlen_k, key_lengths, dropout, window, BLOCK_M: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr,
+):  # fmt: skip
+    here = rows_of(program, slots, seqlen_q, rows, dropout, BLOCK_M, INT32)
+    batch, head = divide(here.matrix, heads, INT32)
+    batch, head = batch.to(tl.int64), head.to(tl.int64)
+    begin, end = None, None
+    if window is not None:
+        i = here.i.to(tl.int32)
+        length = tl.zeros_like(i) + seqlen_k
+        if key_lengths is not None:
+            length = tl.load(key_lengths + batch, mask=here.exists, other=0).to(tl.int32)
+        band = band_of(length, seqlen_q.to(tl.int32), window, LOWER_RIGHT)
+        begin = first_key(i, band)[:, None]
+        end = tl.where(here.exists, end_key(i, band), 0)[:, None]
+    return Place(here, batch, head, begin, end)
 
 
 @triton.jit
-def _rows_at(place, matrices):
-    offset = place.batch * matrices.batch + place.head * matrices.head + place.i.to(tl.int64) * matrices.row
+def _rows_at(place, matrices, seqlen_k):
+    if matrices.batch is None:
+        offset = place.rows.row * seqlen_k
+    else:
+        offset = place.batch * matrices.batch + place.head * matrices.head + place.rows.i * matrices.row
     return matrices.pointer + offset
 
 
 @triton.jit
-def _load(rows, column, place, ALIGNED: tl.constexpr):
+def _load(rows, column, place, seqlen_k, ALIGNED: tl.constexpr):
     """The visible columns of rows, in float32: with those beside them where that makes the accesses vectorised."""
-    if ALIGNED:
+    if place.end is None:
+        wanted = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
+    elif ALIGNED:
         wanted = (column // 16 >= place.begin // 16) & (column // 16 < (place.end + 15) // 16)
     else:
         wanted = (column >= place.begin) & (column < place.end)
@@ -80,13 +93,15 @@ def _load(rows, column, place, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _scores(input_rows, attn_mask, column, place, scale, ALIGNED: tl.constexpr):
+def _scores(input_rows, attn_mask, column, place, seqlen_k, scale, ALIGNED: tl.constexpr):
     """scale * input + mask in float32, -inf where not visible."""
-    # One comparison: what lies before the first visible column wraps to large numbers.
-    visible = (column - place.begin).to(tl.uint32) < tl.maximum(place.end - place.begin, 0).to(tl.uint32)
-    scores = _load(input_rows, column, place, ALIGNED) * scale
+    if place.end is None:
+        visible = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
+    else:  # one comparison: what lies before the first visible column wraps to large numbers
+        visible = (column - place.begin).to(tl.uint32) < tl.maximum(place.end - place.begin, 0).to(tl.uint32)
+    scores = _load(input_rows, column, place, seqlen_k, ALIGNED) * scale
     if attn_mask is not None:
-        pointers = places(_rows_at(place, attn_mask), column.to(tl.int64) * attn_mask.column, False)
+        pointers = places(_rows_at(place, attn_mask, seqlen_k), column.to(tl.int64) * attn_mask.column, False)
         if pointers.dtype.element_ty.is_int():
             visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
         else:
@@ -111,27 +126,29 @@ def _finite(row_max):
 def _drop(x, dropout, place, first):
     """x with 0 where it is dropped, not scaled."""
     if dropout is not None:
-        x = tl.where(keep_rows(dropout, place.matrix, place.i, first, x.shape[1]), x, 0.0)
+        x = tl.where(keep_pairs(dropout, place.rows, first, x.shape[1]), x, 0.0)
     return x
 
 
 @kernel
 def _forward(
     input, attn_mask, key_lengths, dropout, out, stats,
-    rows: tl.int64, heads: tl.int64, seqlen_q: tl.int64, seqlen_k: tl.int32, scale: tl.float32, window,
+    rows: tl.int64, slots: tl.int64, heads: tl.int64, seqlen_q: tl.int64, seqlen_k: tl.int32, scale: tl.float32, window,
     LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if ALIGNED:
         seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = row < rows
-    place = _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT, INT32)
-    input_rows = _rows_at(place, input)
+    place = _place(
+        tl.program_id(0), slots, rows, heads, seqlen_q, seqlen_k, key_lengths, dropout, window, BLOCK_M, LOWER_RIGHT,
+        INT32,
+    )  # fmt: skip
+    row, valid = place.rows.row, place.rows.exists
+    input_rows = _rows_at(place, input, seqlen_k)
     out_rows = out + row * seqlen_k
     column = tl.arange(0, BLOCK_N)[None, :]
     if ROW_FITS:
-        scores = _scores(input_rows, attn_mask, column, place, scale, ALIGNED)
+        scores = _scores(input_rows, attn_mask, column, place, seqlen_k, scale, ALIGNED)
         row_max = _finite(tl.max(scores, 1))
         exponentials = _exp(scores - row_max[:, None])
         row_sum = tl.sum(exponentials, 1)
@@ -139,7 +156,7 @@ def _forward(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
-            scores = _scores(input_rows, attn_mask, first + column, place, scale, ALIGNED)
+            scores = _scores(input_rows, attn_mask, first + column, place, seqlen_k, scale, ALIGNED)
             raised = tl.maximum(row_max, tl.max(scores, 1))
             finite = _finite(raised)
             row_sum = row_sum * _exp(row_max - finite) + tl.sum(_exp(scores - finite[:, None]), 1)
@@ -156,7 +173,7 @@ def _forward(
     else:
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
-            scores = _scores(input_rows, attn_mask, here, place, scale, ALIGNED)
+            scores = _scores(input_rows, attn_mask, here, place, seqlen_k, scale, ALIGNED)
             weights = _drop(_exp(scores - row_max[:, None]), dropout, place, first) * inverse_sum
             inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
             tl.store(places(out_rows, here, ALIGNED), weights, mask=inside)
@@ -164,12 +181,13 @@ def _forward(
 
 @triton.jit
 def _weights_and_grad(
-    input_rows, attn_mask, grad_rows, dropout, place, first, column, scale, row_max, inverse_sum, ALIGNED: tl.constexpr
-):
+    input_rows, attn_mask, grad_rows, dropout, place, first, column, seqlen_k, scale, row_max, inverse_sum,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
     """P before dropout and the gradient that reaches it, 0 where P is: a product with what is excluded may be NaN."""
-    scores = _scores(input_rows, attn_mask, column, place, scale, ALIGNED)
+    scores = _scores(input_rows, attn_mask, column, place, seqlen_k, scale, ALIGNED)
     weights = _exp(scores - row_max[:, None]) * inverse_sum[:, None]
-    grad = _load(grad_rows, column, place, ALIGNED)
+    grad = _load(grad_rows, column, place, seqlen_k, ALIGNED)
     if dropout is not None:
         grad = _drop(grad * dropout.scale, dropout, place, first)
     return weights, tl.where(weights == 0.0, 0.0, grad)
@@ -178,17 +196,19 @@ def _weights_and_grad(
 @kernel
 def _backward(
     grad_out, stats, input, attn_mask, key_lengths, dropout, grad_input, grad_scores,
-    rows: tl.int64, heads: tl.int64, seqlen_q: tl.int64, seqlen_k: tl.int32, grad_stride: tl.int64, scale: tl.float32,
-    window, LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows: tl.int64, slots: tl.int64, heads: tl.int64, seqlen_q: tl.int64, seqlen_k: tl.int32, grad_stride: tl.int64,
+    scale: tl.float32, window, LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr, ALIGNED: tl.constexpr,
+    ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dS = P * (dP - sum(P * dP)), the gradient of the mask; scale * dS, that of the input. P again from ``stats``."""
     if ALIGNED:
         seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = row < rows
-    place = _place(row, valid, heads, seqlen_q, seqlen_k, key_lengths, window, LOWER_RIGHT, INT32)
-    input_rows = _rows_at(place, input)
+    place = _place(
+        tl.program_id(0), slots, rows, heads, seqlen_q, seqlen_k, key_lengths, dropout, window, BLOCK_M, LOWER_RIGHT,
+        INT32,
+    )  # fmt: skip
+    row, valid = place.rows.row, place.rows.exists
+    input_rows = _rows_at(place, input, seqlen_k)
     grad_rows = grad_out + row * grad_stride
     out_rows = grad_input + row * seqlen_k
     column = tl.arange(0, BLOCK_N)[None, :]
@@ -197,7 +217,7 @@ def _backward(
     inverse_sum = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     if ROW_FITS:
         weights, grad = _weights_and_grad(
-            input_rows, attn_mask, grad_rows, dropout, place, 0, column, scale, row_max, inverse_sum, ALIGNED
+            input_rows, attn_mask, grad_rows, dropout, place, 0, column, seqlen_k, scale, row_max, inverse_sum, ALIGNED
         )
         grad = weights * (grad - tl.sum(weights * grad, 1)[:, None])
         inside = valid[:, None] & exists(column, seqlen_k, ALIGNED)
@@ -208,14 +228,25 @@ def _backward(
         product = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
             weights, grad = _weights_and_grad(
-                input_rows, attn_mask, grad_rows, dropout, place, first, first + column, scale, row_max, inverse_sum,
-                ALIGNED,
+                input_rows, attn_mask, grad_rows, dropout, place, first, first + column, seqlen_k, scale, row_max,
+                inverse_sum, ALIGNED,
             )  # fmt: skip
             product += tl.sum(weights * grad, 1)
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
             weights, grad = _weights_and_grad(
-                input_rows, attn_mask, grad_rows, dropout, place, first, here, scale, row_max, inverse_sum, ALIGNED
+                input_rows,
+                attn_mask,
+                grad_rows,
+                dropout,
+                place,
+                first,
+                here,
+                seqlen_k,
+                scale,
+                row_max,
+                inverse_sum,
+                ALIGNED,
             )
             grad = weights * (grad - product[:, None])
             inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
@@ -237,12 +268,15 @@ def softmax_dropout(
     x = _unit_rows(input)
     is_aligned = are_aligned(seqlen_k, x)
     tile = row_tile("softmax_dropout", seqlen_k, is_aligned)
+    dropout = dropout_of(seed, threshold)
+    slots = row_slots(seqlen_q, dropout)
+    count = input.size(0) * heads * slots
+    window = _window(input, key_lengths, window_left, window_right, lower_right)
     launch(
-        _forward, (cdiv(rows, tile.block_m),), input.device,
-        _matrices(x), _matrices(attn_mask), key_lengths, dropout_of(seed, threshold), out, stats, rows, heads,
-        seqlen_q, seqlen_k, scale, Window(window_left, window_right), LOWER_RIGHT=lower_right, INT32=fits_int32(rows),
-        ALIGNED=is_aligned, ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        _forward, (cdiv(count, tile.block_m),), input.device,
+        _scores_of(x), _matrices(attn_mask), key_lengths, dropout, out, stats, rows, slots, heads, seqlen_q, seqlen_k,
+        scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count), ALIGNED=is_aligned,
+        ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     return out, stats
 
@@ -263,16 +297,33 @@ def softmax_dropout_backward(
         x, (g, g_stride) = _unit_rows(input), as_rows(grad_out)
         is_aligned = are_aligned(seqlen_k, g, x)
         tile = row_tile("softmax_dropout_backward", seqlen_k, is_aligned)
+        dropout = dropout_of(seed, threshold)
+        slots = row_slots(seqlen_q, dropout)
+        count = input.size(0) * heads * slots
+        window = _window(input, key_lengths, window_left, window_right, lower_right)
         launch(
-            _backward, (cdiv(rows, tile.block_m),), input.device,
-            g, stats, _matrices(x), _matrices(attn_mask), key_lengths, dropout_of(seed, threshold), grad, grad_scores,
-            rows, heads, seqlen_q, seqlen_k, g_stride, scale, Window(window_left, window_right),
-            LOWER_RIGHT=lower_right, INT32=fits_int32(rows), ALIGNED=is_aligned,
+            _backward, (cdiv(count, tile.block_m),), input.device,
+            g, stats, _scores_of(x), _matrices(attn_mask), key_lengths, dropout, grad, grad_scores, rows, slots, heads,
+            seqlen_q, seqlen_k, g_stride, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count),
+            ALIGNED=is_aligned,
             ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
         )  # fmt: skip
     if grad_scores is None or attn_mask is None:
         return grad, grad.new_empty(0)
     return grad, grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+
+
+def _window(
+    input: Tensor, key_lengths: Tensor | None, window_left: int, window_right: int, lower_right: bool
+) -> Window | None:
+    """None where every row sees every column, but for a mask."""
+    reach = input.shape[2:] if not lower_right else input.shape[:1:-1]
+    sees_all = key_lengths is None and window_left >= reach[0] and window_right >= reach[1]
+    return None if sees_all else Window(window_left, window_right)
+
+
+def _scores_of(scores: Tensor) -> Matrices | None:
+    return Matrices(scores, None, None, None, None) if scores.is_contiguous() else _matrices(scores)
 
 
 def _matrices(tensor: Tensor | None) -> Matrices | None:
