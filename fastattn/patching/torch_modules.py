@@ -185,9 +185,6 @@ class TransformerEncoder(TorchFamily, base=nn.TransformerEncoder):
     # A property comes before what the instance has, which unpatched it goes by again.
     use_nested_tensor = property(lambda self: False, lambda self, value: vars(self).update(use_nested_tensor=value))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs)
-
 
 FAMILIES: tuple[type[Family], ...] = (
     Dropout,
