@@ -67,7 +67,7 @@ def _measure(args: argparse.Namespace) -> report.Report:
             budget=args.seconds,
             rounds=(3, 100) if over_length else (6, 100),
             everyone=args.peers or over_length,
-            with_memory=over_length,
+            with_memory=over_length and case.backward,
         )
         lines = report.table([result], whole=True).splitlines()
         print(*lines[2 if results else 0 :], sep="\n", flush=True)

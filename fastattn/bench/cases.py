@@ -317,7 +317,7 @@ def lengths() -> list[Case]:
     return [
         Case("attention", (1, 8, 2**power, 64), dtype, backward, dropout=0.1 * backward, floor=Floor(None))
         for dtype, (backward, longest) in product(WIDTH, ((False, 13), (True, 12)))
-        for power in range(7, longest + 1)
+        for power in range(8, longest + 1)
     ]
 
 

@@ -167,6 +167,8 @@ def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
     batch, heads, length, _ = case.shape
     if batch * heads * length * (case.keys or length) > MOST_SCORES:
         del peers["torch math"], peers["compiled"]
+    if case.dropout:
+        peers.pop("torch math", None)  # which is what torch's own choice is with dropout on the CPU
     inference = not (case.backward or case.dropout)
     if not inference or case.padding:
         del peers["flex"]  # on the CPU: forward only, no dropout; its masks are functions, not tensors

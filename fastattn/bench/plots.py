@@ -43,7 +43,8 @@ def require() -> None:
 def draw(reports: Sequence[Report], stem: Path) -> None:
     """STEM.png and STEM.svg: over sequence length where the first report was measured so, else the ratios to torch."""
     first = reports[0]
-    if any(case.name in first.results and first.results[case.name].memory for case in lengths()):
+    measured = [first.results[case.name] for case in lengths() if case.name in first.results]
+    if any(len(result.ratios) > 1 or result.memory for result in measured):
         save(over_length(first), stem)
     elif any(_ratios(report) for report in reports):
         save(ratios(reports), stem)
@@ -144,6 +145,8 @@ def over_length(report: Report) -> Any:
             axes.grid(alpha=0.3, which="both", linewidth=0.5)
             if lines:
                 axes.legend(fontsize=7)
+            else:
+                axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="0.5")
         ticks = sorted({case.shape[2] for case in lengths()})
         row[0].set_xticks(ticks, [str(tick) for tick in ticks])
     for axes in panels[-1]:
