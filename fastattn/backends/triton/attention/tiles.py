@@ -36,21 +36,21 @@ HALF = {
     },
     "forward_pointers": {64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_irregular": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    "forward_masked": {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)},
+    "forward_masked": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
     "forward_few": {64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2, 255)},
     "grad_query": {
         64: Tile(128, 64, 4, 2),  # predicted 714 TFLOP/s, with dropout 545
         128: Tile(128, 64, 8, 2),  # predicted 692 TFLOP/s, with dropout 642
         256: Tile(64, 32, 8, 1),
     },
-    "grad_query_masked": {64: Tile(64, 64, 4, 2, 255), 128: Tile(64, 32, 8, 1), 256: Tile(64, 32, 8, 1)},
+    "grad_query_masked": {64: Tile(64, 64, 4, 2, 255), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_key_value": {
         64: Tile(64, 64, 4, 2),  # predicted 459 TFLOP/s, with dropout 349
         128: Tile(64, 128, 8, 2),  # predicted 561 TFLOP/s, with dropout 444
         256: Tile(16, 64, 8, 1),
     },
-    "grad_key_value_masked": {64: Tile(32, 128, 8, 1), 128: Tile(16, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
+    "grad_key_value_masked": {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
     "grad_mask": {256: Tile(64, 64, 8, 2)},
 }
