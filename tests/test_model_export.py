@@ -83,6 +83,18 @@ def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant)
     assert agree == len(sources)
 
 
+def test_ctranslate2_translates_as_the_enclosed_model(ctranslate2, tmp_path):
+    """Greedily, 200 sentences in float32, from their beginning to their end."""
+    model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
+    to_ctranslate2(model, tokenizer, tmp_path / "model")
+    translator = ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
+    sources = read_lines(VERSES / "test.en")[:200]
+    pieces = [tokenizer.pieces(ids) for ids in tokenizer.encode(sources)]
+    results = translator.translate_batch(pieces, beam_size=1, max_decoding_length=400)
+    theirs = [tokenizer.join(result.hypotheses[0]) for result in results]
+    assert translate(model, tokenizer, sources, Search(beam=1)) == theirs
+
+
 @pytest.mark.parametrize(
     ("change", "words"), [({"window_size": (2, 2)}, "window_size"), ({"value_head_dim": 5}, "this model has two")]
 )

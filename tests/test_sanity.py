@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
+from fastattn.translation import sanity
 from fastattn.translation.data import ParallelText, read_lines
 from fastattn.translation.sanity import evaluation_warnings, training_warnings, translation_warnings
 from fastattn.translation.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ def tokenizer(corpus):
 
 
 def warned(train, valid, tokenizer):
-    return training_warnings(train, valid, ParallelText(tokenizer, *train), tokenizer)
+    return training_warnings(zip(*train, strict=True), valid, ParallelText(tokenizer, *train), tokenizer)
 
 
 def test_the_enclosed_corpus_is_sane(corpus, tokenizer):
@@ -93,6 +94,14 @@ def test_a_fault_is_found(corpus, tokenizer, fault, message):
     assert re.search(message, warning), warning
 
 
+def test_overlap_is_looked_for_in_all_of_the_text(corpus, tokenizer, monkeypatch):
+    train, valid = corpus
+    later = train[0] + valid[0][100:140], train[1] + valid[1][100:140]
+    monkeypatch.setattr(sanity, "EXAMINED", 200)
+    (warning,) = warned(later, valid, tokenizer)
+    assert warning.startswith("42 of 581 validation sources also stand in the training text, the first in line 50: ")
+
+
 def test_a_vocabulary_that_splits_every_word(corpus):
     (sources, targets), valid = corpus
     letters = Tokenizer.train(sources + targets, 110)
@@ -128,5 +137,5 @@ def test_the_cost_is_linear_in_the_lines(corpus, tokenizer):
     many = tuple(side * 20 for side in train)
     text = ParallelText(tokenizer, *many)
     start = time.perf_counter()
-    training_warnings(many, valid, text, tokenizer)
+    training_warnings(zip(*many, strict=True), valid, text, tokenizer)
     assert time.perf_counter() - start < 10  # a median taken anew for every line takes longer

@@ -1,6 +1,7 @@
 """What is probably wrong with a corpus: said before hours are spent on it."""
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from fastattn.translation.tokenizer import Tokenizer
 
 Pairs = tuple[list[str], list[str]]
 
+EXAMINED = 200_000  # pairs, the first of a training text; only what overlaps is looked for in all of it
 OVERLAP = 0.05  # of held-out sources that also stand in the training text; verses and news repeat themselves a little
 COPIES = 0.05  # of pairs whose sides are equal; few teach a model to copy (Khayrallah and Koehn 2018)
 LEFT_OUT = 0.05  # of pairs that no update sees
@@ -22,8 +24,13 @@ ENOUGH = 100  # lines from which on a share says something
 MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd")
 
 
-def training_warnings(train: Pairs, valid: Pairs, text: ParallelText, tokenizer: Tokenizer) -> list[str]:
-    """What is suspicious in the text of a run: ``train`` is the beginning of it, ``text`` all of it, encoded."""
+def training_warnings(
+    pairs: Iterable[tuple[str, str]], valid: Pairs, text: ParallelText, tokenizer: Tokenizer
+) -> list[str]:
+    """What is suspicious in the text of a run: its training ``pairs``, which ``text`` holds encoded, and ``valid``."""
+    pairs = iter(pairs)
+    first = list(itertools.islice(pairs, EXAMINED))
+    train = [source for source, _ in first], [target for _, target in first]
     found = [*_pairing(train, "training"), *_encoding(train, "training"), *_encoding(valid, "validation")]
     found += _swapped(train, valid)
     number = len(text.sources) + text.left_out
@@ -32,9 +39,10 @@ def training_warnings(train: Pairs, valid: Pairs, text: ParallelText, tokenizer:
             f"{text.left_out} of {number} training pairs are left out, the first in line {text.first_left_out}: "
             f"a side is empty or longer than {MAX_TRAINING_PIECES} pieces"
         )
-    seen = set(map(_normal, train[0]))
+    held_out = list(map(_normal, valid[0]))
+    seen = set(held_out).intersection(_normal(source) for source, _ in itertools.chain(first, pairs))
     found += _share(
-        (_normal(line) in seen for line in valid[0]), OVERLAP, "validation sources also stand in the training text",
+        (line in seen for line in held_out), OVERLAP, "validation sources also stand in the training text",
         "scores on them say nothing of new text",
     )  # fmt: skip
     for lines, side in zip(train, ("source", "target"), strict=True):

@@ -41,7 +41,6 @@ from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 METRICS = "metrics.jsonl"
 REPORT_EVERY = 20  # updates
-EXAMINED = 200_000  # training pairs, the first, that are searched for what is probably wrong with them
 NOTHING = torch.zeros(())  # begins a sum, on any device
 
 
@@ -270,8 +269,7 @@ def train(
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
         text = ParallelText.mapped(out / checkpoint.TEXT)
         if newest is None and world.main:
-            sources, targets = map(list, zip(*itertools.islice(pairs_of(*train_files), EXAMINED), strict=True))
-            for warning in training_warnings((sources, targets), valid_pairs, text, tokenizer):
+            for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, tokenizer):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         if not shard:  # else it is moved a layer at a time
             model = model.to(world.device)
