@@ -56,11 +56,13 @@ def test_patched_step(name, judge):
         return run
 
     timing = interleave({"ours": step(patched), "torch": step(original)}, budget=10.0, rounds=(4, 8))
+    ratio = timing.ratio("torch", "ours")
     judge(
         contest.Result(
             name=name,
             seconds={contestant: timing.seconds(contestant) for contestant in timing.samples},
-            ratios={"torch": timing.ratio("torch", "ours")},
+            ratios={"torch": ratio},
             floor=Floor(floor),
+            disturbed=contest.disturbance(timing, ratio),
         )
     )

@@ -345,6 +345,20 @@ def test_a_disturbed_case_is_measured_again(monkeypatch, noisy, measured, distur
     assert (len(shares), bool(found.disturbed)) == (measured, disturbed)
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds", "expected"),
+    [
+        ("copy", 6.0, ""),
+        ("copy", 821.2, "copy, the limit, took 821.2 times as long as ours"),
+        ("arithmetic", 1.05, ""),
+        ("arithmetic", 1.5, "arithmetic, the limit, took 1.5 times as long as ours"),
+    ],
+)
+def test_a_limit_that_is_far_too_slow_was_disturbed(limit, seconds, expected):
+    timing = Timing({"ours": [1.0] * 4, "torch": [2.0] * 4, limit: [seconds] * 4}, 0.0)
+    assert contest.summarise(Case("dropout", (3, 7)), timing).disturbed == expected
+
+
 def test_the_slower_limit_is_the_limit():
     samples = {"ours": [4.0], "torch": [8.0], "arithmetic": [1.0], "copy": [2.0]}
     found = contest.summarise(Case("attention", (1, 1, 8, 8)), Timing(samples))
