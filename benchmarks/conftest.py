@@ -112,8 +112,9 @@ def pytest_terminal_summary(terminalreporter, config):
     found.write(path)
     terminalreporter.section("fastattn beside torch and the machine's limits")
     terminalreporter.write_line(report.table(results.values()))
-    terminalreporter.section("the ten weakest")
-    terminalreporter.write_line(report.table(report.weakest(results.values())))
+    if weakest := report.weakest(results.values()):
+        terminalreporter.section("the ten weakest")
+        terminalreporter.write_line(report.table(weakest))
     if config.stash[MISSED]:
         terminalreporter.section("not reached")
         terminalreporter.write_line("\n".join(config.stash[MISSED]))
