@@ -23,6 +23,11 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 _is_compiling = torch.compiler.is_compiling  # a name less to look up
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
+# torch's fused attention on the CPU, of one mask and no dropout, differentiable once: returns (out, logsumexp).
+flash_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_attention_backward: Callable[..., Any] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
 # Inside grad, vmap and the other transforms of torch.func.
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # On whatever device. The public question asks for one, which a tensor has to be asked for first.

@@ -215,6 +215,20 @@ def test_batched_tensors_are_noticed():
     assert found == [True, True, False, False, False]
 
 
+def test_fused_attention_of_the_cpu():
+    """Its log-sum-exp, and its gradients from what it saves."""
+    q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
+    scores = q @ k.mT * 0.5
+    wanted = scores.softmax(-1) @ v
+    grads = torch.autograd.grad(wanted.sin().sum(), (q, k, v))
+    with torch.no_grad():
+        out, lse = torch_private.flash_attention(q, k, v, scale=0.5)
+        found = torch_private.flash_attention_backward(out.cos(), q, k, v, out, lse, 0.0, False, scale=0.5)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(found, grads)
+
+
 def test_scripting_is_refused():
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import memory_order, without_autocast
+from fastattn.backends.common import is_torchs, memory_order, without_autocast
 from fastattn.backends.reference.dropout import drop, opmath
 from fastattn.backends.reference.softmax_dropout import mask_gradient, softmax_backward
 from fastattn.backends.visibility import add_mask, softmax, visibility
+from fastattn.torch_private import flash_attention, flash_attention_backward
 
 
 def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,12 +62,54 @@ def _probabilities(
     return q, k, v, probabilities, stats
 
 
+def _torchs(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, scale: float,
+    window_left: int, window_right: int, lower_right: bool, threshold: int, *others: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
+    """Operands and options of torch's fused attention where it computes the same, and which rows see nothing.
+
+    It has other dropout, and of a float mask it can lose a row at finfo.min.
+    """
+    if (
+        threshold > 0
+        or scale <= 0
+        or query.size(3) != value.size(3)
+        or not (attn_mask is None or attn_mask.dtype == torch.bool)
+        or not is_torchs(query, key, value, *others)
+    ):
+        return None
+    rows, columns = query.size(2), key.size(2)
+    k, v = _per_query_head(key, query.size(1)), _per_query_head(value, query.size(1))
+    if attn_mask is None and key_lengths is None and window_left >= rows and (rows == columns or not lower_right):
+        if window_right >= columns:
+            return (query, k, v), {"is_causal": False, "scale": scale}, None
+        if window_right == 0:
+            return (query, k, v), {"is_causal": True, "scale": scale}, None
+    visible = visibility(rows, columns, query.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    if visible is None:
+        return (query, k, v), {"is_causal": False, "scale": scale}, None
+    visible = visible[(None,) * (4 - visible.dim())]
+    unused = ~visible.any(-2).unsqueeze(-1)
+    k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+    return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
+
+
 @_in_own_dtype
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
     seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
     first_matrix: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    settings = attn_mask, key_lengths, scale, window_left, window_right, lower_right
+    if (call := _torchs(query, key, value, *settings, threshold)) is not None:
+        operands, options, empty = call
+        out, lse = flash_attention(*operands, **options)
+        total = torch.ones_like(lse, memory_format=torch.contiguous_format)
+        if empty is None:
+            return _in_layout_of(out, query), lse.contiguous(), torch.stack((lse, total))
+        out, lse, total = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, 0.0), total * ~empty
+        return _in_layout_of(out, query), lse.masked_fill(empty, -torch.inf).contiguous(), torch.stack((lse, total))
     _, _, v, probabilities, stats = _probabilities(
         query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
     )
@@ -83,6 +126,21 @@ def attention_backward(
     attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float, window_left: int,
     window_right: int, lower_right: bool, threshold: int, mask_grad: bool, first_matrix: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    settings = attn_mask, key_lengths, scale, window_left, window_right, lower_right
+    call = _torchs(query, key, value, *settings, threshold, grad_out) if grad_lse is None else None
+    if call is not None:
+        operands, options, empty = call
+        lse = stats[0] + stats[1].log()
+        lse = (lse if empty is None else lse.masked_fill(empty, 0.0)).transpose(1, 2).contiguous().transpose(1, 2)
+        grad_q, grad_k, grad_v = flash_attention_backward(
+            grad_out, *operands, out, lse, 0.0, options.pop("is_causal"), **options
+        )
+        return (
+            _in_layout_of(grad_q, query),
+            _in_layout_of(_sum_groups(grad_k, key.size(1)), key),
+            _in_layout_of(_sum_groups(grad_v, value.size(1)), value),
+            grad_q.new_empty(0),
+        )
     q, k, v, probabilities, _ = _probabilities(
         query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
     )

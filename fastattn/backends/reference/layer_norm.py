@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.backends.common import is_torchs
 from fastattn.backends.reference.dropout import drop, opmath
 
 
@@ -25,9 +26,18 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if is_torchs(x, weight, bias):
+        weight, bias = (p if p is None else p.to(x.dtype) for p in (weight, bias))
+        out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return out, mean.squeeze(-1), rstd.squeeze(-1)
+    normal, mean, rstd = _normalise(x, eps)
+    return _affine(normal, weight, bias), mean, rstd
+
+
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    normal, mean, rstd = _normalise(opmath(input), eps)
-    return _affine(normal, weight, bias).to(input.dtype).contiguous(), mean.contiguous(), rstd.contiguous()
+    out, mean, rstd = _layer_norm(opmath(input), weight, bias, eps)
+    return out.to(input.dtype).contiguous(), mean.contiguous(), rstd.contiguous()
 
 
 def layer_norm_backward(
@@ -36,6 +46,25 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
     grad, x = opmath(grad_out), opmath(input)
+    nothing = grad.new_empty(0, dtype=torch.float32)
+    if is_torchs(x, grad, weight):
+        gain = grad.new_ones(x.size(-1)) if weight is None else weight.to(x.dtype)
+        wanted = [True, weight_grad_dtype is not None, bias_grad_dtype is not None]
+        grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad,
+            x,
+            x.shape[-1:],
+            mean.unsqueeze(-1),
+            rstd.unsqueeze(-1),
+            gain,
+            gain,
+            wanted,  # no bias is read
+        )
+        return (
+            grad_input.contiguous(),
+            nothing if weight_grad_dtype is None else grad_weight.to(weight_grad_dtype),
+            nothing if bias_grad_dtype is None else grad_bias.to(bias_grad_dtype),
+        )
     centred = x - x.mean(-1, keepdim=True)
     # The saved rstd, which carries eps, as a function of the variance again: the factor is exactly 1.
     variance = (centred * centred).mean(-1, keepdim=True)
@@ -47,7 +76,6 @@ def layer_norm_backward(
     rows = tuple(range(input.dim() - 1))
     grad_weight = (grad * normal).sum(rows) if rows else grad * normal
     grad_bias = grad.sum(rows) if rows else grad
-    nothing = grad.new_empty(0, dtype=torch.float32)
     return (
         grad_input.to(input.dtype).contiguous(),
         nothing if weight_grad_dtype is None else grad_weight.to(weight_grad_dtype),
@@ -61,8 +89,8 @@ def dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
     total = drop(opmath(input), seed, threshold) + opmath(residual)
-    normal, mean, rstd = _normalise(total, eps)
-    return _affine(normal, weight, bias).to(dtype), total.to(dtype) if keep_sum else total.new_empty(0), mean, rstd
+    out, mean, rstd = _layer_norm(total, weight, bias, eps)
+    return out.to(dtype), total.to(dtype) if keep_sum else total.new_empty(0), mean, rstd
 
 
 def dropout_add_layer_norm_backward(

@@ -1,0 +1,90 @@
+"""In float64 on the CPU the reference leaves what it can to torch's fused kernels: the same numbers as its formulas."""
+
+import pytest
+import torch
+from oracle import gradients
+
+from fastattn import dropout_add_layer_norm, layer_norm, scaled_dot_product_attention
+from fastattn.backends.reference import attention as attention_module
+from fastattn.backends.reference import layer_norm as layer_norm_module
+
+SEED = torch.tensor([3, 4])
+
+
+def double(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def visible():
+    """A bool mask of 17 queries and 23 keys; one query sees nothing, one key is unused."""
+    mask = torch.rand(17, 23) > 0.4
+    mask[3] = mask[:, 5] = False
+    return mask
+
+
+MASKS = {
+    "none": dict,
+    "causal": lambda: {"is_causal": True},
+    "lower right": lambda: {"is_causal": True, "causal_variant": "lower_right"},
+    "mask": lambda: {"attn_mask": visible()},
+    "lengths": lambda: {"key_lengths": torch.tensor([5, 0])},
+    "window": lambda: {"window_size": (3, 2)},
+    "all": lambda: {"attn_mask": visible(), "is_causal": True, "key_lengths": torch.tensor([20, 11])},
+}
+
+
+def agrees(monkeypatch, module, function, operands):
+    """With the formulas; torch's kernels serve forward and backward."""
+    answers = []
+    is_torchs = module.is_torchs
+    monkeypatch.setattr(module, "is_torchs", lambda *args: answers.append(is_torchs(*args)) or answers[-1])
+    found = gradients(function, operands)
+    assert answers == [True, True]
+    monkeypatch.setattr(module, "is_torchs", lambda *args: False)
+    for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, gradients(function, operands)), ()), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("name", MASKS)
+def test_attention(monkeypatch, name):
+    options = MASKS[name]()
+    agrees(
+        monkeypatch,
+        attention_module,
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, enable_gqa=True, **options),
+        (double(2, 17, 4, 8).transpose(1, 2), double(2, 2, 23, 8), double(2, 2, 23, 8)),
+    )
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("affine", ["weight and bias", "bias", "neither"])
+def test_layer_norm(monkeypatch, affine):
+    parameters = {"weight and bias": (double(32), double(32)), "bias": (double(32),), "neither": ()}[affine]
+    given = (lambda *p: (None, *p)) if affine == "bias" else lambda *p: p
+    agrees(monkeypatch, layer_norm_module, lambda x, *p: layer_norm(x, 32, *given(*p)), (double(5, 7, 32), *parameters))
+
+
+def test_dropout_add_layer_norm(monkeypatch):
+    agrees(
+        monkeypatch,
+        layer_norm_module,
+        lambda x, r, w, b: dropout_add_layer_norm(x, r, w, b, 0.3, seed=SEED),
+        (double(5, 32), double(5, 32), double(32), double(32)),
+    )
+
+
+def test_double_backward_and_forward_mode_remain():
+    size = 4
+    q, k, v = (double(1, 2, 5, size).requires_grad_() for _ in range(3))
+    assert torch.autograd.gradgradcheck(lambda *t: scaled_dot_product_attention(*t, is_causal=True), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: scaled_dot_product_attention(*t), (q, k, v), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer_norm(x, size), q)
+
+
+def test_unused_keys_that_hold_nan_are_not_read():
+    q, k = double(1, 2, 5, 4), double(1, 2, 6, 4)
+    lengths = torch.tensor([4])
+    wanted = scaled_dot_product_attention(q, k, k, key_lengths=lengths)
+    k[:, :, 4:] = torch.nan
+    assert torch.equal(scaled_dot_product_attention(q, k, k, key_lengths=lengths), wanted)
