@@ -338,7 +338,6 @@ def test_output_of_other_than_four_dimensions_is_contiguous(backend, sizes):
     out = scaled_dot_product_attention(moved, key, key)
     assert out.is_contiguous()
     assert torch.equal(out, scaled_dot_product_attention(query, key, key))
-    assert F.scaled_dot_product_attention(moved, key, key).is_contiguous()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)

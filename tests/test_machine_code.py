@@ -357,7 +357,7 @@ def test_predictions_beside_the_tiles():
 
 
 def test_program():
-    """From a kernel's source to its line: a row of 512 is accessed by 128 bits, in eight elements of 16."""
+    """From a kernel's source to its line: a row of 512 is accessed by 128 bits, eight times for 64 elements of 16."""
     require("triton")
     from test_triton import program
 
@@ -366,7 +366,7 @@ def test_program():
     assert status == 0, output
     lines = [line for line in output.splitlines() if "predicted" in line]
     assert [line.split(" sm_90")[0] for line in lines] == ["softmax_dropout forward 512", "dropout 512"]
-    assert lines[-1].endswith("128: 4}, 'STG': {128: 4}}")  # the seed's loads are narrower
+    assert lines[-1].endswith("128: 8}, 'STG': {128: 8}}")  # the seed's loads are narrower
     assert "'STG': {128: " in lines[-1]
     status, output = program(tool, "--only", "forwards")
     assert status == 2
