@@ -82,9 +82,32 @@ def test_double_backward_and_forward_mode_remain():
     assert torch.autograd.gradgradcheck(lambda x: layer_norm(x, size), q)
 
 
-def test_unused_keys_that_hold_nan_are_not_read():
-    q, k = double(1, 2, 5, 4), double(1, 2, 6, 4)
-    lengths = torch.tensor([4])
-    wanted = scaled_dot_product_attention(q, k, k, key_lengths=lengths)
-    k[:, :, 4:] = torch.nan
-    assert torch.equal(scaled_dot_product_attention(q, k, k, key_lengths=lengths), wanted)
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [({"key_lengths": torch.tensor([4])}, 4), ({"is_causal": True}, 5), ({"window_size": (-1, 1)}, 6)],
+)
+def test_unused_keys_that_hold_nan_are_not_read(options, used):
+    q, k = double(1, 2, 5, 4), double(1, 2, 9, 4)
+    wanted = scaled_dot_product_attention(q, k, k, **options)
+    k[:, :, used:] = torch.nan
+    assert torch.equal(scaled_dot_product_attention(q, k, k, **options), wanted)
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"key_lengths": torch.tensor([3, 5])}])
+def test_columns_that_are_not_dense(monkeypatch, options):
+    agrees(
+        monkeypatch,
+        attention_module,
+        lambda *operands: scaled_dot_product_attention(*(t[..., ::2] for t in operands), **options),
+        tuple(double(2, 2, 5, 8) for _ in range(3)),
+    )
+
+
+@pytest.mark.torch_version
+def test_a_gradient_whose_columns_are_not_dense():
+    q, k, v = (double(2, 2, 5, 4).requires_grad_() for _ in range(3))
+    out, grad = scaled_dot_product_attention(q, k, v), double(2, 2, 5, 8)[..., ::2]
+    found = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    for got, wanted in zip(found, torch.autograd.grad(out, (q, k, v), grad.contiguous()), strict=True):
+        assert torch.equal(got, wanted)

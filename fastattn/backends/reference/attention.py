@@ -37,6 +37,10 @@ def _in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.dtype).permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
+def _dense_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _per_query_head(tensor: Tensor, heads: int) -> Tensor:
     """Key or value heads repeated for the query heads of their group (query head h uses key head h // group)."""
     return tensor if tensor.size(1) == heads else tensor.repeat_interleave(heads // tensor.size(1), 1)
@@ -68,7 +72,7 @@ def _torchs(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
     """Operands and options of torch's fused attention where it computes the same, and which rows see nothing.
 
-    It has other dropout, and of a float mask it can lose a row at finfo.min.
+    It has other dropout, of a float mask it can lose a row at finfo.min, and it takes columns to be dense.
     """
     if (
         threshold > 0
@@ -79,15 +83,22 @@ def _torchs(
     ):
         return None
     rows, columns = query.size(2), key.size(2)
+    query, key, value = map(_dense_columns, (query, key, value))
     k, v = _per_query_head(key, query.size(1)), _per_query_head(value, query.size(1))
-    if attn_mask is None and key_lengths is None and window_left >= rows and (rows == columns or not lower_right):
-        if window_right >= columns:
-            return (query, k, v), {"is_causal": False, "scale": scale}, None
-        if window_right == 0:
-            return (query, k, v), {"is_causal": True, "scale": scale}, None
-    visible = visibility(rows, columns, query.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    is_causal = (  # with a use for every key
+        attn_mask is None
+        and key_lengths is None
+        and window_left >= rows >= columns
+        and window_right == 0
+        and (rows == columns or not lower_right)
+    )
+    visible = None
+    if not is_causal:
+        visible = visibility(
+            rows, columns, query.device, attn_mask, key_lengths, window_left, window_right, lower_right
+        )
     if visible is None:
-        return (query, k, v), {"is_causal": False, "scale": scale}, None
+        return (query, k, v), {"is_causal": is_causal, "scale": scale}, None
     visible = visible[(None,) * (4 - visible.dim())]
     unused = ~visible.any(-2).unsqueeze(-1)
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)

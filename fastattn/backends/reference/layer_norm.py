@@ -48,17 +48,11 @@ def layer_norm_backward(
     grad, x = opmath(grad_out), opmath(input)
     nothing = grad.new_empty(0, dtype=torch.float32)
     if is_torchs(x, grad, weight):
+        # torch asks for a weight where it gives a bias's gradient; of the bias it reads nothing.
         gain = grad.new_ones(x.size(-1)) if weight is None else weight.to(x.dtype)
         wanted = [True, weight_grad_dtype is not None, bias_grad_dtype is not None]
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad,
-            x,
-            x.shape[-1:],
-            mean.unsqueeze(-1),
-            rstd.unsqueeze(-1),
-            gain,
-            gain,
-            wanted,  # no bias is read
+            grad, x, x.shape[-1:], mean.unsqueeze(-1), rstd.unsqueeze(-1), gain, gain, wanted
         )
         return (
             grad_input.contiguous(),
