@@ -4,7 +4,7 @@ same batches, loss and schedule. Then both translate the test text greedily.
     python benchmarks/translation.py fastattn torch --minutes 20 --record
 
 `--record` keeps the results as benchmarks/results/translation-MACHINE.json (the runs named replace those of earlier
-calls) and writes README's table from them.
+calls), and writes README's table and the picture of docs/training.md from them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
-from fastattn.bench import report
+from fastattn.bench import plots, report
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
 from fastattn.translation.data import ParallelText, Sentences, read_parallel
@@ -135,8 +135,11 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
     }
 
 
-def record(runs: dict[str, dict[str, Any]]) -> None:
-    """Adds the runs to this machine's file, and makes README's table from it."""
+NAMES = {"fastattn": "fastattn.Transformer", "torch": "torch.nn.Transformer"}
+
+
+def record(runs: dict[str, dict[str, Any]]) -> Path:
+    """Adds the runs to this machine's file."""
     machine = report.machine()
     path = ROOT / f"benchmarks/results/translation-{report.kind(machine)}.json"
     if path.exists():
@@ -145,19 +148,37 @@ def record(runs: dict[str, dict[str, Any]]) -> None:
     versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
     part.write_text(json.dumps({"machine": machine, "versions": versions, "runs": runs}, indent=1) + "\n")
     os.replace(part, path)
+    return path
 
-    names = {"fastattn": "`fastattn.Transformer`", "torch": "`torch.nn.Transformer`"}
+
+def show(path: Path) -> None:
+    """README's table and the picture of docs/training.md, from a result file."""
+    data = json.loads(path.read_text())
+    machine, runs = data["machine"], sorted(data["runs"].items())
+    origin = f"{machine['cpu']}, {machine['threads']} threads, torch {data['versions']['torch']}"
     lines = [
-        f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}.\n",
+        f"{origin}.\n",
         "| | minutes | updates | target tokens/s | validation loss | greedy BLEU |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {names[kind]}, {run['precision']} | {run['minutes']:g} | {run['updates']} | {run['tokens_per_second']:.0f} "
+        f"| `{NAMES[kind]}`, {run['precision']} | {run['minutes']:g} | {run['updates']} | {run['tokens_per_second']:.0f} "
         f"| {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
-        for kind, run in sorted(runs.items())
+        for kind, run in runs
     ]
     report.insert(ROOT / "README.md", "translation", "\n".join(lines))
+
+    picture = plots.figure(7, 4)
+    axes = picture.add_subplot()
+    for kind, run in runs:
+        minutes = [point["seconds"] / 60 for point in run["curve"]]
+        losses = [point["valid_loss"] for point in run["curve"]]
+        axes.plot(minutes, losses, "o-", label=f"{NAMES[kind]}, {run['precision']}")
+    axes.set(xlabel="minutes of training", ylabel="validation loss (nats a token)", xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    plots.caption(picture, origin)
+    plots.save(picture, ROOT / "docs/images/loss")
 
 
 def main() -> None:
@@ -170,7 +191,7 @@ def main() -> None:
     for kind, result in runs.items():
         print(kind, {name: value for name, value in result.items() if name != "curve"})
     if arguments.record:
-        record(runs)
+        show(record(runs))
 
 
 if __name__ == "__main__":

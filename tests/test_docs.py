@@ -3,6 +3,7 @@ and the design list what there is."""
 
 import inspect
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
+import fastattn_command
+from fastattn.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -71,6 +74,33 @@ def test_page_runs(page):
     namespace = {"__name__": "__main__"}
     for block in PAGES[page]:
         exec(block, namespace)
+
+
+def commands(page):
+    """The lines of its shell blocks that call `fastattn`, from there on."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [found[1] for line in lines if (found := re.search(r"(?:^|\| |--no-python +)fastattn (.*)$", line))]
+
+
+COMMAND_LINES = [
+    (page, line)
+    for page in ("README.md", *(str(path.relative_to(ROOT)) for path in sorted(DOCS.rglob("*.md"))))
+    for line in commands(page)
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
+def test_commands_are_understood(page, line):
+    """They parse, with the options that the page shows."""
+    assert fastattn_command.parser().parse_args(shlex.split(line)).command in COMMANDS
+
+
+def test_the_commands_page_names_and_shows_them():
+    table, _, rest = (DOCS / "translate.md").read_text().partition("## Translate")
+    assert sorted(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))) == sorted(COMMANDS)
+    shown = {line.split()[0] for line in commands("docs/translate.md")}
+    assert shown == set(COMMANDS) - {"prepare"}  # docs/reproduce.md shows it
 
 
 def test_the_reference_lists_every_public_name():

@@ -1,7 +1,6 @@
 """What README shows does what it says."""
 
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-import fastattn_command as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,11 +49,3 @@ def test_python_blocks_run():
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(block, namespace)
-
-
-def test_commands_are_understood():
-    """Every `fastattn` line of README parses, with the options that it shows."""
-    block = re.search(r"## Translate\n.*?```sh\n(.*?)```", README, re.DOTALL)[1]
-    commands = re.findall(r"^(?:.*\| )?fastattn (.*)$", block, re.MULTILINE)
-    parsed = [cli.parser().parse_args(shlex.split(command)).command for command in commands]
-    assert list(dict.fromkeys(parsed)) == ["translate", "train", "evaluate", "plot", "average", "export", "info"]
