@@ -162,8 +162,8 @@ def show(path: Path) -> None:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| `{NAMES[kind]}`, {run['precision']} | {run['minutes']:g} | {run['updates']} | {run['tokens_per_second']:.0f} "
-        f"| {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
+        f"| `{NAMES[kind]}`, {run['precision']} | {run['minutes']:g} | {run['updates']} "
+        f"| {run['tokens_per_second']:.0f} | {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
         for kind, run in runs
     ]
     report.insert(ROOT / "README.md", "translation", "\n".join(lines))
