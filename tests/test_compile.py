@@ -340,19 +340,69 @@ DIFFERENTIABLE = {
 }
 
 
+def loss_of(function, others):
+    """Of the first operand: the squares of what ``function`` returns, rows masked whole left out."""
+
+    def loss(first):
+        outputs = torch.utils._pytree.tree_leaves(function(first, *others))
+        return sum(o.nan_to_num(neginf=0.0).square().sum() for o in outputs)
+
+    return loss
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_forward_mode(name):
     """Dual tensors, alone and inside vmap, against finite differences; it also is what hessian is built on."""
     function, tensors = DIFFERENTIABLE[name]
     torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_batched_forward_grad=True, fast_mode=True)
 
-    def loss(first):
-        outputs = torch.utils._pytree.tree_leaves(function(first, *(t.detach() for t in tensors[1:])))
-        return sum(o.nan_to_num(neginf=0.0).square().sum() for o in outputs)
-
+    loss = loss_of(function, [t.detach() for t in tensors[1:]])
     with fastattn.backend("reference"):
         wanted = torch.autograd.functional.hessian(loss, tensors[0].detach())
     torch.testing.assert_close(torch.func.hessian(loss)(tensors[0].detach()), wanted)
+
+
+SECOND_DERIVATIVES = {
+    "reverse over reverse": lambda f: torch.func.jacrev(torch.func.grad(f)),
+    "jacobian of a jacobian": lambda f: torch.func.jacrev(torch.func.jacrev(f)),
+}
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("nested", SECOND_DERIVATIVES)
+def test_nested_transforms(name, nested):
+    """A transform sees the derivatives that another one inside it has taken."""
+    function, tensors = DIFFERENTIABLE[name]
+    first, *others = (t.detach() for t in tensors)
+    loss = loss_of(function, others)
+    with fastattn.backend("reference"):
+        wanted = torch.autograd.functional.hessian(loss, first)
+        torch.testing.assert_close(SECOND_DERIVATIVES[nested](loss)(first), wanted)
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "dropout"])  # which is linear
+def test_nested_transforms_of_a_compiled_kernel_are_refused(name):
+    """As double backward is, where a derivative would be left out."""
+    function, tensors = DIFFERENTIABLE[name]
+    first, *others = (t.detach().float() for t in tensors)
+    inner = torch.func.grad(loss_of(function, others))
+    with pytest.raises(RuntimeError, match=r'double backward.*backend\("reference"\)'):
+        torch.func.grad(lambda t: inner(t).square().sum())(first)
+
+
+def test_no_grad_within_a_transform():
+    x = torch.randn(1, 1, 3, 2)
+
+    def loss(t):
+        with torch.no_grad():
+            constant = scaled_dot_product_attention(t, t, t)
+        return (constant * t).sum()
+
+    wanted = scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), wanted)
+    torch.testing.assert_close(torch.func.grad(lambda t: torch.func.grad(loss)(t).sum())(x), torch.zeros_like(x))
 
 
 def test_forward_mode_beside_float32():

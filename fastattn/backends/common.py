@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.schema import STEM_OF
-from fastattn.torch_private import is_autocast_enabled, is_forward_mode
+from fastattn.torch_private import is_autocast_enabled, is_forward_mode, is_transformed
 
 DROP_ALL = 65536  # the threshold that drops everything
 MAX_HEAD_DIM = 256
@@ -34,7 +34,9 @@ def is_torchs(*tensors: Tensor | None) -> bool:
     where nobody differentiates what it computes, since those can be differentiated once at most. In other dtypes the
     reference is the oracle, by its formulas."""
     first = tensors[0]
-    if first is None or first.dtype != torch.float64 or first.device.type != "cpu" or is_forward_mode():
+    if first is None or first.dtype != torch.float64 or first.device.type != "cpu":
+        return False
+    if is_forward_mode() or is_transformed():
         return False
     if any(tensor is not None and tensor.numel() == 0 for tensor in tensors):
         return False

@@ -22,6 +22,7 @@ from fastattn.torch_private import (
     is_forward_mode,
     is_observed,
     is_onnx_export,
+    is_transformed,
     single_level_autograd,
 )
 
@@ -119,9 +120,14 @@ class Op:
         if self._decompose is not None and is_onnx_export():  # ONNX has no table for others' ops
             return self._decomposed(*args)
         backend = args[-1]
+        if self._is_backward and backend == "reference" and is_transformed():  # differentiable as it is
+            return TABLE[backend].FUNCTIONS[self.name](*args[:-1])
+
+        grad_enabled = torch.is_grad_enabled()
 
         def redispatch(*args: Any) -> Any:
-            with below_autograd():
+            # An autograd.Function turns gradients off, and those of the transforms around it would go unrecorded.
+            with below_autograd(), torch.set_grad_enabled(grad_enabled):
                 return self._overload(*args, backend)
 
         with single_level_autograd():
