@@ -1,6 +1,7 @@
 """WMT14 from archives like its own, but small: what is fetched, checked and written; docs/reproduce.md, run whole."""
 
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
@@ -10,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -211,6 +213,18 @@ def test_archives_of_other_content(tmp_path, monkeypatch, german, message):
     assert not (tmp_path / "text").exists()
 
 
+def test_a_disk_that_is_full(known, tmp_path, monkeypatch):
+    """It is not the archive that is said to be unreadable."""
+
+    def copy(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
+    with pytest.raises(prepare.InputError, match=r"cannot unpack .*europarl-v7.tgz: .*No space left on device"):
+        prepare.prepare("wmt14-en-de", known, tmp_path / "text")
+    assert not list(tmp_path.iterdir())
+
+
 # --- fetching ---
 
 
@@ -288,7 +302,8 @@ def test_a_server_that_sends_nothing(serve, tmp_path):
 def test_a_download_of_something_else_is_removed(serve, tmp_path):
     archive, _ = serve(b"x" * 100)
     other = prepare.Archive(archive.url, 100, "0" * 64)
-    with pytest.raises(prepare.InputError, match="expected sha256 0000"):
+    message = f"^{archive.url} has sha256 .* expected sha256 0000.*; run this again, or put the file into {tmp_path}$"
+    with pytest.raises(prepare.InputError, match=message):
         prepare.fetch(other, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -165,17 +165,16 @@ def fetch(archive: Archive, folder: Path) -> None:
         InputError: it cannot be fetched, or is another.
     """
     path = folder / archive.name
-    if not path.exists():
-        part = path.with_name(f"{path.name}.part")
-        _download(archive, part)
-        try:
-            _check(archive, part)
-        except InputError:
-            part.unlink()  # to continue would not mend it
-            raise
-        part.rename(path)
+    if path.exists():
+        if difference := _difference(archive, path):
+            raise InputError(f"{path} {difference}: it is not {archive.url}; remove it to fetch that")
         return
-    _check(archive, path)
+    part = path.with_name(f"{path.name}.part")
+    _download(archive, part)
+    if difference := _difference(archive, part):
+        part.unlink()  # to continue would not mend it
+        raise InputError(f"{archive.url} {difference}; run this again, or put the file into {folder}")
+    part.rename(path)
 
 
 def _download(archive: Archive, part: Path) -> None:
@@ -208,13 +207,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _check(archive: Archive, path: Path) -> None:
-    size = path.stat().st_size
-    found, expected = f"{size} bytes", f"{archive.size} bytes"
-    if size == archive.size:
-        found, expected = f"sha256 {_sha256(path)}", f"sha256 {archive.sha256}"
-    if found != expected:
-        raise InputError(f"{path} has {found}, expected {expected}: it is not {archive.url}; remove it to fetch that")
+def _difference(archive: Archive, path: Path) -> str:
+    """How a file differs from the archive that is expected, or ""."""
+    if (size := path.stat().st_size) != archive.size:
+        return f"has {size} bytes, expected {archive.size} bytes"
+    digest = _sha256(path)
+    return "" if digest == archive.sha256 else f"has sha256 {digest}, expected sha256 {archive.sha256}"
 
 
 def _sha256(path: Path) -> str:
@@ -241,7 +239,7 @@ def _extract(archive: Path, parts: list[Part], languages: list[str], folder: Pat
                     with open(path, "wb") as copy:
                         shutil.copyfileobj(GzipFile(fileobj=packed) if name.endswith(".gz") else packed, copy, BLOCK)
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise InputError(f"cannot read {archive}: {error}") from None
+        raise InputError(f"cannot unpack {archive}: {error}") from None
     missing = [pattern.pattern for part, language, pattern in files if (part, language) not in found]
     if missing:
         raise InputError(f"{archive} has no file that is called {missing[0]}")
