@@ -268,9 +268,13 @@ def train(
             model = Transformer(model_config)
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
         text = ParallelText.mapped(out / checkpoint.TEXT)
-        if newest is None and world.main:
+
+        def warn() -> None:
             for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, tokenizer):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+        if newest is None:
+            world.on_main(warn)  # of a large text it takes longer than a collective waits
         if not shard:  # else it is moved a layer at a time
             model = model.to(world.device)
         run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid_pairs, text_digest)
