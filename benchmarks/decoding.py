@@ -11,7 +11,6 @@ consists of, and writes the table of docs/performance.md from them.
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -202,22 +201,13 @@ def record(results: dict[str, Any], lines: list[str], tokens: int) -> None:
     }
     data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens": tokens, "results": results}
     path = ROOT / f"benchmarks/results/decoding-{report.kind(machine)}.json"
-    replace(path, json.dumps(data, indent=1) + "\n")
+    report.write_json(path, data)
     head = (
         f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}, CTranslate2 "
         f"{versions['ctranslate2']}; {SOURCE_TOKENS} source tokens, {tokens} target tokens. Behind CTranslate2's "
         "figures: how many times as many ours makes.\n"
     )
-    page = ROOT / "docs/performance.md"
-    before, _, rest = page.read_text().partition("<!-- decoding:begin -->\n")
-    _, end, after = rest.partition("<!-- decoding:end -->")
-    replace(page, f"{before}<!-- decoding:begin -->\n{head}\n" + "\n".join(lines) + f"\n{end}{after}")
-
-
-def replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+    report.insert(ROOT / "docs/performance.md", "decoding", f"{head}\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,7 @@ def main() -> None:
         versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
         data = {"machine": machine, "versions": versions, "commit": report.commit(), **result}
         path = ROOT / f"benchmarks/results/hour-{report.kind(machine)}.json"
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        part.replace(path)
+        report.write_json(path, data)
 
 
 if __name__ == "__main__":

@@ -58,9 +58,7 @@ def main() -> None:
         data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens_per_second": medians}
         data["spin"] = fastattn_command.SPIN
         path = ROOT / f"benchmarks/results/neighbours-{report.kind(machine)}.json"
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        os.replace(part, path)
+        report.write_json(path, data)
 
 
 def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float:

@@ -12,7 +12,6 @@
 """
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -209,9 +208,7 @@ def main() -> None:
         versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
         data = {"machine": machine, "versions": versions, "commit": report.commit(), **results}
         path = ROOT / f"benchmarks/results/step-{report.kind(machine)}.json"
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        part.replace(path)
+        report.write_json(path, data)
         head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}.\n\n"
         report.insert(ROOT / "docs/performance.md", "step", head + tables(results))
 

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -144,10 +143,8 @@ def record(runs: dict[str, dict[str, Any]]) -> Path:
     path = ROOT / f"benchmarks/results/translation-{report.kind(machine)}.json"
     if path.exists():
         runs = json.loads(path.read_text())["runs"] | runs
-    part = path.with_name(path.name + ".part")
     versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-    part.write_text(json.dumps({"machine": machine, "versions": versions, "runs": runs}, indent=1) + "\n")
-    os.replace(part, path)
+    report.write_json(path, {"machine": machine, "versions": versions, "runs": runs})
     return path
 
 

@@ -1,6 +1,5 @@
 """The benchmark framework: what it times, what it counts, what it lets through, what it writes."""
 
-import json
 import os
 import re
 import subprocess
@@ -19,6 +18,7 @@ from fastattn import bench
 from fastattn.bench import cases, contest, limits, memory, peers, plots, report, timer
 from fastattn.bench.cases import OPERATIONS, Case, Floor, listed, sweep
 from fastattn.bench.timer import Ratio, Timing, interleave
+from fastattn.translation import checkpoint
 from fastattn.translation.errors import InputError
 
 SMALL = [
@@ -476,11 +476,11 @@ def test_report_round_trips_and_is_written_whole(tmp_path, monkeypatch):
     first.write(path)
     assert report.Report.read(path) == first
 
-    def interrupted(data, file, **_):
-        file.write("{")
+    def interrupted(part):
+        assert part.read_text().startswith("{")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(json, "dump", interrupted)
+    monkeypatch.setattr(checkpoint, "_flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         report.Report.new([result(3.0)], measured={}).write(path)
     assert report.Report.read(path) == first
@@ -557,6 +557,12 @@ def test_a_machine_has_a_row_for_each_dtype():
     assert [row.split(" | ")[:3] for row in rows] == [
         [f"| {name}, isa", dtype, "2.0x"] for name in ("AMD Zen 4", "Intel Xeon") for dtype in ("float32", "bfloat16")
     ]
+
+
+def test_a_disturbed_figure_is_no_figure_of_a_row():
+    disturbed = replace(result(2.0), name="attention float32 1x8x2048x64 forward", disturbed="by a neighbour")
+    row = report.summary([report.Report.new([disturbed], {})]).splitlines()[2]
+    assert row.split(" | ")[1:3] == ["float32", "disturbed"]
 
 
 def test_instruction_sets_stand_side_by_side():

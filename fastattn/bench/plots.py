@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from fastattn.bench.cases import Case, lengths
 from fastattn.bench.contest import Result
 from fastattn.bench.report import Report, origin, processor
 from fastattn.translation import errors
+from fastattn.translation.checkpoint import write_file
 
 RATIOS = {
     "attention, forward alone": "attention {} 1x8x2048x64 forward",
@@ -57,11 +59,13 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(picture: Any, stem: Path) -> None:
-    """The same file for the same figure."""
+    """STEM.png and STEM.svg, each whole or not at all; the same files for the same figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     with errors.require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
-        picture.savefig(stem.with_name(stem.name + ".png"), dpi=150)
-        picture.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})
+        for kind, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
+            drawn = io.BytesIO()
+            picture.savefig(drawn, format=kind, **options)
+            write_file(stem.with_name(f"{stem.name}.{kind}"), drawn.getvalue())
 
 
 def caption(picture: Any, text: str) -> None:

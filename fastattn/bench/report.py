@@ -23,6 +23,7 @@ from fastattn.backends import native
 from fastattn.bench import limits, peers
 from fastattn.bench.cases import listed
 from fastattn.bench.contest import Result
+from fastattn.translation.checkpoint import write_file
 from fastattn.translation.errors import InputError
 
 
@@ -69,15 +70,7 @@ class Report:
 def write_json(path: Path, data: Any) -> None:
     """Writes `data` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write_file(path, f"{json.dumps(data, indent=1)}\n".encode())
 
 
 def machine() -> dict[str, Any]:
@@ -283,7 +276,10 @@ def summary(reports: Iterable[Report]) -> str:
     for report in reports:
         for dtype in ("float32", "bfloat16"):
             found = [report.results.get(case.format(dtype)) for case in SUMMARY.values()]
-            cells = [f"{result.ratios['torch'].median:.1f}x" if result else "" for result in found]
+            cells = [
+                "" if result is None else "disturbed" if result.disturbed else f"{result.ratios['torch'].median:.1f}x"
+                for result in found
+            ]
             rows.append([f"{processor(report.machine)}, {report.machine['isa']}", dtype, *cells])
     return markdown(rows)
 
@@ -330,4 +326,4 @@ def insert(readme: Path, name: str, text: str) -> None:
     begin, end = page.find(first), page.find(last)
     if not 0 <= begin < end:
         raise InputError(f"{readme}: expected the lines {first!r} and {last!r}, between which the tables go")
-    readme.write_text(page[: begin + len(first)] + "\n" + text + "\n" + page[end:])
+    write_file(readme, (page[: begin + len(first)] + "\n" + text + "\n" + page[end:]).encode())

@@ -346,9 +346,10 @@ def write_file(path: Path, content: bytes) -> None:
             _flush(partial)
             partial.replace(path)
     except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    finally:
         if partial != path:
             partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def check_file(path: str | Path) -> None:
