@@ -54,7 +54,7 @@ def _residual_sum(
 
 @triton.jit
 def _parameter(pointer, column, columns, ALIGNED: tl.constexpr):
-    """These columns of a weight or bias (1, BLOCK_N) in float32."""
+    """These columns (1, BLOCK_N) of a weight or bias in float32; of pointers (M, 1), for each of them."""
     pointers = pointer + column
     if ALIGNED:
         pointers = tl.multiple_of(pointers, (1, 16))
@@ -180,6 +180,9 @@ def _backward(
         columns = columns // 16 * 16  # shows the compiler what divides it
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)[None, :]
+    if weight is not None:
+        # For each row: a weight loaded once for all has a layout of its own, and every row is converted to it.
+        weight += tl.zeros([BLOCK_M, 1], tl.int32)
     if partial is not None:
         weight_sums = partial + program * columns
         bias_sums = weight_sums + programs * columns

@@ -29,15 +29,17 @@ _MAX_WARPS = 16
 
 
 def row_tile(kernel: str, columns: int, is_aligned: bool) -> RowTile:
-    """The block of a kernel for rows of this many columns: powers of two, so that varied sizes share a few kernels. In
-    rows that are not aligned each element has a pointer of its own, for which there are registers of twice as many
-    warps."""
+    """The block of a kernel for rows of this many columns: powers of two, so that varied sizes share a few kernels."""
     limits = LIMITS[kernel]
     block_m, block_n = limits.rows, limits.block_n
     if columns <= limits.widest:
         block_n = max(32, 1 << (columns - 1).bit_length())
         block_m = max(limits.rows, limits.elements // block_n)
-    warp_elements = limits.warp_elements if is_aligned else limits.warp_elements // 2
+    warp_elements = limits.warp_elements
+    if not is_aligned:  # each element has a pointer of its own, for which there are registers of twice as many warps
+        warp_elements //= 2
+        if block_n <= 64:  # and a thread has many rows, whose places take registers too
+            warp_elements = min(warp_elements, 512)
     return RowTile(block_m, block_n, max(1, min(_MAX_WARPS, block_m * block_n // warp_elements)))
 
 
