@@ -563,8 +563,10 @@ def test_bad_commands(capsys):
 
 def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    message = failure(train_arguments(small, tmp_path / "out"), capsys)
-    assert "sentencepiece is not installed; it comes with: pip install fastattn[train]" in message
+    (tmp_path / "text").write_text("The king went out.\n")
+    for arguments in (train_arguments(small, tmp_path / "out"), ["translate", "--input", tmp_path / "text"]):
+        message = failure(arguments, capsys)
+        assert message.endswith("error: sentencepiece is not installed; it comes with: pip install fastattn[train]")
     assert not (tmp_path / "out").exists()
 
 

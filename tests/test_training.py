@@ -614,6 +614,8 @@ def test_the_average_of_checkpoints(tmp_path, verses):
     for last in (0, 3):
         with pytest.raises(InputError, match=f"last is {last}, expected 1 to 2"):
             checkpoint.average(tmp_path / "run", last, tmp_path / "other")
+    with pytest.raises(InputError, match="missing holds no trained checkpoint"):
+        checkpoint.average(tmp_path / "missing", 5, tmp_path / "other")
     with pytest.raises(InputError, match="exists already"):
         checkpoint.average(tmp_path / "run", 1, tmp_path / "mean")
 

@@ -84,9 +84,11 @@ def average(run: Path, last: int, out: Path) -> None:
     """
     expect_absent(out)
     trained = [path for path in steps(run) if updates(path) != 0]
-    found = trained[-last:] if last > 0 else []
-    if not found or len(found) < last:
+    if not trained:
+        raise InputError(f"{run} holds no trained checkpoint: expected the folder of a run of `fastattn train`")
+    if not 1 <= last <= len(trained):
         raise InputError(f"last is {last}, expected 1 to {len(trained)}: as many trained checkpoints as {run} holds")
+    found = trained[-last:]
     model, tokenizer = load(found[-1])
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
     for path in found:
@@ -240,6 +242,8 @@ def newest(run: Path) -> Path:
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
     """The model, in evaluation mode, and the tokenizer of a checkpoint or of a run's folder (see :func:`find`)."""
     checkpoint = find(path)
+    for package in ("safetensors.torch", "sentencepiece"):  # without which it is not the checkpoint that is unreadable
+        require(package)
     with _readable(checkpoint):
         tokenizer = Tokenizer((checkpoint / TOKENIZER).read_bytes())
         model = Transformer(TransformerConfig.from_json((checkpoint / CONFIG).read_text(encoding="utf-8")))

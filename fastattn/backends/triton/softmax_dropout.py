@@ -235,19 +235,9 @@ def _backward(
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
             weights, grad = _weights_and_grad(
-                input_rows,
-                attn_mask,
-                grad_rows,
-                dropout,
-                place,
-                first,
-                here,
-                seqlen_k,
-                scale,
-                row_max,
-                inverse_sum,
+                input_rows, attn_mask, grad_rows, dropout, place, first, here, seqlen_k, scale, row_max, inverse_sum,
                 ALIGNED,
-            )
+            )  # fmt: skip
             grad = weights * (grad - product[:, None])
             inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
             tl.store(places(out_rows, here, ALIGNED), grad * scale, mask=inside)
