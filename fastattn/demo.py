@@ -1,4 +1,4 @@
-"""`fastattn demo`: what this machine has, that it is right, and how fast; the enclosed translator; one trained here."""
+"""`fastattn demo`: the enclosed translator; that the operations are right, and how fast; a translator trained here."""
 
 import time
 from pathlib import Path
@@ -42,16 +42,6 @@ def run(out: str | None = None) -> int:
     _title("This machine")
     print(info.report())
 
-    _title("Each operation against the reference")
-    wrong = 0
-    for case in CHECKS:
-        errors = contest.check(case)
-        wrong += bool(errors)
-        print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
-
-    _title("Speed beside torch's own operations")
-    print(bench.speed_table())
-
     text, dev, test = (
         (VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
         for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
@@ -61,6 +51,16 @@ def run(out: str | None = None) -> int:
 
     _title("The enclosed translator from English to Spanish, and sentences that it has not seen")
     _show(checkpoint.PRETRAINED, sources, references, shown)
+
+    _title("Each operation against the reference")
+    wrong = 0
+    for case in CHECKS:
+        errors = contest.check(case)
+        wrong += bool(errors)
+        print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
+
+    _title("Speed beside torch's own operations")
+    print(bench.speed_table())
 
     _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two minutes on two free cores)")
     best = train(text, dev, folder, max_steps=UPDATES, save_every=UPDATES)
