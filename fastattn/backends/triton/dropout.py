@@ -32,7 +32,7 @@ LIMITS["dropout"] = RowLimits(4096, 2048, 2048, 2048, rows=2)
 class Matrices(NamedTuple):
     """(outer, inner, matrix_rows, columns)"""
 
-    pointer: Any
+    pointer: Any  # None: there are none; Triton 3.6 compares no tuple with None that has None among its values
     outer: Any  # strides; None: contiguous
     inner: Any
     row: Any
@@ -69,7 +69,7 @@ def _dropout(
     inside = here.exists[:, None] & exists(column, tl.minimum(columns - first, BLOCK_N).to(tl.int32), ALIGNED)
     kept = keep_pairs(dropout, here, first, BLOCK_N)
     outs = _places(out, here, inner_matrices, first, column, columns, INT32, ALIGNED)
-    if input is None:
+    if input.pointer is None:
         tl.store(outs, kept, mask=inside)
     else:
         inputs = _places(input, here, inner_matrices, first, column, columns, INT32, ALIGNED)
@@ -91,8 +91,8 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
         out = out.view(-1, *out.shape[-2:])
         input = input if input is None else input.view(out.shape)
     outer, inner, matrix_rows, columns = _four(out.shape, 1)
-    outs, inputs = _matrices(out), None if input is None else _matrices(input)
-    is_unit = outs.column is None and (inputs is None or inputs.column is None)
+    outs, inputs = _matrices(out), _matrices(input)
+    is_unit = outs.column is None and inputs.column is None
     rows = outer * inner * matrix_rows
     is_aligned = is_unit and are_aligned(columns, input, out)
     tile = row_tile("dropout", columns, is_aligned)
@@ -106,8 +106,8 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     )  # fmt: skip
 
 
-def _matrices(tensor: Tensor) -> Matrices:
-    if tensor.is_contiguous():
+def _matrices(tensor: Tensor | None) -> Matrices:
+    if tensor is None or tensor.is_contiguous():
         return Matrices(tensor, None, None, None, None)
     outer, inner, row, column = _four(tensor.stride(), 0)
     return Matrices(tensor, outer, inner, row, None if column == 1 else column)

@@ -47,7 +47,7 @@ class Place(NamedTuple):
     rows: Any  # rows.Rows
     batch: Any
     head: Any
-    begin: Any  # (M, 1), the first visible column, and one more than the last; None: all columns are visible
+    begin: Any  # (M, 1), the first visible column, and one more than the last; unused where all are visible
     end: Any
 
 
@@ -59,7 +59,7 @@ def _place(
     here = rows_of(program, slots, seqlen_q, rows, dropout, BLOCK_M, INT32)
     batch, head = divide(here.matrix, heads, INT32)
     batch, head = batch.to(tl.int64), head.to(tl.int64)
-    begin, end = None, None
+    begin, end = here.i[:, None], here.i[:, None]  # Triton 3.6 returns no tuple with None
     if window is not None:
         i = here.i.to(tl.int32)
         length = tl.zeros_like(i) + seqlen_k
@@ -81,9 +81,9 @@ def _rows_at(place, matrices, seqlen_k):
 
 
 @triton.jit
-def _load(rows, column, place, seqlen_k, ALIGNED: tl.constexpr):
+def _load(rows, column, place, window, seqlen_k, ALIGNED: tl.constexpr):
     """The visible columns of rows, in float32: with those beside them where that makes the accesses vectorised."""
-    if place.end is None:
+    if window is None:
         wanted = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
     elif ALIGNED:
         wanted = (column // 16 >= place.begin // 16) & (column // 16 < (place.end + 15) // 16)
@@ -93,13 +93,13 @@ def _load(rows, column, place, seqlen_k, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _scores(input_rows, attn_mask, column, place, seqlen_k, scale, ALIGNED: tl.constexpr):
+def _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGNED: tl.constexpr):
     """scale * input + mask in float32, -inf where not visible."""
-    if place.end is None:
+    if window is None:
         visible = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
     else:  # one comparison: what lies before the first visible column wraps to large numbers
         visible = (column - place.begin).to(tl.uint32) < tl.maximum(place.end - place.begin, 0).to(tl.uint32)
-    scores = _load(input_rows, column, place, seqlen_k, ALIGNED) * scale
+    scores = _load(input_rows, column, place, window, seqlen_k, ALIGNED) * scale
     if attn_mask is not None:
         pointers = places(_rows_at(place, attn_mask, seqlen_k), column.to(tl.int64) * attn_mask.column, False)
         if pointers.dtype.element_ty.is_int():
@@ -148,7 +148,7 @@ def _forward(
     out_rows = out + row * seqlen_k
     column = tl.arange(0, BLOCK_N)[None, :]
     if ROW_FITS:
-        scores = _scores(input_rows, attn_mask, column, place, seqlen_k, scale, ALIGNED)
+        scores = _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGNED)
         row_max = _finite(tl.max(scores, 1))
         exponentials = _exp(scores - row_max[:, None])
         row_sum = tl.sum(exponentials, 1)
@@ -156,7 +156,7 @@ def _forward(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
-            scores = _scores(input_rows, attn_mask, first + column, place, seqlen_k, scale, ALIGNED)
+            scores = _scores(input_rows, attn_mask, first + column, place, window, seqlen_k, scale, ALIGNED)
             raised = tl.maximum(row_max, tl.max(scores, 1))
             finite = _finite(raised)
             row_sum = row_sum * _exp(row_max - finite) + tl.sum(_exp(scores - finite[:, None]), 1)
@@ -173,7 +173,7 @@ def _forward(
     else:
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
-            scores = _scores(input_rows, attn_mask, here, place, seqlen_k, scale, ALIGNED)
+            scores = _scores(input_rows, attn_mask, here, place, window, seqlen_k, scale, ALIGNED)
             weights = _drop(_exp(scores - row_max[:, None]), dropout, place, first) * inverse_sum
             inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
             tl.store(places(out_rows, here, ALIGNED), weights, mask=inside)
@@ -181,13 +181,13 @@ def _forward(
 
 @triton.jit
 def _weights_and_grad(
-    input_rows, attn_mask, grad_rows, dropout, place, first, column, seqlen_k, scale, row_max, inverse_sum,
+    input_rows, attn_mask, grad_rows, dropout, place, window, first, column, seqlen_k, scale, row_max, inverse_sum,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """P before dropout and the gradient that reaches it, 0 where P is: a product with what is excluded may be NaN."""
-    scores = _scores(input_rows, attn_mask, column, place, seqlen_k, scale, ALIGNED)
+    scores = _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGNED)
     weights = _exp(scores - row_max[:, None]) * inverse_sum[:, None]
-    grad = _load(grad_rows, column, place, seqlen_k, ALIGNED)
+    grad = _load(grad_rows, column, place, window, seqlen_k, ALIGNED)
     if dropout is not None:
         grad = _drop(grad * dropout.scale, dropout, place, first)
     return weights, tl.where(weights == 0.0, 0.0, grad)
@@ -217,8 +217,9 @@ def _backward(
     inverse_sum = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     if ROW_FITS:
         weights, grad = _weights_and_grad(
-            input_rows, attn_mask, grad_rows, dropout, place, 0, column, seqlen_k, scale, row_max, inverse_sum, ALIGNED
-        )
+            input_rows, attn_mask, grad_rows, dropout, place, window, 0, column, seqlen_k,
+            scale, row_max, inverse_sum, ALIGNED,
+        )  # fmt: skip
         grad = weights * (grad - tl.sum(weights * grad, 1)[:, None])
         inside = valid[:, None] & exists(column, seqlen_k, ALIGNED)
         tl.store(places(out_rows, column, ALIGNED), grad * scale, mask=inside)
@@ -228,15 +229,15 @@ def _backward(
         product = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
             weights, grad = _weights_and_grad(
-                input_rows, attn_mask, grad_rows, dropout, place, first, first + column, seqlen_k, scale, row_max,
-                inverse_sum, ALIGNED,
+                input_rows, attn_mask, grad_rows, dropout, place, window, first, first + column, seqlen_k,
+                scale, row_max, inverse_sum, ALIGNED,
             )  # fmt: skip
             product += tl.sum(weights * grad, 1)
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
             weights, grad = _weights_and_grad(
-                input_rows, attn_mask, grad_rows, dropout, place, first, here, seqlen_k, scale, row_max, inverse_sum,
-                ALIGNED,
+                input_rows, attn_mask, grad_rows, dropout, place, window, first, here, seqlen_k,
+                scale, row_max, inverse_sum, ALIGNED,
             )  # fmt: skip
             grad = weights * (grad - product[:, None])
             inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
