@@ -203,7 +203,7 @@ def test_planted_compile_faults():
         "nothing beside it": "no case without dropout",
         "too large": "shared memory",
         "large stack": "392 bytes of stack",
-        "spill in the loop": "8 of the main loop's 199 instructions",
+        "spill in the loop": "8 of 199 instructions",
         "narrow rows": "1 accesses to global memory of 16 bits",
         "barriers": "3 barriers in the main loop, at most 2",
         "drains": "2 waits for all products in the main loop, at most 1",
