@@ -163,7 +163,7 @@ DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": T
 WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 
 
-@pytest.mark.parametrize("queries", [21, 7, 3])
+@pytest.mark.parametrize("queries", [21, 7, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

@@ -416,6 +416,7 @@ def pytest_benchmarks(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_gate_catches_a_planted_slowdown_and_a_planted_loss_of_accuracy(pytest_benchmarks):
     planted = [
         "dtype = operands[0].dtype.itemsize",
@@ -428,6 +429,7 @@ def test_the_gate_catches_a_planted_slowdown_and_a_planted_loss_of_accuracy(pyte
     assert f"{GATED.format('bfloat16')}: output is off by" in said
 
 
+@pytest.mark.slow
 def test_the_gate_names_what_it_cannot_compare_and_records_nothing_that_was_disturbed(pytest_benchmarks):
     """Every other sample takes ten times as long: the quartiles of the ratio disagree."""
     planted = "calls.append(1), time.sleep(1e-2 * (len(calls) // 3 % 2))"

@@ -356,6 +356,7 @@ def test_predictions_beside_the_tiles():
         tune_dry.beside(text, "HALF", "forward_few", 64, "")
 
 
+@pytest.mark.slow
 def test_program():
     """From a kernel's source to its line: a row of 512 is accessed by 128 bits, eight times for 64 elements of 16."""
     require("triton")

@@ -468,7 +468,7 @@ def test_sentences_do_not_influence_one_another(verses):
     assert translate(model, tokenizer, sources[:12], Search(batch_size=1)) == together
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "search",
     [{"beam": 1}, {"beam": 4, "n_best": 2}, {"temperature": 0.8, "top_p": 0.9, "n_best": 2}],
