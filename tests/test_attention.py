@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
         elif name != "grad_mask":
             assert a.dtype == query.dtype, name
         # The LSE is m + log(sum): the sum's relative error, of one rounding at least, is an error of log(sum).
-        size = largest(t) if name.startswith("grad") else 1.0 if name == "lse" else None
+        size = largest(t) if name.startswith("grad") else 1.0
+        if name == "out":  # a sum of terms P V, to whose sizes its roundings are relative
+            size = largest(exact(query, key, value.abs(), attn_mask, **options)[0])
         # A mask may be wider than the operands, but in its gradient P (dP - rowsum(dO O)) O is rounded to their dtype.
         coarsest = max(a.dtype, query.dtype, key=EPSILON.get) if name == "grad_mask" else None
         assert_accurate(a, e.double(), p, f"{name} {options}", magnitude=size, dtype=coarsest)
@@ -869,6 +872,9 @@ def problems(draw):
 @given(problem=problems())
 def test_any_problem(backend, problem):
     shape, dtype, mask, options, layouts, seed = problem
+    # Of one visible key torch's P is exactly 1. Ours is exp(s - lse), of which the backward pass sums s anew in another
+    # order: the two sums differ by up to 8 ulp of their terms each.
+    epsilon = {torch.float32: 16 * torch.finfo(torch.float32).eps}
     torch.manual_seed(seed)
     tensors = []
     for tensor, order in zip(operands(shape, dtype), layouts, strict=True):
@@ -876,7 +882,8 @@ def test_any_problem(backend, problem):
         tensors.append(tensor.permute(order).contiguous().permute(inverse))
     b, hq, hk, lq, lk, *_ = shape
     try_mask = MASKS[mask]((b, hq, lq, lk))
-    check(*tensors, try_mask, enable_gqa=hq != hk, **options)
+    with mock.patch.dict(EPSILON, epsilon):
+        check(*tensors, try_mask, enable_gqa=hq != hk, **options)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from fastattn.translation.train import read_metrics
 
 ROOT = Path(fastattn.__file__).parent.parent
 VERSES = ROOT / "fastattn/verses"
+PAGE = Path(__file__).resolve().parent.parent / "docs/reproduce.md"
 PER_PART = 40
 
 
@@ -329,7 +330,7 @@ SMALL = {
 @functools.cache
 def commands():
     """The page's, in its order; a line that ends in a backslash goes on."""
-    page = (ROOT / "docs/reproduce.md").read_text()
+    page = PAGE.read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
@@ -366,7 +367,7 @@ def test_the_road_of_the_page(archives, tmp_path):
 
 
 def test_every_hour_of_the_page_is_a_prediction():
-    page = (ROOT / "docs/reproduce.md").read_text()
+    page = PAGE.read_text()
     (table,) = re.findall(r"<!-- hours:begin -->\n(.*)\n<!-- hours:end -->", page, re.DOTALL)
     head, _, *lines = table.splitlines()
     assert table == hours.table(int(re.search(r"its (\d+) operations", head)[1])), "run `make hours`"
@@ -376,7 +377,7 @@ def test_every_hour_of_the_page_is_a_prediction():
 
 def test_the_operations_of_an_update():
     """Those of the page, to what its tables may lag behind."""
-    page = (ROOT / "docs/reproduce.md").read_text()
+    page = PAGE.read_text()
     assert hours.operations() == pytest.approx(int(re.search(r"its (\d+) operations", page)[1]), rel=0.1)
 
 
