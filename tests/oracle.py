@@ -254,6 +254,17 @@ EPSILON = {
 }
 
 
+def score_rounding(query, key, scale=None, attn_mask=None):
+    """The relative error of P = exp(s - lse), of which the backward pass sums s anew in another order: the rounding of
+    s, relative to the sizes of its terms. In units of EPSILON, which is 8 roundings, and at least 1; for float32
+    operands. (In a row that sees one key PyTorch's own P is exactly 1.)"""
+    norms = [largest(t.detach().double().nan_to_num(0, 0, 0).norm(dim=-1)) for t in (query, key)]
+    score = norms[0] * norms[1] * (query.shape[-1] ** -0.5 if scale is None else abs(scale))
+    if attn_mask is not None and attn_mask.is_floating_point():
+        score += largest(attn_mask[attn_mask.isfinite()])
+    return max(1.0, score / 8)
+
+
 def assert_accurate(actual, expected, peer, what="", *, dtype=None, magnitude=None):
     """The tolerance rule: the error against float64 is at most twice that of PyTorch's own computation `peer` in the
     same dtype, plus EPSILON times the largest expected magnitude. Infinities must agree exactly.

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from oracle import (
     dropout_mask,
     gradients,
     largest,
+    score_rounding,
     visible,
 )
 from oracle import attention as exact
@@ -46,30 +46,32 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
     tensors = query, key, value, attn_mask
     outputs = 2 if lse else 1
 
-    def composed(positive=False, **more):
-        return gradients(lambda *t: exact(*t, **options, **more)[:outputs], tensors, positive=positive)
+    def composed(dtype=torch.float64):
+        return gradients(lambda *t: exact(*t, dtype=dtype, **options)[:outputs], tensors)
+
+    def composed_of_sizes(query, key, value, attn_mask):
+        return exact(query, key, value.abs(), attn_mask, softmax=SizesOfTerms.apply, **options)[:outputs]
 
     ours = gradients(functools.partial(scaled_dot_product_attention, return_lse=lse, **options), tensors)
-    wanted, terms = composed(), composed(softmax=SizesOfTerms.apply)
+    wanted = composed()
     if lse or options.get("dropout_p"):
-        peer = composed(dtype=query.dtype)
+        peer = composed(query.dtype)
     else:
         peer = gradients(functools.partial(torch_attention, **options), tensors)
+    # Roundings are relative to the terms of the sums: P |V| of the output, P |dO| of the value's gradient, where P is
+    # itself rounded, and |dO| |V| of dP.
+    terms = gradients(composed_of_sizes, tensors, positive=True)
+    is_single = query.dtype == torch.float32
+    rounding = score_rounding(query, key, options.get("scale"), attn_mask) if is_single else 1.0
     names = [*["out", "lse"][:outputs], "grad_query", "grad_key", "grad_value", "grad_mask"]
-    if query.dtype in (torch.bfloat16, torch.float16):
-        # P is rounded to 16 bits before it meets the output's gradient: relative to the sizes P |dO| of their terms.
-        of_outputs, (of_query, of_key, _, *of_mask) = terms
-        terms = of_outputs, (of_query, of_key, composed(positive=True)[1][2], *of_mask)
     for name, a, e, p, t in zip(names, *([*o, *g] for o, g in (ours, wanted, peer, terms)), strict=False):
+        size = largest(t) * (rounding if name.startswith("grad") else 1.0)
         if name == "lse":
             assert a.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
             p = exact(*tensors, dtype=torch.promote_types(query.dtype, torch.float32), **options)[1].detach()
+            size = 1.0  # m + log(sum): the sum's relative error, of one rounding at least, is an error of log(sum)
         elif name != "grad_mask":
             assert a.dtype == query.dtype, name
-        # The LSE is m + log(sum): the sum's relative error, of one rounding at least, is an error of log(sum).
-        size = largest(t) if name.startswith("grad") else 1.0
-        if name == "out":  # a sum of terms P V, to whose sizes its roundings are relative
-            size = largest(exact(query, key, value.abs(), attn_mask, **options)[0])
         # A mask may be wider than the operands, but in its gradient P (dP - rowsum(dO O)) O is rounded to their dtype.
         coarsest = max(a.dtype, query.dtype, key=EPSILON.get) if name == "grad_mask" else None
         assert_accurate(a, e.double(), p, f"{name} {options}", magnitude=size, dtype=coarsest)
@@ -872,9 +874,6 @@ def problems(draw):
 @given(problem=problems())
 def test_any_problem(backend, problem):
     shape, dtype, mask, options, layouts, seed = problem
-    # Of one visible key torch's P is exactly 1. Ours is exp(s - lse), of which the backward pass sums s anew in another
-    # order: the two sums differ by up to 8 ulp of their terms each.
-    epsilon = {torch.float32: 16 * torch.finfo(torch.float32).eps}
     torch.manual_seed(seed)
     tensors = []
     for tensor, order in zip(operands(shape, dtype), layouts, strict=True):
@@ -882,8 +881,7 @@ def test_any_problem(backend, problem):
         tensors.append(tensor.permute(order).contiguous().permute(inverse))
     b, hq, hk, lq, lk, *_ = shape
     try_mask = MASKS[mask]((b, hq, lq, lk))
-    with mock.patch.dict(EPSILON, epsilon):
-        check(*tensors, try_mask, enable_gqa=hq != hk, **options)
+    check(*tensors, try_mask, enable_gqa=hq != hk, **options)
 
 
 @pytest.mark.slow
@@ -901,10 +899,7 @@ def test_every_head_size(backend, dtype, e):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
-def test_every_tile_edge(backend, diagonal, p, dtype, lq, lk, monkeypatch):
-    if lk == 1:
-        # One key: dP - D cancels whole, two sums of 16 products, each with up to 8 ulp of its terms; torch's is exact.
-        monkeypatch.setitem(EPSILON, torch.float32, 16 * torch.finfo(torch.float32).eps)
+def test_every_tile_edge(backend, diagonal, p, dtype, lq, lk):
     tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
     masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)}
     # Interpreted, either dropout or masks at every edge; both together, test_any_problem's.

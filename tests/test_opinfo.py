@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import SizesOfTerms, assert_accurate, attention, gradients, largest
+from oracle import SizesOfTerms, assert_accurate, attention, gradients, largest, score_rounding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_samples import databases
 
@@ -64,10 +64,8 @@ def sizes_of_terms(name, sample, count):
 
     sizes = [largest(sample.args[1]), *(largest(grad) for grad in run(terms, sample, torch.float64)[1])]
     sizes[3] = largest(run(terms, sample, torch.float64, positive=True)[1][2])  # P |dO|, P being rounded
-    if sample.input.dtype == torch.float32:  # P's relative error is its score's error: EPSILON is 8 roundings, of 1
-        norms = [t.detach().norm(dim=-1).max().item() for t in (sample.input, sample.args[0])]
-        score = norms[0] * norms[1] / sample.input.size(-1) ** 0.5
-        sizes = [size * max(1.0, score / 8) for size in sizes]
+    if sample.input.dtype == torch.float32:
+        sizes = [size * score_rounding(sample.input, sample.args[0]) for size in sizes]
     return sizes
 
 
