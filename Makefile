@@ -36,8 +36,8 @@ tables:  ## the tables and pictures of README and docs/performance.md, from benc
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-slow:  ## the longer tests: every instruction set, sanitizers, fresh installs
-	pytest -m "slow and not triton"
+slow:  ## the longer tests, two at a time: every instruction set, sanitizers, fresh installs
+	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist loadfile
 
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
 	pytest -m triton

@@ -149,6 +149,8 @@ def run_ninja(
 
     With `nvcc` that command compiles the sources ending in .cu, and links. `cxx` takes the place of ``compiler()``.
     """
+    import fcntl  # not on Windows, where nothing is compiled
+
     ninja = shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
     if ninja is None:
         raise BuildError("ninja not found (pip install ninja)")
@@ -172,17 +174,20 @@ def run_ninja(
         rule = "compile_cuda" if nvcc and source.suffix == ".cu" else "compile"
         lines += [f"build {name}: {rule} {_escape(source)}", f"  flags = {flags}"]
     lines += [f"build {target}: link {' '.join(name for name, _, _ in objects)}", f"  flags = {link_flags}"]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "build.ninja").write_text("\n".join(lines) + "\n")
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    process = subprocess.Popen(
-        [ninja, "-C", directory, *jobs], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
     output = ""
-    for line in process.stdout:  # `pip install -v` shows the progress
-        print(line, end="", flush=True)
-        output += line
-    if process.wait():
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits instead of writing the same objects
+        (directory / "build.ninja").write_text("\n".join(lines) + "\n")
+        process = subprocess.Popen(
+            [ninja, "-C", directory, *jobs], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for line in process.stdout:  # `pip install -v` shows the progress
+            print(line, end="", flush=True)
+            output += line
+        process.wait()
+    if process.returncode:
         error = re.search(r"^.*(?:error:|undefined reference).*$", output, re.MULTILINE)
         raise BuildError(f"{target} does not compile: {error[0].strip() if error else 'ninja failed'}")
     return directory / target
