@@ -189,6 +189,19 @@ def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
+@pytest.mark.parametrize("name", ["source.tokens", "target.offsets"])
+def test_damaged_encoded_text(verses, tmp_path, name):
+    sources, targets, tokenizer = verses
+    files = tmp_path / "en", tmp_path / "es"
+    for path, lines in zip(files, (sources, targets), strict=True):
+        path.write_text("\n".join(lines))
+    encode(tokenizer, files, digest(*files), tmp_path / "text")
+    damaged = tmp_path / "text" / name
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    with pytest.raises(InputError, match=rf"{damaged.stem}.* is damaged: remove {tmp_path / 'text'}"):
+        ParallelText.mapped(tmp_path / "text")
+
+
 def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
     sources, targets, tokenizer = verses
     files = tmp_path / "en", tmp_path / "es"

@@ -22,10 +22,10 @@ def peak(function: Callable[[], object]) -> int | None:
         ctypes.CDLL(None).malloc_trim(0)
         RESET.write_text("5")
         before = _kilobytes("VmRSS")
-        function()
-        return 1024 * max(0, _kilobytes("VmHWM") - before)
     except (OSError, AttributeError, TypeError):
         return None
+    function()
+    return 1024 * max(0, _kilobytes("VmHWM") - before)
 
 
 def _kilobytes(field: str) -> int:

@@ -153,12 +153,18 @@ class Sentences:
 
     @classmethod
     def mapped(cls, stem: Path) -> "Sentences":
-        """Those of two files that :func:`encode` wrote: the kernel reads what is asked for, and processes share it."""
+        """Those of two files that :func:`encode` wrote: the kernel reads what is asked for, and processes share it.
+
+        Raises:
+            InputError: the files do not fit each other.
+        """
         sentences = cls([])
         for name, suffix, dtype in (("_tokens", TOKENS, torch.int32), ("_offsets", OFFSETS, torch.int64)):
             path = stem.with_suffix(suffix)
             size = path.stat().st_size // dtype.itemsize
             setattr(sentences, name, torch.from_file(str(path), shared=False, size=size, dtype=dtype))
+        if not len(sentences._offsets) or int(sentences._offsets[-1]) != len(sentences._tokens):
+            raise InputError(f"{stem}{TOKENS} is damaged: remove {stem.parent}, and the text is encoded again")
         return sentences
 
     def __len__(self) -> int:
