@@ -5,7 +5,7 @@ for), a batch of 32 with beam 4 and one sentence greedily.
 
 Two OpenMP runtimes in one process falsify each other, so each program is timed in processes of its own, by turns; a
 ratio is that of the medians. `--record` keeps the results as benchmarks/results/decoding-MACHINE.json, with what a step
-consists of, and writes the table of docs/performance.md from them.
+consists of, and writes the tables of docs/performance.md from those of all machines.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from fastattn.translation.search import Search, beam_search
 from fastattn.translation.tokenizer import EOS_ID, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
 VERSES = Path(fastattn.__file__).parent / "verses"
 VOCABULARY = 16_000
 SOURCE_TOKENS = 25
@@ -81,10 +82,9 @@ def main() -> None:
         }
         for program, runs in found.items()
     }
-    lines = table(results)
-    print("\n".join(lines))
+    print("\n".join(table(results)))
     if options.record:
-        record(results, lines, options.tokens)
+        record(results, options.tokens)
 
 
 def write_model(folder: Path) -> None:
@@ -190,7 +190,7 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def record(results: dict[str, Any], lines: list[str], tokens: int) -> None:
+def record(results: dict[str, Any], tokens: int) -> None:
     import ctranslate2
 
     machine = report.machine()
@@ -200,14 +200,20 @@ def record(results: dict[str, Any], lines: list[str], tokens: int) -> None:
         "ctranslate2": ctranslate2.__version__,
     }
     data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens": tokens, "results": results}
-    path = ROOT / f"benchmarks/results/decoding-{report.kind(machine)}.json"
-    report.write_json(path, data)
+    report.write_json(RESULTS / f"decoding-{report.kind(machine)}.json", data)
+    recorded = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("decoding-*.json"))]
+    report.insert(ROOT / "docs/performance.md", "decoding", "\n".join(map(section, recorded)))
+
+
+def section(data: dict[str, Any]) -> str:
+    """One machine's part of the page."""
+    machine, versions = data["machine"], data["versions"]
     head = (
         f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}, CTranslate2 "
-        f"{versions['ctranslate2']}; {SOURCE_TOKENS} source tokens, {tokens} target tokens. Behind CTranslate2's "
-        "figures: how many times as many ours makes.\n"
+        f"{versions['ctranslate2']}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens. Behind "
+        "CTranslate2's figures: how many times as many ours makes.\n\n"
     )
-    report.insert(ROOT / "docs/performance.md", "decoding", f"{head}\n" + "\n".join(lines))
+    return head + "\n".join(table(data["results"])) + "\n"
 
 
 if __name__ == "__main__":

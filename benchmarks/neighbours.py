@@ -3,7 +3,8 @@ several bounds on how long OpenMP's threads spin.
 
     python benchmarks/neighbours.py --record
 
-The settings take turns. `--record` keeps the results as benchmarks/results/neighbours-MACHINE.json.
+The settings take turns. `--record` keeps the results as benchmarks/results/neighbours-MACHINE.json and writes the
+tables of docs/training.md from those of all machines.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,13 +26,12 @@ from fastattn.bench import report
 from fastattn.translation.train import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
 VERSES = Path(fastattn.__file__).parent / "verses"
 SETTINGS = {
     "the command's": {},
     "OpenMP's own": {"GOMP_SPINCOUNT": "300000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
-    "1000 iterations": {"GOMP_SPINCOUNT": "1000"},
-    "10000 iterations": {"GOMP_SPINCOUNT": "10000"},
 }
 
 
@@ -57,8 +58,20 @@ def main() -> None:
         versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
         data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens_per_second": medians}
         data["spin"] = fastattn_command.SPIN
-        path = ROOT / f"benchmarks/results/neighbours-{report.kind(machine)}.json"
-        report.write_json(path, data)
+        report.write_json(RESULTS / f"neighbours-{report.kind(machine)}.json", data)
+        recorded = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("neighbours-*.json"))]
+        report.insert(ROOT / "docs/training.md", "neighbours", "\n".join(map(section, recorded)))
+
+
+def section(data: dict[str, Any]) -> str:
+    """One machine's part of the page."""
+    machine, found = data["machine"], data["tokens_per_second"]
+    columns = list(next(iter(found.values())))
+    head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {data['versions']['torch']}:"
+    lines = [head, ""]
+    lines += [f"| target tokens a second | {' | '.join(columns)} |", f"| --- | {' | '.join('---' for _ in columns)} |"]
+    lines += [f"| {name} | {' | '.join(f'{row[column]:.0f}' for column in columns)} |" for name, row in found.items()]
+    return "\n".join(lines) + "\n"
 
 
 def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float:

@@ -3,7 +3,8 @@
     python benchmarks/step.py --record
 
 - the shares of an update, by torch's profiler: of `base` on 32 x 48 tokens and of `tiny` on a batch of the verses;
-- forward and backward of `base` beside jadore801120's program, in the same process by turns;
+- forward and backward of `base` beside jadore801120's program, in the same process by turns, with the vocabulary of the
+  other benchmarks;
 - the loss beside whole logits, which `F.linear_cross_entropy` makes too where there is label smoothing;
 - batches of sentences of like length beside batches of as many tokens without any padding, which packed batches could
   at most become.
@@ -26,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.bench import report
+from fastattn.bench.cases import BASE
 from fastattn.bench.timer import interleave
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
@@ -92,10 +94,11 @@ def program(seconds: float) -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "tests"))
     from public_models import jadore
 
-    ids = torch.tensor(random_ids(SHAPE[0], SHAPE[1] + 2))
+    vocabulary = BASE["vocab_size"]
+    ids = torch.tensor(random_ids(SHAPE[0], SHAPE[1] + 2, vocabulary))
     source, target, label = ids[:, : SHAPE[1]], ids[:, :-1][:, : SHAPE[1]], ids[:, 1:][:, : SHAPE[1]].flatten()
-    theirs = jadore.Transformer(VOCABULARY, VOCABULARY, PAD_ID, PAD_ID)
-    ours = Transformer(TransformerConfig.preset("base", VOCABULARY, attention_dropout=0.1))
+    theirs = jadore.Transformer(vocabulary, vocabulary, PAD_ID, PAD_ID)
+    ours = Transformer(TransformerConfig.preset("base", vocabulary, attention_dropout=0.1))
     found = {}
     for name in ("bf16", "fp32"):
 

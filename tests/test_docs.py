@@ -121,6 +121,15 @@ def test_links_of_the_repository_exist(page):
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/performance.md", "docs/training.md", "docs/accuracy.md", "docs/gpu.md"]
+)
+def test_tables_of_programs_have_both_ends(page):
+    ends = re.findall(r"^<!-- ([\w-]+):(begin|end) -->$", (ROOT / page).read_text(), re.MULTILINE)
+    assert ends[0::2] == [(name, "begin") for name, _ in ends[1::2]]
+    assert all(end == "end" for _, end in ends[1::2])
+
+
 def test_the_variables_of_the_environment_are_in_one_table():
     """Every one that the code reads."""
     folders = [ROOT / name for name in ("fastattn", "csrc", "tests", "tools", "benchmarks")]

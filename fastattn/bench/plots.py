@@ -114,6 +114,7 @@ def _origin(report: Report) -> str:
 
 def over_length(report: Report) -> Any:
     """Speed of inference, speed of training, memory of training, over sequence length; a row of panels a dtype."""
+    ticker = errors.require("matplotlib.ticker")
     picture = figure(13.0, 7.6)
     kinds: list[tuple[str, bool, Callable[[Case, Result, str], float | None]]] = [
         ("forward", False, lambda case, result, peer: case.flops / result.seconds[peer] / 1e9),
@@ -147,14 +148,17 @@ def over_length(report: Report) -> Any:
             axes.set_title(f"{dtype}: {title}", fontsize=10)
             axes.set_ylabel("MB beside the operands (log)" if column == 2 else "GFLOP/s (log)")
             axes.grid(alpha=0.3, which="both", linewidth=0.5)
-            if lines:
-                axes.legend(fontsize=7)
-            else:
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+            if not lines:
                 axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="0.5")
         ticks = sorted({case.shape[2] for case in lengths()})
         row[0].set_xticks(ticks, [str(tick) for tick in ticks])
     for axes in panels[-1]:
         axes.set_xlabel("sequence length (log), 8 heads of 64")
+    drawn = {name: line for axes in panels.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    picture.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=len(drawn), fontsize=9)
     text = f"{_origin(report)}. FLOP/s count our products: 2 forward, 7 with the backward pass."
     caption(picture, text + (f" {disturbed} disturbed measurements are left out." if disturbed else ""))
     return picture
