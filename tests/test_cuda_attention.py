@@ -132,7 +132,7 @@ def test_masks_combine(lengths, window, mask, diagonal, dtype):
         ((3, 4, 6, 50), lambda t: t[:, :, 1:, 7:]),
         ((4, 3, 43), lambda t: t.transpose(0, 1)[:, :, None]),
     ],
-    ids=str,
+    ids=lambda argument: str(argument) if isinstance(argument, tuple) else "",
 )
 def test_mask_broadcasts_and_strides(kind, shape, view):
     dtype = torch.float32 if kind == torch.bool else kind

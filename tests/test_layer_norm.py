@@ -277,7 +277,7 @@ def test_fused_extremes(backend):
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("needed", itertools.product((False, True), repeat=4), ids=str)
+@pytest.mark.parametrize("needed", [*itertools.product((False, True), repeat=4)], ids=str)
 def test_subsets_of_gradients(backend, needed):
     names = "input", "residual", "weight", "bias"
     tensors = torch.randn(9, 33), torch.randn(9, 33), torch.randn(33), torch.randn(33)

@@ -265,8 +265,9 @@ def test_built_without_memory(model):
     assert torch.equal(second(*batch()), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize("norm_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm_first", [False, True])
 def test_compiles_as_one_graph(norm_first):
     """Training with dropout, at two sizes: the eager numbers and gradients."""
     torch._dynamo.reset()

@@ -783,7 +783,7 @@ def test_a_layer_that_does_not_exist():
         plots.check_layer(config, "self", 1)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 5, 16])
+@pytest.mark.parametrize("heads", [1, 5, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("length", [1, 200])
 def test_pictures_fit_a_screen(tmp_path, heads, length):
     pieces = [f"▁piece{n}" for n in range(length)]

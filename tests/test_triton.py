@@ -127,7 +127,13 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(problem, marks=[pytest.mark.slow] if "wide" in problem.__name__ else [], id=problem.__name__)
+        for problem in PROBLEMS
+    ],
+)
 def test_programs_in_any_order(problem, dtype):
     """No program sees what another has written, none touches what is not an operand's, and each run has the same bits.
     The values: every other test, and here the reference's."""

@@ -162,7 +162,7 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
                 assert begin <= other < end, (tile, other)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,7 +222,10 @@ def described(monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((64, 64), marks=pytest.mark.slow), (80, 24)], ids=str)
-@pytest.mark.parametrize("options", DESCRIBED)
+@pytest.mark.parametrize(
+    "options",
+    [name if name in ("plain", "bool") else pytest.param(name, marks=pytest.mark.slow) for name in DESCRIBED],
+)
 def test_tensor_descriptors(options, sizes, described):
     """Full tiles read through tensor descriptors, forward and backward: padded head sizes, tiles beyond the last key
     and query, and keys that hold NaN where nothing sees them. The heads of a query and of a key lie within a row of
@@ -245,7 +248,15 @@ def test_tensor_descriptors(options, sizes, described):
     assert found.count(key.stride()) == 2 * found.count(query.stride())  # forward and dQ; dK and dV
 
 
-@pytest.mark.parametrize("layout", ["heads within rows", "one for all heads", "odd rows", "every other column"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "heads within rows",
+        "one for all heads",
+        pytest.param("odd rows", marks=pytest.mark.slow),
+        pytest.param("every other column", marks=pytest.mark.slow),
+    ],
+)
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
     """The gradients through descriptors are those through pointers, whatever the strides of the output's gradient."""
     query, key, value = (torch.randn(2, 4, n, 64).bfloat16() for n in (80, 150, 150))
