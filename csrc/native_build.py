@@ -172,7 +172,8 @@ def run_ninja(
     ]
     for name, source, flags in objects:
         rule = "compile_cuda" if nvcc and source.suffix == ".cu" else "compile"
-        lines += [f"build {name}: {rule} {_escape(source)}", f"  flags = {flags}"]
+        place = os.path.relpath(source, directory)  # the same in every checkout: objects are, too, and ccache has them
+        lines += [f"build {name}: {rule} {_escape(place)}", f"  flags = {flags}"]
     lines += [f"build {target}: link {' '.join(name for name, _, _ in objects)}", f"  flags = {link_flags}"]
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
     output = ""
@@ -193,8 +194,8 @@ def run_ninja(
     return directory / target
 
 
-def _escape(path: Path) -> str:
-    return re.sub(r"([$ :])", r"$\1", str(path))
+def _escape(path: str) -> str:
+    return re.sub(r"([$ :])", r"$\1", path)
 
 
 def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
