@@ -113,7 +113,7 @@ def test_shapes(backend, shape, dtype):
     check(*operands(shape, dtype), is_causal=True, enable_gqa=shape[1] != shape[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_long(backend, dtype):
     torch.set_num_threads(2)
     check(*operands((1, 1, 1, 511, 512, 64, 64), dtype), is_causal=True, lse=False)
@@ -165,13 +165,15 @@ MASKS = {
     ),
 }
 DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": True, "causal_variant": "lower_right"}}
-WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
+WINDOWS = [(-1, -1), (6, 3), (9, 0), (0, -1), (-1, 5), (40, 0)]
 
 
 @pytest.mark.parametrize("queries", [21, 7, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    "window", [*WINDOWS[:3], *(pytest.param(window, marks=pytest.mark.slow) for window in WINDOWS[3:])], ids=str
+)
 @pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):

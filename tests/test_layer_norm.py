@@ -253,7 +253,7 @@ def test_layout_of_two_normalized_dimensions(backend):
 )
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.7])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
-@pytest.mark.parametrize("kind", ["", "w", "b", "wb"])
+@pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in "wb"), "wb"])
 def test_fused(backend, kind, shape, p, dtypes):
     """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
     input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])

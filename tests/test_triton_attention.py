@@ -167,8 +167,11 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
     "options",
     [
         {},
-        {"window": (200, 0), "lower_right": True},
-        {"attn_mask": lambda: torch.randn(1, 4, 1, 300).masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
+        pytest.param({"window": (200, 0), "lower_right": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"attn_mask": lambda: torch.randn(1, 4, 1, 300).masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
+            marks=pytest.mark.slow,
+        ),
         {"seed": SEED, "p": 0.3},
     ],
     ids=["plain", "window", "mask", "dropout"],

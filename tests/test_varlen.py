@@ -140,14 +140,14 @@ def test_equals_the_padded_batch(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_for_every_thread_count(backend, dtype):
-    lengths = (150, 3, 333, 20)
+    lengths = (150, 3, 333, 20) if backend.startswith("cpu") else (40, 3, 90, 20)
     tensors = [packed(lengths, 4, 32, dtype) for _ in range(3)]
     sequences = boundaries(lengths)
     call = functools.partial(varlen_attn, is_causal=True, dropout_p=0.1, seed=SEED, return_lse=True)
     runs = []
     for n in (1, 2, 3, 2):
         torch.set_num_threads(n)
-        outputs, grads = gradients(lambda *t: call(*t, sequences, sequences, 333, 333), tensors)
+        outputs, grads = gradients(lambda *t: call(*t, sequences, sequences, max(lengths), max(lengths)), tensors)
         runs.append([*outputs, *grads])
     if backend == "reference":
         runs = runs[1::2]
