@@ -128,7 +128,9 @@ COMPILED = pytest.mark.parametrize(
 
 @COMPILED
 @DYNAMIC
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "weights" else []) for name in CALLS]
+)
 def test_compiles_whole(backend, name, dynamic):
     """fullgraph, at two sizes, one compilation where dynamic: the eager numbers and gradients."""
     function, tensors = CALLS[name]

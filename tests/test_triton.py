@@ -137,7 +137,9 @@ PROBLEMS = [
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(problem, marks=[pytest.mark.slow] if "wide" in problem.__name__ else [], id=problem.__name__)
+        pytest.param(
+            problem, marks=[] if problem in (dropout, softmax_dropout) else [pytest.mark.slow], id=problem.__name__
+        )
         for problem in PROBLEMS
     ],
 )

@@ -124,7 +124,16 @@ def _tiles_of(
 @pytest.mark.parametrize("keys_own", [False, True])
 @pytest.mark.parametrize("lower_right", [False, True])
 @pytest.mark.parametrize(("m", "n", "length"), [(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0), (20, 45), (0, -1), (0, 0), (63, 31)], ids=str)
+@pytest.mark.parametrize(
+    "window",
+    [
+        (-1, -1),
+        (-1, 0),
+        (20, 45),
+        *(pytest.param(w, marks=pytest.mark.slow) for w in [(40, 0), (0, -1), (0, 0), (63, 31)]),
+    ],
+    ids=str,
+)
 def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own):
     """Against every pair: a tile is full iff it exists and each of its pairs with what exists of the owned tile is
     visible, however ragged that is, and no tile of a visible pair is missing."""
@@ -172,7 +181,7 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
             {"attn_mask": lambda: torch.randn(1, 4, 1, 300).masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
             marks=pytest.mark.slow,
         ),
-        {"seed": SEED, "p": 0.3},
+        pytest.param({"seed": SEED, "p": 0.3}, marks=pytest.mark.slow),
     ],
     ids=["plain", "window", "mask", "dropout"],
 )
