@@ -165,7 +165,7 @@ MASKS = {
     ),
 }
 DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": True, "causal_variant": "lower_right"}}
-WINDOWS = [(-1, -1), (6, 3), (9, 0), (0, -1), (-1, 5), (40, 0)]
+WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 
 
 @pytest.mark.parametrize("queries", [21, 7, pytest.param(3, marks=pytest.mark.slow)])

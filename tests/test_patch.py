@@ -366,11 +366,13 @@ def test_a_compiled_model_is_compiled_anew():
     compiled, x = torch.compile(model, backend=backend), torch.randn(2, 4)
     compiled(x)
     fastattn.patch(compiled)
-    torch.compiler.reset()  # torch 2.10 does not guard on a module's class
+    if torch.__version__ < "2.11":  # which does not guard on a module's class
+        torch.compiler.reset()
     compiled(x)
     assert ["fastattn.layer_norm.default" in graph for graph in graphs] == [False, True]
     fastattn.unpatch(compiled)
-    torch.compiler.reset()
+    if torch.__version__ < "2.11":
+        torch.compiler.reset()
     assert torch.equal(compiled(x), model(x))
     torch.compiler.reset()
 
