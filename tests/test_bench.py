@@ -654,6 +654,21 @@ def test_memory_of_a_call_is_what_it_holds_at_most():
     assert all(92 << 20 < size < 110 << 20 for size in found)
 
 
+def test_errors_of_a_call_whose_memory_is_measured_are_its_own():
+    def call():
+        raise OSError("the call's")
+
+    with pytest.raises(OSError, match="the call's"):
+        memory.peak(call)
+
+
+def test_a_picture_of_disturbed_results_alone():
+    results = [replace(result(2.0), name=case.name, disturbed="neighbours") for case in cases.lengths()]
+    picture = plots.over_length(report.Report.new(results, {"float32": None, "bfloat16": None}))
+    assert not picture.legends
+    assert all(axes.texts[0].get_text() == "not measured" for axes in picture.axes)
+
+
 def test_pictures_of_ratios_and_of_lengths(tmp_path):
     """In both formats; results that were disturbed are not drawn."""
     known = [replace(result(2.0), name=case.name) for case in listed()]

@@ -149,6 +149,33 @@ def test_max_jobs(tmp_path, monkeypatch):
         assert max(map(int, (tmp_path / jobs / "counts").read_text().split())) == expected
 
 
+def test_checkouts_build_from_the_same_lines(tmp_path, monkeypatch):
+    """What ccache needs to take an object from one for the other."""
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", 'for last; do :; done; touch "$last" library')))
+    built = []
+    for checkout in (tmp_path / "a", tmp_path / "elsewhere/b"):
+        checkout.mkdir(parents=True)
+        (checkout / "1.c").touch()
+        native_build.run_ninja(checkout / "build", [("1.o", checkout / "1.c", "")], "library", "")
+        built.append((checkout / "build/build.ninja").read_text())
+    assert built[0] == built[1]
+
+
+def test_a_second_build_in_a_directory_waits(tmp_path, monkeypatch):
+    compiler = script(
+        tmp_path / "cc", f"ls *.job 2>/dev/null && touch {tmp_path}/met; touch 1.job; sleep 0.3; rm 1.job"
+    )
+    monkeypatch.setenv("CXX", str(compiler))
+    source = tmp_path / "1.c"
+    source.touch()
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import native_build; from pathlib import Path; "
+    program += "native_build.run_ninja(Path(sys.argv[2]), [('1.o', Path(sys.argv[3]), '')], 'library', '')"
+    command = [sys.executable, "-c", program, str(ROOT / "csrc"), str(tmp_path / "build"), str(source)]
+    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    assert not (tmp_path / "met").exists()
+
+
 def test_progress_is_shown_as_it_is_made(tmp_path, monkeypatch):
     """An object's line is there while the next one is compiled: here the second one waits for it."""
     waits = f'case "$*" in *1.c*) until grep -q 0.o {tmp_path}/log; do sleep 0.05; done;; esac'

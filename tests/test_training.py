@@ -198,7 +198,7 @@ def test_damaged_encoded_text(verses, tmp_path, name):
     encode(tokenizer, files, digest(*files), tmp_path / "text")
     damaged = tmp_path / "text" / name
     damaged.write_bytes(damaged.read_bytes()[:-8])
-    with pytest.raises(InputError, match=rf"{damaged.stem}.* is damaged: remove {tmp_path / 'text'}"):
+    with pytest.raises(InputError, match=rf"{damaged.stem}.* differ: remove {tmp_path / 'text'}"):
         ParallelText.mapped(tmp_path / "text")
 
 

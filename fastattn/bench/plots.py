@@ -158,7 +158,8 @@ def over_length(report: Report) -> Any:
     for axes in panels[-1]:
         axes.set_xlabel("sequence length (log), 8 heads of 64")
     drawn = {name: line for axes in panels.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    picture.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=len(drawn), fontsize=9)
+    if drawn:
+        picture.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=len(drawn), fontsize=9)
     text = f"{_origin(report)}. FLOP/s count our products: 2 forward, 7 with the backward pass."
     caption(picture, text + (f" {disturbed} disturbed measurements are left out." if disturbed else ""))
     return picture

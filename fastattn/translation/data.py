@@ -164,7 +164,9 @@ class Sentences:
             size = path.stat().st_size // dtype.itemsize
             setattr(sentences, name, torch.from_file(str(path), shared=False, size=size, dtype=dtype))
         if not len(sentences._offsets) or int(sentences._offsets[-1]) != len(sentences._tokens):
-            raise InputError(f"{stem}{TOKENS} is damaged: remove {stem.parent}, and the text is encoded again")
+            raise InputError(
+                f"{stem}{TOKENS} and {OFFSETS} differ: remove {stem.parent}, and the text is encoded again"
+            )
         return sentences
 
     def __len__(self) -> int:
