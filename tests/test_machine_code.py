@@ -4,12 +4,13 @@ published, and the figures of another implementation of the same model."""
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from conftest import require
 
-from sass import public, rates
+from sass import native, public, rates
 from sass.code import parse, written
 from sass.cost import Attention, Loop, Rows, issue_share, occupancy, order, plain_loop, row_path, widths
 from sass.loops import innermost, inside, natural_loops, successors, whole
@@ -264,6 +265,25 @@ def agrees(loop, reference):
     found["shared"] -= 0.75 * loop.per_score.get("shuffle", 0)  # of which the other counts a quarter
     assert found == pytest.approx(reference["clocks"], rel=0.1)
     return simulated
+
+
+NESTED = """
+MOV R0, RZ
+LDG.E.128 R4, [R2.64]
+FADD R8, R8, R4
+@P0 BRA 0x50
+BRA 0x20
+STG.E.128 [R2.64], R8
+@P1 BRA 0x10
+EXIT
+"""
+
+
+def test_executed():
+    """By hand: the outer loop twice, the inner, which is left from its middle, four times."""
+    found = Counter(i.base for i in native.executed(code(NESTED), (1, 2, 4)))
+    assert found == {"MOV": 1, "LDG": 2, "FADD": 4, "BRA": 4 + 4 + 2, "STG": 2, "EXIT": 1}
+    assert {i.base for i in native.executed(code(NESTED), (0, 1, 1))} == {"LDG", "FADD", "BRA", "STG"}
 
 
 def test_page():

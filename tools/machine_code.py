@@ -1,9 +1,10 @@
 """What the GPU kernels cost, predicted from their machine code, with no GPU: ``python tools/machine_code.py``.
 
-Triton's kernels are compiled for A100, H100 and B200, for attention and rows as they mostly are, in bfloat16. Printed
-are, for a score of attention or an element of a row, a thread's instructions and the clocks that an SM's pipes need;
-what bounds that leaves; what the in-order simulation of the main loop reaches; and what of the loop holds it up.
-``sass`` says how. All of it is a prediction: believe differences of 15 % and more, and what is counted.
+Triton's kernels are compiled for A100, H100 and B200, for attention and rows as they mostly are, in bfloat16, and the
+CUDA C++ ones for rows. Printed are, for a score of attention or an element of a row, a thread's instructions and the
+clocks that an SM's pipes need; what bounds that leaves; what the in-order simulation of the main loop reaches; and what
+of the loop holds it up. ``sass`` says how. All of it is a prediction: believe differences of 15 % and more, and what is
+counted.
 
 ``--write`` replaces the results in ``benchmarks/results`` and the tables of ``docs/gpu.md``, whole or not at all.
 ``--public FOLDER`` takes the public kernels' loops, to which the model is held, from disassemblies.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import lzma
 import os
@@ -32,7 +34,7 @@ import aot_gate
 from fake_gpu import pretend
 from fastattn.backends.triton import FUNCTIONS
 from fastattn.bench import report
-from sass import code, public
+from sass import code, native, public
 from sass.cost import Attention, Loop, Rows, issue_share, order, plain_loop, row_path, widths
 from sass.rates import MACHINES
 
@@ -150,6 +152,22 @@ def predictions(device: int, capability: int, wanted: re.Pattern[str]) -> Iterat
                     yield {"name": name} | of_attention(function, kernel, capability)
 
 
+def native_predictions(capability: int, wanted: re.Pattern[str]) -> Iterator[dict[str, Any]]:
+    """The same of the CUDA C++ kernels, which are for rows."""
+    for operation, (_, bytes) in ROW_OPERATIONS.items():
+        names = {
+            (kernel, columns): f"{operation}{_direction(kernel)} {columns} sm_{capability} CUDA C++"
+            for kernel in bytes
+            for columns in WIDTHS
+        }
+        if not any(map(wanted.search, names.values())):
+            continue
+        for kernel, columns, path, elements in native.row_kernels(operation, capability, THRESHOLD, aot_gate.TOOLS):
+            if wanted.search(names[kernel, columns]):
+                rows = Rows(capability, elements, bytes[kernel])
+                yield {"name": names[kernel, columns]} | of_path(path, rows)
+
+
 def _direction(kernel: str) -> str:
     return kernel.replace("_", " ") if kernel in ("_forward", "_backward") else ""
 
@@ -193,11 +211,13 @@ def of_rows(function: Any, kernel: Any, capability: int, bytes: int) -> dict[str
     constants, binary = _constants(function, kernel), code.disassemble(kernel.asm["cubin"], aot_gate.TOOLS)
     threads = 32 * kernel.metadata.num_warps
     rows = Rows(capability, constants["BLOCK_M"] * constants["BLOCK_N"] / threads, bytes)
-    path = row_path(binary.instructions)
+    tile = [constants["BLOCK_M"], constants["BLOCK_N"], kernel.metadata.num_warps]
+    about = {"tile": tile, "registers": binary.registers, "stack": binary.stack}
+    return about | of_path(row_path(binary.instructions), rows)
+
+
+def of_path(path: list[code.Instruction], rows: Rows) -> dict[str, Any]:
     return {
-        "tile": [constants["BLOCK_M"], constants["BLOCK_N"], kernel.metadata.num_warps],
-        "registers": binary.registers,
-        "stack": binary.stack,
         "instructions": len(path) / rows.elements,
         "predicted_issue_share": issue_share(path, rows),
         "widths": widths(path),
@@ -208,7 +228,9 @@ def of_rows(function: Any, kernel: Any, capability: int, bytes: int) -> dict[str
 
 
 def line(found: dict[str, Any]) -> str:
-    head = f"{found['name']:42} {'x'.join(map(str, found['tile'])):14} {found['registers']:3} registers"
+    head = f"{found['name']:50}"
+    if "tile" in found:
+        head += f" {'x'.join(map(str, found['tile'])):14} {found['registers']:3} registers"
     if "error" in found:
         return f"{head}  {found['error']}"
     if "predicted_issue_share" in found:
@@ -280,18 +302,19 @@ def tables(results: dict[str, Any]) -> str:
     lines += [
         "",
         "| rows, bfloat16 | predicted share of the issue slots at the memory's speed | instructions an element "
-        "| bits of global loads; stores |",
-        "| --- | --- | --- | --- |",
+        "| bits of global loads; stores | CUDA C++: predicted share, instructions |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, found in ours.items():
-        if "predicted_issue_share" in found:
+        if "predicted_issue_share" in found and "tile" in found:
+            native = ours[f"{name} CUDA C++"]
             loads, stores = (
                 ", ".join(f"{count} of {bits}" for bits, count in found["widths"].get(kind, {}).items())
                 for kind in ("LDG", "STG")
             )
             lines.append(
                 f"| {name} | predicted {found['predicted_issue_share']:.0%} | {found['instructions']:.1f} "
-                f"| {loads}; {stores} |"
+                f"| {loads}; {stores} | predicted {native['predicted_issue_share']:.0%}, {native['instructions']:.1f} |"
             )
     return "\n".join(lines)
 
@@ -359,7 +382,8 @@ def main(arguments: list[str] | None = None) -> int:
     pretend(*options.arch)
     kernels, commit = [], report.commit()
     for device, capability in enumerate(options.arch):
-        for found in predictions(device, capability, wanted):
+        found_here = itertools.chain(predictions(device, capability, wanted), native_predictions(capability, wanted))
+        for found in found_here:
             kernels.append(found)
             print(line(found), flush=True)
     if not kernels:

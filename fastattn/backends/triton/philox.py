@@ -27,17 +27,27 @@ def dropout_of(seed: Tensor | None, threshold: int) -> Dropout | None:
 
 
 @triton.jit
-def _words(dropout, z, x, y):
-    """The call's four 32-bit words for the tile coordinates x (of columns) and y (of rows), which broadcast with z. A
-    product in 64 bits gives both of its halves in one instruction, and what depends on x, y or z alone is computed for
-    those."""
+def _product(a, factor, in_64_bits: tl.constexpr):
+    """The high and low words: in 64 bits by one instruction, otherwise by two."""
+    if in_64_bits:
+        product = a.to(tl.uint64) * factor
+        return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+    return tl.umulhi(a, factor), a * factor
+
+
+@triton.jit
+def _words(dropout, z, x, y, in_64_bits: tl.constexpr = True):
+    """The call's four 32-bit words for the tile coordinates x (of columns) and y (of rows), which broadcast with z.
+
+    What depends on x, y or z alone is computed for those. In 64 bits that has twice the bytes, by which Triton decides
+    whether to compute it again for another layout or to convert the words: those of a small tile it would convert.
+    """
     key, offset = tl.load(dropout.seed), tl.load(dropout.seed + 1)
     c0, c1, c2, c3 = x.to(tl.uint32), y.to(tl.uint32), z.to(tl.uint32), offset.to(tl.uint32)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     for _ in tl.static_range(7):
-        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c1 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, second.to(tl.uint32)
-        c2, c3 = (first >> 32).to(tl.uint32) ^ c3 ^ k1, first.to(tl.uint32)
+        first, second = _product(c0, 0xD2511F53, in_64_bits), _product(c2, 0xCD9E8D57, in_64_bits)
+        c0, c1, c2, c3 = second[0] ^ c1 ^ k0, second[1], first[0] ^ c3 ^ k1, first[1]
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
     return c0, c1, c2, c3
 
@@ -59,7 +69,7 @@ def keep(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
     """(M, N): rows from i, columns from j, where 16 divides i and M, 32 divides j and N. One call for 8 elements."""
     y = i // 2 + tl.arange(0, M // 2)[:, None]
     x = j // 4 + tl.arange(0, N // 4)[None, :]
-    w0, w1, w2, w3 = _words(dropout, z, x, y)
+    w0, w1, w2, w3 = _words(dropout, z, x, y, M >= 128)
     rows = tl.join(_halves(w0, dropout), _halves(w2, dropout))
     rows_right = tl.join(_halves(w1, dropout), _halves(w3, dropout))
     # (16-row tile, i % 8, 32-column tile, j % 8, j // 8 % 2, i // 8 % 2, j // 16 % 2)
@@ -76,7 +86,7 @@ def keep_transposed(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
     y = i // 2 + tl.arange(0, M // 2)[None, :]
     row = tl.arange(0, N // 2)[:, None]  # (32-column tile, j // 16 % 2, j % 8)
     x = j // 4 + row // 16 * 8 + row % 8
-    w0, w1, w2, w3 = _words(dropout, z, x, y)
+    w0, w1, w2, w3 = _words(dropout, z, x, y, M >= 32)
     left = row // 8 % 2 == 0
     upper, lower = tl.where(left, w0, w1), tl.where(left, w2, w3)
     # (j // 16, j % 8, 16-row tile, i % 8, j // 8 % 2, i // 8 % 2)
