@@ -90,7 +90,7 @@ HALF_SMALL = {
     "grad_query_masked": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 4, 1, 255), 256: Tile(16, 32, 8, 1)},
     "grad_key_value": {
         64: Tile(64, 64, 4, 2),  # predicted 187 TFLOP/s, with dropout 157
-        128: Tile(32, 64, 4, 1),  # predicted 152 TFLOP/s, with dropout 135
+        128: Tile(32, 64, 4, 1),  # predicted 152 TFLOP/s, with dropout 142
         256: Tile(16, 32, 8, 1, 255),
     },
     "grad_key_value_irregular": {
