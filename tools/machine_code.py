@@ -51,10 +51,12 @@ PRODUCTS = {"forward_kernel": 2, "grad_query_kernel": 3, "grad_key_value_kernel"
 BACKWARD_PRODUCTS = 5
 
 
-def attention(size: int, threshold: int) -> None:
+def attention(size: int, threshold: int, is_masked: bool = False) -> None:
     query, key, value = (aot_gate.empty(*PROBLEM, size, dtype=DTYPE) for _ in range(3))
+    batch, _, length = PROBLEM
+    mask = aot_gate.empty(batch, 1, length, length, dtype=torch.bool) if is_masked else None
     seed = aot_gate.empty(2, dtype=torch.int64) if threshold else None
-    arguments = query, key, value, None, None, seed, size**-0.5, *query.shape[2:3] * 2, False, threshold
+    arguments = query, key, value, mask, None, seed, size**-0.5, length, length, False, threshold
     out, _, stats = FUNCTIONS["attention"](*arguments)
     FUNCTIONS["attention_backward"](out, None, out, stats, *arguments, False)
 

@@ -28,7 +28,7 @@ from fastattn.backends.triton.attention import tiles
 
 PAGE = machine_code.ROOT / "fastattn/backends/triton/attention/tiles.py"
 TABLES = {80: "HALF_SMALL", 90: "HALF"}
-KERNELS = "forward", "grad_query", "grad_key_value"
+KERNELS = "forward", "grad_query", "grad_key_value", "forward_masked", "grad_query_masked", "grad_key_value_masked"
 SIZES = 64, 128
 # Queries, keys, warps, stages, registers (as ptxas chooses) and ptxas's level.
 CANDIDATES = [
@@ -37,11 +37,13 @@ CANDIDATES = [
 
 
 def predicted(device: int, capability: int, kernel: str, size: int, tile: tiles.Tile) -> list[dict[str, Any]]:
-    """What a kernel with this tile is predicted to reach, without dropout and with it."""
-    choose, launch, function = tiles.choose, attention.launch, getattr(attention, f"{kernel}_kernel")
+    """What a kernel with this tile is predicted to reach, without dropout and with it; of a masked one, over the tiles
+    that the mask leaves whole."""
+    name, is_masked = kernel.removesuffix("_masked"), kernel.endswith("_masked")
+    choose, launch, function = tiles.choose, attention.launch, getattr(attention, f"{name}_kernel")
 
-    def chosen(name: str, *arguments: Any) -> tiles.Tile:
-        return tile if name == kernel else choose(name, *arguments)
+    def chosen(other: str, *arguments: Any) -> tiles.Tile:
+        return tile if other == name else choose(other, *arguments)
 
     def only(started: Any, *arguments: Any, **constants: Any) -> None:
         if started is function:
@@ -50,7 +52,7 @@ def predicted(device: int, capability: int, kernel: str, size: int, tile: tiles.
     found = []
     with mock.patch.object(tiles, "choose", chosen), mock.patch.object(attention, "launch", only):
         for threshold in (0, machine_code.THRESHOLD):
-            call = functools.partial(machine_code.attention, size, threshold)
+            call = functools.partial(machine_code.attention, size, threshold, is_masked)
             for _, one in machine_code.compiled(device, call, _seen):
                 found.append(machine_code.of_attention(function, one, capability))
     return found

@@ -36,21 +36,33 @@ HALF = {
     },
     "forward_pointers": {64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_irregular": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    "forward_masked": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+    "forward_masked": {
+        64: Tile(128, 64, 8, 2),  # predicted 282 TFLOP/s, with dropout 209
+        128: Tile(128, 64, 8, 2),  # predicted 448 TFLOP/s, with dropout 338
+        256: Tile(64, 32, 8, 2),
+    },
     "forward_few": {64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2, 255)},
     "grad_query": {
         64: Tile(128, 64, 4, 2),  # predicted 714 TFLOP/s, with dropout 545
         128: Tile(128, 64, 8, 2),  # predicted 692 TFLOP/s, with dropout 642
         256: Tile(64, 32, 8, 1),
     },
-    "grad_query_masked": {64: Tile(64, 64, 4, 2, 255), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "grad_query_masked": {
+        64: Tile(64, 64, 4, 2, 255),  # predicted 523 TFLOP/s, with dropout 464
+        128: Tile(128, 64, 8, 2),  # predicted 712 TFLOP/s, with dropout 611
+        256: Tile(64, 32, 8, 1),
+    },
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_key_value": {
         64: Tile(64, 64, 4, 2),  # predicted 459 TFLOP/s, with dropout 349
         128: Tile(64, 128, 8, 2),  # predicted 561 TFLOP/s, with dropout 444
         256: Tile(16, 64, 8, 1),
     },
-    "grad_key_value_masked": {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2), 256: Tile(16, 64, 8, 1)},
+    "grad_key_value_masked": {
+        64: Tile(64, 64, 4, 2),  # predicted 427 TFLOP/s, with dropout 285
+        128: Tile(32, 128, 8, 2),  # predicted 422 TFLOP/s, with dropout 286
+        256: Tile(16, 64, 8, 1),
+    },
     "grad_key_value_irregular": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
     "grad_mask": {256: Tile(64, 64, 8, 2)},
 }
@@ -79,7 +91,11 @@ HALF_SMALL = {
         256: Tile(64, 32, 8, 1),
     },
     "forward_irregular": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "forward_masked": {64: Tile(128, 32, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 1, 255)},
+    "forward_masked": {
+        64: Tile(128, 64, 4, 2),  # predicted 187 TFLOP/s, with dropout 125
+        128: Tile(128, 32, 8, 2),  # predicted 116 TFLOP/s, with dropout 113
+        256: Tile(32, 32, 8, 1, 255),
+    },
     "forward_few": {64: Tile(16, 128, 8, 2, 255), 128: Tile(16, 64, 4, 2, 255), 256: Tile(16, 32, 4, 1, 255)},
     "grad_query": {
         64: Tile(128, 64, 4, 2, register_usage_level=0),  # predicted 232 TFLOP/s, with dropout 187
@@ -87,7 +103,11 @@ HALF_SMALL = {
         256: Tile(16, 32, 8, 1),
     },
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
-    "grad_query_masked": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 4, 1, 255), 256: Tile(16, 32, 8, 1)},
+    "grad_query_masked": {
+        64: Tile(64, 64, 4, 2),  # predicted 168 TFLOP/s, with dropout 160
+        128: Tile(64, 32, 4, 2),  # predicted 135 TFLOP/s, with dropout 107
+        256: Tile(16, 32, 8, 1),
+    },
     "grad_key_value": {
         64: Tile(64, 64, 4, 2),  # predicted 187 TFLOP/s, with dropout 157
         128: Tile(32, 64, 4, 1),  # predicted 152 TFLOP/s, with dropout 142
@@ -98,7 +118,11 @@ HALF_SMALL = {
         128: Tile(32, 32, 8, 2),
         256: Tile(16, 32, 8, 1, register_usage_level=0),
     },
-    "grad_key_value_masked": {64: Tile(16, 64, 8, 1), 128: Tile(32, 32, 8, 1, 255), 256: Tile(16, 32, 8, 1)},
+    "grad_key_value_masked": {
+        64: Tile(32, 64, 4, 2),  # predicted 143 TFLOP/s, with dropout 139
+        128: Tile(32, 64, 4, 1),  # predicted 144 TFLOP/s, with dropout 130
+        256: Tile(16, 32, 8, 1),
+    },
     "grad_mask": {256: Tile(64, 32, 8, 2)},
 }
 # float32, without tf32 by scalar FMAs. Tiles are below 64 x 64: from 64 rows of a product on, Triton 3.6 may make tf32
