@@ -71,9 +71,10 @@ from sass.rates import MACHINES
 # FlashAttention 2 they are up to 376 bytes and 1 in 46.
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
-# At a head size of 128: dK and dV of short sequences 1 in 17, predicted 575 TFLOP/s, a tile without them 424. Forward,
-# dropout and key lengths 1 in 21, predicted 443 TFLOP/s, a tile without them 334; a mask and split keys 1 in 20.
-LOCAL = {("grad_key_value_kernel", 90): 1 / 16, ("forward_kernel", 90): 1 / 19}
+# At a head size of 128: dK and dV of short sequences 1 in 17, predicted 575 TFLOP/s, a tile without them 424; forward,
+# dropout and key lengths 1 in 21, predicted 443 TFLOP/s, a tile without them 334; a mask and split keys 1 in 20. At 80,
+# dQ with dropout and a float mask 1 in 21: predicted 107 TFLOP/s at 128, a tile without them 79.
+LOCAL = {("grad_key_value_kernel", 90): 1 / 16, ("forward_kernel", 90): 1 / 19, ("grad_query_kernel", 80): 1 / 20}
 
 # Facts of the plain loop of attention's usual calls, on the architectures for which it is meant to overlap: 16-bit
 # regular operands, heads of up to 128, 64 rows and more of a program's own. What shared memory needs is at most what

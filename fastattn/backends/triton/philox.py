@@ -86,7 +86,7 @@ def keep_transposed(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
     y = i // 2 + tl.arange(0, M // 2)[None, :]
     row = tl.arange(0, N // 2)[:, None]  # (32-column tile, j // 16 % 2, j % 8)
     x = j // 4 + row // 16 * 8 + row % 8
-    w0, w1, w2, w3 = _words(dropout, z, x, y, M >= 32)
+    w0, w1, w2, w3 = _words(dropout, z, x, y, M >= 64)
     left = row // 8 % 2 == 0
     upper, lower = tl.where(left, w0, w1), tl.where(left, w2, w3)
     # (j // 16, j % 8, 16-row tile, i % 8, j // 8 % 2, i // 8 % 2)
