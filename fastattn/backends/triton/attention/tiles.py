@@ -55,10 +55,9 @@ HALF = {
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_key_value": {
         64: Tile(64, 64, 4, 2),  # predicted 459 TFLOP/s, with dropout 349
-        128: Tile(64, 64, 4, 2),  # predicted 681 TFLOP/s, with dropout 536
+        128: Tile(64, 128, 8, 2),  # predicted 561 TFLOP/s, with dropout 444
         256: Tile(16, 64, 8, 1),
     },
-    "grad_key_value_pointers": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 2), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_masked": {
         64: Tile(64, 64, 4, 2),  # predicted 427 TFLOP/s, with dropout 285
         128: Tile(32, 128, 8, 2),  # predicted 422 TFLOP/s, with dropout 317
