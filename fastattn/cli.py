@@ -137,12 +137,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.data import ParallelText, read_parallel
     from fastattn.translation.evaluate import held_out, scores
-    from fastattn.translation.sanity import evaluation_warnings
+    from fastattn.translation.sanity import evaluation_warnings, overlap_warnings
     from fastattn.translation.search import translate
 
     search, dtype = _search(options)
     sources, references = read_parallel(*options.test)
     model, tokenizer = _load(options, dtype)
+    if trained_on := checkpoint.training_text(options.model):
+        _warn(options, *overlap_warnings(sources, tokenizer, ParallelText.mapped(trained_on).sources))
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import fastattn
-from fastattn.translation import sanity
+from fastattn.translation import data, sanity
 from fastattn.translation.data import ParallelText, read_lines
-from fastattn.translation.sanity import evaluation_warnings, training_warnings, translation_warnings
+from fastattn.translation.sanity import evaluation_warnings, overlap_warnings, training_warnings, translation_warnings
 from fastattn.translation.tokenizer import Tokenizer
 
 VERSES = Path(fastattn.__file__).parent / "verses"
@@ -100,6 +100,16 @@ def test_overlap_is_looked_for_in_all_of_the_text(corpus, tokenizer, monkeypatch
     monkeypatch.setattr(sanity, "EXAMINED", 200)
     (warning,) = warned(later, valid, tokenizer)
     assert warning.startswith("42 of 581 validation sources also stand in the training text, the first in line 50: ")
+
+
+def test_a_test_text_that_was_trained_on(corpus, tokenizer, monkeypatch):
+    (sources, targets), (others, _) = corpus
+    monkeypatch.setattr(data, "CHUNK", 100)
+    training = ParallelText(tokenizer, sources, targets).sources
+    assert training.hold(tokenizer.encode([sources[99], "Never said.", sources[100], ""])) == [True, False, True, False]
+    assert overlap_warnings(others, tokenizer, training) == []
+    (warning,) = overlap_warnings([*others, *sources[300:340]], tokenizer, training)
+    assert re.match(r"4\d of \d+ test sources also stand in the training text, the first in line \d+: ", warning)
 
 
 def test_a_vocabulary_that_splits_every_word(corpus):

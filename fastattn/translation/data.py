@@ -181,6 +181,17 @@ class Sentences:
         """Of sentences ``index``: int64 (N,)."""
         return self._offsets[index + 1] - self._offsets[index]
 
+    def hold(self, ids: list[list[int]]) -> list[bool]:
+        """Whether each of these sentences is among them."""
+        wanted = [(*sentence, EOS_ID) for sentence in ids]
+        sought, found = set(wanted), set()
+        for first in range(0, len(self), CHUNK):
+            offsets = self._offsets[first : first + CHUNK + 1].tolist()
+            tokens = self._tokens[offsets[0] : offsets[-1]].tolist()
+            places = ((begin - offsets[0], end - offsets[0]) for begin, end in itertools.pairwise(offsets))
+            found |= sought.intersection(tuple(tokens[begin:end]) for begin, end in places)
+        return [sentence in found for sentence in wanted]
+
     def padded(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,)."""
         lengths = self.lengths_of(index)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fastattn.translation.data import MAX_TRAINING_PIECES, ParallelText
+from fastattn.translation.data import MAX_TRAINING_PIECES, ParallelText, Sentences
 from fastattn.translation.tokenizer import Tokenizer
 
 Pairs = tuple[list[str], list[str]]
@@ -41,10 +41,7 @@ def training_warnings(
         )
     held_out = list(map(_normal, valid[0]))
     seen = set(held_out).intersection(_normal(source) for source, _ in itertools.chain(first, pairs))
-    found += _share(
-        (line in seen for line in held_out), OVERLAP, "validation sources also stand in the training text",
-        "scores on them say nothing of new text",
-    )  # fmt: skip
+    found += _overlap((line in seen for line in held_out), "validation")
     for lines, side in zip(train, ("source", "target"), strict=True):
         words = collections.Counter(word for line in lines[:10_000] for word in line.split())
         number = words.total()
@@ -72,6 +69,11 @@ def translation_warnings(lines: list[str], first: int, tokenizer: Tokenizer) -> 
         f"line {number} has {pieces} pieces, more than the {MAX_TRAINING_PIECES} of a training sentence at most: "
         "expect a bad translation, and write a sentence a line"
     ]
+
+
+def overlap_warnings(sources: list[str], tokenizer: Tokenizer, training: Sentences) -> list[str]:
+    """What is suspicious in lines to evaluate a model on, beside the sources that it was trained on."""
+    return _overlap(training.hold(tokenizer.encode(sources)), "test")
 
 
 def evaluation_warnings(sources: list[str], translations: list[str], references: list[str]) -> list[str]:
@@ -130,6 +132,11 @@ def _fit(known: Iterable[str], lines: Iterable[str]) -> float:
     vocabulary = {word for line in known for word in line.lower().split()}
     words = [word for line in lines for word in line.lower().split()]
     return sum(word in vocabulary for word in words) / max(1, len(words))
+
+
+def _overlap(seen: Iterable[bool], name: str) -> list[str]:
+    what = f"{name} sources also stand in the training text"
+    return _share(seen, OVERLAP, what, "scores on them say nothing of new text")
 
 
 def _share(hits: Iterable[bool], most: float, what: str, why: str) -> list[str]:
