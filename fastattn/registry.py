@@ -177,10 +177,11 @@ def _grads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of (B, H, L, E) operands."""
     name = "attention_backward"
-    threshold = check.threshold(name, dropout_p)
-    window = check.window(name, window_size, is_causal, lower_right, query.size(2), key.size(2))
-    scale = query.size(3) ** -0.5 if scale is None else check.scale(name, scale)
-    call = query, key, value, None, None, seed if threshold else None, scale, *window, lower_right, threshold
+    variant, batch = "lower_right" if lower_right else "upper_left", (query.size(0),)
+    settings = attention.dense_settings(
+        name, query, key, batch, None, dropout_p, is_causal, scale, variant, None, window_size, seed
+    )
+    call = query, key, value, *settings
     backend = choose("attention", call)
     stats = _statistics(lse)
     grad_query, grad_key, grad_value, _ = attention.attention_backward_op.on(

@@ -20,7 +20,8 @@ LAYERS = (
     ("fastattn.patching", "fastattn.translation"),
     ("fastattn",),  # the public names
     ("fastattn.info", "fastattn.bench"),
-    ("fastattn.__main__", "fastattn.cli", "fastattn.demo", "fastattn.huggingface"),
+    ("fastattn.demo",),
+    ("fastattn.__main__", "fastattn.cli", "fastattn.huggingface"),
 )
 MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
 

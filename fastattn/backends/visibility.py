@@ -27,6 +27,27 @@ def visibility(
     return visible
 
 
+def packed_visibility(
+    tokens_q: int, tokens_k: int, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, window_left: int,
+    window_right: int,
+) -> Tensor:  # fmt: skip
+    """The same of packed sequences, bool (tokens_q, tokens_k): sequences see nothing of each other, the diagonal is the
+    lower-right one."""
+    sequence_q, i = _places(tokens_q, cu_seq_q)
+    sequence_k, j = _places(tokens_k, cu_seq_k)
+    length = cu_seq_k.diff() if seqused_k is None else seqused_k
+    distance = j - (i + (length - cu_seq_q.diff())[sequence_q])[:, None]
+    visible = (sequence_q[:, None] == sequence_k) & (j < length[sequence_k])
+    return visible & (distance >= -window_left) & (distance <= window_right)
+
+
+def _places(tokens: int, cu_seq: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each packed token, and its place therein."""
+    token = torch.arange(tokens, device=cu_seq.device)
+    sequence = (token[:, None] >= cu_seq[1:]).sum(1)
+    return sequence, token - cu_seq[sequence]
+
+
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
 
@@ -34,18 +55,18 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax over the last dimension of the visible scores; rows that see nothing are zero.
 
-    Returns P and stats (2, ...): each row's maximum (0 where empty) and the sum of exp(score - maximum).
+    Returns P and stats (2, ...): row_max, 0 of a row that sees nothing, and row_sum, of exp(score - row_max).
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     if scores.size(-1) == 0:
         return scores, scores.new_zeros(2, *scores.shape[:-1])
-    maximum = scores.detach().amax(-1, keepdim=True)
-    maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-    exponentials = torch.exp(scores - maximum)
-    total = exponentials.sum(-1, keepdim=True)
-    probabilities = exponentials / total.masked_fill(total == 0, 1.0)
-    return probabilities, torch.stack((maximum.squeeze(-1), total.squeeze(-1)))
+    row_max = scores.detach().amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
+    exponentials = torch.exp(scores - row_max)
+    row_sum = exponentials.sum(-1, keepdim=True)
+    probabilities = exponentials / row_sum.masked_fill(row_sum == 0, 1.0)
+    return probabilities, torch.stack((row_max.squeeze(-1), row_sum.squeeze(-1)))
 
 
 def add_mask(scores: Tensor, attn_mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
-from fastattn.backends.visibility import add_mask, softmax, visibility
+from fastattn.backends.visibility import add_mask, packed_visibility, softmax, visibility
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call
@@ -86,20 +86,10 @@ def scaled_dot_product_attention(
         }  # fmt: skip
         return _jagged_attention(query, key, value, return_lse, options)
     q, k, v, batch = _operands(name, query, key, value, enable_gqa)
-    _, heads, rows, head_dim = q.shape
-    columns = k.shape[2]
-    if attn_mask is not None:
-        attn_mask, is_causal, causal_variant = _causal_bias(name, attn_mask, is_causal, causal_variant, rows, columns)
-        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, heads, rows, columns)), q.dtype, q.device)
-    if key_lengths is not None:
-        key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
-    lower_right = _lower_right(name, causal_variant)
-    window = check.window(name, window_size, is_causal, lower_right, rows, columns)
-    threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, head_dim)
-    seed = check.draw_seed(seed, threshold, q.device)
-    out, lse, _ = attention_op(q, k, v, attn_mask, key_lengths, seed, scale, *window, lower_right, threshold)
+    settings = dense_settings(
+        name, q, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
+    )
+    out, lse, _ = attention_op(q, k, v, *settings)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         rank = max(query.dim(), key.dim(), value.dim())
         out, lse = _as_given(out, batch, rank), _as_given(lse, batch, rank)
@@ -139,21 +129,13 @@ def attention_weights(
     name = "attention_weights"
     check.flag(name, "enable_gqa", enable_gqa)
     q, k, _, batch = _operands(name, query, key, key, enable_gqa)
-    attn_mask, is_causal, causal_variant = _causal_bias(
-        name, attn_mask, is_causal, causal_variant, q.size(2), k.size(2)
+    settings = dense_settings(
+        name, q, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
     )
-    lower_right = _lower_right(name, causal_variant)
-    window = check.window(name, window_size, is_causal, lower_right, q.size(2), k.size(2))
-    attn_mask = check.mask(name, attn_mask, torch.Size((*batch, *q.shape[1:3], k.size(2))), q.dtype, q.device)
-    key_lengths = check.key_lengths(name, key_lengths, q.size(0), k.size(2), q.device)
-    threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, q.device)
-    scale = _scale(name, scale, q.size(3))
-    seed = check.draw_seed(seed, threshold, q.device)
-    settings = attn_mask, key_lengths, seed, scale, *window, lower_right, threshold
+    attn_mask, key_lengths, _, _, left, right, lower_right, _ = settings
     unmade = q.new_empty((), dtype=stat_dtype(q.dtype)).expand(*q.shape[:3], k.size(2))  # takes no memory
     backend = choose("softmax_dropout", (unmade, *settings))
-    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, *window, lower_right)
+    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, left, right, lower_right)
     if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
         seen = visible[(None,) * (4 - visible.dim())].any(2).any(1, keepdim=True)
         k = k.masked_fill(~seen.unsqueeze(-1), 0.0)
@@ -316,6 +298,28 @@ def _check_jagged(
             f"{name}: queries and keys of different lengths have two diagonals; jagged operands have the one of "
             'causal_variant="lower_right", say so'
         )
+
+
+def dense_settings(
+    name: str, q: Tensor, k: Tensor, batch: tuple[int, ...], attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, causal_variant: str, key_lengths: Tensor | None,
+    window_size: tuple[int, int], seed: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of the backend functions for attention behind the operands, which are (B, H, L, E)."""
+    _, heads, rows, head_dim = q.shape
+    columns = k.shape[2]
+    if attn_mask is not None:
+        attn_mask, is_causal, causal_variant = _causal_bias(name, attn_mask, is_causal, causal_variant, rows, columns)
+        attn_mask = check.mask(name, attn_mask, torch.Size((*batch, heads, rows, columns)), q.dtype, q.device)
+    if key_lengths is not None:
+        key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
+    lower_right = _lower_right(name, causal_variant)
+    window = check.window(name, window_size, is_causal, lower_right, rows, columns)
+    threshold = check.threshold(name, dropout_p)
+    check.check_seed(name, seed, q.device)
+    scale = _scale(name, scale, head_dim)
+    seed = check.draw_seed(seed, threshold, q.device)
+    return attn_mask, key_lengths, seed, scale, *window, lower_right, threshold
 
 
 def packed_call(
@@ -529,23 +533,11 @@ def _decompose_varlen_attention(
     seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One attention of all tokens, whose mask keeps the sequences apart."""
-    sequence_q, i = _places(query.size(0), cu_seq_q)
-    sequence_k, j = _places(key.size(0), cu_seq_k)
-    length = cu_seq_k.diff() if seqused_k is None else seqused_k
-    distance = j - (i + (length - cu_seq_q.diff())[sequence_q])[:, None]
-    visible = (sequence_q[:, None] == sequence_k) & (j < length[sequence_k])
-    visible = visible & (distance >= -window_left) & (distance <= window_right)
+    tokens = query.size(0), key.size(0)
+    visible = packed_visibility(*tokens, cu_seq_q, cu_seq_k, seqused_k, window_left, window_right)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    unbounded = query.size(0), key.size(0), False
-    out, lse, stats = _decompose_attention(q, k, v, visible[None, None], None, None, scale, *unbounded, 0)
+    out, lse, stats = _decompose_attention(q, k, v, visible[None, None], None, None, scale, *tokens, False, 0)
     return out[0].transpose(0, 1), lse[0].T, stats[:, 0].mT
-
-
-def _places(tokens: int, cu_seq: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each packed token, and its place therein."""
-    token = torch.arange(tokens, device=cu_seq.device)
-    sequence = (token[:, None] >= cu_seq[1:]).sum(1)
-    return sequence, token - cu_seq[sequence]
 
 
 varlen_attention_op = Op(
