@@ -81,10 +81,11 @@ def run(path: Path, results: dict[str, Any], seconds: float) -> list[str]:
     capability = 10 * major + minor
     known = json.loads(machine_code.RESULTS.read_text())
     lines = {line["name"]: line for line in known["kernels"]}
+    device = torch.cuda.get_device_name()
     results |= {"predicted_from": {"commit": known["commit"], "versions": known["versions"]}, "kernels": []}
-    if capability not in MACHINES:
-        results["kernels"] = f"predictions are of sm_{', sm_'.join(map(str, MACHINES))}, this GPU is sm_{capability}"
-        print(results["kernels"])
+    of = f"predictions are of {', '.join(f'{m.name} (sm_{n})' for n, m in MACHINES.items())}, SXM boards"
+    results["about"] = f"{of}; this GPU is {device} (sm_{capability})"
+    print(results["about"])
     for case in machine_code.cases(capability) if capability in MACHINES else ():
         if time.monotonic() > deadline:
             print(f"time is up before {next(iter(case.names.values()))}")

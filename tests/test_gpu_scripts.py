@@ -141,6 +141,7 @@ def predictions(monkeypatch):
     kernels = "forward_kernel", "grad_query_kernel", "grad_key_value_kernel", "_forward", "_backward", "_dropout"
     monkeypatch.setattr(module, "durations", lambda call: dict.fromkeys(kernels, 0.002))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an H100")
     return module
 
 
@@ -184,7 +185,9 @@ def test_a_gpu_without_predictions(predictions, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert predictions.run(tmp_path / "results.json", {}, seconds=1000) == []
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["kernels"] == "predictions are of sm_80, sm_90, sm_100, this GPU is sm_89"
+    assert results["kernels"] == []
+    assert results["about"].startswith("predictions are of A100 (sm_80), H100 (sm_90), B200 (sm_100), SXM boards; ")
+    assert results["about"].endswith("(sm_89)")
 
 
 def test_what_is_predicted_can_be_called(predictions, monkeypatch):

@@ -161,7 +161,7 @@ def test_scores_of_a_program():
         (128, 128, 0, 4),
         (32, 256, 0, 8),
         (255, 256, 140000, 1),
-        (8, 32, 0, 64),
+        (8, 32, 0, 32),
     ],
 )
 def test_occupancy(registers, threads, shared, programs):

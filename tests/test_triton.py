@@ -220,6 +220,7 @@ def test_planted_compile_faults():
         "large stack": "392 bytes of stack",
         "spill in the loop": "8 of 199 instructions",
         "narrow rows": "1 accesses to global memory of 16 bits",
+        "rows by 64 bits": "40% of what is loaded and stored is accessed by 128 bits",
         "barriers": "3 barriers in the main loop, at most 2",
         "drains": "2 waits for all products in the main loop, at most 1",
         "shared memory": "1.20 times as long as products, at most 1.15",

@@ -6,12 +6,12 @@ of stack (spills), shared memory, and for a loop with matrix products its layout
 its barriers and its waits for all products, what it needs of shared memory beside the tensor cores, and the matrix
 instructions in its machine code. Exit status 1 on a fault.
 
-Faults: spills that cost time; rows accessed by fewer bits than their alignment allows; shared memory above the
-architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in the main loop (wgmma's on sm_90 where a
-tile has the 64 rows for it); no bulk loads where there are tensor descriptors; tf32 unasked; 32-bit offsets; layout
-conversions that dropout adds, by comparison with the kernel without dropout. Of the loops that attention's usual calls
-spend their time in: a tile's rows loaded by fewer than 128 bits, more barriers or waits than overlap allows, shared
-memory that takes longer than the tensor cores.
+Faults: spills that cost time; aligned rows accessed by 16 bits at a time, or less than half of them by 128 bits;
+shared memory above the architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in the main loop
+(wgmma's on sm_90 where a tile has the 64 rows for it); no bulk loads where there are tensor descriptors; tf32 unasked;
+32-bit offsets; layout conversions that dropout adds, by comparison with the kernel without dropout. Of the loops that
+attention's usual calls spend their time in: a tile's rows loaded by fewer than 128 bits, more barriers or waits than
+overlap allows, shared memory that takes longer than the tensor cores.
 
 Calls are compiled by as many processes as there are processors. Triton's cache keeps what they compile and beside it
 what was found there, so that a second run reads what a change has touched and no more.
@@ -72,8 +72,8 @@ from sass.rates import MACHINES
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
 # At a head size of 128: dK and dV of short sequences 1 in 17, predicted 575 TFLOP/s, a tile without them 424; forward,
-# dropout and key lengths 1 in 21, predicted 443 TFLOP/s, a tile without them 334; a mask and split keys 1 in 20. At 80,
-# dQ with dropout and a float mask 1 in 21: predicted 107 TFLOP/s at 128, a tile without them 79.
+# dropout and key lengths 1 in 21, predicted 443 TFLOP/s, a tile without them 334; a mask and split keys 1 in 20. On
+# A100, dQ with dropout and a float mask 1 in 21, predicted 107 TFLOP/s, a tile without them 79.
 LOCAL = {("grad_key_value_kernel", 90): 1 / 16, ("forward_kernel", 90): 1 / 19, ("grad_query_kernel", 80): 1 / 20}
 
 # Facts of the plain loop of attention's usual calls, on the architectures for which it is meant to overlap: 16-bit
@@ -266,8 +266,11 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 SAMPLE: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
         *(
-            (_plain_attention, torch.bfloat16, size, mask, threshold)
-            for size, mask in ((64, None), (64, torch.bool), (128, None))
+            (function, torch.bfloat16, size, mask, threshold)
+            for function, size, mask in (
+                *((_long_attention, size, None) for size in (64, 128)),
+                (_plain_attention, 64, torch.bool),
+            )
             for threshold in (0, 6554)
         ),
         *((_varlen_attention, torch.bfloat16, 128, threshold) for threshold in (0, 6554)),
@@ -330,7 +333,8 @@ class Report:
     drains: int  # waits for all products of a warpgroup
     shared_clocks: float | None  # that shared memory needs, for one of the tensor cores
     wide_loads: float  # share of what is loaded from global memory that is loaded by 128 bits, not counting bulk loads
-    narrow_accesses: int  # to global memory, of 16 bits and fewer, in all of the kernel
+    wide_accesses: float  # the same of loads and stores in all of the kernel
+    narrow_accesses: int  # of 16 bits and fewer there
     stages: int  # tiles that are copied ahead, and the present one
     shared: int
     conversions: int  # layout conversions in loops with matrix products
@@ -428,6 +432,8 @@ class Report:
             found.append(f"spills: {self.local} of {self.instructions} instructions access the stack")
         if self.is_wide and self.narrow_accesses:
             found.append(f"{self.narrow_accesses} accesses to global memory of 16 bits and fewer")
+        if self.is_wide and self.wide_accesses < 1 / 2:
+            found.append(f"{self.wide_accesses:.0%} of what is loaded and stored is accessed by 128 bits")
         found += self._loop_faults()
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
@@ -459,7 +465,7 @@ class Report:
             return []
         found = []
         most = SHARED.get((self.kernel, self.capability), MOST_SHARED)
-        is_copied = self.capability == 80 or self.bulk_loads  # of short sequences on sm_90 threads copy, by the way
+        is_copied = self.capability == 80 or self.bulk_loads  # on sm_90 threads copy short sequences
         if is_copied and self.shared_clocks is not None and self.shared_clocks > most:
             found.append(f"shared memory takes {self.shared_clocks:.2f} times as long as products, at most {most}")
         if self.stages > 1 and self.barriers > MOST_BARRIERS[self.capability]:
@@ -507,6 +513,7 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
         drains=loop.drains,
         shared_clocks=loop.shared_share if capability in MACHINES and loop.scores else None,
         wide_loads=wide_share(plain, ("LDG", "LDGSTS")),
+        wide_accesses=wide_share(binary.instructions, ("LDG", "LDGSTS", "STG")),
         narrow_accesses=sum(i.base in ("LDG", "STG", "LDGSTS") and i.bits <= 16 for i in binary.instructions),
         stages=kernel.metadata.num_stages,
         shared=shared,
@@ -588,7 +595,8 @@ def narrow_offsets(ir: str) -> tuple[str, ...]:
 
 
 # Of this gate: what it has found in a kernel is not that of another version.
-_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("**/*.py"))))
+_FOLDER = Path(__file__).parent
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sorted(_FOLDER.glob("sass/*.py")))))
 
 
 def examined(function: Any, kernel: Any, capability: int) -> Report:

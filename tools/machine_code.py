@@ -115,13 +115,12 @@ class Case:
 
 def cases(capability: int) -> Iterator[Case]:
     batch, heads, length = PROBLEM
-    for size in (64, 128):
-        for threshold in (0, THRESHOLD):
-            case = f"d{size}{' dropout' if threshold else ''} sm_{capability}"
-            names = {kernel: f"{kernel.removesuffix('_kernel')} {case}" for kernel in PRODUCTS}
-            product = 2.0 * batch * heads * length**2 * size
-            work = {kernel: count * product for kernel, count in PRODUCTS.items()}
-            yield Case(functools.partial(attention, size, threshold), names, work, {})
+    for is_masked, size, threshold in itertools.product((False, True), (64, 128), (0, THRESHOLD)):
+        case = f"d{size}{' mask' if is_masked else ''}{' dropout' if threshold else ''} sm_{capability}"
+        names = {kernel: f"{kernel.removesuffix('_kernel')} {case}" for kernel in PRODUCTS}
+        product = 2.0 * batch * heads * length**2 * size
+        work = {kernel: count * product for kernel, count in PRODUCTS.items()}
+        yield Case(functools.partial(attention, size, threshold, is_masked), names, work, {})
     for operation, (call, bytes) in ROW_OPERATIONS.items():
         for columns in WIDTHS:
             names = {kernel: f"{operation}{_direction(kernel)} {columns} sm_{capability}" for kernel in bytes}
@@ -294,12 +293,13 @@ def tables(results: dict[str, Any]) -> str:
     for name, found in ours.items():
         if "predicted_tflops" in found:
             rate, clocks = found["predicted_tflops"], found["clocks"]
+            drains = found["drains"] if name.endswith("sm_90") else "-"
             lines.append(
                 f"| {name} | {'x'.join(map(str, found['tile'][:2]))}, {found['tile'][2]}, {found['tile'][3]} "
                 f"| predicted {rate['simulated']:.0f}, {rate['no_overlap']:.0f} to {rate['full_overlap']:.0f} "
                 f"| {found['instructions']:.1f} "
                 f"| {clocks['tensor']:.1f}, {clocks['shared']:.1f}, {clocks['issue']:.1f} "
-                f"| {found['local_accesses']}, {found['barriers']}, {found['drains']} |"
+                f"| {found['local_accesses']}, {found['barriers']}, {drains} |"
             )
     lines += [
         "",
@@ -309,14 +309,14 @@ def tables(results: dict[str, Any]) -> str:
     ]
     for name, found in ours.items():
         if "predicted_issue_share" in found and "tile" in found:
-            native = ours[f"{name} CUDA C++"]
+            peer = ours[f"{name} CUDA C++"]
             loads, stores = (
                 ", ".join(f"{count} of {bits}" for bits, count in found["widths"].get(kind, {}).items())
                 for kind in ("LDG", "STG")
             )
             lines.append(
                 f"| {name} | predicted {found['predicted_issue_share']:.0%} | {found['instructions']:.1f} "
-                f"| {loads}; {stores} | predicted {native['predicted_issue_share']:.0%}, {native['instructions']:.1f} |"
+                f"| {loads}; {stores} | predicted {peer['predicted_issue_share']:.0%}, {peer['instructions']:.1f} |"
             )
     return "\n".join(lines)
 

@@ -94,11 +94,12 @@ def compared(conversions):
     return aot_gate.faults([plain, dropping])[dropping]
 
 
-def aligned_rows(narrow_accesses):
+def aligned_rows(narrow_accesses, wide_accesses=0.5):
     """A kernel whose rows may be accessed by 128 bits at once, and how often it accesses fewer than 32."""
     plain = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
     variant = ("ALIGNED", "True"), ("BLOCK_M", "2")
-    return dataclasses.replace(plain, variant=variant, narrow_accesses=narrow_accesses, narrow_offsets=())
+    found = {"narrow_accesses": narrow_accesses, "wide_accesses": wide_accesses, "narrow_offsets": ()}
+    return dataclasses.replace(plain, variant=variant, **found)
 
 
 def usual_loop(capability=90, kernel="forward_kernel", **found):
@@ -129,6 +130,7 @@ def main():
         "spill beside the loop": dataclasses.replace(whole, stack=8, local=8, instructions=200).faults(),
         "narrow rows": aligned_rows(narrow_accesses=1).faults(),
         "wide rows": aligned_rows(narrow_accesses=0).faults(),
+        "rows by 64 bits": aligned_rows(narrow_accesses=0, wide_accesses=0.4).faults(),
         "a sound loop": usual_loop(barriers=6, drains=1, shared_clocks=1.15, wide_loads=0.5),
         "barriers": usual_loop(80, barriers=3),
         "barriers of one stage": usual_loop(80, barriers=3, stages=1),

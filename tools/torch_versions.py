@@ -67,7 +67,9 @@ def main(versions: list[str]) -> int:
                 pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
                 # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
                 tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
-                run(*pytest, *tests, cwd=folder, FASTATTN_REQUIRE="cpu")  # `import fastattn` finds the wheel's there
+                run(
+                    *pytest, *tests, cwd=folder, FASTATTN_REQUIRE="cpu,triton"
+                )  # `import fastattn` finds the wheel's there
             except (OSError, subprocess.CalledProcessError) as error:
                 failed.append(f"torch {version}: {error}")
     print(*failed, sep="\n")

@@ -17,7 +17,7 @@ def occupancy(machine: Machine, registers: int, threads: int, shared: int) -> in
     """How many programs an SM has at a time."""
     by_registers = rates.REGISTERS // (-(-registers // 8) * 8 * threads)
     by_shared = machine.shared // (shared + rates.RESERVED_SHARED)
-    return max(1, min(by_registers, by_shared, rates.THREADS // threads))
+    return max(1, min(by_registers, by_shared, rates.THREADS // threads, rates.PROGRAMS))
 
 
 @dataclasses.dataclass(frozen=True)

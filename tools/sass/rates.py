@@ -50,14 +50,15 @@ MACHINES = {
 SCHEDULERS = 4  # of an SM, each of which issues a warp's instruction a clock [1]
 REGISTERS = 65536  # of an SM; a thread's are allotted by eights [1]
 THREADS = 2048  # of an SM [1]
+PROGRAMS = 32  # of an SM [1]
 RESERVED_SHARED = 1024  # bytes of shared memory that the system takes of each program [1]
 
-# Clocks from when a pipe is done to when the result is there [3, 4; "sync" and "barrier" a], by pipe; 4 of all others.
+# Clocks from when a pipe is done to when the result is there [3, 4; "sync", "tmem" a], by pipe; 4 of all others.
 LATENCY = {
     "mufu": 24, "shared": 30, "shuffle": 26, "global": 320, "local": 40, "sync": 20, "convert": 14, "int": 14,
     "wide": 6, "tmem": 30,
 }  # fmt: skip
-OPERANDS_READ = 8  # until a pipe has read its operands
+OPERANDS_READ = 8  # until a pipe has read its operands [a]
 FENCE = 30  # more until a warp goes on behind a fence [a]
 BARRIER = 6  # until the warps go on when the last one has come [a]
 ARRIVAL = 12  # until one warpgroup's arrival at a named barrier lets another go on [a]

@@ -25,7 +25,8 @@ class Tile(NamedTuple):
 
 # By kernel and the largest head size, padded to a power of 2, that an entry serves. Masks raise register pressure, and
 # so do irregular operands (packed sequences, head sizes that are not a power of 2) and pointers in the place of tensor
-# descriptors: where a kernel has a line for them, a warp's part of a tile is smaller.
+# descriptors: where a kernel has a line for them, a warp's part of a tile is smaller. The figures are predictions of
+# ``tools/tune_dry.py``, for bfloat16 on A100 and H100, over full tiles.
 
 # Compute capability 9.0: wgmma reads its operands from shared memory.
 HALF = {
