@@ -193,16 +193,8 @@ def table(results: dict[str, Any]) -> list[str]:
 def record(results: dict[str, Any], tokens: int) -> None:
     import ctranslate2
 
-    machine = report.machine()
-    versions = {
-        "fastattn": fastattn.__version__,
-        "torch": torch.__version__,
-        "ctranslate2": ctranslate2.__version__,
-    }
-    data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens": tokens, "results": results}
-    report.write_json(RESULTS / f"decoding-{report.kind(machine)}.json", data)
-    recorded = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("decoding-*.json"))]
-    report.insert(ROOT / "docs/performance.md", "decoding", "\n".join(map(section, recorded)))
+    data, versions = {"tokens": tokens, "results": results}, {"ctranslate2": ctranslate2.__version__}
+    report.record(RESULTS, "decoding", data, versions, ROOT / "docs/performance.md", section)
 
 
 def section(data: dict[str, Any]) -> str:
@@ -213,7 +205,7 @@ def section(data: dict[str, Any]) -> str:
         f"{versions['ctranslate2']}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens. Behind "
         "CTranslate2's figures: how many times as many ours makes.\n\n"
     )
-    return head + "\n".join(table(data["results"])) + "\n"
+    return head + "\n".join(table(data["results"]))
 
 
 if __name__ == "__main__":

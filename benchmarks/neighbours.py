@@ -18,8 +18,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fastattn
 import fastattn_command
 from fastattn.bench import report
@@ -54,13 +52,8 @@ def main() -> None:
     }
     print(json.dumps(medians, indent=1))
     if options.record:
-        machine = report.machine()
-        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-        data = {"machine": machine, "versions": versions, "commit": report.commit(), "tokens_per_second": medians}
-        data["spin"] = fastattn_command.SPIN
-        report.write_json(RESULTS / f"neighbours-{report.kind(machine)}.json", data)
-        recorded = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("neighbours-*.json"))]
-        report.insert(ROOT / "docs/training.md", "neighbours", "\n".join(map(section, recorded)))
+        data = {"tokens_per_second": medians, "spin": fastattn_command.SPIN}
+        report.record(RESULTS, "neighbours", data, {}, ROOT / "docs/training.md", section)
 
 
 def section(data: dict[str, Any]) -> str:
@@ -71,7 +64,7 @@ def section(data: dict[str, Any]) -> str:
     lines = [head, ""]
     lines += [f"| target tokens a second | {' | '.join(columns)} |", f"| --- | {' | '.join('---' for _ in columns)} |"]
     lines += [f"| {name} | {' | '.join(f'{row[column]:.0f}' for column in columns)} |" for name, row in found.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float:

@@ -186,6 +186,13 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def section(data: dict[str, Any]) -> str:
+    """One machine's part of the page."""
+    machine, versions = data["machine"], data["versions"]
+    head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}.\n\n"
+    return head + tables(data)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each comparison (default 60)")
@@ -207,13 +214,7 @@ def main() -> None:
     }
     print(tables(results))
     if options.record:
-        machine = report.machine()
-        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-        data = {"machine": machine, "versions": versions, "commit": report.commit(), **results}
-        path = ROOT / f"benchmarks/results/step-{report.kind(machine)}.json"
-        report.write_json(path, data)
-        head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}.\n\n"
-        report.insert(ROOT / "docs/performance.md", "step", head + tables(results))
+        report.record(ROOT / "benchmarks/results", "step", results, {}, ROOT / "docs/performance.md", section)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Table 1 of the paper as a measurement: layers that map a sequence to one of the same length, forward and backward.
 
-    python benchmarks/table1.py --record      measures: the result file, then docs/performance.md
-    python benchmarks/table1.py               the page from the recorded file
+    python benchmarks/table1.py --record
 
-The layers are whole ones, d = 512 in float32: self-attention with its projections, 8 heads; the complexity is that of
+`--record` keeps the results as benchmarks/results/table1-MACHINE.json and writes the table of docs/performance.md. The
+layers are whole ones, d = 512 in float32: self-attention with its projections, 8 heads; the complexity is that of
 the paper, of what depends on the length.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,24 +87,22 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="measure, and keep the results in benchmarks/results")
+    parser.add_argument("--record", action="store_true", help="keep the results")
     options = parser.parse_args()
-    path = ROOT / f"benchmarks/results/table1-{report.kind(report.machine())}.json"
+    found = [measure(length) for length in LENGTHS]
+    print(table(found))
+    disturbed = [f"n = {row['length']}: {row['disturbed']}" for row in found if row["disturbed"]]
+    if options.record and disturbed:
+        parser.exit(1, f"not recorded, run it on a quiet machine: {'; '.join(disturbed)}\n")
     if options.record:
-        found = [measure(length) for length in LENGTHS]
-        disturbed = [f"n = {row['length']}: {row['disturbed']}" for row in found if row["disturbed"]]
-        print(table(found))
-        if disturbed:
-            parser.exit(1, f"not recorded, run it on a quiet machine: {'; '.join(disturbed)}\n")
-        now = report.Report.new(measured={})
-        about = {"machine": now.machine, "commit": now.commit, "date": now.date}
-        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-        report.write_json(path, about | {"versions": versions, "layers": found})
-    if not path.exists():
-        parser.error(f"{path} does not exist: --record writes it")
-    data = json.loads(path.read_text())
-    where = report.origin(data["machine"], data["versions"], data["date"], {})
-    report.insert(ROOT / "docs/performance.md", "table1", f"{where}.\n\n{table(data['layers'])}")
+        data, page = {"layers": found}, ROOT / "docs/performance.md"
+        report.record(ROOT / "benchmarks/results", "table1", data, {}, page, section)
+
+
+def section(data: dict[str, Any]) -> str:
+    """One machine's part of the page."""
+    where = report.origin(data["machine"], {"torch": data["versions"]["torch"]}, data["date"], {})
+    return f"{where}.\n\n{table(data['layers'])}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmark framework: what it times, what it counts, what it lets through, what it writes."""
 
+import json
 import os
 import re
 import subprocess
@@ -430,6 +431,24 @@ def test_the_gate_catches_a_planted_slowdown_and_a_planted_loss_of_accuracy(pyte
 
 
 @pytest.mark.slow
+def test_what_a_benchmark_measured_is_kept_beside_other_machines(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- speed:begin -->\nold\n<!-- speed:end -->\n")
+    (tmp_path / "speed-another-machine.json").write_text('{"machine": {"cpu": "another"}, "tokens": 1}')
+
+    def section(data):
+        return f"{data['machine']['cpu']}: {data['tokens']}"
+
+    for tokens in (2, 3):  # the second replaces the first
+        report.record(tmp_path, "speed", {"tokens": tokens}, {"peer": "1.0"}, page, section)
+    here = report.machine()
+    shown = [line for line in page.read_text().splitlines() if line and not line.startswith("<!--")]
+    assert sorted(shown) == sorted(["another: 1", f"{here['cpu']}: 3"])
+    kept = json.loads((tmp_path / f"speed-{report.kind(here)}.json").read_text())
+    assert (kept["machine"], kept["tokens"], kept["versions"]["peer"]) == (here, 3, "1.0")
+    assert kept.keys() == {"machine", "versions", "commit", "date", "tokens"}
+
+
 def test_the_gate_names_what_it_cannot_compare_and_records_nothing_that_was_disturbed(pytest_benchmarks):
     """Every other sample takes ten times as long: the quartiles of the ratio disagree."""
     planted = "calls.append(1), time.sleep(1e-2 * (len(calls) // 3 % 2))"

@@ -73,6 +73,19 @@ def write_json(path: Path, data: Any) -> None:
     write_file(path, f"{json.dumps(data, indent=1)}\n".encode())
 
 
+def record(
+    folder: Path, name: str, data: dict[str, Any], versions: dict[str, str], page: Path,
+    section: Callable[[dict[str, Any]], str],
+) -> None:  # fmt: skip
+    """Keeps what a benchmark has measured here as ``folder/NAME-MACHINE.json``, with where it comes from, and shows in
+    `page` the sections of all machines that have such a file."""
+    now = Report.new(measured={})
+    about = {"machine": now.machine, "versions": now.versions | versions, "commit": now.commit, "date": now.date}
+    write_json(folder / f"{name}-{kind(now.machine)}.json", about | data)
+    recorded = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
+    insert(page, name, "\n\n".join(map(section, recorded)))
+
+
 def machine() -> dict[str, Any]:
     """The processor, the instruction set that the kernels use (torch's, where there are none), the threads in use."""
     library = native.library("cpu")
