@@ -430,7 +430,6 @@ def test_the_gate_catches_a_planted_slowdown_and_a_planted_loss_of_accuracy(pyte
     assert f"{GATED.format('bfloat16')}: output is off by" in said
 
 
-@pytest.mark.slow
 def test_what_a_benchmark_measured_is_kept_beside_other_machines(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- speed:begin -->\nold\n<!-- speed:end -->\n")
@@ -449,6 +448,7 @@ def test_what_a_benchmark_measured_is_kept_beside_other_machines(tmp_path):
     assert kept.keys() == {"machine", "versions", "commit", "date", "tokens"}
 
 
+@pytest.mark.slow
 def test_the_gate_names_what_it_cannot_compare_and_records_nothing_that_was_disturbed(pytest_benchmarks):
     """Every other sample takes ten times as long: the quartiles of the ratio disagree."""
     planted = "calls.append(1), time.sleep(1e-2 * (len(calls) // 3 % 2))"
