@@ -71,17 +71,25 @@ from sass.rates import MACHINES
 # FlashAttention 2 they are up to 376 bytes and 1 in 46.
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
-# At a head size of 128: dK and dV of short sequences 1 in 17, predicted 575 TFLOP/s, a tile without them 424; forward,
-# dropout and key lengths 1 in 21, predicted 443 TFLOP/s, a tile without them 334; a mask and split keys 1 in 20. On
-# A100, dQ with dropout and a float mask 1 in 21, predicted 107 TFLOP/s, a tile without them 79.
-LOCAL = {("grad_key_value_kernel", 90): 1 / 16, ("forward_kernel", 90): 1 / 19, ("grad_query_kernel", 80): 1 / 20}
+# Where a tile is worth more of them, the most that it has. TFLOP/s are predicted, behind them those of a tile without.
+LOCAL = {
+    # Short sequences at a head size of 128, 1 in 17: 575, 424.
+    ("grad_key_value_kernel", 90): 1 / 16,
+    # At 128, with dropout and key lengths, 1 in 21: 443, 334; with a mask and split keys, 1 in 20.
+    ("forward_kernel", 90): 1 / 19,
+    # At 80, with dropout and a float mask, 1 in 21: at 128 107, 79.
+    ("grad_query_kernel", 80): 1 / 20,
+    # By Triton 3.6, short sequences at 64 with dropout, 1 in 17: 367, 388; the same tile without dropout 603, 523.
+    ("grad_query_kernel", 90): 1 / 17,
+}
 
 # Facts of the plain loop of attention's usual calls, on the architectures for which it is meant to overlap: 16-bit
 # regular operands, heads of up to 128, 64 rows and more of a program's own. What shared memory needs is at most what
 # the tensor cores do, as far as FlashAttention keeps to that: its backward passes need 1.06 (2, on A100) and 1.12 (3).
 MOST_SHARED = 1.15
-# dK and dV of 64 keys fill the registers of four warps, so a fragment from shared memory serves 16 keys alone.
-SHARED = {("grad_key_value_kernel", 80): 1.9}
+# dK and dV of 64 keys fill the registers of four warps: on sm_80 a fragment from shared memory serves 16 keys alone; on
+# sm_90 Triton 3.6 copies the rows' statistics by 32 bits a thread.
+SHARED = {("grad_key_value_kernel", 80): 1.9, ("grad_key_value_kernel", 90): 1.3}
 # A loop that copies ahead has one barrier before the copies are read and one after; on sm_90 two around each of two
 # bulk loads, and two for operands that threads write.
 MOST_BARRIERS = {80: 2, 90: 6}
