@@ -84,6 +84,14 @@ def test_work_of_an_instruction(line, multiply_adds, bytes):
     assert (instruction.multiply_adds, instruction.shared_bytes) == (multiply_adds, bytes)
 
 
+def test_annotations_are_no_operands():
+    """As cuobjdump of CUDA 12.8 writes them for sm_120."""
+    lines = "FADD R0, R0, R1 &req={0} ?trans5\nBRA.U UP0, 0x0          &req={3}     ?trans11\nEXIT ?trans5"
+    instructions = code(lines)
+    assert [i.operands for i in instructions] == ["R0, R0, R1", "UP0, 0x0", ""]
+    assert natural_loops(successors(instructions)) == {0: {0, 1}}
+
+
 def test_waits_out_of_line_are_no_loops():
     instructions = code(KERNEL)
     [body] = innermost(instructions, ("tensor",))

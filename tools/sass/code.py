@@ -13,6 +13,7 @@ _INSTRUCTION = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^\n]*?)\s*;\s+"
     r"/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/"
 )
+_ANNOTATIONS = re.compile(r"\s*([&?]\S+\s*)+$")  # the control information, as some versions write it out for Blackwell
 _CONTROL = 41  # the bit of the second word at which an instruction's control information begins
 
 # Pipes by the first part of an opcode; IMAD's depends on the rest, and uniform instructions have one of their own.
@@ -149,6 +150,7 @@ def parse(disassembly: str) -> list[Instruction]:
     found: list[Instruction] = []
     constants: dict[str, int] = {}  # in uniform registers
     for address, predicate, opcode, operands, word in _INSTRUCTION.findall(disassembly):
+        operands = _ANNOTATIONS.sub("", operands)
         if opcode == "UMOV" and (constant := re.fullmatch(r"(UR\d+), 0x([0-9a-f]+)", operands)):
             constants[constant[1]] = int(constant[2], 16)
         elif destination := re.match(r"UR\d+", operands):
