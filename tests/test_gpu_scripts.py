@@ -199,9 +199,9 @@ def test_what_is_predicted_can_be_called(predictions, monkeypatch):
     monkeypatch.setattr(predictions.machine_code, "PROBLEM", (1, 2, 20))
     monkeypatch.setattr(predictions.machine_code, "ELEMENTS", 2**12)
     calls = {next(iter(case.names.values())): case.call for case in predictions.machine_code.cases(90)}
-    for name in ("forward d64 dropout sm_90", *(name for name in calls if " 512 " in name)):
+    for name in ("forward d64 mask dropout sm_90", *(name for name in calls if " 512 " in name)):
         calls[name]()
-    assert len(calls) == 2 * 2 + 4 * 4
+    assert len(calls) == 2 * 2 * 2 + 4 * 4
 
 
 def test_durations_are_the_kernels_own(predictions, monkeypatch):
