@@ -135,7 +135,7 @@ def _n_best_lines(found: list[list[Any]], first: int) -> str:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
-    from fastattn.translation.data import ParallelText, read_parallel
+    from fastattn.translation.data import ParallelText, read_parallel, training_sources
     from fastattn.translation.evaluate import held_out, scores
     from fastattn.translation.sanity import evaluation_warnings, overlap_warnings
     from fastattn.translation.search import translate
@@ -143,8 +143,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     search, dtype = _search(options)
     sources, references = read_parallel(*options.test)
     model, tokenizer = _load(options, dtype)
-    if trained_on := checkpoint.training_text(options.model):
-        _warn(options, *overlap_warnings(sources, tokenizer, ParallelText.mapped(trained_on).sources))
+    trained_on = training_sources(options.model, tokenizer)
+    if trained_on is not None:
+        _warn(options, *overlap_warnings(sources, tokenizer, trained_on))
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
-from fastattn.translation import data, sanity
+from fastattn.translation import checkpoint, data, sanity
 from fastattn.translation.data import ParallelText, read_lines
 from fastattn.translation.sanity import evaluation_warnings, overlap_warnings, training_warnings, translation_warnings
 from fastattn.translation.tokenizer import Tokenizer
@@ -110,6 +110,24 @@ def test_a_test_text_that_was_trained_on(corpus, tokenizer, monkeypatch):
     assert overlap_warnings(others, tokenizer, training) == []
     (warning,) = overlap_warnings([*others, *sources[300:340]], tokenizer, training)
     assert re.match(r"4\d of \d+ test sources also stand in the training text, the first in line \d+: ", warning)
+
+
+def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path):
+    """It is what the run encoded with the checkpoint's tokenizer, and no other folder of that name."""
+    files = VERSES / "test.en", VERSES / "test.es"
+    step, text = tmp_path / "step", tmp_path / checkpoint.TEXT
+    step.mkdir()
+    (step / checkpoint.WEIGHTS).touch()
+    assert data.training_sources(step, tokenizer) is None
+    text.mkdir()
+    assert data.training_sources(step, tokenizer) is None
+    for about in ("no JSON", "[]", "{}"):
+        (text / data.ABOUT).write_text(about)
+        assert data.training_sources(step, tokenizer) is None
+    data.encode(tokenizer, files, data.digest(*files), text)
+    (sources, targets), _ = corpus
+    assert data.training_sources(step, tokenizer).hold(tokenizer.encode(sources[:3])) == [True] * 3
+    assert data.training_sources(step, Tokenizer.train(targets, 300)) is None
 
 
 def test_a_vocabulary_that_splits_every_word(corpus):

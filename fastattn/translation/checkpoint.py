@@ -232,12 +232,6 @@ def find(path: str | Path) -> Path:
     raise InputError(f"{path} holds no checkpoint: expected a folder that `fastattn train --out` wrote")
 
 
-def training_text(path: str | Path) -> Path | None:
-    """The folder of the encoded text that :func:`load`'s checkpoint was trained on, where it lies beside it."""
-    folder = find(path).parent / TEXT
-    return folder if folder.is_dir() else None
-
-
 def newest(run: Path) -> Path:
     """The checkpoint to resume a run from."""
     if not steps(run):

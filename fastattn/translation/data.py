@@ -12,7 +12,7 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -319,11 +319,34 @@ class ParallelText:
             epoch, skip = epoch + 1, 0
 
 
+def _by(tokenizer: Tokenizer) -> dict[str, str]:
+    """What ``ABOUT`` says of the tokenizer."""
+    return {"tokenizer": hashlib.sha256(tokenizer.model).hexdigest()}
+
+
+def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
+    """Whether this folder is one that :func:`encode` wrote, and says so much of its text."""
+    try:
+        return about.items() <= json.loads((folder / ABOUT).read_text(encoding="utf-8")).items()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def training_sources(path: str | Path, tokenizer: Tokenizer) -> Sentences | None:
+    """The sources that a checkpoint, or a run's best, was trained on; None where their text is not beside it.
+
+    Raises:
+        InputError: there is no checkpoint, or the text is damaged.
+    """
+    folder = checkpoint.find(path).parent / checkpoint.TEXT
+    return Sentences.mapped(folder / SIDES[0]) if _says(folder, _by(tokenizer)) else None
+
+
 def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -> None:
     """Write the text of ``files``, whose :func:`digest` is given, for :meth:`ParallelText.mapped`, unless ``folder``
     has it already."""
-    about: dict[str, str | int | None] = {"text": text_digest, "tokenizer": hashlib.sha256(tokenizer.model).hexdigest()}
-    if (folder / ABOUT).exists() and about.items() <= json.loads((folder / ABOUT).read_text(encoding="utf-8")).items():
+    about: dict[str, str | int | None] = {"text": text_digest, **_by(tokenizer)}
+    if _says(folder, about):
         return
     shutil.rmtree(folder, ignore_errors=True)
     with checkpoint.written_whole(folder) as partial:
