@@ -71,17 +71,18 @@ from sass.rates import MACHINES
 # FlashAttention 2 they are up to 376 bytes and 1 in 46.
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
-# Where a tile is worth more of them, the most that it has. TFLOP/s are predicted, behind them those of a tile without.
+# Where a tile is worth more of them, by kernel, architecture and padded head size. TFLOP/s are predicted, behind them
+# those of a tile without.
 LOCAL = {
-    # Short sequences at a head size of 128, 1 in 17: 575, 424.
-    ("grad_key_value_kernel", 90): 1 / 16,
-    # At 128, with dropout and key lengths, 1 in 21: 443, 334; with a mask and split keys, 1 in 20.
-    ("forward_kernel", 90): 1 / 19,
-    # At 80, with dropout and a float mask, 1 in 21, on sm_120 at 128 1 in 23: at 128 107, 79.
-    ("grad_query_kernel", 80): 1 / 20,
-    ("grad_query_kernel", 120): 1 / 20,
-    # By Triton 3.6, short sequences at 64 with dropout, 1 in 17: 367, 388; the same tile without dropout 603, 523.
-    ("grad_query_kernel", 90): 1 / 17,
+    # Short sequences, 1 in 17: 575, 424.
+    ("grad_key_value_kernel", 90, 128): 1 / 16,
+    # With dropout and key lengths, 1 in 21: 443, 334; with a mask and split keys, 1 in 20.
+    ("forward_kernel", 90, 128): 1 / 19,
+    # Heads of 80 with dropout and a float mask, 1 in 21, on sm_120 of 128 1 in 23: of 128 107, 79.
+    ("grad_query_kernel", 80, 128): 1 / 20,
+    ("grad_query_kernel", 120, 128): 1 / 20,
+    # By Triton 3.6, short sequences with dropout, 1 in 17: 367, 388; the same tile without dropout 603, 523.
+    ("grad_query_kernel", 90, 64): 1 / 17,
 }
 
 # Facts of the plain loop of attention's usual calls, on the architectures for which it is meant to overlap: 16-bit
@@ -90,7 +91,11 @@ LOCAL = {
 MOST_SHARED = 1.15
 # dK and dV of 64 keys fill the registers of four warps: on sm_80 a fragment from shared memory serves 16 keys alone; on
 # sm_90 Triton 3.6 copies the rows' statistics by 32 bits a thread.
-SHARED = {("grad_key_value_kernel", 80): 1.9, ("grad_key_value_kernel", 90): 1.3}
+SHARED = {
+    ("grad_key_value_kernel", 80, 64): 1.9,
+    ("grad_key_value_kernel", 80, 128): 1.9,
+    ("grad_key_value_kernel", 90, 64): 1.3,
+}
 # A loop that copies ahead has one barrier before the copies are read and one after; on sm_90 two around each of two
 # bulk loads, and two for operands that threads write.
 MOST_BARRIERS = {80: 2, 90: 6}
@@ -367,6 +372,16 @@ class Report:
         return self.name.rpartition(".")[2]
 
     @property
+    def head(self) -> int:
+        """The head size, padded; 0 of a row operation."""
+        return int(dict(self.variant).get("BLOCK_D", 0))
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What a bound of its own is given for."""
+        return self.kernel, self.capability, self.head
+
+    @property
     def constants(self) -> list[str]:
         return [f"{name}={value}" for name, value in self.variant if name.isupper() or value == "None"]
 
@@ -393,7 +408,7 @@ class Report:
         if "HMMA" not in kinds:
             return "HGMMA" in kinds
         least = 64 if self.is_regular and self.rows > 16 else 0
-        return int(dict(self.variant).get("BLOCK_D", 0)) <= max(self.rows, least)
+        return self.head <= max(self.rows, least)
 
     @property
     def rows(self) -> int:
@@ -437,7 +452,7 @@ class Report:
         found = []
         if self.stack > MOST_STACK:
             found.append(f"spills: {self.stack} bytes of stack, at most {MOST_STACK} are harmless")
-        elif self.local > LOCAL.get((self.kernel, self.capability), MOST_LOCAL) * self.instructions:
+        elif self.local > LOCAL.get(self.place, MOST_LOCAL) * self.instructions:
             found.append(f"spills: {self.local} of {self.instructions} instructions access the stack")
         if self.is_wide and self.narrow_accesses:
             found.append(f"{self.narrow_accesses} accesses to global memory of 16 bits and fewer")
@@ -468,12 +483,11 @@ class Report:
 
     def _loop_faults(self) -> list[str]:
         """What keeps the plain loop of a usual call from overlapping as it is meant to."""
-        head = int(dict(self.variant).get("BLOCK_D", 0))
-        is_usual = self.is_regular and head <= 128 and self.rows >= 64 and self.matrix_instructions
+        is_usual = self.is_regular and self.head <= 128 and self.rows >= 64 and self.matrix_instructions
         if not (is_usual and self.capability in MOST_BARRIERS):
             return []
         found = []
-        most = SHARED.get((self.kernel, self.capability), MOST_SHARED)
+        most = SHARED.get(self.place, MOST_SHARED)
         is_copied = self.capability == 80 or self.bulk_loads  # on sm_90 threads copy short sequences
         if is_copied and self.shared_clocks is not None and self.shared_clocks > most:
             found.append(f"shared memory takes {self.shared_clocks:.2f} times as long as products, at most {most}")

@@ -384,8 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
     pretend(*options.arch)
     kernels, commit = [], report.commit()
     for device, capability in enumerate(options.arch):
-        found_here = itertools.chain(predictions(device, capability, wanted), native_predictions(capability, wanted))
-        for found in found_here:
+        of_both = predictions(device, capability, wanted), native_predictions(capability, wanted)
+        for found in itertools.chain(*of_both):
             kernels.append(found)
             print(line(found), flush=True)
     if not kernels:

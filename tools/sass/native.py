@@ -21,7 +21,7 @@ CSRC = Path(__file__).resolve().parent.parent.parent / "csrc"
 sys.path.insert(0, str(CSRC))
 import native_build  # noqa: E402
 
-# By operation: its file, and by kernel its parameter and what a call in bfloat16 with float32 weights sets there.
+# What a call in bfloat16 with float32 weights sets in the kernels' problems.
 _ROWS = "p.matrices = 8, p.rows = 4096, p.columns = columns"
 _SCORES = (
     "Scores& s = p.scores; s.batch = 2, s.heads = 4, s.rows = 4096, s.columns = columns, s.dtype = Dtype::bfloat16,"
@@ -36,6 +36,7 @@ _NORM_BACKWARD = (
     f"{_ROWS}, p.dtype = p.input_dtype = Dtype::bfloat16, p.grad_out_row = p.x_row = p.grad_sum_row = columns,"
     " p.weight_dtype = p.grad_weight_dtype = p.grad_bias_dtype = Dtype::float32"
 )
+# By operation: its file, and by the type of its kernels' problems what is set there.
 CALLS = {
     "layer_norm": (
         "layer_norm.cu",
@@ -77,7 +78,7 @@ _KERNEL = re.compile(r"(normalise|differentiate|drop_rows)(?:ILNS\d_4SpanE(\d))?
 
 
 def specialised(source: str, problems: dict[str, str], threshold: int) -> str:
-    """A kernels' source in which their problem, and that rows are aligned, is constant."""
+    """The kernels' source with these problems, and aligned rows, as constants."""
     fixed = "".join(
         f"template <int64_t columns, class Wide> __device__ void fix({problem}& p, Wide& wide) "
         f"{{ wide = Wide{{true}}; {constants.replace('THRESHOLD', str(threshold))}; }}\n"
