@@ -386,17 +386,21 @@ def test_predictions_beside_the_tiles():
 
 @pytest.mark.slow
 def test_program():
-    """From a kernel's source to its line: a row of 512 is accessed by 128 bits, eight times for 64 elements of 16."""
+    """From a kernel's source to its line: a row of 512 is accessed by 128 bits, eight times for 64 elements of 16.
+
+    CUDA C++'s kernels of the same calls follow Triton's.
+    """
     require("triton")
     from test_triton import program
 
     tool, only = str(ROOT / "tools/machine_code.py"), "^softmax_dropout forward 512|^dropout 512"
     status, output = program(tool, "--arch", "90", "--only", only)
     assert status == 0, output
-    lines = [line for line in output.splitlines() if "predicted" in line]
-    assert [line.split(" sm_90")[0] for line in lines] == ["softmax_dropout forward 512", "dropout 512"]
-    assert lines[-1].endswith("128: 8}, 'STG': {128: 8}}")  # the seed's loads are narrower
-    assert "'STG': {128: " in lines[-1]
+    lines = {line.split("  ")[0]: line for line in output.splitlines() if "predicted" in line}
+    calls = ["softmax_dropout forward 512", "dropout 512"]
+    assert list(lines) == [f"{call} sm_90{by}" for by in ("", " CUDA C++") for call in calls]
+    assert lines["dropout 512 sm_90"].endswith("128: 8}, 'STG': {128: 8}}")  # the seed's loads are narrower
+    assert lines["dropout 512 sm_90 CUDA C++"].endswith("128: 2}, 'STG': {128: 2}}")
     status, output = program(tool, "--only", "forwards")
     assert status == 2
     assert "no kernel's name has 'forwards'" in output
