@@ -372,6 +372,7 @@ def test_a_thread_with_a_small_stack(python):
     assert python(program) == "finished\n"
 
 
+@pytest.mark.slow
 @needs_cpu
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks Linux on x86-64")
 @pytest.mark.parametrize("held_to", ["", "generic"])

@@ -64,6 +64,7 @@ def result(
     )
 
 
+@pytest.mark.slow
 def test_torch_is_held_to_the_instruction_set_of_our_kernels(python):
     """MKL too, which says of each product how it is restricted."""
     program = """

@@ -580,6 +580,7 @@ def start(arguments, **pipes):
     return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True, **pipes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
 def test_the_command_bounds_spinning_unless_the_user_has(given):
     """Before torch's OpenMP runtime is loaded, which reads these variables then."""

@@ -46,6 +46,7 @@ def passing(output: str) -> list[str]:
     return [line.split(":")[0] for line in output.splitlines() if line.endswith(" 0 failures")]
 
 
+@pytest.mark.slow
 def test_every_instruction_set_of_this_machine():
     names = passing(run(program("plain"), 100))
     assert names[-1] == "generic"
@@ -57,9 +58,8 @@ def test_every_instruction_set_of_this_machine():
         assert names == torch.ops.fastattn_cpu.isas().split(",")
 
 
-@pytest.mark.parametrize(
-    ("cpu", "best"), [pytest.param("Haswell", "avx2", marks=pytest.mark.slow), ("Nehalem", "generic")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("cpu", "best"), [("Haswell", "avx2"), ("Nehalem", "generic")])
 def test_older_machines(cpu, best):
     """An emulated machine raises SIGILL on any instruction that it lacks."""
     if platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None:

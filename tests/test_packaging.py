@@ -136,6 +136,7 @@ def test_build_refuses_other_values(tmp_path, monkeypatch):
         native_build.build(tmp_path, tmp_path / "objects")
 
 
+@pytest.mark.slow
 def test_max_jobs(tmp_path, monkeypatch):
     """MAX_JOBS bounds the compilers at work: each waits a moment and then sees how many others there are."""
     count = 'echo > "$$.job"; sleep 0.3; ls *.job | wc -l >> counts; rm "$$.job"; touch "${!#}"'
@@ -459,6 +460,7 @@ def test_a_checkout_that_is_not_built_warns_once(checkout):
     assert "in a checkout `pip install -e .` compiles it" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_checkout_that_is_not_built_do_not_pass(checkout):
     """They would skip the kernels'."""
     done = in_checkout(checkout, "-m", "pytest", "-q", "tests/test_readme.py")
