@@ -3,7 +3,7 @@
     python benchmarks/hour.py --record
 
 How many checkpoints are averaged is chosen on the validation text. `--record` keeps the result, with its curve and its
-recipe, as benchmarks/results/hour-MACHINE.json.
+recipe, as benchmarks/results/hour-MACHINE.json, and writes the tables of docs/training.md from those of all machines.
 """
 
 import argparse
@@ -12,8 +12,6 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import fastattn
 from fastattn.bench import report
@@ -83,11 +81,25 @@ def main() -> None:
         result = run(Path(folder), minutes, options)
     print(json.dumps({name: value for name, value in result.items() if name != "curve"}, indent=1))
     if keep_result:
-        machine = report.machine()
-        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-        data = {"machine": machine, "versions": versions, "commit": report.commit(), **result}
-        path = ROOT / f"benchmarks/results/hour-{report.kind(machine)}.json"
-        report.write_json(path, data)
+        report.record(ROOT / "benchmarks/results", "hour", result, {}, ROOT / "docs/training.md", section)
+
+
+def section(data: dict[str, Any]) -> str:
+    """One machine's part of the page: a row for each tenth of the time."""
+    machine, curve, found = data["machine"], data["curve"], data["test"]
+    head = (
+        f"{machine['cpu']}, {machine['threads']} threads, {data['training']['precision']}, "
+        f"torch {data['versions']['torch']}. On the test text, by the mean of the last {data['averaged']} checkpoints "
+        f"and beam {data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
+    )
+    lines = ["| minutes | updates | validation loss | accuracy |", "| --- | --- | --- | --- |"]
+    for tenth in range(1, 11):
+        seconds = data["minutes"] * 6 * tenth
+        row = min(curve, key=lambda row: abs(row["seconds"] - seconds))
+        lines.append(
+            f"| {row['seconds'] / 60:.0f} | {row['step']} | {row['valid_loss']:.3f} | {row['valid_accuracy']:.3f} |"
+        )
+    return "\n".join((head, "", *lines))
 
 
 if __name__ == "__main__":

@@ -192,15 +192,23 @@ def test_pictures(run, small, tmp_path, capsys):
     assert "encoder attention, layer 2" in heads.read_text(encoding="utf-8")
     assert cli.main(["plot", str(run), "--output", str(curve)]) == 0
     assert curve.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    for bad, message in (
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--attention", "heads.jpeg"], "cannot draw heads.jpeg: expected a name that ends in .png or .svg"),
-        (["--attention", str(tmp_path / "no/heads.png")], "its folder does not exist"),
+        (["--attention", "no/heads.png"], "its folder does not exist"),
         (["--attention-layer", "4"], "the layer of the cross attention is 4, expected 1 to 3"),
-    ):
-        assert message in failure([*arguments, *bad], capsys)
-    for folder in (tmp_path, tmp_path / "missing"):
-        assert f"{folder} holds no metrics.jsonl yet" in failure(["plot", folder], capsys)
+    ],
+)
+def test_bad_pictures(run, small, capsys, options, message):
+    assert message in failure(["translate", run, "--input", small[0], "--beam", "1", *options], capsys)
+
+
+@pytest.mark.parametrize("folder", [".", "missing"])
+def test_a_picture_of_no_run(tmp_path, capsys, folder):
+    assert f"{tmp_path / folder} holds no metrics.jsonl yet" in failure(["plot", tmp_path / folder], capsys)
 
 
 def test_info(capsys):

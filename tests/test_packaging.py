@@ -297,21 +297,27 @@ def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
     assert threads(64) == [3, 3]
 
 
-def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("g++-12", "-ccbin g++-12"),
+        ("ccache /opt/bin/g++", "-ccbin /opt/bin/g++"),
+        (
+            "/usr/bin/distcc clang++ -stdlib=libstdc++ -m64",
+            "-ccbin clang++ -Xcompiler=-stdlib=libstdc++ -Xcompiler=-m64",
+        ),
+    ],
+)
+def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch, command, expected):
     """It takes a program, which is not what starts the compiler, and each flag behind an option."""
     monkeypatch.setattr(native_build.shutil, "which", lambda name: name)
     monkeypatch.setattr(native_build, "nvcc", lambda: (toolkit, "13.0"))
     lines = []
     monkeypatch.setattr(native_build, "run_ninja", lambda directory, objects, target, *flags: lines.append(flags))
-    for command, expected in {
-        "g++-12": "-ccbin g++-12",
-        "ccache /opt/bin/g++": "-ccbin /opt/bin/g++",
-        "/usr/bin/distcc clang++ -stdlib=libstdc++ -m64": "-ccbin clang++ -Xcompiler=-stdlib=libstdc++ -Xcompiler=-m64",
-    }.items():
-        monkeypatch.setenv("CXX", command)
-        assert f" {expected} -Xcompiler=-fPIC" in native_build.cuda_flags(["9.0"])
-        native_build.compile_cuda(Path(toolkit).parent, Path("torch"), ["9.0"])
-        assert f" {expected} -Xlinker" in lines.pop()[0]
+    monkeypatch.setenv("CXX", command)
+    assert f" {expected} -Xcompiler=-fPIC" in native_build.cuda_flags(["9.0"])
+    native_build.compile_cuda(Path(toolkit).parent, Path("torch"), ["9.0"])
+    assert f" {expected} -Xlinker" in lines[0][0]
 
 
 # Where the headers come from

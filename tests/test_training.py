@@ -233,8 +233,10 @@ def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_smoothed_loss(monkeypatch, smoothing, with_bias):
-    """Against torch's, and against the cross-entropy with the smoothed distribution written out; in two parts."""
-    monkeypatch.setattr("fastattn.translation.evaluate.LOSS_ELEMENTS", 0)
+    """Against torch's, and against the cross-entropy with the smoothed distribution written out; in two parts, of
+    several blocks each."""
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGITS", 0)
+    monkeypatch.setattr("fastattn.translation.evaluate.CACHED", 1100)
     labels = torch.randint(0, 11, (700,))
     operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
     operands = [tensor.double().requires_grad_() for tensor in operands]

@@ -13,9 +13,11 @@ from fastattn.translation.data import Batch
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
-# Logits made at a time: 16 MB as float32, a block that the C library keeps when it is freed. Larger ones go back to the
-# system, and each update would pay a page fault for every 4 KB of them.
-LOSS_ELEMENTS = 2**22
+# Bytes of logits made at a time: a block that the C library keeps when it is freed. Larger ones go back to the system,
+# and each update would pay a page fault for every 4 KB of them.
+LOGITS = 2**24
+# Elements of them that a CPU takes through the softmax at a time: float32 that its cache holds over ten passes.
+CACHED = 2**19
 COMPOUND = re.compile(r"(\S)-(\S)")
 
 
@@ -51,30 +53,32 @@ class _SmoothedLoss(torch.autograd.Function):
         x, w = features.to(dtype), weight.to(dtype)
         grad_features, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        sums = torch.zeros(3, dtype=torch.float64, device=features.device)
-        rows = max(512, LOSS_ELEMENTS // pieces)
+        rows = max(512, LOGITS // (pieces * dtype.itemsize))
+        at_once = max(1, CACHED // pieces) if device == "cpu" else rows
+        kept, found = labels != pad_id, [torch.zeros(3, 0, device=features.device)]
         with torch.autocast(device, enabled=False):
             for first in range(0, len(labels), rows):
                 part = slice(first, first + rows)
-                label, kept = labels[part, None], labels[part] != pad_id
                 logits = F.linear(x[part], w, None if bias is None else bias.to(dtype))
-                p = logits.softmax(-1, dtype=torch.float32)
-                highest, of_label = logits.amax(-1).float(), logits.gather(1, label)[:, 0].float()
-                log_sum = highest - p.amax(-1).log()
-                nll = log_sum - of_label
-                uniform = log_sum - logits.mean(-1, dtype=torch.float32)
-                loss = (1 - smoothing) * nll + smoothing * uniform
-                sums += torch.stack([t[kept].double().sum() for t in (loss, nll, of_label >= highest)])
-                if not any(ctx.needs_input_grad):
-                    continue
-                p.sub_(smoothing / pieces).scatter_add_(1, label, p.new_full(label.shape, smoothing - 1))
-                grad = p.mul_(kept[:, None]).to(dtype)
-                grad_features[part] = grad @ w
-                grad_weight += grad.t() @ x[part]
-                if grad_bias is not None:
-                    grad_bias += p.sum(0)
+                blocks = (tensor.split(at_once) for tensor in (logits, labels[part, None], kept[part, None]))
+                for block, label, is_kept in zip(*blocks, strict=True):
+                    scores = block.float()
+                    p = scores.softmax(-1)
+                    highest, of_label = scores.amax(-1), scores.gather(1, label)[:, 0]
+                    log_sum = highest - p.amax(-1).log()
+                    nll = log_sum - of_label
+                    loss = (1 - smoothing) * nll + smoothing * (log_sum - scores.mean(-1))
+                    found.append(torch.stack((loss, nll, of_label >= highest)))
+                    if any(ctx.needs_input_grad):  # the logits' own takes their place
+                        p.sub_(smoothing / pieces).scatter_add_(1, label, p.new_full(label.shape, smoothing - 1))
+                        block.copy_(p.mul_(is_kept))
+                        if grad_bias is not None:
+                            grad_bias += p.sum(0)
+                if any(ctx.needs_input_grad):
+                    grad_features[part] = logits @ w
+                    grad_weight += logits.t() @ x[part]
         ctx.save_for_backward(grad_features.to(features.dtype), grad_weight, grad_bias)
-        loss, nll, correct = sums.unbind()
+        loss, nll, correct = torch.cat(found, 1).masked_fill(~kept, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)
         return loss, nll, correct
 
