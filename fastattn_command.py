@@ -15,7 +15,7 @@ from typing import NoReturn
 # GNU's OpenMP lets a thread that waits for others spin for milliseconds before it sleeps. Beside other busy processes a
 # spinning thread keeps its processor from the very thread that it waits for; without any spinning, each parallel region
 # pays for waking a thread. A short spin, longer than the gaps between a model's operations, serves both.
-SPIN = "3000"  # iterations, some hundredths of a millisecond
+SPIN = "1000"  # iterations, about a hundredth of a millisecond
 
 MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")

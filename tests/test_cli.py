@@ -601,7 +601,7 @@ def test_the_command_bounds_spinning_unless_the_user_has(given):
     root = Path(fastattn.__file__).parent.parent
     process = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.splitlines()[-1] == str(given or {"GOMP_SPINCOUNT": "3000"})
+    assert process.stdout.splitlines()[-1] == str(given or {"GOMP_SPINCOUNT": "1000"})
 
 
 def test_no_traceback_reaches_the_user(tmp_path):
