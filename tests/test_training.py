@@ -15,6 +15,7 @@ import matplotlib.axes
 import pytest
 import torch
 from conftest import require
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fastattn
@@ -235,7 +236,7 @@ def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
 def test_smoothed_loss(monkeypatch, smoothing, with_bias):
     """Against torch's, and against the cross-entropy with the smoothed distribution written out; in two parts, of
     several blocks each."""
-    monkeypatch.setattr("fastattn.translation.evaluate.LOGITS", 0)
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 0)
     monkeypatch.setattr("fastattn.translation.evaluate.CACHED", 1100)
     labels = torch.randint(0, 11, (700,))
     operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
@@ -272,6 +273,14 @@ def test_smoothed_loss_under_autocast():
     torch.testing.assert_close(loss.float(), wanted, rtol=2**-8, atol=0)
     for gradient, wanted_gradient in zip(ours, exact, strict=True):
         assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
+
+
+def test_smoothed_loss_waits_for_no_gpu():
+    """Fake tensors raise where an operation needs a value on the host, as selecting the rows that are no padding."""
+    with FakeTensorMode():
+        features, weight = (torch.empty(rows, 32, requires_grad=True) for rows in (600, 50))
+        found = smoothed_loss(features, weight, None, torch.empty(600, dtype=torch.int64), 0.1, PAD_ID)
+    assert [value.shape for value in found] == [()] * 3
 
 
 def test_the_schedule_is_the_papers(text):

@@ -15,7 +15,7 @@ from fastattn.translation.model import Transformer
 
 # Bytes of logits made at a time: a block that the C library keeps when it is freed. Larger ones go back to the system,
 # and each update would pay a page fault for every 4 KB of them.
-LOGITS = 2**24
+LOGIT_BYTES = 2**24
 # Elements of them that a CPU takes through the softmax at a time: float32 that its cache holds over ten passes.
 CACHED = 2**19
 COMPOUND = re.compile(r"(\S)-(\S)")
@@ -53,7 +53,7 @@ class _SmoothedLoss(torch.autograd.Function):
         x, w = features.to(dtype), weight.to(dtype)
         grad_features, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        rows = max(512, LOGITS // (pieces * dtype.itemsize))
+        rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
         at_once = max(1, CACHED // pieces) if device == "cpu" else rows
         kept, found = labels != pad_id, [torch.zeros(3, 0, device=features.device)]
         with torch.autocast(device, enabled=False):
