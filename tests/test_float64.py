@@ -27,6 +27,8 @@ MASKS = {
     "causal": lambda: {"is_causal": True},
     "lower right": lambda: {"is_causal": True, "causal_variant": "lower_right"},
     "mask": lambda: {"attn_mask": visible()},
+    "float mask": lambda: {"attn_mask": double(2, 1, 17, 23).masked_fill(~visible(), -torch.inf)},
+    "float32 mask": lambda: {"attn_mask": torch.randn(4, 1, 23), "is_causal": True},
     "lengths": lambda: {"key_lengths": torch.tensor([5, 0])},
     "window": lambda: {"window_size": (3, 2)},
     "all": lambda: {"attn_mask": visible(), "is_causal": True, "key_lengths": torch.tensor([20, 11])},
@@ -55,6 +57,39 @@ def test_attention(monkeypatch, name):
         lambda q, k, v: scaled_dot_product_attention(q, k, v, enable_gqa=True, **options),
         (double(2, 17, 4, 8).transpose(1, 2), double(2, 2, 23, 8), double(2, 2, 23, 8)),
     )
+
+
+def test_a_row_at_the_masks_least_value(monkeypatch):
+    """Its log-sum-exp, all that torch's backward pass reads of it, holds nothing of the sum."""
+    mask = double(17, 23)
+    mask[4] = torch.finfo(torch.float64).min
+    operands = double(2, 4, 17, 8), double(2, 4, 23, 8), double(2, 4, 23, 8)
+    agrees(monkeypatch, attention_module, lambda *t: scaled_dot_product_attention(*t, attn_mask=mask), operands)
+
+
+@pytest.mark.parametrize("cached", [17 * 23, 9 * 17 * 23, 13 * 17 * 23], ids=["a group", "a sequence", "two"])
+@pytest.mark.parametrize("mask", [(), (3, 1, 17, 23), (6, 1, 23), (3, 6, 17, 1)])
+def test_parts_are_the_whole(monkeypatch, cached, mask):
+    """Of six heads of queries and two of keys: as many matrices at a time as ``cached`` has room for."""
+    operands = double(3, 6, 17, 8), double(3, 2, 23, 8), double(3, 2, 23, 5), *((double(*mask),) if mask else ())
+
+    def attend(query, key, value, attn_mask=None):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.3, enable_gqa=True, key_lengths=torch.tensor([23, 9, 0]), seed=SEED,
+            return_lse=True,
+        )  # fmt: skip
+
+    whole = gradients(attend, operands)
+    monkeypatch.setattr(attention_module, "CACHED", cached)
+    parts = []
+    probabilities = attention_module._probabilities
+    monkeypatch.setattr(
+        attention_module, "_probabilities", lambda part, *args: parts.append(part) or probabilities(part, *args)
+    )
+    found = gradients(attend, operands)
+    assert len(parts) > 2  # of both passes
+    for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, whole), ()), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.torch_version

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: out = dropout(softmax(scale * Q K^T + mask)) V, all of the (Lq, Lk) matrix at once.
+"""Scaled dot-product attention: out = dropout(softmax(scale * Q K^T + mask)) V, all of a (Lq, Lk) matrix at once.
 
 Source: Vaswani et al. 2017, section 3.2.1, equation 1. Shapes: query (B, Hq, Lq, E), key (B, Hk, Lk, E),
 value (B, Hk, Lk, Ev), Hk dividing Hq.
@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattn.backends.common import is_torchs, memory_order, without_autocast
-from fastattn.backends.reference.dropout import drop, opmath
+from fastattn.backends.reference.dropout import dropper, opmath
 from fastattn.backends.reference.softmax_dropout import mask_gradient, softmax_backward
 from fastattn.backends.visibility import add_mask, softmax, visibility
-from fastattn.torch_private import flash_attention, flash_attention_backward
+from fastattn.torch_private import flash_attention, flash_attention_backward, is_transformed
+
+# Elements of P that a CPU computes at a time: what its cache holds over the passes.
+CACHED = 2**19
+# A log-sum-exp below has more digits left for its sum than the scores have; torch's kernels keep nothing else.
+LARGEST_LSE = 2.0**20
 
 
 def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,13 +55,53 @@ def _sum_groups(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.size(1) == heads else tensor.unflatten(1, (heads, -1)).sum(2)
 
 
+class _Part(NamedTuple):
+    """Some sequences of a call, or some heads of one: consecutive matrices (Lq, Lk)."""
+
+    first_matrix: int = 0
+    sequences: slice = slice(None)
+    heads: slice = slice(None)
+    kv_heads: slice = slice(None)
+
+    def of(self, tensor: Tensor, heads: slice) -> Tensor:
+        """What belongs to the part of (B, H, ...), where B and H may be 1, broadcast."""
+        sequences = self.sequences if tensor.size(0) > 1 else slice(None)
+        return tensor[sequences, heads if tensor.size(1) > 1 else slice(None)]
+
+
+def _parts(query: Tensor, key: Tensor) -> list[_Part]:
+    """Other devices than a CPU, and torch.func, whose tensors do not know how much there is to compute, have one."""
+    (batch, heads, rows), (kv_heads, columns) = query.shape[:3], key.shape[1:3]
+    if query.device.type != "cpu" or batch * heads * rows * columns <= CACHED or is_transformed():
+        return [_Part()]
+    group, matrices = heads // kv_heads, CACHED // (rows * columns)
+    sequences, at_once = max(1, matrices // heads), max(1, min(heads, matrices) // group)
+    return [
+        _Part(
+            b * heads + h * group,
+            slice(b, b + sequences),
+            slice(h * group, (h + at_once) * group),
+            slice(h, h + at_once),
+        )
+        for b in range(0, batch, sequences)
+        for h in range(0, kv_heads, at_once)
+    ]
+
+
+def _joined(parts: Sequence[Tensor], batch: int) -> Tensor:
+    """(B, H, ...) of its parts."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, (batch, -1))
+
+
 def _probabilities(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, scale: float,
-    window_left: int, window_right: int, lower_right: bool,
+    part: _Part, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    scale: float, window_left: int, window_right: int, lower_right: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Operands in the dtype of computation, key and value per query head with unused keys zeroed; P; stats."""
-    q, k, v = opmath(query), opmath(key), opmath(value)
+    """Of a part: operands in the dtype of computation, key and value per query head, unused keys zeroed; P; stats."""
+    q, k, v = opmath(part.of(query, part.heads)), *(opmath(part.of(t, part.kv_heads)) for t in (key, value))
     k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
+    attn_mask = None if attn_mask is None else part.of(attn_mask, part.heads)
+    key_lengths = None if key_lengths is None else key_lengths[part.sequences]
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     if visible is not None:
         # An unused key may hold NaN (unused cache memory), and 0 * NaN is NaN.
@@ -72,14 +117,13 @@ def _torchs(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
     """Operands and options of torch's fused attention where it computes the same, and which rows see nothing.
 
-    It has other dropout, of a float mask it can lose a row at finfo.min, and it takes columns to be dense.
+    It has other dropout, and takes columns to be dense.
     """
     if (
         threshold > 0
         or scale <= 0
         or query.size(3) != value.size(3)
-        or not (attn_mask is None or attn_mask.dtype == torch.bool)
-        or not is_torchs(query, key, value, *others)
+        or not is_torchs(query, key, value, attn_mask, *others)
     ):
         return None
     rows, columns = query.size(2), key.size(2)
@@ -102,8 +146,15 @@ def _torchs(
     visible = visible[(None,) * (4 - visible.dim())]
     unused = ~visible.any(-2).unsqueeze(-1)
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+    added = add_mask(torch.zeros_like(visible, dtype=query.dtype), attn_mask)
+    mask = added.masked_fill(~visible, -torch.inf)
     return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
+
+
+def _keeps_sums(attn_mask: Tensor | None, lse: Tensor) -> bool:
+    """Whether the log-sum-exp, all that torch's kernels keep of a row, says what the row's sum is. Of a row all at a
+    mask's finfo.min it does not."""
+    return attn_mask is None or attn_mask.dtype == torch.bool or bool((lse.abs() < LARGEST_LSE).all())
 
 
 @_in_own_dtype
@@ -120,15 +171,17 @@ def attention(
         if empty is None:
             return _in_layout_of(out, query), lse.contiguous(), torch.stack((lse, total))
         out, lse, total = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, 0.0), total * ~empty
-        return _in_layout_of(out, query), lse.masked_fill(empty, -torch.inf).contiguous(), torch.stack((lse, total))
-    _, _, v, probabilities, stats = _probabilities(
-        query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
-    )
-    out = drop(probabilities, seed, threshold, first_matrix) @ v
-    maximum, total = stats
+        if _keeps_sums(attn_mask, lse):
+            return _in_layout_of(out, query), lse.masked_fill(empty, -torch.inf).contiguous(), torch.stack((lse, total))
+    found = []
+    for part in _parts(query, key):
+        _, _, v, probabilities, stats = _probabilities(part, query, key, value, *settings)
+        drop = dropper(probabilities.shape, seed, threshold, first_matrix + part.first_matrix)
+        found.append((drop(probabilities) @ v, *stats))
+    out, maximum, total = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
     empty = total == 0  # log has no derivative there
     lse = (maximum + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
-    return _in_layout_of(out, query), lse, stats
+    return _in_layout_of(out, query), lse, torch.stack((maximum, total))
 
 
 @_in_own_dtype
@@ -138,11 +191,13 @@ def attention_backward(
     window_right: int, lower_right: bool, threshold: int, mask_grad: bool, first_matrix: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     settings = attn_mask, key_lengths, scale, window_left, window_right, lower_right
-    call = _torchs(query, key, value, *settings, threshold, grad_out) if grad_lse is None else None
-    if call is not None:
-        operands, options, empty = call
-        lse = stats[0] + stats[1].log()
-        lse = (lse if empty is None else lse.masked_fill(empty, 0.0)).transpose(1, 2).contiguous().transpose(1, 2)
+    call = None
+    if grad_lse is None and not mask_grad:
+        call = _torchs(query, key, value, *settings, threshold, grad_out)
+    lse = stats[0] + stats[1].masked_fill(stats[1] == 0, 1.0).log()
+    if call is not None and _keeps_sums(attn_mask, lse):
+        operands, options, _ = call
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         grad_q, grad_k, grad_v = flash_attention_backward(
             grad_out, *operands, out, lse, 0.0, options.pop("is_causal"), **options
         )
@@ -152,21 +207,24 @@ def attention_backward(
             _in_layout_of(_sum_groups(grad_v, value.size(1)), value),
             grad_q.new_empty(0),
         )
-    q, k, v, probabilities, _ = _probabilities(
-        query, key, value, attn_mask, key_lengths, scale, window_left, window_right, lower_right
-    )
-    grad_o = opmath(grad_out)
-    grad_v = drop(probabilities, seed, threshold, first_matrix).mT @ grad_o
-    grad_scores = softmax_backward(grad_o @ v.mT, probabilities, seed, threshold, first_matrix)
-    if grad_lse is not None:  # d lse_i / d s_ij = P_ij
-        grad_scores = grad_scores + (probabilities * grad_lse.unsqueeze(-1)).masked_fill(probabilities == 0, 0.0)
-    grad_q = grad_scores @ k * scale
-    grad_k = grad_scores.mT @ q * scale
+    found = []
+    for part in _parts(query, key):
+        q, k, v, probabilities, _ = _probabilities(part, query, key, value, *settings)
+        drop = dropper(probabilities.shape, seed, threshold, first_matrix + part.first_matrix)
+        grad_o = opmath(part.of(grad_out, part.heads))
+        grad_v = drop(probabilities).mT @ grad_o
+        grad_scores = softmax_backward(drop(grad_o @ v.mT), probabilities)
+        if grad_lse is not None:  # d lse_i / d s_ij = P_ij
+            of_lse = probabilities * part.of(grad_lse, part.heads).unsqueeze(-1)
+            grad_scores = grad_scores + of_lse.masked_fill(probabilities == 0, 0.0)
+        grads = grad_scores @ k * scale, grad_scores.mT @ q * scale, grad_v
+        found.append((*grads, grad_scores) if mask_grad else grads)
+    grad_q, grad_k, grad_v, *grads_scores = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
     return (
         _in_layout_of(grad_q, query),
         _in_layout_of(_sum_groups(grad_k, key.size(1)), key),
         _in_layout_of(_sum_groups(grad_v, value.size(1)), value),
-        mask_gradient(grad_scores, attn_mask, mask_grad),
+        query.new_empty(0) if attn_mask is None or not mask_grad else mask_gradient(grads_scores[0], attn_mask),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, T
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((product1 >> 32) & _LOW) ^ c1 ^ k0,
-            product1 & _LOW,
-            ((product0 >> 32) & _LOW) ^ c3 ^ k1,
-            product0 & _LOW,
+            ((product1 >> 32) ^ c1 ^ k0) & _LOW,
+            product1,  # its high half goes with the next round
+            ((product0 >> 32) ^ c3 ^ k1) & _LOW,
+            product0,
         )
         k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _LOW, (k1 + _KEY_INCREMENTS[1]) & _LOW
-    return c0, c1, c2, c3
+    return c0, c1 & _LOW, c2, c3 & _LOW
 
 
 def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matrix: int = 0) -> Tensor:
@@ -47,20 +47,27 @@ def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matri
     philox = _philox((x, y, z, offset), (key & _LOW, (key >> 32) & _LOW))
     words = [word.expand(matrices, tiles_y * 8, tiles_x * 8) for word in philox]
     # Value v is half v % 2 of word v // 2, and belongs to row half v // 4 and column quarter v % 4 of its 16x32 tile.
-    values = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
-    values = values.view(2, 4, matrices, tiles_y, 8, tiles_x, 8).permute(2, 3, 0, 4, 5, 1, 6)
-    values = values.reshape(matrices, tiles_y * 16, tiles_x * 32)[:, :rows, :columns]
-    return (values >= threshold).reshape(tuple(shape))
+    kept = torch.stack([half >= threshold for word in words for half in (word & 0xFFFF, word >> 16)])
+    kept = kept.view(2, 4, matrices, tiles_y, 8, tiles_x, 8).permute(2, 3, 0, 4, 5, 1, 6)
+    return kept.reshape(matrices, tiles_y * 16, tiles_x * 32)[:, :rows, :columns].reshape(tuple(shape)).contiguous()
 
 
-def drop(input: Tensor, seed: Tensor | None, threshold: int, first_matrix: int = 0) -> Tensor:
-    """``input`` with dropped elements 0 and kept ones scaled by 65536 / (65536 - threshold), in input's dtype."""
+def dropper(
+    shape: Sequence[int], seed: Tensor | None, threshold: int, first_matrix: int = 0
+) -> Callable[[Tensor], Tensor]:
+    """What sets dropped elements of a tensor of this shape to 0 and scales kept ones by 65536 / (65536 - threshold),
+    in the tensor's dtype. The mask is drawn once, however many tensors it is for."""
     if threshold == 0 or seed is None:
-        return input
+        return lambda input: input
     if threshold == DROP_ALL:
-        return torch.zeros_like(input)
-    keep = dropout_mask(input.shape, seed, threshold, first_matrix)
-    return torch.where(keep, input * dropout_scale(threshold), 0.0)
+        return torch.zeros_like
+    keep = dropout_mask(shape, seed, threshold, first_matrix)
+    return lambda input: torch.where(keep, input * dropout_scale(threshold), 0.0)
+
+
+def drop(input: Tensor, seed: Tensor | None, threshold: int) -> Tensor:
+    """:func:`dropper`'s of this tensor alone."""
+    return dropper(input.shape, seed, threshold)(input)
 
 
 def opmath(tensor: Tensor) -> Tensor:

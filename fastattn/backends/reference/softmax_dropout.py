@@ -11,19 +11,15 @@ from fastattn.backends.reference.dropout import drop, opmath
 from fastattn.backends.visibility import add_mask, softmax, visibility
 
 
-def softmax_backward(
-    grad_dropped: Tensor, probabilities: Tensor, seed: Tensor | None, threshold: int, first_matrix: int = 0
-) -> Tensor:
-    """dS of dropped = drop(P), P = softmax(S): dS = P * (dP - rowsum(P * dP)), dP = drop(grad_dropped)."""
+def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
+    """dS of P = softmax(S): dS = P * (dP - rowsum(P * dP)); grad is dP."""
     # Where P is 0 the gradient may be NaN (a product with an excluded value): it must not count.
-    grad = drop(grad_dropped, seed, threshold, first_matrix).masked_fill(probabilities == 0, 0.0)
+    grad = grad.masked_fill(probabilities == 0, 0.0)
     return probabilities * (grad - (probabilities * grad).sum(-1, keepdim=True))
 
 
-def mask_gradient(grad_scores: Tensor, attn_mask: Tensor | None, wanted: bool) -> Tensor:
-    """The gradient of a float mask, summed over the dimensions that it broadcasts; (0,) where not wanted."""
-    if attn_mask is None or not wanted:
-        return grad_scores.new_empty(0)
+def mask_gradient(grad_scores: Tensor, attn_mask: Tensor) -> Tensor:
+    """The gradient of a float mask, summed over the dimensions that it broadcasts."""
     return grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
 
 
@@ -45,5 +41,8 @@ def softmax_dropout_backward(
     rows, columns = input.shape[-2:]
     visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     probabilities, _ = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
-    grad_scores = softmax_backward(opmath(grad_out), probabilities, seed, threshold)
-    return (grad_scores * scale).to(input.dtype).contiguous(), mask_gradient(grad_scores, attn_mask, mask_grad)
+    grad_scores = softmax_backward(drop(opmath(grad_out), seed, threshold), probabilities)
+    grad_mask = input.new_empty(0)
+    if attn_mask is not None and mask_grad:
+        grad_mask = mask_gradient(grad_scores, attn_mask)
+    return (grad_scores * scale).to(input.dtype).contiguous(), grad_mask
