@@ -1,10 +1,10 @@
-"""Trains the preset `tiny` on the verses: `fastattn.Transformer`, and `torch.nn.Transformer` of the same size on the
-same batches, loss and schedule. Then both translate the test text greedily.
+"""Trains the preset `tiny` on the verses: `fastattn.Transformer`, and `torch.nn.Transformer` of the same size with
+`torch.nn.functional.cross_entropy`, on the same batches and schedule. Then both translate the test text greedily.
 
     python benchmarks/translation.py fastattn torch --minutes 20 --record
 
 `--record` keeps the results as benchmarks/results/translation-MACHINE.json (the runs named replace those of earlier
-calls), and writes README's table and the picture of docs/training.md from them.
+calls). It writes README's table of all machines, and the picture of this one's runs in docs/training.md.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.bench import plots, report
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
-from fastattn.translation.data import ParallelText, Sentences, read_parallel
+from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import held_out, scores
 from fastattn.translation.model import SinusoidalPositions
 from fastattn.translation.search import Search, translate
-from fastattn.translation.tokenizer import Tokenizer
+from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
 
 VERSES = Path(fastattn.__file__).parent / "verses"
@@ -74,6 +74,20 @@ class TorchTransformer(nn.Module):
         return features, self.output.weight, None
 
 
+class TorchLoss(nn.Module):
+    """The label-smoothed cross-entropy that is written beside it: of all logits at once."""
+
+    def __init__(self, model: TorchTransformer, smoothing: float):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.model.features(batch.source, batch.target, batch.source_lengths, batch.target_lengths)
+        logits, labels = self.model.output(features).flatten(0, 1), batch.labels.flatten()
+        loss = F.cross_entropy(logits, labels, ignore_index=PAD_ID, reduction="sum", label_smoothing=self.smoothing)
+        return loss, *loss.detach().new_zeros(2)  # what only reports would read
+
+
 @torch.inference_mode()
 def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batch_size: int = 64) -> list[str]:
     sentences, found = Sentences(tokenizer.encode(lines)), []
@@ -101,6 +115,8 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
     config = TransformerConfig.preset("tiny", tokenizer.vocab_size)
     model = {"fastattn": Transformer, "torch": TorchTransformer}[kind](config)
     trainer = Trainer(model, ParallelText(tokenizer, *train), training)
+    if kind == "torch":
+        trainer.loss = TorchLoss(model, training.label_smoothing)
     text = ParallelText(tokenizer, *dev)
     held_out_batches = [text.batch(i) for i in text.buckets(training.batch_tokens)]
 
@@ -127,6 +143,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
         "bleu": found.bleu,
         "signature": found.bleu_signature,
         "precision": training.precision,
+        "loss": LOSSES[kind],
         "minutes": minutes,
         "curve": curve,
         "commit": report.commit(),
@@ -135,6 +152,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
 
 
 NAMES = {"fastattn": "fastattn.Transformer", "torch": "torch.nn.Transformer"}
+LOSSES = {"fastattn": "fastattn's", "torch": "cross_entropy"}
 
 
 def record(runs: dict[str, dict[str, Any]]) -> Path:
@@ -148,23 +166,26 @@ def record(runs: dict[str, dict[str, Any]]) -> Path:
     return path
 
 
+def rows(data: dict[str, Any]) -> list[str]:
+    """README's of one machine."""
+    return [
+        f"| {data['machine']['cpu']} | `{NAMES[kind]}` | {run['loss']} | {run['precision']} | {run['minutes']:g} "
+        f"| {run['updates']} | {run['tokens_per_second']:.0f} | {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
+        for kind, run in sorted(data["runs"].items())
+    ]
+
+
 def show(path: Path) -> None:
-    """README's table and the picture of docs/training.md, from a result file."""
+    """README's table, and from the runs of this result file the picture of docs/training.md."""
+    columns = "| 2 threads | model | loss | | minutes | updates | target tokens/s | validation loss | greedy BLEU |"
+    lines = [columns, "|" + " --- |" * (columns.count("|") - 1)]
+    for recorded in sorted(path.parent.glob("translation-*.json")):
+        lines += rows(json.loads(recorded.read_text()))
+    report.insert(ROOT / "README.md", "translation", "\n".join(lines))
+
     data = json.loads(path.read_text())
     machine, runs = data["machine"], sorted(data["runs"].items())
     origin = f"{machine['cpu']}, {machine['threads']} threads, torch {data['versions']['torch']}"
-    lines = [
-        f"{origin}.\n",
-        "| | minutes | updates | target tokens/s | validation loss | greedy BLEU |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| `{NAMES[kind]}`, {run['precision']} | {run['minutes']:g} | {run['updates']} "
-        f"| {run['tokens_per_second']:.0f} | {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
-        for kind, run in runs
-    ]
-    report.insert(ROOT / "README.md", "translation", "\n".join(lines))
-
     picture = plots.figure(7, 4)
     axes = picture.add_subplot()
     for kind, run in runs:

@@ -54,6 +54,10 @@ class Trainer:
         world: the processes that share each update. Each has a trainer of an equal model, and the same text.
         shard: divide parameters, gradients and the optimizer's state among the processes (``fully_shard``), each layer
             whole only while it computes.
+
+    Attributes:
+        loss: the module that is called with a batch and the seeds of its dropout, and returns what
+            :func:`~fastattn.translation.evaluate.smoothed_loss` does.
     """
 
     def __init__(
@@ -72,11 +76,11 @@ class Trainer:
         self.shard = shard
         self.step, self.epoch, self.place = 0, 0, 0  # updates done; where the next batch is
         self._batches: Iterator[tuple[int, int, Tensor]] | None = None
-        self._loss: nn.Module = _Loss(model, config.label_smoothing)
+        self.loss: nn.Module = _Loss(model, config.label_smoothing)
         if shard:
-            self._loss = distributed.sharded(self._loss, [*model.encoder.layers, *model.decoder.layers], self.world)
+            self.loss = distributed.sharded(self.loss, [*model.encoder.layers, *model.decoder.layers], self.world)
         elif self.world.size > 1:
-            self._loss = DistributedDataParallel(self._loss, gradient_as_bucket_view=True)
+            self.loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
         if self.world.size > 1:
             # From the second pass on it sums gradients in the order of their arrival, and a sum's bits depend on the
@@ -144,7 +148,7 @@ class Trainer:
         *first, last = range(world.rank, config.micro_batches, world.size)
         sums = torch.zeros(6, dtype=torch.float64, device=self.device)
         for number in first:
-            with distributed.unsummed(self._loss):
+            with distributed.unsummed(self.loss):
                 sums += self._backward(self.text.batch(parts[number][2]), number, tokens)
         sums += self._backward(self.text.batch(parts[last][2]), last, tokens)
         if config.clip_norm is not None:
@@ -159,7 +163,7 @@ class Trainer:
         positions = (int(batch.source_lengths.sum()) + batch.tokens, batch.source.numel() + batch.target.numel())
         seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites).to(self.device)
         with self.autocast():
-            loss, nll, correct = self._loss(batch.to(self.device), seeds)
+            loss, nll, correct = self.loss(batch.to(self.device), seeds)
         (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
         counts = torch.tensor((batch.tokens, *positions), dtype=torch.float64)
         return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), counts.to(self.device)))
