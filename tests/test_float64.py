@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import gradients
 
-from fastattn import dropout_add_layer_norm, layer_norm, scaled_dot_product_attention
+from fastattn import backend, dropout_add_layer_norm, layer_norm, scaled_dot_product_attention, varlen_attn
 from fastattn.backends.reference import attention as attention_module
 from fastattn.backends.reference import layer_norm as layer_norm_module
 
@@ -29,6 +29,8 @@ MASKS = {
     "mask": lambda: {"attn_mask": visible()},
     "float mask": lambda: {"attn_mask": double(2, 1, 17, 23).masked_fill(~visible(), -torch.inf)},
     "float32 mask": lambda: {"attn_mask": torch.randn(4, 1, 23), "is_causal": True},
+    "transposed mask": lambda: {"attn_mask": double(2, 4, 23, 17).mT},
+    "transposed bool mask": lambda: {"attn_mask": (torch.rand(23, 2) > 0.3).T[:, None, None]},
     "lengths": lambda: {"key_lengths": torch.tensor([5, 0])},
     "window": lambda: {"window_size": (3, 2)},
     "all": lambda: {"attn_mask": visible(), "is_causal": True, "key_lengths": torch.tensor([20, 11])},
@@ -67,27 +69,71 @@ def test_a_row_at_the_masks_least_value(monkeypatch):
     agrees(monkeypatch, attention_module, lambda *t: scaled_dot_product_attention(*t, attn_mask=mask), operands)
 
 
-@pytest.mark.parametrize("cached", [17 * 23, 9 * 17 * 23, 13 * 17 * 23], ids=["a group", "a sequence", "two"])
-@pytest.mark.parametrize("mask", [(), (3, 1, 17, 23), (6, 1, 23), (3, 6, 17, 1)])
-def test_parts_are_the_whole(monkeypatch, cached, mask):
-    """Of six heads of queries and two of keys: as many matrices at a time as ``cached`` has room for."""
-    operands = double(3, 6, 17, 8), double(3, 2, 23, 8), double(3, 2, 23, 5), *((double(*mask),) if mask else ())
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_mask_that_holds_nan_or_infinity(monkeypatch, value):
+    mask = double(17, 23)
+    mask[4, 5] = value
+    operands = double(2, 4, 17, 8), double(2, 4, 23, 8), double(2, 4, 23, 8)
+    found = scaled_dot_product_attention(*operands, attn_mask=mask)
+    monkeypatch.setattr(attention_module, "is_torchs", lambda *args: False)
+    wanted = scaled_dot_product_attention(*operands, attn_mask=mask)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, equal_nan=True)
+    assert wanted.isnan().any(-1).sum() == 2 * 4
+
+
+@pytest.fixture(params=[1, 2, 5, 9, 13])
+def in_parts(request, monkeypatch):
+    """Has so many matrices computed at a time of what the function returned computes: of sequences of six heads in two
+    groups one, one, a group, a sequence, two sequences."""
+    parts, probabilities = [], attention_module._probabilities
+
+    def compute(take, *operands):
+        parts.append(take)
+        return probabilities(take, *operands)
+
+    def run(function):
+        monkeypatch.setattr(attention_module, "CACHED", request.param * 17 * 23)
+        monkeypatch.setattr(attention_module, "_probabilities", compute)
+        found = function()
+        assert len(parts) >= 4  # in both passes
+        monkeypatch.undo()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, (3, 1, 17, 23), (6, 1, 23), (3, 6, 17, 1), (17, 23)])
+def test_parts_are_the_whole(in_parts, mask, dtype):
+    operands = (
+        double(3, 6, 17, 8),
+        double(3, 2, 23, 8),
+        double(3, 2, 23, 5),
+        *(() if mask is None else (double(*mask),)),
+    )
+    operands = tuple(operand.to(dtype) for operand in operands)
 
     def attend(query, key, value, attn_mask=None):
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.3, enable_gqa=True, key_lengths=torch.tensor([23, 9, 0]), seed=SEED,
-            return_lse=True,
-        )  # fmt: skip
+        with backend("reference"):
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.3, enable_gqa=True, key_lengths=torch.tensor([23, 9, 0]), seed=SEED,
+                return_lse=True,
+            )  # fmt: skip
 
-    whole = gradients(attend, operands)
-    monkeypatch.setattr(attention_module, "CACHED", cached)
-    parts = []
-    probabilities = attention_module._probabilities
-    monkeypatch.setattr(
-        attention_module, "_probabilities", lambda part, *args: parts.append(part) or probabilities(part, *args)
-    )
-    found = gradients(attend, operands)
-    assert len(parts) > 2  # of both passes
+    found, whole = in_parts(lambda: gradients(attend, operands)), gradients(attend, operands)
+    close = {torch.float64: 1e-12, torch.bfloat16: 2**-8}[dtype]  # one rounding of what is summed in float32
+    for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, whole), ()), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=close, atol=close / 100)
+
+
+def test_packed_parts_are_the_whole(in_parts):
+    offsets = torch.tensor([0, 17, 34, 51])
+    operands = double(51, 6, 8), double(51, 2, 8), double(51, 2, 8)
+
+    def attend(*packed):
+        return varlen_attn(*packed, offsets, offsets, 17, 17, dropout_p=0.3, seed=SEED, enable_gqa=True)
+
+    found, whole = in_parts(lambda: gradients(attend, operands)), gradients(attend, operands)
     for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, whole), ()), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 

@@ -40,7 +40,12 @@ def is_torchs(*tensors: Tensor | None) -> bool:
         return False
     if any(tensor is not None and tensor.numel() == 0 for tensor in tensors):
         return False
-    return not (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))
+    return not is_recorded(*tensors)
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed with these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:

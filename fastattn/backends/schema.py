@@ -24,7 +24,7 @@ Results:
 - lse (B, Hq, Lq), mean, rstd and stats are float32, of float64 operands float64. stats (2, B, Hq, Lq) are each row's
   row_max, finite, and row_sum = sum(exp(s - row_max)), 0 and 0 of a fully masked row: P = exp(s - row_max) / row_sum.
   lse alone would not do: of a row all at finfo.min it loses the log of the sum. Where the reference leaves float64 to
-  torch, which returns lse alone, and which never sees such a mask, they are lse and 1: P is the same.
+  torch, which returns lse alone, and no row is such a one, they are lse and 1: P is the same.
 - sum is an empty tensor of shape (0,) without keep_sum: nobody reads it, and to write it is a third of the time.
 - Gradients have their operand's dtype; an unwanted one is an empty tensor of shape (0,). weight_grad_dtype and
   bias_grad_dtype are None where that gradient is not wanted.

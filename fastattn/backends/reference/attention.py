@@ -9,21 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import is_torchs, memory_order, without_autocast
+from fastattn.backends.common import is_recorded, is_torchs, memory_order, without_autocast
 from fastattn.backends.reference.dropout import dropper, opmath
-from fastattn.backends.reference.softmax_dropout import mask_gradient, softmax_backward
+from fastattn.backends.reference.softmax_dropout import softmax_backward
 from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.torch_private import flash_attention, flash_attention_backward, is_transformed
 
 # Elements of P that a CPU computes at a time: what its cache holds over the passes.
 CACHED = 2**19
-# A log-sum-exp below has more digits left for its sum than the scores have; torch's kernels keep nothing else.
-LARGEST_LSE = 2.0**20
+# A log-sum-exp below is exact to 1e-13, and so is a P that is made from it.
+LARGEST_LSE = 2.0**10
 
 
 def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,37 +55,38 @@ def _sum_groups(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.size(1) == heads else tensor.unflatten(1, (heads, -1)).sum(2)
 
 
-class _Part(NamedTuple):
-    """Some sequences of a call, or some heads of one: consecutive matrices (Lq, Lk)."""
-
-    first_matrix: int = 0
-    sequences: slice = slice(None)
-    heads: slice = slice(None)
-    kv_heads: slice = slice(None)
-
-    def of(self, tensor: Tensor, heads: slice) -> Tensor:
-        """What belongs to the part of (B, H, ...), where B and H may be 1, broadcast."""
-        sequences = self.sequences if tensor.size(0) > 1 else slice(None)
-        return tensor[sequences, heads if tensor.size(1) > 1 else slice(None)]
-
-
-def _parts(query: Tensor, key: Tensor) -> list[_Part]:
-    """Other devices than a CPU, and torch.func, whose tensors do not know how much there is to compute, have one."""
+def _parts(query: Tensor, key: Tensor, *others: Tensor | None) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    """Divides a call's matrices (Lq, Lk) among parts that a CPU's cache holds: the number of a part's first matrix, and
+    the function that takes the part of a tensor (B, H, ...). Autograd and torch.func keep all of what they follow: they
+    get one part."""
     (batch, heads, rows), (kv_heads, columns) = query.shape[:3], key.shape[1:3]
-    if query.device.type != "cpu" or batch * heads * rows * columns <= CACHED or is_transformed():
-        return [_Part()]
-    group, matrices = heads // kv_heads, CACHED // (rows * columns)
-    sequences, at_once = max(1, matrices // heads), max(1, min(heads, matrices) // group)
-    return [
-        _Part(
-            b * heads + h * group,
-            slice(b, b + sequences),
-            slice(h * group, (h + at_once) * group),
-            slice(h, h + at_once),
-        )
-        for b in range(0, batch, sequences)
-        for h in range(0, kv_heads, at_once)
-    ]
+    if (
+        query.device.type != "cpu"
+        or batch * heads * rows * columns <= CACHED
+        or is_transformed()
+        or is_recorded(query, key, *others)
+    ):
+        return [(0, lambda tensor: tensor)]
+    group, matrices = heads // kv_heads, max(1, CACHED // (rows * columns))
+    sequences = max(1, matrices // heads)
+    some = heads  # or what is neither less than a group nor ends within one, or divides it
+    if matrices < heads:
+        some = matrices // group * group or max(n for n in range(1, matrices + 1) if group % n == 0)
+
+    def part(b: int, h: int) -> tuple[int, Callable[[Tensor], Tensor]]:
+        def take(tensor: Tensor) -> Tensor:
+            shared_b, shared_h = batch // tensor.size(0), heads // tensor.size(1)  # broadcast, or of a group
+            last_b, last_h = (b + sequences - 1) // shared_b, (h + some - 1) // shared_h
+            return tensor[b // shared_b : last_b + 1, h // shared_h : last_h + 1]
+
+        return b * heads + h, take
+
+    return [part(b, h) for b in range(0, batch, sequences) for h in range(0, heads, some)]
+
+
+def _gradient(per_query_head: Tensor, like: Tensor) -> Tensor:
+    """That of an operand, whose heads may each serve several query heads."""
+    return _in_layout_of(_sum_groups(per_query_head, like.size(1)), like)
 
 
 def _joined(parts: Sequence[Tensor], batch: int) -> Tensor:
@@ -94,20 +95,20 @@ def _joined(parts: Sequence[Tensor], batch: int) -> Tensor:
 
 
 def _probabilities(
-    part: _Part, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    scale: float, window_left: int, window_right: int, lower_right: bool,
+    take: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    key_lengths: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a part: operands in the dtype of computation, key and value per query head, unused keys zeroed; P; stats."""
-    q, k, v = opmath(part.of(query, part.heads)), *(opmath(part.of(t, part.kv_heads)) for t in (key, value))
+    q, k, v = (opmath(take(tensor)) for tensor in (query, key, value))
     k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
-    attn_mask = None if attn_mask is None else part.of(attn_mask, part.heads)
-    key_lengths = None if key_lengths is None else key_lengths[part.sequences]
+    attn_mask = None if attn_mask is None else take(attn_mask)
+    key_lengths = None if key_lengths is None else take(key_lengths[:, None])[:, 0]
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     if visible is not None:
         # An unused key may hold NaN (unused cache memory), and 0 * NaN is NaN.
         unused = ~visible.any(-2).unsqueeze(-1)
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    probabilities, stats = softmax(add_mask(q @ k.mT * scale, attn_mask), visible)
+    probabilities, stats = softmax(add_mask((q @ k.mT).mul_(scale), attn_mask), visible)
     return q, k, v, probabilities, stats
 
 
@@ -117,7 +118,7 @@ def _torchs(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
     """Operands and options of torch's fused attention where it computes the same, and which rows see nothing.
 
-    It has other dropout, and takes columns to be dense.
+    It has other dropout, and takes columns to be dense, the mask's too.
     """
     if (
         threshold > 0
@@ -146,15 +147,15 @@ def _torchs(
     visible = visible[(None,) * (4 - visible.dim())]
     unused = ~visible.any(-2).unsqueeze(-1)
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    added = add_mask(torch.zeros_like(visible, dtype=query.dtype), attn_mask)
-    mask = added.masked_fill(~visible, -torch.inf)
+    added = 0.0 if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
+    mask = torch.where(visible, added, -torch.inf).to(query.dtype).contiguous()
     return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
 
 
-def _keeps_sums(attn_mask: Tensor | None, lse: Tensor) -> bool:
-    """Whether the log-sum-exp, all that torch's kernels keep of a row, says what the row's sum is. Of a row all at a
-    mask's finfo.min it does not."""
-    return attn_mask is None or attn_mask.dtype == torch.bool or bool((lse.abs() < LARGEST_LSE).all())
+def _keeps_sums(lse: Tensor) -> bool:
+    """Whether log-sum-exps, all that torch's kernels keep of the rows, say what the sums are. That of a row all at a
+    mask's finfo.min does not."""
+    return bool((lse.abs() < LARGEST_LSE).all())
 
 
 @_in_own_dtype
@@ -171,13 +172,13 @@ def attention(
         if empty is None:
             return _in_layout_of(out, query), lse.contiguous(), torch.stack((lse, total))
         out, lse, total = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, 0.0), total * ~empty
-        if _keeps_sums(attn_mask, lse):
+        if _keeps_sums(lse):
             return _in_layout_of(out, query), lse.masked_fill(empty, -torch.inf).contiguous(), torch.stack((lse, total))
     found = []
-    for part in _parts(query, key):
-        _, _, v, probabilities, stats = _probabilities(part, query, key, value, *settings)
-        drop = dropper(probabilities.shape, seed, threshold, first_matrix + part.first_matrix)
-        found.append((drop(probabilities) @ v, *stats))
+    for first, take in _parts(query, key, value, attn_mask):
+        _, _, v, probabilities, stats = _probabilities(take, query, key, value, *settings)
+        dropped = dropper(probabilities.shape, seed, threshold, first_matrix + first)(probabilities)
+        found.append((dropped @ v, *stats))
     out, maximum, total = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
     empty = total == 0  # log has no derivative there
     lse = (maximum + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
@@ -191,40 +192,40 @@ def attention_backward(
     window_right: int, lower_right: bool, threshold: int, mask_grad: bool, first_matrix: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     settings = attn_mask, key_lengths, scale, window_left, window_right, lower_right
-    call = None
     if grad_lse is None and not mask_grad:
         call = _torchs(query, key, value, *settings, threshold, grad_out)
-    lse = stats[0] + stats[1].masked_fill(stats[1] == 0, 1.0).log()
-    if call is not None and _keeps_sums(attn_mask, lse):
-        operands, options, _ = call
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        grad_q, grad_k, grad_v = flash_attention_backward(
-            grad_out, *operands, out, lse, 0.0, options.pop("is_causal"), **options
-        )
-        return (
-            _in_layout_of(grad_q, query),
-            _in_layout_of(_sum_groups(grad_k, key.size(1)), key),
-            _in_layout_of(_sum_groups(grad_v, value.size(1)), value),
-            grad_q.new_empty(0),
-        )
-    found = []
-    for part in _parts(query, key):
-        q, k, v, probabilities, _ = _probabilities(part, query, key, value, *settings)
-        drop = dropper(probabilities.shape, seed, threshold, first_matrix + part.first_matrix)
-        grad_o = opmath(part.of(grad_out, part.heads))
+        if call is not None and _keeps_sums(lse := stats[0] + stats[1].masked_fill(stats[1] == 0, 1.0).log()):
+            operands, options, _ = call
+            lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+            grad_q, grad_k, grad_v = flash_attention_backward(
+                grad_out, *operands, out, lse, 0.0, options.pop("is_causal"), **options
+            )
+            return _gradient(grad_q, query), _gradient(grad_k, key), _gradient(grad_v, value), query.new_empty(0)
+    found, grad_mask = [], None
+    parts = _parts(query, key, value, attn_mask, grad_out, grad_lse)
+    for first, take in parts:
+        q, k, v, probabilities, _ = _probabilities(take, query, key, value, *settings)
+        drop = dropper(probabilities.shape, seed, threshold, first_matrix + first)
+        grad_o = opmath(take(grad_out))
         grad_v = drop(probabilities).mT @ grad_o
         grad_scores = softmax_backward(drop(grad_o @ v.mT), probabilities)
         if grad_lse is not None:  # d lse_i / d s_ij = P_ij
-            of_lse = probabilities * part.of(grad_lse, part.heads).unsqueeze(-1)
+            of_lse = probabilities * take(grad_lse).unsqueeze(-1)
             grad_scores = grad_scores + of_lse.masked_fill(probabilities == 0, 0.0)
-        grads = grad_scores @ k * scale, grad_scores.mT @ q * scale, grad_v
-        found.append((*grads, grad_scores) if mask_grad else grads)
-    grad_q, grad_k, grad_v, *grads_scores = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
+        found.append((grad_scores @ k * scale, grad_scores.mT @ q * scale, grad_v))
+        if attn_mask is not None and mask_grad:
+            summed = grad_scores.sum_to_size(take(attn_mask).shape)
+            if len(parts) == 1:
+                grad_mask = summed
+            else:
+                grad_mask = summed.new_zeros(attn_mask.shape) if grad_mask is None else grad_mask
+                take(grad_mask).add_(summed)
+    grad_q, grad_k, grad_v = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
     return (
-        _in_layout_of(grad_q, query),
-        _in_layout_of(_sum_groups(grad_k, key.size(1)), key),
-        _in_layout_of(_sum_groups(grad_v, value.size(1)), value),
-        query.new_empty(0) if attn_mask is None or not mask_grad else mask_gradient(grads_scores[0], attn_mask),
+        _gradient(grad_q, query),
+        _gradient(grad_k, key),
+        _gradient(grad_v, value),
+        query.new_empty(0) if attn_mask is None or grad_mask is None else grad_mask.to(attn_mask.dtype),
     )
 
 

@@ -62,7 +62,7 @@ def dropper(
     if threshold == DROP_ALL:
         return torch.zeros_like
     keep = dropout_mask(shape, seed, threshold, first_matrix)
-    return lambda input: torch.where(keep, input * dropout_scale(threshold), 0.0)
+    return lambda input: torch.where(keep, input, 0.0).mul_(dropout_scale(threshold))
 
 
 def drop(input: Tensor, seed: Tensor | None, threshold: int) -> Tensor:

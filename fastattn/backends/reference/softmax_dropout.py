@@ -18,11 +18,6 @@ def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
     return probabilities * (grad - (probabilities * grad).sum(-1, keepdim=True))
 
 
-def mask_gradient(grad_scores: Tensor, attn_mask: Tensor) -> Tensor:
-    """The gradient of a float mask, summed over the dimensions that it broadcasts."""
-    return grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
-
-
 def softmax_dropout(
     input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float,
     window_left: int, window_right: int, lower_right: bool, threshold: int,
@@ -44,5 +39,5 @@ def softmax_dropout_backward(
     grad_scores = softmax_backward(drop(opmath(grad_out), seed, threshold), probabilities)
     grad_mask = input.new_empty(0)
     if attn_mask is not None and mask_grad:
-        grad_mask = mask_gradient(grad_scores, attn_mask)
+        grad_mask = grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
     return (grad_scores * scale).to(input.dtype).contiguous(), grad_mask
