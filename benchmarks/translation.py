@@ -166,23 +166,26 @@ def record(runs: dict[str, dict[str, Any]]) -> Path:
     return path
 
 
-def rows(data: dict[str, Any]) -> list[str]:
-    """README's of one machine."""
-    return [
-        f"| {data['machine']['cpu']} | `{NAMES[kind]}` | {run['loss']} | {run['precision']} | {run['minutes']:g} "
-        f"| {run['updates']} | {run['tokens_per_second']:.0f} | {run['valid_loss']:.2f} | {run['bleu']:.1f} |"
-        for kind, run in sorted(data["runs"].items())
-    ]
+def table(recorded: list[dict[str, Any]]) -> str:
+    """A row for each run on each machine."""
+    head = ["processor", "model", "loss", "", "minutes", "updates", "target tokens/s", "validation loss", "greedy BLEU"]
+    rows = [head]
+    for data in recorded:
+        rows += [
+            [
+                report.processor(data["machine"]), f"`{NAMES[kind]}`", run["loss"], run["precision"],
+                f"{run['minutes']:g}", str(run["updates"]), f"{run['tokens_per_second']:.0f}",
+                f"{run['valid_loss']:.2f}", f"{run['bleu']:.1f}",
+            ]
+            for kind, run in sorted(data["runs"].items())
+        ]  # fmt: skip
+    return report.markdown(rows)
 
 
 def show(path: Path) -> None:
-    """README's table, and from the runs of this result file the picture of docs/training.md."""
-    columns = "| 2 threads | model | loss | | minutes | updates | target tokens/s | validation loss | greedy BLEU |"
-    lines = [columns, "|" + " --- |" * (columns.count("|") - 1)]
-    for recorded in sorted(path.parent.glob("translation-*.json")):
-        lines += rows(json.loads(recorded.read_text()))
-    report.insert(ROOT / "README.md", "translation", "\n".join(lines))
-
+    """README's table of all machines, and the picture of docs/training.md of this result file."""
+    recorded = [json.loads(of.read_text()) for of in sorted(path.parent.glob("translation-*.json"))]
+    report.insert(ROOT / "README.md", "translation", table(recorded))
     data = json.loads(path.read_text())
     machine, runs = data["machine"], sorted(data["runs"].items())
     origin = f"{machine['cpu']}, {machine['threads']} threads, torch {data['versions']['torch']}"
