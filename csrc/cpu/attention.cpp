@@ -253,10 +253,11 @@ struct Forward {
     return next;
   }
 
-  // multiply_rows(first row, rows) for all rows, a few at a time while there is something to prefetch between them.
+  // multiply_rows(first row, rows) for all rows, a few at a time while there is something to prefetch between them, no
+  // more lines than a core's queue of misses holds: others would wait for them, and the product with them.
   template <class MultiplyRows>
   FASTATTN_INLINE void interleave_prefetch(Prefetcher* next, int rows, const MultiplyRows& multiply_rows) const {
-    constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : 2 * kMicroRows, kLines = 96;
+    constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : kMicroRows, kLines = 48;
     for (int row = 0, count; row < rows; row += count) {
       next->prefetch(kLines);
       count = next->left ? min(kRows, rows - row) : rows - row;
