@@ -20,9 +20,6 @@ from fastattn.backends import native
 
 WIDTH = {torch.float32: 4, torch.bfloat16: 2}
 SWEEP_CAP = 100 * 10**9
-LOADED = 0.82
-"""On processors with AMX a loop of multiply-adds that loads its operands runs at 0.91 of one on registers alone, the
-limit that is measured, and runs of a case differ by 0.1 there."""
 OVERHEAD = {False: 1e-6, True: 100e-6}
 """Seconds that a call may take longer than torch's, without and with a gradient: torch's way is in C++, ours has checks
 in Python and an ``autograd.Function``. They take half of it where the interpreter stays in the caches."""
@@ -250,17 +247,10 @@ BYTES = {
 # --- the lists ---
 
 
-def _has_amx() -> bool:
+def _of_products(ratio: float, fraction: float) -> Floor:
+    """The floor of a bfloat16 case whose time goes into products; into other things, where AMX makes the products."""
     library = native.library("cpu")
-    return library is not None and library.isa() == "amx_bf16"
-
-
-def _of_products(dtype: torch.dtype, ratio: float, fraction: float) -> Floor:
-    """The floor of a case whose time goes into products. Where AMX makes those of bfloat16 it goes into other things,
-    and vectors reach LOADED of the fraction."""
-    if not _has_amx():
-        return Floor(ratio, fraction)
-    return Floor() if dtype == torch.bfloat16 else Floor(ratio, LOADED * fraction)
+    return Floor() if library is not None and library.isa() == "amx_bf16" else Floor(ratio, fraction)
 
 
 def headline() -> list[Case]:
@@ -273,16 +263,16 @@ def headline() -> list[Case]:
     single, half = torch.float32, torch.bfloat16
     long, wide, short = (1, 8, 2048, 64), (1, 8, 2048, 128), (32, 8, 64, 64)
     cases = [
-        Case("attention", long, single, floor=_of_products(single, 2.1, 0.78)),
-        Case("attention", wide, single, floor=_of_products(single, 2.1, 0.82)),
-        Case("attention", long, half, floor=_of_products(half, 3.7, 0.70)),
-        Case("attention", wide, half, floor=_of_products(half, 3.7, 0.78)),
-        Case("attention", short, single, floor=_of_products(single, 2.5, 0.59)),
-        Case("attention", short, half, floor=_of_products(half, 4.0, 0.44)),
-        Case("attention", long, single, backward=True, floor=_of_products(single, 2.0, 0.64)),
-        Case("attention", long, half, backward=True, floor=_of_products(half, 2.3, 0.56)),
+        Case("attention", long, single, floor=Floor(2.1, fraction=0.78)),
+        Case("attention", wide, single, floor=Floor(2.1, fraction=0.82)),
+        Case("attention", long, half, floor=_of_products(3.7, 0.70)),
+        Case("attention", wide, half, floor=_of_products(3.7, 0.78)),
+        Case("attention", short, single, floor=Floor(2.5, fraction=0.59)),
+        Case("attention", short, half, floor=_of_products(4.0, 0.44)),
+        Case("attention", long, single, backward=True, floor=Floor(2.0, fraction=0.64)),
+        Case("attention", long, half, backward=True, floor=_of_products(2.3, 0.56)),
         Case("attention", long, single, backward=True, dropout=0.1, floor=Floor(own=1.15)),
-        Case("attention", long, half, backward=True, dropout=0.1, floor=Floor(own=1.35 if _has_amx() else 1.25)),
+        Case("attention", long, half, backward=True, dropout=0.1, floor=Floor(own=1.25)),
     ]
     for dtype, backward in product((single, half), (False, True)):
         cases += [
