@@ -253,8 +253,8 @@ struct Forward {
     return next;
   }
 
-  // multiply_rows(first row, rows) for all rows, a few at a time while there is something to prefetch between them, no
-  // more lines than a core's queue of misses holds: others would wait for them, and the product with them.
+  // multiply_rows(first row, rows) for all rows, a few at a time while there is something to prefetch between them. In
+  // short bursts: a long one stalls, and the product with it.
   template <class MultiplyRows>
   FASTATTN_INLINE void interleave_prefetch(Prefetcher* next, int rows, const MultiplyRows& multiply_rows) const {
     constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : kMicroRows, kLines = 48;
