@@ -118,7 +118,7 @@ def _torchs(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
     """Operands and options of torch's fused attention where it computes the same, and which rows see nothing.
 
-    It has other dropout, and takes columns to be dense, the mask's too.
+    It has other dropout, and takes the operands' columns to be dense.
     """
     if (
         threshold > 0
@@ -148,7 +148,7 @@ def _torchs(
     unused = ~visible.any(-2).unsqueeze(-1)
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     added = 0.0 if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
-    mask = torch.where(visible, added, -torch.inf).to(query.dtype).contiguous()
+    mask = torch.where(visible, added, -torch.inf).to(query.dtype)
     return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
 
 
