@@ -106,8 +106,8 @@ def in_parts(request, monkeypatch):
 
 def assert_parts_are_the_whole(found, whole):
     """Products of other batches may sum up to 23 terms in another order, an error of 23 * 2**-53 = 3e-15 of sums of
-    numbers up to about 30: 1e-13. In float32, of which bfloat16 is a rounding, that is 23 * 2**-24 * 30 = 4e-5, and what
-    is rounded may go to the neighbour, 2**-7 away at most."""
+    numbers up to about 30: 1e-13. In float32, of which bfloat16 is a rounding, that is 23 * 2**-24 * 30 = 4e-5, and a
+    rounding may go to the neighbour, 2**-7 away at most."""
     for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, whole), ()), strict=True):
         close = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 4e-5)}[got.dtype]
         torch.testing.assert_close(got, wanted, rtol=close[0], atol=close[1])
@@ -145,23 +145,37 @@ def test_packed_parts_are_the_whole(in_parts):
 
 
 @pytest.mark.torch_version
-def test_what_is_followed_is_computed_whole(monkeypatch):
-    """A graph keeps all of it, and for each part a gradient of the size of the whole; torch.func's tensors cannot be
-    filled part by part."""
+def test_derivatives_of_parts(monkeypatch):
+    """A graph keeps all that it records, and would add a gradient of the size of the whole for each part."""
+    q, k, v, mask = (double(*shape) for shape in ((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4), (3, 5)))
+
+    def attend(mask):
+        with backend("reference"):
+            return scaled_dot_product_attention(q, k, v, mask, dropout_p=0.3, seed=SEED)
+
+    def loss(mask):
+        return attend(mask).square().sum()
+
+    def derivatives():
+        each = torch.stack((mask, 2 * mask))
+        return (
+            torch.func.jvp(attend, (mask,), (mask,))[1],
+            torch.func.vmap(lambda tangent: torch.func.jvp(attend, (mask,), (tangent,))[1])(each),
+            torch.func.vmap(torch.func.grad(loss))(each),
+            torch.func.jacrev(attend)(mask),
+            torch.func.hessian(loss)(mask),
+        )
+
+    whole = derivatives()
     taken, parts = [], attention_module._parts
     monkeypatch.setattr(attention_module, "CACHED", 1)
     monkeypatch.setattr(attention_module, "_parts", lambda *operands: taken.append(parts(*operands)) or taken[-1])
-    q, k, v, mask = (double(*shape).requires_grad_() for shape in ((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4), (3, 5)))
-
-    def attend(*operands):
-        with backend("reference"):
-            return scaled_dot_product_attention(*operands, dropout_p=0.3, seed=SEED)
-
-    assert torch.autograd.gradgradcheck(attend, (q, k, v, mask))
-    assert {len(found) for found in taken} == {1, 4}  # the forward pass is recorded as one operation
+    for got, wanted in zip(derivatives(), whole, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)  # as in assert_parts_are_the_whole
+    assert torch.autograd.gradgradcheck(attend, mask.requires_grad_())
     taken.clear()
-    torch.func.vmap(torch.func.grad(lambda mask: attend(q[0], k[0], v[0], mask).sum()))(torch.stack((mask, mask)))
-    assert {len(found) for found in taken} == {1}
+    torch.autograd.grad(loss(mask), mask, create_graph=True)
+    assert [len(found) for found in taken] == [4, 1]  # the forward pass is recorded as one operation
 
 
 @pytest.mark.torch_version

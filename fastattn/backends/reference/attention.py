@@ -18,7 +18,7 @@ from fastattn.backends.common import is_recorded, is_torchs, memory_order, witho
 from fastattn.backends.reference.dropout import dropper, opmath
 from fastattn.backends.reference.softmax_dropout import softmax_backward
 from fastattn.backends.visibility import add_mask, softmax, visibility
-from fastattn.torch_private import flash_attention, flash_attention_backward, is_transformed
+from fastattn.torch_private import flash_attention, flash_attention_backward
 
 # Elements of P that a CPU computes at a time: what its cache holds over the passes.
 CACHED = 2**19
@@ -57,15 +57,10 @@ def _sum_groups(tensor: Tensor, heads: int) -> Tensor:
 
 def _parts(query: Tensor, key: Tensor, *others: Tensor | None) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
     """Divides a call's matrices (Lq, Lk) among parts that a CPU's cache holds: the number of a part's first matrix, and
-    the function that takes the part of a tensor (B, H, ...). Autograd and torch.func keep all of what they follow: they
-    get one part."""
+    the function that takes the part of a tensor (B, H, ...). Autograd keeps all of what it records, and adds a gradient
+    of the size of the whole for each part: it gets one."""
     (batch, heads, rows), (kv_heads, columns) = query.shape[:3], key.shape[1:3]
-    if (
-        query.device.type != "cpu"
-        or batch * heads * rows * columns <= CACHED
-        or is_transformed()
-        or is_recorded(query, key, *others)
-    ):
+    if query.device.type != "cpu" or batch * heads * rows * columns <= CACHED or is_recorded(query, key, *others):
         return [(0, lambda tensor: tensor)]
     group, matrices = heads // kv_heads, max(1, CACHED // (rows * columns))
     sequences = max(1, matrices // heads)
