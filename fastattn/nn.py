@@ -245,9 +245,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
                     f"{_NAME}: query, key and value must all be 3-D, or all 2-D (no batch), got {label} of "
                     f"{tensor.dim()} dimensions{_shape(tensor)} beside query of {query.dim()}{_shape(query)}"
                 )
-            if tensor.size(-1) != size:
+            if _last_size(tensor) != size:
                 raise check.BadValue(
-                    f"{_NAME}: {label} must have size {size} in its last dimension, got {tensor.size(-1)}"
+                    f"{_NAME}: {label} must have size {size} in its last dimension, got {_last_size(tensor)}"
                 )
             if tensor.dtype != parameter.dtype and check.autocast_dtype(query) is None:
                 raise check.BadType(
@@ -413,10 +413,19 @@ def _shape(tensor: Tensor) -> str:
     return "" if tensor.is_nested else f" and shape {tuple(tensor.shape)}"
 
 
+def _last_size(tensor: Tensor) -> Any:
+    """The size of the last dimension; all of them where the sequences of a nested tensor differ in it."""
+    if tensor.is_nested and tensor.layout == torch.strided:
+        sizes = [rows.size(-1) for rows in tensor.unbind()]
+        return sizes[0] if len(set(sizes)) == 1 else sizes
+    return tensor.size(-1)
+
+
 def _check_mask(label: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         kind = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
         raise check.BadType(f"{_NAME}: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
+    check.dense(_NAME, label, mask)
 
 
 def _both(first: Tensor, second: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fastattn import (
+    MultiHeadAttention,
     attention_weights,
     dropout,
     dropout_add_layer_norm,
@@ -163,6 +164,34 @@ REFUSED = {
     "mkldnn layer_norm": (lambda: layer_norm(X.to_mkldnn(), (8,)), "input .* to_dense"),
     "mkldnn dropout": (lambda: dropout(X.to_mkldnn()), "input .* to_dense"),
 }
+
+
+HEADS = MultiHeadAttention(8, 2, batch_first=True)
+PACKED, ROWS = X[0], torch.tensor([0, 3])
+SECONDARY = {
+    "attn_mask": lambda t: attention(X, X, X, t.bool()),
+    "key_lengths": lambda t: attention(X, X, X, key_lengths=t),
+    "seed": lambda t: attention(X, X, X, dropout_p=0.1, seed=t),
+    "cu_seq_q": lambda t: varlen_attn(PACKED, PACKED, PACKED, t, ROWS, 3, 3),
+    "cu_seq_k": lambda t: varlen_attn(PACKED, PACKED, PACKED, ROWS, t, 3, 3),
+    "seqused_k": lambda t: varlen_attn(PACKED, PACKED, PACKED, ROWS, ROWS, 3, 3, seqused_k=t),
+    "softmax_dropout: attn_mask": lambda t: softmax_dropout(X, attn_mask=t.bool()),
+    "weight": lambda t: layer_norm(X, (8,), t.float()),
+    "bias": lambda t: layer_norm(X, (8,), None, t.float()),
+    "residual": lambda t: dropout_add_layer_norm(X, t.float()),
+    "dropout_mask: seed": lambda t: dropout_mask((2, 3), 0.1, t),
+    "MultiHeadAttention: attn_mask": lambda t: HEADS(X[0], X[0], X[0], attn_mask=t.bool()),
+    "MultiHeadAttention: key_padding_mask": lambda t: HEADS(X[0], X[0], X[0], key_padding_mask=t.float()),
+    "MultiHeadAttention: query": lambda t: HEADS(t.float(), X[0], X[0]),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", SECONDARY)
+def test_nested_arguments_are_refused_by_name(name, layout):
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=layout, dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError), match=name):
+        SECONDARY[name](nested)
 
 
 @pytest.mark.parametrize("name", REFUSED)

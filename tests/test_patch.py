@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -405,15 +406,33 @@ def test_a_choice_of_nested_tensors_is_kept_for_later():
     assert model.use_nested_tensor is False
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 12), (1, 1, 12), (2, 12)])
-def test_unbiased_layer_norm_where_the_deviation_is_small(shape):
-    norm = annotated.LayerNorm(12)
+@pytest.mark.parametrize("eps", [1e-6, 0.1, 1e-20])
+@pytest.mark.parametrize("shape", [(2, 3, 12), (1, 1, 12), (3, 12)])
+def test_unbiased_layer_norm_where_the_deviation_is_small(shape, eps):
+    norm = annotated.LayerNorm(12, eps)
     nn.init.normal_(norm.a_2)
     own = copy.deepcopy(norm)
     fastattn.patch(norm)
-    x = torch.randn(shape) * 10.0 ** torch.arange(-8, -8 + 2 * shape[0], 2).view(-1, *[1] * (len(shape) - 1))
-    x[0] = x[0, ..., :1]  # constant rows
-    assert_same(own, norm, (x,))
+    for magnitude in (2.0**-50, 2.0**-36, 2.0**-26, 2.0**-20, 1.0):
+        grad = torch.randn(shape)
+        for x in (torch.randn(shape) * magnitude, torch.full(shape, 3 * magnitude)):  # constant rows: a mean exact
+            found = []
+            for module, dtype in ((norm, torch.float32), (own, torch.float64)):
+                operand = x.to(dtype, copy=True).requires_grad_()
+                out = module.to(dtype)(operand)
+                grads = torch.autograd.grad(out, (operand, module.a_2, module.b_2), grad.to(dtype))
+                found.append([out.detach().float(), *(tensor.float() for tensor in grads)])
+            for ours, exact in zip(*found, strict=True):
+                largest = exact.abs().max().item()  # of the sums of 12 terms, or of 6, that are rounded
+                torch.testing.assert_close(ours, exact, rtol=0, atol=12 * torch.finfo(torch.float32).eps * largest)
+
+
+def test_unbiased_layer_norm_of_other_widths():
+    norm = annotated.LayerNorm(1)
+    own = copy.deepcopy(norm)
+    fastattn.patch(norm)
+    assert_same(own, norm, (torch.randn(2, 3, 12),))
+    assert norm(torch.randn(2, 1)).isnan().all()  # the deviation of one number
 
 
 def test_residual_is_the_value():
@@ -574,6 +593,122 @@ def test_weights_changed_in_place(attention):
         found[0] = 0
     torch.testing.assert_close(found[1], plain[1] * 2)
     assert found[0].abs().sum() == 0
+
+
+def changed(function):
+    """What a function that changes its tensor leaves of it."""
+
+    def change(tensor):
+        function(tensor)
+        return tensor
+
+    return change
+
+
+CHANGED = {
+    "unsqueeze_": changed(lambda t: t.unsqueeze_(0)),
+    "transpose_": changed(lambda t: t.transpose_(-1, -2)),
+    "resize_": changed(lambda t: t.resize_(2, 3)),
+    "set_": changed(lambda t: t.set_(torch.ones(3))),
+    "data": changed(lambda t: setattr(t, "data", torch.ones(3))),
+    "apply_": changed(lambda t: t.apply_(lambda x: 2 * x)),
+    "map_": changed(lambda t: t.map_(torch.ones_like(t), lambda x, y: x + y)),
+    "requires_grad_": lambda t: torch.autograd.grad(t.requires_grad_().square().sum(), t)[0],
+    "Parameter": torch.nn.Parameter,
+    "untyped_storage": lambda t: torch.tensor(t.untyped_storage().nbytes()),
+    "numpy": lambda t: torch.from_numpy(t.numpy()),
+    "numpy writes": changed(lambda t: t.numpy().fill(3)),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "deepcopy": copy.deepcopy,
+    "share_memory_": lambda t: t.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_weights_without_history_are_a_tensor(attention, name):
+    weights, plain, _ = attention
+    with torch.no_grad():
+        found = weights()
+    ours, own = CHANGED[name](found), CHANGED[name](plain.detach().clone())
+    torch.testing.assert_close(ours, own, rtol=1.3e-6, atol=1e-6)
+    assert isinstance(ours, type(own))
+    assert ours.is_leaf
+    assert not ours.grad_fn
+
+
+@pytest.mark.parametrize("name", ["unsqueeze_", "transpose_"])
+def test_shape_of_weights_changed_in_place(attention, name):
+    weights, plain, operands = attention
+    ours, own = CHANGED[name](weights()), CHANGED[name](plain)
+    assert ours.shape == own.shape
+    grads = (torch.autograd.grad(t.square().sum(), operands) for t in (ours, own))
+    torch.testing.assert_close(*grads)
+
+
+def test_read_weights_are_a_plain_tensor(attention):
+    weights, _, _ = attention
+    found = weights()
+    found.note = "kept"
+    same = found
+    assert found.sum() > 0
+    assert type(same) is torch.Tensor
+    assert vars(same) == {"note": "kept"}
+
+
+def test_weights_that_something_refers_to(attention):
+    weights, plain, operands = attention
+    found = weights()
+    reference = weakref.ref(found)
+    torch.testing.assert_close(found.view(-1), plain.view(-1))
+    assert reference() is found
+    grads = (torch.autograd.grad(t.square().sum(), operands) for t in (found, plain))
+    torch.testing.assert_close(*grads)
+
+
+def test_second_derivatives_of_weights(attention):
+    weights, plain, operands = attention
+    with fastattn.backend("reference"):
+        second = []
+        for found in (weights(), plain):
+            first = torch.autograd.grad(found.square().sum(), operands, create_graph=True)
+            second.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), operands))
+    torch.testing.assert_close(*second)
+
+
+def test_gradient_mode_of_weights_is_that_of_the_call(attention):
+    weights, _, _ = attention
+    with torch.no_grad():
+        found = weights()
+    assert not (found * 2).requires_grad
+    with torch.inference_mode():
+        found = weights()
+    assert found.sum().item() > 0
+    assert found.is_inference()
+
+
+def test_operands_changed_before_the_weights_are_read(attention):
+    weights, _, (q, k) = attention
+    for operand in (q, k):
+        found = weights()
+        with torch.no_grad():
+            operand.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an in-place operation before they were read"):
+            found.sum()
+
+
+def test_backward_hooks_of_a_module_that_returns_weights():
+    module = jadore.ScaledDotProductAttention(1.5)
+    own = copy.deepcopy(module)
+    fastattn.patch(module)
+    found = []
+    for attention in (own.eval(), module.eval()):
+        q, k, v = (t.clone().requires_grad_() for t in torch.arange(72.0).sin().view(3, 1, 2, 3, 4))
+        attention.register_full_backward_hook(lambda _, given, grads: found.extend(given))
+        out, attn = attention(q, k, v)
+        (out.sum() + attn.square().sum()).backward()
+        found.extend([out, attn, q.grad, k.grad])
+    assert len(found) == 14
+    torch.testing.assert_close(found[:7], found[7:])
 
 
 def test_weights_do_not_see_a_mask_that_changes_later():

@@ -202,3 +202,17 @@ def test_any_problem(backend, lengths, heads, sizes, window, causal, p, dtype):
         packed(queries, hk * group, e, dtype), packed(keys, hk, e, dtype), packed(keys, hk, ev, dtype), queries, keys,
         window_size=window, is_causal=causal, dropout_p=p, seed=SEED, enable_gqa=group > 1,
     )  # fmt: skip
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "dropout_p": 0.2}], ids=["plain", "causal, dropout"])
+def test_meta_tensors(options):
+    def results(device):
+        q, k, v = (torch.ones(7, heads, 8, device=device, requires_grad=True) for heads in (4, 2, 2))
+        offsets = torch.tensor([0, 3, 7], device=device)
+        out, lse = varlen_attn(q, k, v, offsets, offsets, 4, 4, enable_gqa=True, return_lse=True, **options)
+        return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+
+    real, meta = results("cpu"), results("meta")
+    assert all(t.is_meta for t in meta)
+    assert [(t.shape, t.stride(), t.dtype) for t in meta] == [(t.shape, t.stride(), t.dtype) for t in real]

@@ -421,6 +421,7 @@ def _cumulative(
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
         kind = str(offsets.dtype)[6:] if isinstance(offsets, Tensor) else type(offsets).__name__
         raise check.BadType(f"{name}: {label} must be an int32 or int64 Tensor of shape (sequences + 1,), got {kind}")
+    check.dense(name, label, offsets)
     if offsets.dim() != 1 or offsets.size(0) < 1:
         raise check.BadValue(f"{name}: {label} must have shape (sequences + 1,), got {tuple(offsets.shape)}")
     check.same_device(name, label, offsets, device)

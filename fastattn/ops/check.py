@@ -61,14 +61,14 @@ def operand(function: str, name: str, value: Tensor) -> None:
     if is_traced():
         raise RuntimeError(TORCHSCRIPT)
     float_tensor(function, name, value)
-    dense(function, name, value)
+    dense(function, name, value, ", or, where nested tensors are taken, make all operands jagged, layout=torch.jagged")
 
 
-def dense(function: str, name: str, tensor: Tensor) -> None:
+def dense(function: str, name: str, tensor: Tensor, otherwise: str = "") -> None:
     if tensor.is_nested:
         raise BadType(
-            f"{function}: {name} is a nested tensor of layout {str(tensor.layout)[6:]}; pad it, to_padded_tensor(0.0), "
-            "or, where nested tensors are taken, make all operands jagged, layout=torch.jagged"
+            f"{function}: {name} is a nested tensor of layout {str(tensor.layout)[6:]}; pad it, "
+            f"to_padded_tensor(0.0){otherwise}"
         )
     if tensor.layout != torch.strided:
         raise BadType(f"{function}: {name} must be a dense tensor, got {tensor.layout}; make it one by to_dense()")
@@ -122,6 +122,7 @@ def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None
         raise BadType(
             f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}"
         )
+    dense(function, "seed", seed)
     if seed.dtype != torch.int64 or seed.shape != (2,):
         raise BadValue(
             f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), "
@@ -182,6 +183,7 @@ def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, de
         raise BadType(f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise BadType(f"{function}: {name} must hold integers, got {str(lengths.dtype)[6:]}")
+    dense(function, name, lengths)
     if lengths.shape != (batch,):
         raise BadValue(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)

@@ -362,7 +362,8 @@ class MultiHeadedAttention(ProgramFamily):
 
 
 class UnbiasedLayerNorm(ProgramFamily):
-    """a (x - mean) / (s + eps) + b with s the unbiased deviation: LayerNorm, scaled row by row."""
+    """a (x - mean) / (s + eps) + b with s the unbiased deviation: LayerNorm of some e, multiplied row by row by
+    sqrt(variance + e) / (s + eps)."""
 
     family = "LayerNorm of the Annotated Transformer"
     children_names: ClassVar = set()
@@ -371,12 +372,12 @@ class UnbiasedLayerNorm(ProgramFamily):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         size = x.size(-1)
-        if size < 2 or not is_served(x):
+        if size < 2 or self.a_2.shape != (size,) or not is_served(x):
             return super().forward(x)
         deviation = x.std(-1, keepdim=True)
-        biased = math.sqrt((size - 1) / size)
-        normalised = layer_norm(x, (size,), self.a_2, None, _LEAST_VARIANCE)
-        return torch.addcmul(self.b_2, normalised, biased * deviation / (deviation + self.eps))
+        variance = deviation.square() * ((size - 1) / size)
+        normalised = layer_norm(x, (size,), self.a_2, None, _EPS)
+        return torch.addcmul(self.b_2, normalised, (variance + _EPS).sqrt() / (deviation + self.eps))
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -387,8 +388,8 @@ class UnbiasedLayerNorm(ProgramFamily):
         return [((torch.randn(2, 3, 4),), {}), ((torch.ones(2, 4),), {})]
 
 
-_LEAST_VARIANCE = 1e-30
-"""Below the square of every deviation that float32 tells from 0: a constant row is 0, not 0 / 0."""
+_EPS = 1e-12
+"""Any, since it cancels: large enough for a constant row's gradient, small beside the variances of half precision."""
 
 
 class SublayerConnection(ProgramFamily):

@@ -225,7 +225,9 @@ def attention_backward(
 
 
 def _sequences(cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, slice]]:
-    """The rows of query and of key that belong to each sequence of a packed batch."""
+    """The rows of query and of key that belong to each sequence of a packed batch; on meta tensors there are none."""
+    if cu_seq_q.is_meta:
+        return []
     q, k = cu_seq_q.tolist(), cu_seq_k.tolist()
     used = seqused_k.tolist() if seqused_k is not None else [end - begin for begin, end in itertools.pairwise(k)]
     return [(slice(q[s], q[s + 1]), slice(k[s], k[s] + used[s])) for s in range(len(q) - 1)]
