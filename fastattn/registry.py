@@ -14,6 +14,7 @@ What ours does not serve goes on to torch's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,10 +36,12 @@ from fastattn.torch_private import (
     composite,
     forget_attention_impl,
     forget_compiled,
+    function_modes,
     is_batched,
     is_flash_enabled,
     is_tracers,
     replace_globals,
+    wrap_checkpointed,
 )
 
 __all__ = ["intercept_sdpa"]
@@ -129,14 +132,30 @@ _multi_head_attention_forward = replace_globals(
 )
 
 
+def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is computed again in the backward pass, outside the block or in a thread of autograd's, where it
+    must draw the same dropout."""
+    if not any(isinstance(mode, _Intercept) for mode in function_modes()):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Intercept():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def intercept_sdpa() -> Iterator[None]:
     """Serve this thread's calls of ``F.scaled_dot_product_attention`` inside the block, those of
     ``nn.MultiheadAttention`` among them: ``with fastattn.intercept_sdpa(): model(x)``.
 
     What fastattn has no kernel for goes on to torch. The backward pass follows its forward pass, inside the block or
-    not. For the whole process: ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
+    not, also where ``torch.utils.checkpoint`` computes the forward pass again. For the whole process:
+    ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
     """
+    wrap_checkpointed(_intercepted)
     with _Intercept():
         yield
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -197,6 +198,29 @@ def replace_globals(function: Callable[..., Any], **names: Any) -> Callable[...,
     copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
     copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return copy
+
+
+@functools.cache
+def wrap_checkpointed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have ``torch.utils.checkpoint`` call ``wrap(function)`` for each function that it is given, also when the
+    backward pass computes it anew. torch itself carries autocast and the random state that far, but no other mode."""
+    module = torch.utils.checkpoint
+    newest = max(name for name in vars(module) if name.startswith("_checkpoint_without_reentrant_generator"))
+
+    def wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return run(wrap(function), *args, **kwargs)
+
+        return call
+
+    setattr(module, newest, wrapped(getattr(module, newest)))
+    setattr(module.CheckpointFunction, "apply", wrapped(module.CheckpointFunction.apply))  # noqa: B010
+
+
+def function_modes() -> list[Any]:
+    """This thread's modes that see the calls of torch's functions, the innermost last."""
+    return torch.overrides._get_current_function_mode_stack()
 
 
 def has_hooks(module: nn.Module) -> bool:

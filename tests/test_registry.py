@@ -18,6 +18,7 @@ from torch.nn.attention import (
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import registry
@@ -510,6 +511,38 @@ def test_intercepts_compiled_functions_inside_the_block_alone(function, shape):
         with fastattn.intercept_sdpa():
             compiled(x)
     assert found == [[FLASH], [OURS]]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_intercepts_what_a_checkpoint_computes_again(use_reentrant):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
+    x = torch.randn(2, 7, 16)
+
+    def gradients(run):
+        torch.manual_seed(3)
+        operand = x.clone().requires_grad_()
+        with fastattn.intercept_sdpa():
+            out = run(operand)
+        out.square().sum().backward()  # outside the block
+        found = out, operand.grad, *(parameter.grad.clone() for parameter in layer.parameters())
+        layer.zero_grad()
+        return found
+
+    nested = [lambda y: checkpoint(layer, y, use_reentrant=use_reentrant)]
+    nested.append(lambda y: checkpoint(nested[0], y, use_reentrant=use_reentrant))
+    for run in nested:
+        torch.testing.assert_close(gradients(run), gradients(layer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_outside_the_block_stays_torchs(use_reentrant):
+    with fastattn.intercept_sdpa():
+        pass
+    q = torch.randn(2, 2, 7, 16, requires_grad=True)
+    out = checkpoint(self_attention, q, use_reentrant=use_reentrant)
+    found = ops(checkpoint, self_attention, q, use_reentrant=use_reentrant) + ops(out.sum().backward)
+    assert found[:2] == [FLASH, FLASH]
+    assert OURS not in found
 
 
 def test_intercepts_causal_bias():

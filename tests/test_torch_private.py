@@ -374,3 +374,27 @@ def test_a_wrapper_tensor_goes_to_its_class():
     assert (wrapper.shape, wrapper.stride()) == ((3,), (1,))
     assert torch.equal(wrapper.neg(), X * 2)
     assert Wrapper.seen == [torch.ops.aten.neg.default]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_functions_are_wrapped(use_reentrant, monkeypatch):
+    module = torch.utils.checkpoint
+    for name in [name for name in vars(module) if name.startswith("_checkpoint_without_reentrant_generator")]:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(module.CheckpointFunction, "apply", module.CheckpointFunction.apply)
+    calls = []
+
+    def wrap(function):
+        def call(*args):
+            calls.append("wrapped")
+            return function(*args)
+
+        return call
+
+    torch_private.wrap_checkpointed.__wrapped__(wrap)
+    x = X.clone().requires_grad_()
+    out = module.checkpoint(lambda t: t.sin().sin(), x, use_reentrant=use_reentrant)
+    calls.clear()
+    out.sum().backward()
+    assert calls == ["wrapped"], "torch no longer calls by these names what a checkpoint computes again"
+    torch.testing.assert_close(x.grad, X.sin().cos() * X.cos())
