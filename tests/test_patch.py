@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import threading
 import weakref
 
 import pytest
@@ -817,6 +818,23 @@ def test_left_with_a_reason(name):
     kind = type(model)
     assert re.search(reason, fastattn.patch(model).left[""])
     assert type(model) is kind
+
+
+class Optional(annotated.MultiHeadedAttention):
+    doubled = False
+
+    def forward(self, query, key, value, mask=None):
+        out = super().forward(query, key, value, mask)
+        return 2 * out if self.doubled else out
+
+
+def test_what_an_instance_alone_holds_is_tried_too():
+    usual, doubled, locked = (Optional(2, 8) for _ in range(3))
+    usual.note, doubled.doubled, locked.lock = "of no effect", True, threading.Lock()
+    report = fastattn.patch(nn.ModuleList([usual, doubled, locked]))
+    assert "0" in report.changed
+    assert "computes something else" in report.left["1"]
+    assert "lock cannot be copied for a trial" in report.left["2"]
 
 
 def test_parts_of_the_same_names_are_not_enough_for_a_sub_layer():

@@ -10,10 +10,12 @@ the scores by d_k^2 and adds the value rather than the query.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +57,8 @@ class ProgramFamily(Family):
     """Base of these families: recognised by names, confirmed by a trial.
 
     The trial runs the class's own forward and the family's on a small stand-in, in evaluation and in training, with the
-    same dropout: only a class that computes the same is patched.
+    same dropout: only a class that computes the same is patched. The stand-in has what else the module holds, which its
+    forward may heed.
     """
 
     children_names: ClassVar[set[str]]
@@ -76,7 +79,13 @@ class ProgramFamily(Family):
         arguments = _arguments(kind)
         if arguments != cls.arguments:
             return f"its forward takes ({arguments}), that of {cls.family} ({cls.arguments})"
-        return _trial(family, kind)
+        usual = vars(_stand_in(family, kind))
+        others = {name: held for name, held in vars(module).items() if name not in usual}
+        try:
+            others = copy.deepcopy(others)
+        except Exception as error:
+            return f"its {', '.join(others)} cannot be copied for a trial: {error}"
+        return _trial.__wrapped__(family, kind, others) if others else _trial(family, kind)
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -95,14 +104,20 @@ def _arguments(kind: type[nn.Module]) -> str:
     return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters).partition(", ")[2]
 
 
-@cache
-def _trial(family: Any, kind: Any) -> str | None:
-    """Why ``kind`` is not what the family computes; None if it is."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        module: Any = kind.__new__(kind)
+def _stand_in(family: Any, kind: Any) -> nn.Module:
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        module = kind.__new__(kind)
         nn.Module.__init__(module)
         family.stand_in(module)
-        module.float()
+        return module.float()
+
+
+@cache
+def _trial(family: Any, kind: Any, others: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+    """Why a module of ``kind`` with these attributes is not what the family computes; None if it is."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        module: Any = _stand_in(family, kind)
+        vars(module).update(others)
         held = set(vars(module))
         for training in (False, True):
             module.train(training)
