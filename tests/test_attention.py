@@ -411,7 +411,7 @@ def test_key_and_value_with_groups_of_their_own(backend, heads):
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("scale", [1e-40, -1e-40, 2.0**-126, torch.tensor(0.5), 0, 1], ids=str)
+@pytest.mark.parametrize("scale", [1e-40, -1e-40, 2.0**-126, torch.tensor(0.5), 0, 1, True], ids=str)
 def test_one_scale_on_every_way(scale):
     """Directly, through torch's dispatcher and on the reference: what is less than a normal number is 0 on all."""
     tensors = operands((1, 2, 2, 5, 7, 8, 8))

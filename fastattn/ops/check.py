@@ -83,7 +83,7 @@ def real(function: str, name: str, value: object) -> float:
     """``value`` as a float: a number, or a scalar tensor that wants no gradient."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+    if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):  # a bool too, as torch has it
         raise BadType(f"{function}: {name} must be a real number, got {type(value).__name__} {value!r:.80}")
     try:
         return float(value)
