@@ -376,12 +376,14 @@ def test_a_copy_is_independent_and_a_state_dict_restores_it():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size is 0, expected an integer of at least 1"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected an integer from 1 to"),
         ({"d_model": 33, "num_heads": 3}, "d_model is 33, expected an even number"),
         ({"num_heads": 5}, "num_heads is 5, expected a divisor of d_model=32"),
         ({"dropout": 1.0}, r"dropout is 1.0, expected a rate in \[0, 1\)"),
         ({"ffn_dropout": "0.1"}, "ffn_dropout is '0.1', expected a rate"),
         ({"norm_eps": 0}, "norm_eps is 0, expected a positive number"),
+        ({"norm_eps": math.inf}, "norm_eps is inf, expected a positive number"),
+        ({"d_model": 10**30}, "d_model is 10*, expected an integer from 1 to"),
         ({"positions": "rotary"}, "positions is 'rotary', expected one of sinusoidal, learned"),
         ({"tying": "some"}, "tying is 'some', expected one of all, output, none"),
         ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\), expected two integers"),
@@ -405,6 +407,9 @@ def test_a_configuration_survives_json(name):
     ("text", "message"),
     [
         ("{", "not valid JSON"),
+        ("[" * 10**5, "not valid JSON"),
+        ('{"vocab_size": 40, "training": {"rate": Infinity}}', "rate is inf, expected a positive number"),
+        ('{"vocab_size": 40, "training": {"clip_norm": NaN}}', "clip_norm is nan, expected a positive number"),
         ("[1]", "given list"),
         ('{"vocab_size": 8, "rotary": 1}', r"given \['rotary'\]"),
         ("{}", "needs vocab_size"),

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import struct
+import warnings
 from pathlib import Path
 
 import matplotlib.axes
@@ -17,12 +18,13 @@ import torch
 from conftest import require
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.config import TrainingConfig
-from fastattn.translation.data import ParallelText, arriving_lines, digest, encode, read_lines, read_parallel
+from fastattn.translation.data import ParallelText, arriving_lines, digest, encode, read_lines, read_parallel, sent
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.model import AttentionWeights
@@ -203,6 +205,20 @@ def test_damaged_encoded_text(verses, tmp_path, name):
         ParallelText.mapped(tmp_path / "text")
 
 
+def test_damaged_offsets(verses, tmp_path):
+    sources, targets, tokenizer = verses
+    files = tmp_path / "en", tmp_path / "es"
+    for path, lines in zip(files, (sources, targets), strict=True):
+        path.write_text("\n".join(lines))
+    encode(tokenizer, files, digest(*files), tmp_path / "text")
+    damaged = tmp_path / "text" / "source.offsets"
+    whole = damaged.read_bytes()
+    for place, value in ((0, 1), (5, 2**40), (5, -1), (5, 0)):
+        damaged.write_bytes(whole[: 8 * place] + struct.pack("<q", value) + whole[8 * place + 8 :])
+        with pytest.raises(InputError, match=rf"differ: remove {tmp_path / 'text'}"):
+            ParallelText.mapped(tmp_path / "text")
+
+
 def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
     sources, targets, tokenizer = verses
     files = tmp_path / "en", tmp_path / "es"
@@ -302,6 +318,43 @@ def test_dropout_seeds_name_update_and_site():
 
 
 # --- training ---
+
+
+class PretendedGPU(TorchFunctionMode):
+    """The CPU by the name of a GPU. Keeps how each tensor comes there."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned, self.sent = [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.pin_memory:
+            self.pinned.append(args[0])
+            return args[0]
+        devices = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.device) and arg.type == "cuda"]
+        if devices and function is torch.Tensor.to:
+            self.sent.append((args[0], kwargs))
+            return args[0]
+        if devices:
+            assert function in (torch.zeros, torch.full), f"{function} copies to the GPU and waits"
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def test_an_update_waits_for_no_gpu(text):
+    """A copy to a GPU waits for all that the GPU has to do, unless it is of pinned memory and asynchronous."""
+    trainer = Trainer(small_model(), text, dataclasses.replace(OPTIONS, micro_batches=2))
+    trainer.update()
+    trainer.device, device = torch.device("cuda"), trainer.device
+    with PretendedGPU() as gpu, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no GPU for autocast
+        trainer.update()
+    assert len(gpu.sent) == 2 * 7  # a micro-batch's five tensors, its seeds and its counts
+    for tensor, options in gpu.sent:
+        assert options == {"non_blocking": True}
+        assert any(tensor is pinned for pinned in gpu.pinned)
+    assert sent(torch.ones(2), device).tolist() == [1, 1]
 
 
 def loss_curve(backend, text, updates, *, seed=3, jitter=None):
@@ -820,10 +873,26 @@ def test_the_loss_curve_is_of_one_kind(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "loss.svg").read_text()
 
 
-def test_a_run_writes_metrics_and_checkpoints(tmp_path, capsys):
+@pytest.fixture
+def files(tmp_path):
+    """A hundred pairs of lines, and a file of the configuration of a small model."""
     files = [tmp_path / "some.en", tmp_path / "some.es"]
     for path in files:
         path.write_text("\n".join(read_lines(VERSES / f"dev{path.suffix}")[:100]))
+
+    def config(**changes):
+        model = {"vocab_size": 300, "d_model": 32, "d_ff": 64, "encoder_layers": 1, "decoder_layers": 1}
+        training = {"precision": "fp32", "batch_tokens": 1000}
+        fields = {**model, **{name: changes.pop(name) for name in list(changes) if name not in vars(OPTIONS)}}
+        path = tmp_path / "small.json"
+        path.write_text(json.dumps({**fields, "training": {**training, **changes}}))
+        return path
+
+    return files, config
+
+
+def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys):
+    files, _ = files
     options = {"vocab_size": 300, "batch_tokens": 1000, "precision": "fp32"}
     best = train(files, files, tmp_path / "run", max_steps=2, seed=1, **options)
     assert best == tmp_path / "run/best"
@@ -838,3 +907,32 @@ def test_a_run_writes_metrics_and_checkpoints(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("update 2: loss ")
     assert "\r" not in "".join(lines)
+
+
+def test_weights_that_are_no_numbers_end_a_run(files, tmp_path):
+    files, config = files
+    with pytest.raises(InputError, match="the loss is nan at update 1: start again with another seed, a lower rate"):
+        train(files, files, tmp_path / "run", config=config(rate=1e38, warmup=1), max_steps=1)
+    assert [path.name for path in checkpoint.steps(tmp_path / "run")] == ["step-00000000"]
+
+
+def test_a_model_that_no_memory_holds(files, tmp_path):
+    files, config = files
+    with pytest.raises(InputError, match="there is no memory for a model of d_model 2147483640"):
+        train(files, files, tmp_path / "run", config=config(d_model=2147483640), max_steps=1)
+    assert not checkpoint.steps(tmp_path / "run")
+
+
+def test_learned_positions_must_do_for_every_sentence(files, tmp_path):
+    files, config = files
+    for short, valid, name in ((20, files, "training"), (180, [tmp_path / "long"] * 2, "validation")):
+        (tmp_path / "long").write_text("in the beginning " * 60)
+        path = config(positions="learned", max_positions=short)
+        with pytest.raises(InputError, match=rf"the {name} text has a sentence of \d+ pieces, .*max_positions={short}"):
+            train(files, valid, tmp_path / name, config=path, max_steps=1)
+    best = train(files, files, tmp_path / "run", config=config(positions="learned", max_positions=200), max_steps=1)
+    model, tokenizer = checkpoint.load(best)
+    with torch.no_grad():
+        model.output.weight[EOS_ID] = 0
+    for search in (Search(beam=2), Search(temperature=1.0)):  # hypotheses end where the positions do
+        assert translate(model, tokenizer, ["in the beginning " * 25], search) != [""]

@@ -5,11 +5,14 @@ Two frozen records with their checks and their JSON form. What a preset does not
 
 import dataclasses
 import json
+import math
+import sys
 from typing import Any
 
 from fastattn.translation.errors import InputError
 
 POSITIONS = ("sinusoidal", "learned")
+SIZE = "an integer from 1 to 2**31 - 1"
 TYING = ("all", "output", "none")
 
 
@@ -69,11 +72,11 @@ class TransformerConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "d_ff", "num_heads", "encoder_layers", "decoder_layers", "max_positions"):
-            self._expect(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
+            self._expect(name, _is_size(getattr(self, name)), SIZE)
         self._expect("d_model", self.d_model % 2 == 0, "an even number (positions come in pairs of sine and cosine)")
         for name in ("head_dim", "value_head_dim"):
             value = getattr(self, name)
-            self._expect(name, value is None or (_is_int(value) and value >= 1), "None or an integer of at least 1")
+            self._expect(name, value is None or _is_size(value), f"None or {SIZE}")
         if None in (self.head_dim, self.value_head_dim):
             divides = self.d_model % self.num_heads == 0
             self._expect("num_heads", divides, f"a divisor of d_model={self.d_model}, or head_dim and value_head_dim")
@@ -94,6 +97,11 @@ class TransformerConfig:
             value = getattr(self, name)
             in_range = _is_int(value) and 0 <= value < self.vocab_size and special.count(value) == 1
             self._expect(name, in_range, f"a piece of its own in [0, {self.vocab_size})")
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence, padding included, that there are positions for."""
+        return self.max_positions if self.positions == "learned" else sys.maxsize
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -162,7 +170,7 @@ class TrainingConfig:
         for name in ("batch_tokens", "micro_batches", "warmup", "max_steps", "save_every", "bleu_every", "keep"):
             value = getattr(self, name)
             optional = name == "bleu_every" and value is None
-            self._expect(name, optional or (_is_int(value) and value >= 1), "at least 1")
+            self._expect(name, optional or _is_size(value), SIZE)
         for name in ("rate", "clip_norm", "max_minutes"):
             value = getattr(self, name)
             optional = name != "rate" and value is None
@@ -202,7 +210,7 @@ def from_json(text: str) -> tuple[TransformerConfig, TrainingConfig | None]:
     """
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"the model configuration is not valid JSON: {error}") from None
     training = fields.pop("training", None) if isinstance(fields, dict) else None
     model = TransformerConfig(**_known(fields, TransformerConfig, "model", ["vocab_size"]))
@@ -269,5 +277,9 @@ def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_size(value) -> bool:
+    return _is_int(value) and 1 <= value < 2**31
+
+
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -163,7 +163,9 @@ class Sentences:
             path = stem.with_suffix(suffix)
             size = path.stat().st_size // dtype.itemsize
             setattr(sentences, name, torch.from_file(str(path), shared=False, size=size, dtype=dtype))
-        if not len(sentences._offsets) or int(sentences._offsets[-1]) != len(sentences._tokens):
+        offsets = sentences._offsets
+        fits = len(offsets) and int(offsets[0]) == 0 and int(offsets[-1]) == len(sentences._tokens)
+        if not fits or (len(offsets) > 1 and int(sentences.lengths.min()) < 1):
             raise InputError(
                 f"{stem}{TOKENS} and {OFFSETS} differ: remove {stem.parent}, and the text is encoded again"
             )
@@ -195,7 +197,7 @@ class Sentences:
     def padded(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,)."""
         lengths = self.lengths_of(index)
-        column = torch.arange(int(_padded(lengths.max())))
+        column = torch.arange(int(padded_lengths(lengths.max())))
         position = (self._offsets[index, None] + column).clamp_(max=len(self._tokens) - 1)
         return self._tokens[position].long().masked_fill_(column >= lengths[:, None], PAD_ID), lengths
 
@@ -220,7 +222,8 @@ class _Writer:
         ends.tofile(self._offsets)
 
 
-def _padded(lengths: Tensor) -> Tensor:
+def padded_lengths(lengths: Tensor) -> Tensor:
+    """Lengths as batches have them."""
     return (lengths + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
 
 
@@ -241,7 +244,14 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         names = [field.name for field in dataclasses.fields(self) if field.name != "tokens"]
-        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
+        tensors: dict[str, Any] = {name: sent(getattr(self, name), device) for name in names}
+        return dataclasses.replace(self, **tensors)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on ``device``. A GPU copies it in its turn, without the host waiting for what comes before:
+    that takes pinned memory."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class ParallelText:
@@ -285,7 +295,7 @@ class ParallelText:
         Pairs of like length share a batch. ``shuffle`` breaks the ties and orders the batches; without it both follow
         the text.
         """
-        source, target = (_padded(side.lengths) for side in (self.sources, self.targets))
+        source, target = (padded_lengths(side.lengths) for side in (self.sources, self.targets))
         # Source lengths go up and down by turns, so that a batch across two target lengths has like source lengths.
         by_source = torch.where(target // LENGTH_MULTIPLE % 2 == 1, source, -source)
         key = target * (2 * int(source.max()) + 1) + by_source

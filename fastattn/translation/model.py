@@ -204,7 +204,7 @@ class Transformer(nn.Module):
         weight = self.output.weight
         if self.config.tying != "none" and torch.is_grad_enabled():
             # A copy without the padding's row gives that row of the shared matrix an exactly zero gradient.
-            weight = weight.index_fill(0, torch.tensor(self.config.pad_id, device=weight.device), 0.0)
+            weight = weight.index_fill(0, weight.new_full((), self.config.pad_id, dtype=torch.int64), 0.0)
         if self.config.scale_logits:
             features = features * self.config.d_model**-0.5
         return features, weight, self.output.bias

@@ -95,7 +95,7 @@ def beam_search(
         source_lengths: int64 (B,), at least 1.
     """
     config, device, beam = model.config, source.device, search.beam
-    limits = source_lengths + search.extra_tokens
+    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.longest)
     batch, longest = len(source), int(limits.max())
     results: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
@@ -152,7 +152,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
     if search.temperature is None:
         raise InputError("sampling needs a temperature")
     config, device, width = model.config, source.device, search.n_best
-    limits = source_lengths + search.extra_tokens
+    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.longest)
     results: list[list[Hypothesis]] = [[] for _ in source]
     draws = [
         random.Random(f"{search.seed} {ids[:length]}")  # a string seeds it alike in every process

@@ -30,7 +30,17 @@ from torch.nn.parallel import DistributedDataParallel
 from fastattn.translation import checkpoint, distributed
 from fastattn.translation import precision as precisions
 from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
-from fastattn.translation.data import Batch, ParallelText, digest, encode, pairs_of, read_parallel
+from fastattn.translation.data import (
+    Batch,
+    ParallelText,
+    Sentences,
+    digest,
+    encode,
+    padded_lengths,
+    pairs_of,
+    read_parallel,
+    sent,
+)
 from fastattn.translation.distributed import World
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.evaluate import held_out, perplexity, scores, smoothed_loss
@@ -161,12 +171,12 @@ class Trainer:
         """Adds the gradient of a micro-batch's loss, divided by the update's ``tokens``; returns what :meth:`update`
         sums."""
         positions = (int(batch.source_lengths.sum()) + batch.tokens, batch.source.numel() + batch.target.numel())
-        seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites).to(self.device)
+        seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites)
         with self.autocast():
-            loss, nll, correct = self.loss(batch.to(self.device), seeds)
+            loss, nll, correct = self.loss(batch.to(self.device), sent(seeds, self.device))
         (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
         counts = torch.tensor((batch.tokens, *positions), dtype=torch.float64)
-        return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), counts.to(self.device)))
+        return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), sent(counts, self.device)))
 
 
 class _Loss(nn.Module):
@@ -269,9 +279,14 @@ def train(
 
             tokenizer = Tokenizer(world.on_main(learn_pieces))
             torch.manual_seed(training.seed)
-            model = Transformer(model_config)
+            try:
+                model = Transformer(model_config)
+            except RuntimeError as error:  # the allocator's
+                size = f"d_model {model_config.d_model}, d_ff {model_config.d_ff}, vocab_size {model_config.vocab_size}"
+                raise InputError(f"there is no memory for a model of {size}: {str(error).splitlines()[0]}") from None
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
         text = ParallelText.mapped(out / checkpoint.TEXT)
+        _expect_positions(model_config, text, tokenizer, valid_pairs)
 
         def warn() -> None:
             for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, tokenizer):
@@ -294,6 +309,22 @@ def _expect_new(out: Path) -> None:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK):
         raise InputError(f"cannot write {out}: permission denied")
+
+
+def _expect_positions(
+    config: TransformerConfig, text: ParallelText, tokenizer: Tokenizer, valid_pairs: tuple[list[str], list[str]]
+) -> None:
+    """Learned positions must do for every sentence: one that is too long would end the run when its turn comes."""
+    if config.positions != "learned":
+        return
+    valid = [Sentences(tokenizer.encode(lines)) for lines in valid_pairs]
+    for name, sides in (("training", [text.sources, text.targets]), ("validation", valid)):
+        length = max(int(padded_lengths(side.lengths).max()) for side in sides)
+        if length > config.longest:
+            raise InputError(
+                f"the {name} text has a sentence of {length} pieces, padding included, and there are "
+                f"max_positions={config.longest}: raise it, shorten the sentence, or use sinusoidal positions"
+            )
 
 
 def _configured(
@@ -436,6 +467,7 @@ class _Run:
                     model = trainer.whole_model() if scoring or translating or interrupted else trainer.model
                     if scoring:
                         row |= held_out(model, self.valid, trainer.autocast(), world.sum)
+                        self._expect_finite(row["valid_loss"])
                     if translating:
                         row["valid_bleu"] = self._bleu(model)
                     if world.main:
@@ -453,8 +485,7 @@ class _Run:
     def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
         """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
         loss, nll, correct, tokens, filled, positions = sums.tolist()
-        if not math.isfinite(loss):
-            raise InputError(f"the loss is {loss} at update {self.trainer.step}: start again with another seed or fp32")
+        self._expect_finite(loss)
         return {
             "step": self.trainer.step,
             "epoch": self.trainer.epoch,
@@ -466,6 +497,12 @@ class _Run:
             "padding": 1 - filled / positions,
             "learning_rate": self.trainer.learning_rate(self.trainer.step),
         }
+
+    def _expect_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise InputError(
+                f"the loss is {loss} at update {self.trainer.step}: start again with another seed, a lower rate or fp32"
+            )
 
     def _bleu(self, model: Transformer) -> float:
         """Of the validation text, translated greedily, each process a share of it."""
