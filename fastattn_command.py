@@ -19,16 +19,34 @@ SPIN = "1000"  # iterations, about a hundredth of a millisecond
 
 MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")
+CORPORA = ("wmt14-en-de", "wmt14-en-fr")
+PRESETS = (
+    "tiny", "base", "big", "A-h1", "A-h4", "A-h16", "A-h32", "B-dk16", "B-dk32", "C-N2", "C-N4", "C-N8", "C-dmodel256",
+    "C-dmodel1024", "C-dff1024", "C-dff4096", "D-Pdrop0.0", "D-Pdrop0.2", "D-eps0.0", "D-eps0.2", "E-learned",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN
     from fastattn import cli
 
     return cli.run(options)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of one command; what is wrong with them ends the process."""
+    options, unknown = parser().parse_known_args(arguments)
+    error = vars(options).pop("error")  # the command's own
+    if unknown:
+        error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "translate" and options.attention is None:
+        for option in ("attention_kind", "attention_layer"):
+            if getattr(options, option) is not None:
+                error(f"argument --{option.replace('_', '-')}: says what --attention draws, which is not given")
+    return options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,13 +67,15 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, more: str, *examples: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
+        command = commands.add_parser(
             name,
             help=text,
             description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {more}", 79),
             epilog="\n".join(("example:", *(f"  {example}" for example in examples))),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        command.set_defaults(error=command.error)
+        return command
 
     command = add(
         "prepare",
@@ -63,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "docs/reproduce.md goes on from there to the paper's results.",
         "fastattn prepare wmt14-en-de wmt14 --archives archives",
     )
-    command.add_argument("corpus", metavar="CORPUS", help="wmt14-en-de or wmt14-en-fr")
+    command.add_argument("corpus", metavar="CORPUS", choices=CORPORA, help=" or ".join(CORPORA))
     command.add_argument("out", metavar="OUT", help="a new folder for train, dev and test, a file a language")
     command.add_argument(
         "--archives", required=True, metavar="DIR", help="where the archives are; those missing are fetched there"
@@ -95,13 +115,17 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--input", metavar="FILE", help="text or .gz, a sentence a line (default: standard input)")
     command.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
     command.add_argument(
-        "--n-best", type=int, default=1, metavar="N", help="translations a line, as `line ||| translation ||| score`"
+        "--n-best",
+        type=_positive(int),
+        default=1,
+        metavar="N",
+        help="translations a line, as `line ||| translation ||| score`",
     )
     command.add_argument("--attention", metavar="FILE", help="draw the heads for the first sentence: .png or .svg")
+    command.add_argument("--attention-kind", choices=("encoder", "decoder", "cross"), help="(default: cross)")
     command.add_argument(
-        "--attention-kind", choices=("encoder", "decoder", "cross"), default="cross", help="(default: %(default)s)"
+        "--attention-layer", type=_positive(int), metavar="N", help="counted from 1 (default: the last)"
     )
-    command.add_argument("--attention-layer", type=int, metavar="N", help="counted from 1 (default: the last)")
     _add_search(command)
 
     command = add(
@@ -129,8 +153,10 @@ def parser() -> argparse.ArgumentParser:
         "fastattn average run run-mean --last 5",
     )
     command.add_argument("folder", metavar="DIR", help="the folder of a run")
-    command.add_argument("out", metavar="OUT", help="a new folder")
-    command.add_argument("--last", type=int, default=5, metavar="N", help="checkpoints (default: %(default)s)")
+    command.add_argument("out", metavar="OUT", nargs="?", help="a new folder (default: DIR-mean)")
+    command.add_argument(
+        "--last", type=_positive(int), default=5, metavar="N", help="checkpoints (default: %(default)s)"
+    )
 
     command = add(
         "import",
@@ -145,7 +171,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--words", nargs=2, required=True, metavar=("SRC", "TGT"), help="text, a word a line in the order of its ids"
     )
-    command.add_argument("--heads", type=int, help="of The Annotated Transformer, whose file does not say (default: 8)")
+    command.add_argument(
+        "--heads", type=_positive(int), help="of The Annotated Transformer, whose file does not say (default: 8)"
+    )
 
     command = add(
         "export",
@@ -198,21 +226,32 @@ def _add_train(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--out", required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl")
     command.add_argument(
-        "--preset", help="tiny (default: for two CPU cores), base, big, or a row of the paper's Table 3"
+        "--preset",
+        choices=PRESETS,
+        metavar="NAME",
+        help="tiny (default: for two CPU cores), base, big, or a row of the paper's Table 3",
     )
     command.add_argument("--config", metavar="FILE", help="in place of a preset: the config.json of a checkpoint")
     for name, kind, text in (
-        ("--vocab-size", int, "pieces shared by both languages (default: the preset's)"),
-        ("--max-steps", int, "updates (default: the preset's)"),
-        ("--max-minutes", float, "stop after so many minutes of training"),
-        ("--batch-tokens", int, "tokens a side of an update, all processes together (default: the preset's)"),
-        ("--accumulate", int, "parts in which a process computes its share of an update, to need less memory"),
+        ("--vocab-size", _positive(int), "pieces shared by both languages (default: the preset's)"),
+        ("--max-steps", _positive(int), "updates (default: the preset's)"),
+        ("--max-minutes", _positive(float), "stop after so many minutes of training"),
+        (
+            "--batch-tokens",
+            _positive(int),
+            "tokens a side of an update, all processes together (default: the preset's)",
+        ),
+        (
+            "--accumulate",
+            _positive(int),
+            "parts in which a process computes its share of an update, to need less memory",
+        ),
         ("--label-smoothing", float, "probability spread over all pieces (default: the preset's)"),
-        ("--clip-norm", float, "scale longer gradients down to this norm (default: none is)"),
+        ("--clip-norm", _positive(float), "scale longer gradients down to this norm (default: none is)"),
         ("--seed", int, "of parameters, order and dropout (default 1)"),
-        ("--save-every", int, "updates between checkpoints (default: the preset's)"),
-        ("--bleu-every", int, "updates between BLEU scores on the validation text (default: never)"),
-        ("--keep", int, "newest checkpoints that are kept, beside the best (default: the preset's)"),
+        ("--save-every", _positive(int), "updates between checkpoints (default: the preset's)"),
+        ("--bleu-every", _positive(int), "updates between BLEU scores on the validation text (default: never)"),
+        ("--keep", _positive(int), "newest checkpoints that are kept, beside the best (default: the preset's)"),
     ):
         command.add_argument(name, type=kind, default=argparse.SUPPRESS, help=text)
     _add_precision(command, argparse.SUPPRESS)
@@ -222,13 +261,15 @@ def _add_train(command: argparse.ArgumentParser) -> None:
 
 def _add_search(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--beam", type=int, default=4, help="hypotheses a sentence, 1 is greedy (default: %(default)s)"
+        "--beam", type=_positive(int), default=4, help="hypotheses a sentence, 1 is greedy (default: %(default)s)"
     )
     command.add_argument(
         "--length-penalty", type=float, default=0.6, help="exponent of ((5 + length) / 6) (default: %(default)s)"
     )
-    command.add_argument("--batch-size", type=int, default=64, help="sentences at a time (default: %(default)s)")
-    command.add_argument("--temperature", type=float, help="sample, from softmax(logits / temperature)")
+    command.add_argument(
+        "--batch-size", type=_positive(int), default=64, help="sentences at a time (default: %(default)s)"
+    )
+    command.add_argument("--temperature", type=_positive(float), help="sample, from softmax(logits / temperature)")
     command.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest pieces (default: all)")
     command.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest of this probability")
     command.add_argument("--seed", type=int, default=1, help="of what is sampled (default: %(default)s)")
@@ -281,11 +322,13 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(kind: type) -> Callable[[str], float]:
+    """The type of an argument: what is no number is told so by argparse, which calls it by the function's name."""
+
     def parse(text: str) -> float:
         value = kind(text)
         if not 0 < value < float("inf"):
-            raise ValueError
+            raise argparse.ArgumentTypeError(f"{text} is given, expected a positive number")
         return value
 
-    parse.__name__ = f"positive {kind.__name__}"  # argparse: invalid positive int value: '0'
+    parse.__name__ = kind.__name__
     return parse

@@ -81,7 +81,7 @@ def _translate(options: argparse.Namespace) -> None:
     is_enclosed = options.model is None
     if is_enclosed:
         options.model = checkpoint.PRETRAINED
-    picture, kind = options.attention, options.attention_kind
+    picture, kind = options.attention, options.attention_kind or "cross"
     if picture is not None:
         plots.check_path(picture)
     search, dtype = _search(options, options.n_best)
@@ -184,8 +184,9 @@ def _plot(options: argparse.Namespace) -> None:
 def _average(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
 
-    checkpoint.average(Path(options.folder), options.last, Path(options.out))
-    print(f"{options.out} holds the mean of {options.last} checkpoints")
+    out = Path(options.out or f"{options.folder.rstrip('/')}-mean")
+    checkpoint.average(Path(options.folder), options.last, out)
+    print(f"{out} holds the mean of {options.last} checkpoints")
 
 
 def _import(options: argparse.Namespace) -> None:

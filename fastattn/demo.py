@@ -11,6 +11,7 @@ from fastattn.bench import contest
 from fastattn.bench.cases import Case
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import read_lines
+from fastattn.translation.errors import require
 from fastattn.translation.evaluate import scores
 from fastattn.translation.model import Transformer
 from fastattn.translation.search import translate
@@ -39,6 +40,9 @@ def run(out: str | None = None) -> int:
         InputError: ``out`` exists and is not empty, or the ``train`` extra is not installed.
     """
     folder = Path(out or time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
+    for package in ("safetensors.torch", "sentencepiece", "sacrebleu", "tqdm", "matplotlib"):
+        require(package)
+    checkpoint.expect_new(folder)
     _title("This machine")
     print(info.report())
 

@@ -199,7 +199,10 @@ def test_pictures(run, small, tmp_path, capsys):
     [
         (["--attention", "heads.jpeg"], "cannot draw heads.jpeg: expected a name that ends in .png or .svg"),
         (["--attention", "no/heads.png"], "its folder does not exist"),
-        (["--attention-layer", "4"], "the layer of the cross attention is 4, expected 1 to 3"),
+        (
+            ["--attention", "heads.png", "--attention-layer", "4"],
+            "the layer of the cross attention is 4, expected 1 to",
+        ),
     ],
 )
 def test_bad_pictures(run, small, capsys, options, message):
@@ -242,15 +245,16 @@ def test_bad_training_text(small, tmp_path, capsys, name, content, message):
         (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows"),
         (["--vocab-size", str(10**12)], f"vocab_size is {10**12}, expected an integer from 1 to"),
         (["--vocab-size", "5"], "a vocabulary of 5"),
-        (["--vocab-size", "-1"], "vocab_size is -1, expected an integer from 1 to"),
+        (["--vocab-size", "3"], "a vocabulary of 3 is too small: padding, begin, end and unknown alone are 4 pieces"),
+        (["--vocab-size", "-1"], "argument --vocab-size: -1 is given, expected a positive number"),
         (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
-        (["--preset", "huge"], "unknown preset 'huge', expected one of tiny, base, big"),
+        (["--preset", "huge"], "argument --preset: invalid choice: 'huge' (choose from 'tiny', 'base', 'big'"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
-        (["--max-steps", "0"], "max_steps is 0, expected an integer from 1 to"),
-        (["--max-minutes", "-2"], "max_minutes is -2.0, expected a positive number"),
-        (["--max-minutes", "nan"], "max_minutes is nan, expected a positive number"),
-        (["--batch-tokens", "0"], "batch_tokens is 0, expected an integer from 1 to"),
-        (["--save-every", "0"], "save_every is 0, expected an integer from 1 to"),
+        (["--max-steps", "0"], "argument --max-steps: 0 is given, expected a positive number"),
+        (["--max-minutes", "-2"], "argument --max-minutes: -2 is given, expected a positive number"),
+        (["--max-minutes", "nan"], "argument --max-minutes: nan is given, expected a positive number"),
+        (["--batch-tokens", "0"], "argument --batch-tokens: 0 is given, expected a positive number"),
+        (["--save-every", "0"], "argument --save-every: 0 is given, expected a positive number"),
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--seed", str(2**63)], "seed is 9223372036854775808, expected an integer of 64 bits"),
         (["--resume"], "holds no checkpoint to resume from"),
@@ -314,13 +318,13 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
     assert f"cannot read the checkpoint {broken}: model.safetensors" in message
     output = tmp_path / "output"
     output.write_text("mine")
-    assert "beam is 0" in failure(["evaluate", run, *evaluate, "--beam", "0", "--output", output], capsys)
+    assert "top_p is 2" in failure(["evaluate", run, *evaluate, "--top-p", "2", "--output", output], capsys)
     assert "cannot read" in failure(["translate", run, "--input", tmp_path / "none", "--output", output], capsys)
     assert "length_penalty is nan" in failure(
         ["translate", run, "--input", small[0], "--length-penalty", "nan"], capsys
     )
     assert "invalid choice: 'fp8'" in failure(["translate", run, "--input", small[0], "--precision", "fp8"], capsys)
-    assert "batch_size is 0" in failure(["translate", run, "--input", small[0], "--batch-size", "0"], capsys)
+    assert "n_best is 9" in failure(["translate", run, "--input", small[0], "--n-best", "9"], capsys)
     assert output.read_text() == "mine"
 
 
@@ -385,8 +389,6 @@ def test_a_folder_that_may_not_be_written(run, small, tmp_path, capsys, monkeypa
     for option in ("--output", "--attention"):
         arguments = ["translate", run, "--input", small[0], option, tmp_path / "file.png"]
         assert f"cannot write {tmp_path / 'file.png'}: permission denied" in failure(arguments, capsys)
-    out = tmp_path / "new/run"
-    assert f"cannot write {out}: permission denied" in failure(train_arguments(small, out), capsys)
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -420,13 +422,31 @@ def test_blank_lines_have_no_attention(run, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr() == ("\n\n", f"fastattn translate: error: {picture} is not drawn: every line is blank\n")
 
 
+def test_a_mean_without_a_name(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    assert cli.main(["average", f"{tmp_path / 'run'}/", "--last", "1"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run-mean'} holds the mean of 1 checkpoints\n"
+    assert (tmp_path / "run-mean/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_where_nothing_can_be_written(small, tmp_path, capsys, command):
+    """Said before any work."""
+    arguments = train_arguments(small, "OUT") if command == "train" else ["demo", "--out", "OUT"]
+    (tmp_path / "file").touch()
+    for out, message in (("file/run", "not a directory"), ("file", "exists already")):
+        assert message in failure([str(tmp_path / out) if a == "OUT" else a for a in arguments], capsys)
+    assert "cannot write /proc/run" in failure(["/proc/run" if a == "OUT" else a for a in arguments], capsys)
+
+
 def test_what_an_interrupted_start_left_is_no_run(small, tmp_path, capsys):
     (tmp_path / "out/.partial-step-00000000").mkdir(parents=True)
     assert cli.main(train_arguments(small, tmp_path / "out", "--max-steps", "1")) == 0
 
 
 def test_search_options_are_read_before_the_model(tmp_path, capsys):
-    assert "beam is 0, expected at least 1" in failure(["translate", tmp_path / "missing", "--beam", "0"], capsys)
+    arguments = ["translate", tmp_path / "missing", "--n-best", "5"]
+    assert "n_best is 5, expected at most the beam, 4" in failure(arguments, capsys)
 
 
 def test_a_model_that_was_never_trained_says_so(run, small, tmp_path, capsys):
@@ -495,6 +515,9 @@ def without_the_package(*arguments):
     return done.returncode, done.stdout, err, float(seconds)
 
 
+TRAIN = ["--train", "a", "b", "--valid", "a", "b", "--out", "new"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "answer"),
     [
@@ -503,9 +526,26 @@ def without_the_package(*arguments):
         (["bench", "--help"], 0, "usage: fastattn bench"),
         ([], 2, "fastattn: error: the following arguments are required: COMMAND"),
         (["trian"], 2, "fastattn: error: argument COMMAND: invalid choice: 'trian'"),
-        (["info", "--colour"], 2, "fastattn: error: unrecognized arguments: --colour"),
+        (["info", "--colour"], 2, "fastattn info: error: unrecognized arguments: --colour (see fastattn info --help)"),
+        (
+            ["train", *TRAIN, "--preset", "tinny"],
+            2,
+            "fastattn train: error: argument --preset: invalid choice: 'tinny'",
+        ),
+        (["prepare", "wmt15", "out", "--archives", "."], 2, "fastattn prepare: error: argument CORPUS: invalid choice"),
+        (
+            ["translate", "--beam", "0"],
+            2,
+            "fastattn translate: error: argument --beam: 0 is given, expected a positive",
+        ),
+        (
+            ["translate", "--attention-layer", "1"],
+            2,
+            "fastattn translate: error: argument --attention-layer: says what --attention draws, which is not given",
+        ),
         (["translate", "--attention-kind", "self"], 2, "fastattn translate: error: argument --attention-kind: invalid"),
-        (["bench", "--threads", "0"], 2, "fastattn bench: error: argument --threads: invalid positive int value: '0'"),
+        (["bench", "--threads", "0"], 2, "fastattn bench: error: argument --threads: 0 is given, expected a positive"),
+        (["bench", "--threads", "x"], 2, "fastattn bench: error: argument --threads: invalid int value: 'x'"),
     ],
 )
 def test_answers_that_need_no_torch(arguments, status, answer):
@@ -541,14 +581,26 @@ def test_python_m(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["translate", "missing", "--input", "missing", "--beam", "0"],
-        ["evaluate", "missing", "--test", "missing", "missing", "--beam", "0"],
+        ["translate", "missing", "--input", "missing", "--top-p", "0"],
+        ["evaluate", "missing", "--test", "missing", "missing", "--top-p", "0"],
         ["evaluate", "missing", "--test", "missing", "missing", "--output", "missing/out"],
         ["plot", "missing", "--output", "loss.jpeg"],
         ["average", "missing", "."],
         ["import", "missing", ".", "--words", "missing", "missing"],
         ["export", "missing", "--to", "int8", "."],
-        ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "new", "--max-steps", "0"],
+        [
+            "train",
+            "--train",
+            "missing",
+            "missing",
+            "--valid",
+            "missing",
+            "missing",
+            "--out",
+            "new",
+            "--label-smoothing",
+            "2",
+        ],
         ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "."],
     ],
     ids=lambda arguments: f"{arguments[0]} {' '.join(arguments[-2:])}",
@@ -557,7 +609,7 @@ def test_arguments_are_checked_before_files_are_read(arguments, capsys, tmp_path
     (tmp_path / "something").touch()
     monkeypatch.chdir(tmp_path)
     message = failure(arguments, capsys)
-    assert re.search(r"beam is 0|cannot (write|draw)|exists already|max_steps is 0", message), message
+    assert re.search(r"top_p is 0|cannot (write|draw)|exists already|label_smoothing is 2", message), message
 
 
 def test_texts_are_read_before_a_model(run, tmp_path, capsys, monkeypatch):

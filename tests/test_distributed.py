@@ -162,7 +162,7 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     for more, message in (
         ([new, "--config", config, "--preset", "tiny"], "expected one of them"),
         ([new, "--config", tmp_path / "none"], f"cannot read {tmp_path / 'none'}: No such file"),
-        ([new, "--accumulate", "0"], "accumulate is 0, expected at least 1"),
+        ([new, "--accumulate", "0"], "argument --accumulate: 0 is given, expected a positive number"),
         ([new, "--batch-tokens", "3", "--accumulate", "4"], "at least one for each of the 4 parts of an update"),
         ([first, "--resume", "--config", config], "leave --config out"),
         ([first, "--resume", "--accumulate", "3"], "micro_batches is 3 but the run to resume has 2"),

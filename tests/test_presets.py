@@ -104,9 +104,9 @@ def test_a_configuration_comes_back():
         ({"label_smoothing": 1}, r"label_smoothing is 1, expected a number in \[0, 1\)"),
         ({"clip_norm": 0}, "clip_norm is 0, expected a positive number"),
         ({"rate": "fast"}, "rate is 'fast', expected a positive number"),
-        ({"warmup": 2.5}, "warmup is 2.5, expected at least 1"),
-        ({"keep": None}, "keep is None, expected at least 1"),
-        ({"bleu_every": 0}, "bleu_every is 0, expected at least 1"),
+        ({"warmup": 2.5}, "warmup is 2.5, expected an integer from 1"),
+        ({"keep": None}, "keep is None, expected an integer from 1"),
+        ({"bleu_every": 0}, "bleu_every is 0, expected an integer from 1"),
         ({"precision": 16}, "precision is 16, expected a name"),
         ({"batch_tokens": 3, "micro_batches": 4}, "batch_tokens is 3, expected at least one for each of the 4 parts"),
         ({"momentum": 0.9}, r"the training configuration knows only .*; given \['momentum'\]"),
@@ -118,3 +118,7 @@ def test_bad_training_configurations(tmp_path, fields, message):
     path.write_text(json.dumps({"vocab_size": 200, "training": fields}))
     with pytest.raises(InputError, match=f"cannot use {path}: {message}"):
         checkpoint.read_config(path)
+
+
+def test_the_command_knows_every_preset():
+    assert tuple(PRESETS) == cli.PRESETS

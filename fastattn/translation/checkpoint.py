@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,6 +195,17 @@ def is_new(run: Path) -> bool:
     if not run.exists():
         return True
     return run.is_dir() and all(path.name in (LOCK, TEXT) or path.name.startswith(PARTIAL) for path in run.iterdir())
+
+
+def expect_new(run: Path) -> None:
+    """Raises :class:`InputError` unless a run may begin in this folder: asked before the work, not after it."""
+    if not is_new(run):
+        raise InputError(f"{run} exists already: name another folder, or continue its run with --resume")
+    existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(prefix=PARTIAL, dir=existing).cleanup()
+    except OSError as error:
+        raise InputError(f"cannot write {run}: {(error.strerror or str(error)).lower()}") from None
 
 
 def mark_best(checkpoint: Path) -> None:

@@ -30,6 +30,10 @@ class Tokenizer:
     def train(cls, lines: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Learn ``vocab_size`` pieces from ``lines``, every character of them included; of more than ``LEARNED_FROM``
         lines, from as many drawn at random."""
+        if vocab_size <= UNK_ID:
+            raise InputError(
+                f"a vocabulary of {vocab_size} is too small: padding, begin, end and unknown alone are 4 pieces"
+            )
         model = io.BytesIO()
         trainer = require("sentencepiece").SentencePieceTrainer
         try:

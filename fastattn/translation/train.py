@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
 import signal
 import struct
@@ -255,7 +254,7 @@ def train(
                 newest = checkpoint.newest(out)
                 stack.enter_context(checkpoint.locked(out))
                 return newest, *_resumed(newest, preset, accumulate, changes, world.size)
-            _expect_new(out)
+            checkpoint.expect_new(out)
             return None, *_configured(preset, config, accumulate, changes, world.size)
 
         newest, model_config, training = world.on_main(begin)
@@ -274,7 +273,7 @@ def train(
                 lines = itertools.chain.from_iterable(pairs_of(*train_files))
                 pieces = Tokenizer.train(lines, model_config.vocab_size).model
                 stack.enter_context(checkpoint.locked(out))
-                _expect_new(out)
+                checkpoint.expect_new(out)
                 return pieces
 
             tokenizer = Tokenizer(world.on_main(learn_pieces))
@@ -301,14 +300,6 @@ def train(
             run.load_state(newest, state)
         run.train()
         return world.on_main(lambda: checkpoint.find(out))
-
-
-def _expect_new(out: Path) -> None:
-    if not checkpoint.is_new(out):
-        raise InputError(f"{out} exists already: name another folder, or continue its run with --resume")
-    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        raise InputError(f"cannot write {out}: permission denied")
 
 
 def _expect_positions(
