@@ -1,8 +1,10 @@
-"""What depends on torch's version, tested on the oldest and newest: ``python tools/torch_versions.py [VERSION ...]``.
+"""What depends on the versions of torch and Python, tested on the oldest and newest of both:
+``python tools/torch_versions.py [VERSION OF TORCH ...]``.
 
 The checkout's wheel is built once, beside the torch of this Python, and installed into an environment of each version,
 where the tests marked `torch_version` run on it. The environments, of some GB each, are kept in ``$FASTATTN_CACHE``, by
-default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be installed.
+default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be installed. Where there is no such
+Python this one takes its place, unless ``FASTATTN_REQUIRE`` has "pythons".
 """
 
 import os
@@ -13,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = ("2.10.0", "2.14.1")
+VERSIONS = {"2.10.0": "3.10", "2.14.1": "3.13"}  # of torch: of Python
 SPACE = 12 << 30  # bytes: an environment of a CUDA build, and pip's copy of what it downloads
 
 
@@ -29,9 +31,29 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> None:
     subprocess.run([str(word) for word in command], cwd=cwd, env=os.environ | environment, check=True)
 
 
-def is_whole(folder: Path, version: str) -> bool:
-    """Whether this environment was finished, and its torch still loads."""
+def python(version: str) -> str:
+    """The interpreter of this version: on the PATH or pyenv's, else this one."""
+    installed = Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")
+    for found in (f"python{version}", *map(str, installed)):
+        try:
+            subprocess.run([found, "-m", "venv", "--help"], capture_output=True, check=True)
+            return found
+        except (OSError, subprocess.CalledProcessError):
+            continue
+    words = f"there is no Python {version} with its venv module, on the PATH or of pyenv"
+    if "pythons" in os.environ.get("FASTATTN_REQUIRE", "").split(","):
+        raise OSError(words)
+    print(f"{words}: {sys.executable} takes its place", flush=True)
+    return sys.executable
+
+
+def is_whole(folder: Path, version: str, interpreter: str) -> bool:
+    """Whether this environment was finished, for this Python, and its torch still loads."""
     if not (folder / "complete").exists():
+        return False
+    running = "import sys; print(sys.version)"
+    same = {subprocess.check_output([name, "-c", running]) for name in (interpreter, folder / "bin/python")}
+    if len(same) > 1:
         return False
     program = f"import torch; assert torch.__version__.split('+')[0] == '{version}'"
     return subprocess.run([folder / "bin/python", "-c", program], capture_output=True, cwd=folder).returncode == 0
@@ -39,14 +61,14 @@ def is_whole(folder: Path, version: str) -> bool:
 
 def environment(version: str, wheel: Path) -> Path:
     """The folder of an environment with this torch, the wheel, and what its tests need."""
-    folder = cache() / f"torch-{version}"
-    if not is_whole(folder, version):
+    folder, interpreter = cache() / f"torch-{version}", python(VERSIONS.get(version, "3.11"))
+    if not is_whole(folder, version, interpreter):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         free = shutil.disk_usage(folder).free
         if free < SPACE:
             raise OSError(f"torch {version} needs {SPACE / 1e9:.0f} GB in {folder}, of which {free / 1e9:.0f} are free")
-        run(sys.executable, "-m", "venv", folder)
+        run(interpreter, "-m", "venv", folder)
     pip = folder / "bin/python", "-m", "pip", "install", "--quiet"
     (folder / "complete").unlink(missing_ok=True)
     run(*pip, f"torch=={version}", f"{wheel}[test]")

@@ -151,7 +151,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         *args, **kwargs: its arguments.
 
     Returns:
-        Explanation: printable, with ``backend`` and ``reasons``.
+        An ``Explanation``, printable, with ``backend`` and ``reasons``.
 
     Raises:
         TypeError: ``op`` is not callable, or reaches no operation of fastattn.

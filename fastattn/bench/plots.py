@@ -104,12 +104,15 @@ def ratios(reports: Sequence[Report]) -> Any:
     panels[0].set_yticks([place + 0.2 for place in range(len(RATIOS))], list(RATIOS), fontsize=9)
     panels[0].invert_yaxis()
     panels[0].legend(fontsize=8, loc="upper right")
-    caption(picture, "forward + backward where nothing else is said\n" + "\n".join(map(_origin, reports)))
+    origins = "\n".join(_origin(report, ("torch",)) for report in reports)
+    caption(picture, f"forward + backward where nothing else is said\n{origins}")
     return picture
 
 
-def _origin(report: Report) -> str:
-    return origin(report.machine, report.versions, report.date, {})
+def _origin(report: Report, shown: Sequence[str]) -> str:
+    """Where a report is from, with the versions of what the picture shows."""
+    versions = {name: version for name, version in report.versions.items() if name in shown}
+    return origin(report.machine, versions, report.date, {})
 
 
 def over_length(report: Report) -> Any:
@@ -160,6 +163,6 @@ def over_length(report: Report) -> Any:
     drawn = {name: line for axes in panels.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     if drawn:
         picture.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=len(drawn), fontsize=9)
-    text = f"{_origin(report)}. FLOP/s count our products: 2 forward, 7 with the backward pass."
+    text = f"{_origin(report, list(report.versions))}. FLOP/s count our products: 2 forward, 7 with the backward pass."
     caption(picture, text + (f" {disturbed} disturbed measurements are left out." if disturbed else ""))
     return picture

@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
 
     Returns:
         (..., Hq, Lq, Ev) in query's dtype, of four dimensions in query's memory layout, of others contiguous; with
-        ``return_lse`` also (..., Hq, Lq) in float32.
+        ``return_lse`` also (..., Hq, Lq) in float32, of float64 operands in float64.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
@@ -184,7 +184,8 @@ def varlen_attn(
         return_lse: also return the (Tq, Hq) natural-log sums, differentiable.
 
     Returns:
-        (Tq, Hq, Ev) in query's dtype, contiguous; with ``return_lse`` also (Tq, Hq) in float32.
+        (Tq, Hq, Ev) in query's dtype, contiguous; with ``return_lse`` also (Tq, Hq) in float32, of float64 operands in
+        float64.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
