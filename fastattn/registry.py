@@ -96,7 +96,8 @@ def _sdpa(*args: Any, **options: Any) -> Tensor:
     path, whose compiled function checks its arguments itself."""
     if args[0].dtype is torch.float64 and thread.forced is None:
         return _torchs_sdpa(*args, **options)
-    return (_serve_plain if is_flash_enabled() else _serve)(*args, **options)
+    drops = len(args) > 4 and args[4] != 0.0  # which the fast path does not
+    return (_serve if drops or not is_flash_enabled() else _serve_plain)(*args, **options)
 
 
 class _Intercept(TorchFunctionMode):
