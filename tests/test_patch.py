@@ -820,6 +820,14 @@ def test_left_with_a_reason(name):
     assert type(model) is kind
 
 
+def test_methods_replaced_on_an_instance_are_kept():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layer._ff_block = lambda x: x
+    report = fastattn.patch(layer)
+    assert report.left[""] == "TransformerEncoderLayer overrides _ff_block of torch.nn.TransformerEncoderLayer"
+    assert "self_attn" in report.changed
+
+
 class Optional(annotated.MultiHeadedAttention):
     doubled = False
 

@@ -39,7 +39,8 @@ class TorchFamily(Family):
         kind = type(module)
         if kind.__module__.startswith("fastattn."):
             return "it is fastattn's own"
-        overridden = [name for name, method in cls.methods.items() if getattr(kind, name) is not method]
+        own, methods = vars(module), cls.methods.items()
+        overridden = [name for name, method in methods if name in own or getattr(kind, name) is not method]
         if overridden:
             return f"{kind.__name__} overrides {' and '.join(overridden)} of {cls.family}"
         return None
