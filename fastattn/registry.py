@@ -14,7 +14,6 @@ What ours does not serve goes on to torch's own.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,8 +138,9 @@ def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
     if not any(isinstance(mode, _Intercept) for mode in function_modes()):
         return function
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, _Intercept) for mode in function_modes()):  # the first time
+            return function(*args, **kwargs)
         with _Intercept():
             return function(*args, **kwargs)
 

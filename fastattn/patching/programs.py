@@ -79,8 +79,14 @@ class ProgramFamily(Family):
         arguments = _arguments(kind)
         if arguments != cls.arguments:
             return f"its forward takes ({arguments}), that of {cls.family} ({cls.arguments})"
-        usual = vars(_stand_in(family, kind))
-        others = {name: held for name, held in vars(module).items() if name not in usual}
+        usual = _stand_in(family, kind)
+        extra = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+        extra -= {name for name, _ in usual.named_parameters(recurse=False)}
+        if extra:
+            return f"it holds {', '.join(sorted(extra))}, which {cls.family} does not know"
+        others = {
+            name: held for name, held in vars(module).items() if name not in (*vars(usual), "_compiled_call_impl")
+        }
         try:
             others = copy.deepcopy(others)
         except Exception as error:
@@ -377,8 +383,8 @@ class MultiHeadedAttention(ProgramFamily):
 
 
 class UnbiasedLayerNorm(ProgramFamily):
-    """a (x - mean) / (s + eps) + b with s the unbiased deviation: LayerNorm of some e, multiplied row by row by
-    sqrt(variance + e) / (s + eps)."""
+    """a (x - mean) / (s + eps) + b with s the unbiased deviation: LayerNorm of some e^2, multiplied row by row by
+    sqrt(variance + e^2) / (s + eps)."""
 
     family = "LayerNorm of the Annotated Transformer"
     children_names: ClassVar = set()
@@ -390,9 +396,9 @@ class UnbiasedLayerNorm(ProgramFamily):
         if size < 2 or self.a_2.shape != (size,) or not is_served(x):
             return super().forward(x)
         deviation = x.std(-1, keepdim=True)
-        variance = deviation.square() * ((size - 1) / size)
-        normalised = layer_norm(x, (size,), self.a_2, None, _EPS)
-        return torch.addcmul(self.b_2, normalised, (variance + _EPS).sqrt() / (deviation + self.eps))
+        length = torch.hypot(deviation * math.sqrt((size - 1) / size), torch.full_like(deviation, _E))
+        normalised = layer_norm(x, (size,), self.a_2, None, _E**2)
+        return torch.addcmul(self.b_2, normalised, length / (deviation + self.eps))
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -403,8 +409,9 @@ class UnbiasedLayerNorm(ProgramFamily):
         return [((torch.randn(2, 3, 4),), {}), ((torch.ones(2, 4),), {})]
 
 
-_EPS = 1e-12
-"""Any, since it cancels: large enough for a constant row's gradient, small beside the variances of half precision."""
+_E = 2.0**-20
+"""Any, since it cancels: large enough for a constant row's gradient, small beside the deviations of half precision,
+and exact in it."""
 
 
 class SublayerConnection(ProgramFamily):

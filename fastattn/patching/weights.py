@@ -6,6 +6,7 @@ attention exists to avoid.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,31 +32,31 @@ def weights_when_read(
     return _Weights.apply(query, key, _Values(query, key, compute))
 
 
+_READING = threading.RLock()
+
+
 class _Values:
-    """The weights of these operands, in the grad mode and inference mode of now."""
+    """The weights of these operands, once they are asked for, without a history."""
 
     def __init__(self, query: Tensor, key: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.operands = query, key
+        self.operands = [query.detach(), key.detach()]
         self.compute = compute
-        self.is_grad, self.is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.versions = [_version(operand) for operand in self.operands]
-        self.detached: Tensor | None = None
+        self.tensor: Tensor | None = None
 
-    def with_history(self) -> Tensor:
+    def get(self) -> Tensor:
         """Raises RuntimeError if query or key were modified in place."""
-        if self.versions != [_version(operand) for operand in self.operands]:
-            raise RuntimeError(
-                "the query or the key of these attention weights was modified by an in-place operation before they "
-                "were read: read the weights first, or modify a copy"
-            )
-        with torch.inference_mode(self.is_inference), torch.set_grad_enabled(self.is_grad):
-            return self.compute(*self.operands)
-
-    def without_history(self) -> Tensor:
-        """The same tensor every time."""
-        if self.detached is None:
-            self.detached = self.with_history().detach()
-        return self.detached
+        with _READING:
+            if self.tensor is None:
+                if self.versions != [_version(operand) for operand in self.operands]:
+                    raise RuntimeError(
+                        "the query or the key of these attention weights was modified by an in-place operation before "
+                        "they were read: read the weights first, or modify a copy"
+                    )
+                with torch.inference_mode(False), torch.no_grad():
+                    self.tensor = self.compute(*self.operands)
+                self.operands.clear()
+            return self.tensor
 
 
 def _version(operand: Tensor) -> int | None:
@@ -64,10 +65,10 @@ def _version(operand: Tensor) -> int | None:
 
 
 class LazyWeights(Tensor):
-    """A tensor without memory, which the first function of torch that is called with it makes a plain one.
+    """A tensor without memory until the first function of torch is called with it; then that of its values is its own.
 
-    What cannot be made plain, because C++ holds it or because the function is traced, has its values in
-    ``__torch_dispatch__`` and its history in :class:`_Weights`.
+    What it is to autograd, its history, hooks and gradient, is the same before and after. Operations on it run on the
+    values, a plain tensor, and give plain tensors.
     """
 
     @staticmethod
@@ -76,45 +77,54 @@ class LazyWeights(Tensor):
         return wrapper_tensor(cls, (*query.shape[:-1], key.size(-2)), query.dtype, query.device)
 
     def __init__(self, values: _Values) -> None:
-        self._deferred = values
+        self._held = values
 
-    def read(self) -> Tensor:
-        """This tensor, plain from now on, or else a plain view of it."""
-        if not is_observed() and self._deferred.detached is None:
-            plain = self._deferred.with_history()
-            vars(plain).update((name, value) for name, value in vars(self).items() if name != "_deferred")
-            try:
-                torch.utils.swap_tensors(self, plain)
-            except RuntimeError:  # something else refers to it
-                return self.view(self.shape)
-            return self
-        return self.view(self.shape)
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch calls it without __torch_function__
-        return self.read().set_(*args, **kwargs)
+    def read(self) -> LazyWeights:
+        """This tensor, with memory."""
+        if self._held.tensor is None:
+            with _READING:
+                _SET_DATA(self, self._held.get())
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with without_torch_function():
-            if func not in _METADATA and not torch.compiler.is_compiling():
-                args, kwargs = tree_map_only(LazyWeights, LazyWeights.read, (args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            if func not in _METADATA and not is_observed():
+                args, kwargs = tree_map_only(LazyWeights, LazyWeights.read, (args, kwargs))
+            if func in _PLAIN:
+                args, kwargs = tree_map_only(LazyWeights, lambda lazy: lazy.view(lazy.shape), (args, kwargs))
+            elif func == _SET_DATA and isinstance(args[0], LazyWeights):
+                args[0]._held.tensor = args[1].detach()
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(LazyWeights, lambda lazy: lazy._deferred.without_history(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        given = args, kwargs or {}
+        values = tree_map_only(LazyWeights, lambda lazy: lazy._held.get(), given)
+        result = func(*values[0], **values[1])
+        if torch.Tag.inplace_view in func.tags:  # the values have another shape, or other memory
+            _SET_DATA(args[0], args[0]._held.tensor)
+        return result
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # What is known before the values are.
 _METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")]
     + [getattr(Tensor, name) for name in ("__len__", "dim", "numel", "size")]
 )
+# What torch refuses to subclasses, or makes another of them.
+_PLAIN = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "__repr__", "apply_", "map_", "numpy", "tolist",
+    )
+)  # fmt: skip
 
 
 class _Weights(torch.autograd.Function):
-    """The history of weights that no function of torch has made plain."""
+    """The history of lazy weights, which computes them anew."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, values: _Values) -> Tensor:
@@ -123,9 +133,8 @@ class _Weights(torch.autograd.Function):
         return LazyWeights(values)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            operands = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():  # tensors of its own: key may depend on query
+            operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in ctx.saved_tensors]
             weights = ctx.compute(*operands)
-        return *torch.autograd.grad(weights, operands, grad), None
+        return *torch.autograd.grad(weights, operands, grad, create_graph=torch.is_grad_enabled()), None
