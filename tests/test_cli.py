@@ -248,7 +248,7 @@ def test_bad_training_text(small, tmp_path, capsys, name, content, message):
         (["--vocab-size", "3"], "a vocabulary of 3 is too small: padding, begin, end and unknown alone are 4 pieces"),
         (["--vocab-size", "-1"], "argument --vocab-size: -1 is given, expected a positive number"),
         (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
-        (["--preset", "huge"], "argument --preset: invalid choice: 'huge' (choose from 'tiny', 'base', 'big'"),
+        (["--preset", "huge"], "argument --preset: invalid choice: 'huge' (choose from "),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--max-steps", "0"], "argument --max-steps: 0 is given, expected a positive number"),
         (["--max-minutes", "-2"], "argument --max-minutes: -2 is given, expected a positive number"),

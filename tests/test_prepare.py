@@ -178,7 +178,7 @@ def test_another_archive_is_refused(known, tmp_path, capsys, damage, message):
 
 def test_what_is_given_wrongly(known, tmp_path, capsys):
     message = failure(["prepare", "wmt15", tmp_path / "text", "--archives", known], capsys)
-    assert "unknown corpus 'wmt15', expected one of wmt14-en-de, wmt14-en-fr" in message
+    assert "argument CORPUS: invalid choice: 'wmt15'" in message
     (tmp_path / "text").mkdir()
     message = failure(["prepare", "wmt14-en-de", tmp_path / "text", "--archives", known], capsys)
     assert "text exists already: name another folder" in message
