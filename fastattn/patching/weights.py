@@ -78,12 +78,14 @@ class LazyWeights(Tensor):
 
     def __init__(self, values: _Values) -> None:
         self._held = values
+        self._has_memory = False
 
     def read(self) -> LazyWeights:
-        """This tensor, with memory."""
-        if self._held.tensor is None:
-            with _READING:
+        """This tensor, with memory: operations that somebody observes have the values before it has."""
+        with _READING:
+            if not self._has_memory:
                 _SET_DATA(self, self._held.get())
+                self._has_memory = True
         return self
 
     @classmethod
@@ -103,8 +105,8 @@ class LazyWeights(Tensor):
         given = args, kwargs or {}
         values = tree_map_only(LazyWeights, lambda lazy: lazy._held.get(), given)
         result = func(*values[0], **values[1])
-        if torch.Tag.inplace_view in func.tags:  # the values have another shape, or other memory
-            _SET_DATA(args[0], args[0]._held.tensor)
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], LazyWeights):
+            _SET_DATA(args[0], args[0]._held.get())  # the values have another shape, or other memory
         return result
 
 
