@@ -135,16 +135,18 @@ _multi_head_attention_forward = replace_globals(
 def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is computed again in the backward pass, outside the block or in a thread of autograd's, where it
     must draw the same dropout."""
-    if not any(isinstance(mode, _Intercept) for mode in function_modes()):
+    if not _is_intercepting():
         return function
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(mode, _Intercept) for mode in function_modes()):  # the first time
-            return function(*args, **kwargs)
-        with _Intercept():
+        with contextlib.nullcontext() if _is_intercepting() else _Intercept():  # the first time it is
             return function(*args, **kwargs)
 
     return call
+
+
+def _is_intercepting() -> bool:
+    return any(isinstance(mode, _Intercept) for mode in function_modes())
 
 
 @contextlib.contextmanager

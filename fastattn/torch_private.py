@@ -215,6 +215,7 @@ def wrap_checkpointed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         return call
 
     setattr(module, newest, wrapped(getattr(module, newest)))
+    # Not by assignment, which is an error to mypy: the name is a method's.
     setattr(module.CheckpointFunction, "apply", wrapped(module.CheckpointFunction.apply))  # noqa: B010
 
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -87,11 +86,13 @@ class ProgramFamily(Family):
         others = {
             name: held for name, held in vars(module).items() if name not in (*vars(usual), "_compiled_call_impl")
         }
+        if not others:
+            return _usual_trial(family, kind)
         try:
-            others = copy.deepcopy(others)
-        except Exception as error:
+            others = copy.deepcopy(others)  # a forward may change them
+        except Exception as error:  # whatever their own copying raises
             return f"its {', '.join(others)} cannot be copied for a trial: {error}"
-        return _trial.__wrapped__(family, kind, others) if others else _trial(family, kind)
+        return _trial(family, kind, others)
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -119,7 +120,12 @@ def _stand_in(family: Any, kind: Any) -> nn.Module:
 
 
 @cache
-def _trial(family: Any, kind: Any, others: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+def _usual_trial(family: Any, kind: Any) -> str | None:
+    """That of all modules of ``kind`` that hold nothing else."""
+    return _trial(family, kind, {})
+
+
+def _trial(family: Any, kind: Any, others: dict[str, Any]) -> str | None:
     """Why a module of ``kind`` with these attributes is not what the family computes; None if it is."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
         module: Any = _stand_in(family, kind)
