@@ -51,12 +51,13 @@ def is_whole(folder: Path, version: str, interpreter: str) -> bool:
     """Whether this environment was finished, for this Python, and its torch still loads."""
     if not (folder / "complete").exists():
         return False
-    running = "import sys; print(sys.version)"
-    same = {subprocess.check_output([name, "-c", running]) for name in (interpreter, folder / "bin/python")}
-    if len(same) > 1:
+    program = f"import sys, torch; assert torch.__version__.split('+')[0] == '{version}'; print(sys.version)"
+    wanted = subprocess.check_output([interpreter, "-c", "import sys; print(sys.version)"])
+    try:
+        found = subprocess.run([folder / "bin/python", "-c", program], capture_output=True, cwd=folder)
+    except OSError:  # its Python is gone
         return False
-    program = f"import torch; assert torch.__version__.split('+')[0] == '{version}'"
-    return subprocess.run([folder / "bin/python", "-c", program], capture_output=True, cwd=folder).returncode == 0
+    return found.returncode == 0 and found.stdout == wanted
 
 
 def environment(version: str, wheel: Path) -> Path:
