@@ -15,6 +15,7 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint
 from fastattn.translation.config import PRESETS, TrainingConfig, from_json
 from fastattn.translation.errors import InputError
+from fastattn.translation.prepare import CORPORA
 
 # N, d_model, d_ff, h, d_k, d_v, P_drop, eps_ls, thousands of updates, millions of parameters; what a line of the table
 # leaves blank is that of its first line.
@@ -120,5 +121,7 @@ def test_bad_training_configurations(tmp_path, fields, message):
         checkpoint.read_config(path)
 
 
-def test_the_command_knows_every_preset():
+def test_the_command_knows_every_preset_and_corpus():
+    """It names them itself, since what defines them loads torch."""
     assert tuple(PRESETS) == cli.PRESETS
+    assert tuple(CORPORA) == cli.CORPORA
