@@ -236,5 +236,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A contiguous tensor of the subclass, without memory."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    """A contiguous tensor of the subclass, without memory: code in C++ that asks for it gets an error."""
+    tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor

@@ -372,6 +372,8 @@ def test_a_wrapper_tensor_goes_to_its_class():
 
     wrapper = torch_private.wrapper_tensor(Wrapper, (3,), torch.float32, X.device)
     assert (wrapper.shape, wrapper.stride()) == ((3,), (1,))
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(wrapper)  # C++ alone
     assert torch.equal(wrapper.neg(), X * 2)
     assert Wrapper.seen == [torch.ops.aten.neg.default]
 
