@@ -6,14 +6,12 @@
 - forward and backward of `base` beside jadore801120's program, in the same process by turns, with the vocabulary of the
   other benchmarks;
 - the loss beside whole logits, which `F.linear_cross_entropy` makes too where there is label smoothing;
-- batches of sentences of like length beside batches without any padding, of sentences of one length, and beside packed
-  batches through `varlen_attn`.
+- packed batches beside padded ones of sentences of like length.
 
 `--record` keeps the results as benchmarks/results/step-MACHINE.json and writes the tables of docs/performance.md.
 """
 
 import argparse
-import itertools
 import sys
 import time
 from collections import Counter
@@ -22,21 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from translation import OfLikeLengths, lengths, padded
 
 import fastattn
-from fastattn import Transformer, TransformerConfig, varlen_attn
+from fastattn import Transformer, TransformerConfig
 from fastattn.bench import report
 from fastattn.bench.cases import BASE
 from fastattn.bench.timer import interleave
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
-from fastattn.translation.data import ParallelText, Sentences, read_parallel
+from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import smoothed_loss
-from fastattn.translation.model import _add_norm
-from fastattn.translation.tokenizer import BOS_ID, PAD_ID, Tokenizer
-from fastattn.translation.train import Trainer, dropout_seeds
+from fastattn.translation.tokenizer import PAD_ID, Tokenizer
+from fastattn.translation.train import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSES = Path(fastattn.__file__).parent / "verses"
@@ -139,129 +138,52 @@ def losses(seconds: float) -> dict[str, float]:
     return ratio(programs, seconds)
 
 
-def padding(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> dict[str, float]:
-    """Of an epoch of `tiny`'s batches: the share of padding, and the time of a token over that of one in batches of as
-    many tokens whose sentences all have the mean length."""
+class PaddedLoss(nn.Module):
+    """The loss of a batch whose sentences are padded."""
+
+    def __init__(self, model: Transformer, smoothing: float):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, batch: Batch, seeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        source, target = batch.source, batch.target
+        sides = padded(source.tokens, source), padded(target.tokens, target)
+        features = self.model.features(*sides, lengths(source), lengths(target), seeds=seeds)
+        labels = padded(batch.labels, target).flatten()
+        return smoothed_loss(*self.model.projection(features.flatten(0, 1)), labels, self.smoothing, PAD_ID)
+
+
+def packing(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> dict[str, float]:
+    """Of an epoch of `tiny`: the shares of padding of packed batches and of padded ones; and tokens a second on packed
+    batches over those on padded ones, by turns, in the second half of ``seconds``, since the matrix library prepares
+    its code in the first."""
     budget = TrainingConfig.of_preset("tiny").batch_tokens
-    batches = [text.batch(index) for index in text.buckets(budget)]
-    filled = sum(int(b.source_lengths.sum()) + b.tokens for b in batches)
-    places = sum(b.source.numel() + b.target.numel() for b in batches)
-    pairs = len(text.sources)
-    mean = round(filled / (2 * pairs))
-    even = text_of((random_ids(budget, mean, tokenizer.vocab_size),) * 2)
-    ours = trainer("tiny", tokenizer.vocab_size, text, budget)
-    whole = trainer("tiny", tokenizer.vocab_size, even, budget // mean * mean)
-    trainers = {"ours": ours, "whole": whole}
+    of_like_lengths = OfLikeLengths.__new__(OfLikeLengths)
+    of_like_lengths.sources, of_like_lengths.targets = text.sources, text.targets
+    trainers = {
+        "packed": trainer("tiny", tokenizer.vocab_size, text, budget),
+        "padded": trainer("tiny", tokenizer.vocab_size, of_like_lengths, budget),
+    }
+    trainers["padded"].loss = PaddedLoss(trainers["padded"].model, trainers["padded"].config.label_smoothing)
+    filled, rows = Counter[str](), Counter[str]()
+    for name, of in trainers.items():
+        for batch in map(text.batch, of.text.batches(budget)):
+            filled[name] += batch.filled
+            for side in (batch.source, batch.target):
+                rows[name] += len(side.tokens) if name == "packed" else padded(side.tokens, side).numel()
     times, tokens = Counter[str](), Counter[str]()
-    for of in trainers.values():
-        of.update()
-    while sum(times.values()) < seconds:
+    started, ready = time.perf_counter(), False
+    while (elapsed := time.perf_counter() - started) < seconds:
+        if elapsed > seconds / 2 and not ready:
+            times.clear(), tokens.clear()
+            ready = True
         for name, of in trainers.items():
             start = time.perf_counter()
             tokens[name] += int(of.update()[4])
             times[name] += time.perf_counter() - start
-    costs = {name: times[name] / tokens[name] for name in trainers}
-    return {"padding": 1 - filled / places, "a token over one without padding": costs["ours"] / costs["whole"]}
-
-
-def packed_features(model: Transformer, batch: dict[str, Any], seeds: torch.Tensor | None) -> torch.Tensor:
-    """:meth:`Transformer.features` of the tokens alone, (tokens, d_model), sentence after sentence."""
-
-    def attend(module, x, memory, queries, keys, causal):
-        sizes, weight = module._projection_sizes, module.in_proj_weight
-        if x is memory:
-            q, k, v = F.linear(x, weight).split(sizes, -1)
-        else:
-            q, (k, v) = F.linear(x, weight[: sizes[0]]), F.linear(memory, weight[sizes[0] :]).split(sizes[1:], -1)
-        q, k, v = (t.unflatten(-1, (module.num_heads, -1)) for t in (q, k, v))
-        longest = batch[f"longest {queries}"], batch[f"longest {keys}"]
-        dropout_p, seed = module.dropout if module.training else 0.0, next(sites)
-        out = varlen_attn(
-            q, k, v, batch[queries], batch[keys], *longest, is_causal=causal, dropout_p=dropout_p, seed=seed
-        )
-        return F.linear(out.flatten(1), module.out_proj.weight)
-
-    def embed(side, embedding, positions):
-        rows = positions(0, batch[f"longest {side}"], torch.device("cpu"))[batch[f"places {side}"]]
-        return model._embed(embedding, rows, batch[f"tokens {side}"], next(sites))
-
-    sites = model._sites(seeds, None)
-    x, residual = model.encoder.begin(embed("source", model.source_embedding, model.source_positions))
-    for layer in model.encoder.layers:
-        y = attend(layer.self_attention, x, x, "source", "source", False)
-        x, residual = _add_norm(layer.self_attention_norm, y, residual, next(sites))
-        x, residual = _add_norm(layer.feed_forward_norm, layer.feed_forward(x, next(sites)), residual, next(sites))
-    memory = x
-    x, residual = model.decoder.begin(embed("target", model.target_embedding, model.target_positions))
-    for layer in model.decoder.layers:
-        y = attend(layer.self_attention, x, x, "target", "target", True)
-        x, residual = _add_norm(layer.self_attention_norm, y, residual, next(sites))
-        y = attend(layer.cross_attention, x, memory, "target", "source", False)
-        x, residual = _add_norm(layer.cross_attention_norm, y, residual, next(sites))
-        x, residual = _add_norm(layer.feed_forward_norm, layer.feed_forward(x, next(sites)), residual, next(sites))
-    return x
-
-
-def packed_batch(text: ParallelText, index: torch.Tensor, multiple: int) -> dict[str, Any]:
-    """Sentences ``index`` one after the other, and after them one of padding up to a ``multiple`` of tokens: the matrix
-    library prepares code for every new number of rows."""
-    batch: dict[str, Any] = {}
-    for side, sentences in (("source", text.sources), ("target", text.targets)):
-        lengths = sentences.lengths_of(index)
-        rest = -int(lengths.sum()) % multiple
-        offsets = F.pad(torch.cat((lengths, torch.tensor([rest]))).cumsum(0), (1, 0))
-        sentence = torch.arange(len(index)).repeat_interleave(lengths)
-        places = torch.arange(len(sentence)) - offsets[sentence]
-        tokens = sentences._tokens[sentences._offsets[index][sentence] + places].long()
-        batch[side], batch[f"longest {side}"] = offsets, int(offsets.diff().max())
-        batch[f"tokens {side}"] = F.pad(tokens, (0, rest), value=PAD_ID)
-        batch[f"places {side}"] = F.pad(places, (0, rest))
-        batch[f"filled {side}"] = len(tokens)
-    batch["labels"] = batch["tokens target"]
-    shifted = batch["labels"].roll(1)
-    batch["tokens target"] = torch.where(batch["places target"] == 0, BOS_ID, shifted)
-    return batch
-
-
-def packed(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> float:
-    """Tokens a second of `tiny` on packed batches, of sentences in random order, over those on batches of like lengths:
-    in turns, the second half of ``seconds``, since the matrix library prepares its code in the first."""
-    config = TrainingConfig.of_preset("tiny")
-    ours, other = (trainer("tiny", tokenizer.vocab_size, text, config.batch_tokens) for _ in range(2))
-    order = torch.randperm(len(text.sources), generator=torch.Generator().manual_seed(1))
-    ends = torch.maximum(*(side.lengths[order].cumsum(0) for side in (text.sources, text.targets)))
-    batches = order.split((ends // config.batch_tokens).bincount().tolist())
-
-    def update(index: torch.Tensor) -> int:
-        batch = packed_batch(text, index, 256)
-        other.step += 1
-        seeds = dropout_seeds(1, other.step, 0, other.model.dropout_sites)
-        with other.autocast():
-            features = packed_features(other.model, batch, seeds)
-            loss, _, _ = smoothed_loss(*other.model.projection(features), batch["labels"], 0.1, PAD_ID)
-        (loss / batch["filled target"]).backward()
-        for group in other.optimizer.param_groups:
-            group["lr"] = other.learning_rate(other.step)
-        other.optimizer.step()
-        other.optimizer.zero_grad(set_to_none=True)
-        return batch["filled source"] + batch["filled target"]
-
-    programs = {"ours": lambda index: int(ours.update()[4]), "packed": update}
-    times, tokens = Counter[str](), Counter[str]()
-    started, ready = time.perf_counter(), False
-    for index in itertools.cycle(batches):
-        elapsed = time.perf_counter() - started
-        if elapsed > seconds:
-            break
-        if elapsed > seconds / 2 and not ready:
-            times.clear(), tokens.clear()
-            ready = True
-        for name, program in programs.items():
-            start = time.perf_counter()
-            tokens[name] += program(index)
-            times[name] += time.perf_counter() - start
-    speeds = {name: tokens[name] / times[name] for name in programs}
-    return speeds["packed"] / speeds["ours"]
+    speeds = {name: tokens[name] / times[name] for name in trainers}
+    shares = {name: 1 - filled[name] / rows[name] for name in trainers}
+    return {**shares, "tokens a second over padded": speeds["packed"] / speeds["padded"]}
 
 
 def ratio(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
@@ -279,14 +201,12 @@ def tables(results: dict[str, Any]) -> str:
     lines += ["", "| beside ours | time over ours |", "| --- | --- |"]
     lines += [f"| jadore801120's step, {name} | {value:.2f} |" for name, value in results["program"].items()]
     lines += [f"| the loss: {name} | {value:.2f} |" for name, value in results["losses"].items()]
-    found = results["padding"]
-    lines += [
-        "",
-        f"Batches of like lengths are {found['padding']:.1%} padding. A token of theirs costs "
-        f"{found['a token over one without padding']:.2f} times what one costs in batches without any.",
-    ]
-    if "packed" in results:
-        lines[-1] += f" Packed batches train on {results['packed']:.2f} times as many tokens a second."
+    if found := results.get("packing"):
+        lines += [
+            "",
+            f"Packed batches are {found['packed']:.1%} padding, padded ones of like lengths {found['padded']:.1%}. "
+            f"Packed ones train on {found['tokens a second over padded']:.2f} times as many tokens a second.",
+        ]
     return "\n".join(lines)
 
 
@@ -314,8 +234,7 @@ def main() -> None:
         },
         "program": program(options.seconds),
         "losses": losses(options.seconds),
-        "padding": padding(tokenizer, text, options.seconds),
-        "packed": packed(tokenizer, text, 4 * options.seconds),
+        "packing": packing(tokenizer, text, 4 * options.seconds),
     }
     print(tables(results))
     if options.record:

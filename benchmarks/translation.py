@@ -1,5 +1,6 @@
 """Trains the preset `tiny` on the verses: `fastattn.Transformer`, and `torch.nn.Transformer` of the same size with
-`torch.nn.functional.cross_entropy`, on the same batches and schedule. Then both translate the test text greedily.
+`torch.nn.functional.cross_entropy`, on the same text and schedule. Ours takes packed batches, torch's padded ones of
+sentences of like length. Then both translate the test text greedily.
 
     python benchmarks/translation.py fastattn torch --minutes 20 --record
 
@@ -24,9 +25,9 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.bench import plots, report
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
-from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel
+from fastattn.translation.data import LENGTH_MULTIPLE, Batch, ParallelText, Sentences, padded_lengths, read_parallel
 from fastattn.translation.evaluate import held_out, scores
-from fastattn.translation.model import SinusoidalPositions
+from fastattn.translation.model import Packed, SinusoidalPositions
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
@@ -57,7 +58,8 @@ class TorchTransformer(nn.Module):
         x = F.embedding(tokens, self.output.weight, self.config.pad_id) * self.config.d_model**0.5
         return self.dropout(x + self.positions(0, tokens.shape[1], tokens.device))
 
-    def features(self, source, target, source_lengths, target_lengths, seeds=None) -> Tensor:
+    def features(self, source: Tensor, target: Tensor, source_lengths: Tensor) -> Tensor:
+        """Of sentences that are padded on the right."""
         hidden = torch.arange(source.shape[1]) >= source_lengths[:, None]
         length = target.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.bool)
@@ -70,8 +72,52 @@ class TorchTransformer(nn.Module):
             tgt_is_causal=True,
         )
 
+    def packed_features(self, source: Packed, target: Packed) -> Tensor:
+        """Those of packed sentences, which are padded for it."""
+        features = self.features(padded(source.tokens, source), padded(target.tokens, target), lengths(source))
+        rows = torch.arange(len(lengths(target))).repeat_interleave(lengths(target))
+        found = features[rows, target.places[: len(rows)]]
+        return F.pad(found, (0, 0, 0, len(target.tokens) - len(rows)))
+
     def projection(self, features: Tensor) -> tuple[Tensor, Tensor, None]:
         return features, self.output.weight, None
+
+
+def lengths(packed: Packed) -> Tensor:
+    """Of the sentences, int64 (B,), without that of padding."""
+    return packed.offsets.diff()[:-1]
+
+
+def padded(tokens: Tensor, packed: Packed) -> Tensor:
+    """What belongs to packed sentences, (tokens,), as (B, L), padded on the right with ``PAD_ID``."""
+    sentences = tokens.split(packed.offsets.diff().tolist())[:-1]
+    rows = nn.utils.rnn.pad_sequence(sentences, batch_first=True, padding_value=PAD_ID)
+    return F.pad(rows, (0, -rows.shape[1] % LENGTH_MULTIPLE), value=PAD_ID)
+
+
+class OfLikeLengths(ParallelText):
+    """Pairs whose batches hold sentences of like length: little of them is padding once they are padded."""
+
+    def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> list[Tensor]:
+        """At most ``batch_tokens`` tokens a side, padding included. ``shuffle`` breaks ties and orders the batches."""
+        source, target = (padded_lengths(side.lengths) for side in (self.sources, self.targets))
+        # Source lengths go up and down by turns, so that a batch across two target lengths has like source lengths.
+        by_source = torch.where(target // LENGTH_MULTIPLE % 2 == 1, source, -source)
+        key = target * (2 * int(source.max()) + 1) + by_source
+        order = torch.arange(len(key)) if shuffle is None else torch.randperm(len(key), generator=shuffle)
+        order = order[key[order].argsort(stable=True)]
+        longest = torch.maximum(source, target)[order]
+        batches, first = [], 0
+        while first < len(order):
+            most = max(1, batch_tokens // int(longest[first]))
+            tokens = longest[first : first + most].cummax(0).values
+            tokens *= torch.arange(1, len(tokens) + 1)  # of a batch that ends here
+            count = max(1, int((tokens <= batch_tokens).sum()))
+            batches.append(order[first : first + count])
+            first += count
+        if shuffle is not None:
+            batches = [batches[i] for i in torch.randperm(len(batches), generator=shuffle).tolist()]
+        return batches
 
 
 class TorchLoss(nn.Module):
@@ -82,9 +128,16 @@ class TorchLoss(nn.Module):
         self.model, self.smoothing = model, smoothing
 
     def forward(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        features = self.model.features(batch.source, batch.target, batch.source_lengths, batch.target_lengths)
-        logits, labels = self.model.output(features).flatten(0, 1), batch.labels.flatten()
-        loss = F.cross_entropy(logits, labels, ignore_index=PAD_ID, reduction="sum", label_smoothing=self.smoothing)
+        source, target, labels = (
+            padded(tokens, side)
+            for tokens, side in (
+                (batch.source.tokens, batch.source), (batch.target.tokens, batch.target), (batch.labels, batch.target)
+            )
+        )  # fmt: skip
+        logits = self.model.output(self.model.features(source, target, lengths(batch.source))).flatten(0, 1)
+        loss = F.cross_entropy(
+            logits, labels.flatten(), ignore_index=PAD_ID, reduction="sum", label_smoothing=self.smoothing
+        )
         return loss, *loss.detach().new_zeros(2)  # what only reports would read
 
 
@@ -96,7 +149,7 @@ def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batc
         target = torch.full((len(index), 1), model.config.bos_id)
         finished = torch.zeros(len(index), dtype=torch.bool)
         while not finished.all() and target.shape[1] < source.shape[1] + Search.extra_tokens:
-            token = model.output(model.features(source, target, lengths, None)[:, -1]).argmax(-1)
+            token = model.output(model.features(source, target, lengths)[:, -1]).argmax(-1)
             token.masked_fill_(finished, model.config.eos_id)
             target, finished = torch.cat((target, token[:, None]), 1), finished | (token == model.config.eos_id)
         found += tokenizer.decode(target.tolist())
@@ -114,11 +167,12 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
     torch.manual_seed(training.seed)
     config = TransformerConfig.preset("tiny", tokenizer.vocab_size)
     model = {"fastattn": Transformer, "torch": TorchTransformer}[kind](config)
-    trainer = Trainer(model, ParallelText(tokenizer, *train), training)
+    text = {"fastattn": ParallelText, "torch": OfLikeLengths}[kind]
+    trainer = Trainer(model, text(tokenizer, *train), training)
     if kind == "torch":
         trainer.loss = TorchLoss(model, training.label_smoothing)
-    text = ParallelText(tokenizer, *dev)
-    held_out_batches = [text.batch(i) for i in text.buckets(training.batch_tokens)]
+    held_out_text = text(tokenizer, *dev)
+    held_out_batches = [held_out_text.batch(index) for index in held_out_text.batches(training.batch_tokens)]
 
     seconds, tokens, curve = 0.0, 0.0, []
     while seconds < 60 * minutes:

@@ -152,7 +152,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         checkpoint.write_file(Path(options.output), "".join(f"{line}\n" for line in translations).encode())
     _warn(options, *evaluation_warnings(sources, translations, references))
     text = ParallelText(tokenizer, sources, references)
-    of_references = held_out(model, map(text.batch, text.buckets(EVALUATION_TOKENS)), contextlib.nullcontext())
+    of_references = held_out(model, map(text.batch, text.batches(EVALUATION_TOKENS)), contextlib.nullcontext())
     found = scores(translations, references)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
     if options.json:

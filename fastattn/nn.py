@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn.backends.visibility import visibility
 from fastattn.ops import check
-from fastattn.ops.attention import attention_weights, scaled_dot_product_attention
+from fastattn.ops.attention import attention_weights, scaled_dot_product_attention, varlen_attn
 from fastattn.ops.dropout import dropout
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 from fastattn.ops.softmax_dropout import softmax_dropout
@@ -164,12 +164,17 @@ class MultiHeadAttention(nn.MultiheadAttention):
         window_size: tuple[int, int] = (-1, -1),
         cache: KeyValueCache | None = None,
         seed: Tensor | None = None,
+        cu_seq_q: Tensor | None = None,
+        cu_seq_k: Tensor | None = None,
+        max_q: int | None = None,
+        max_k: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key and value.
 
         Args:
             query: (N, L, E) with ``batch_first``, else (L, N, E); or (L, E). With ``batch_first`` also a nested tensor
-                of N sequences, strided or jagged; then key and value are nested too, and there is no mask.
+                of N sequences, strided or jagged; then key and value are nested too, and there is no mask. With
+                ``cu_seq_q`` the sequences are packed: (tokens, E).
             key, value: the same with length S and sizes kdim, vdim. Passing one tensor as query, key and value (or as
                 key and value) projects it once.
             key_padding_mask: (N, S) or (S,), bool (True = BLOCKED, as in torch) or float (added to the scores).
@@ -183,6 +188,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 ``cache.length`` - L + i, so that ``is_causal`` and windows count from the end; with ``key_lengths``
                 from ``key_lengths[n]``, the end of sequence n.
             seed: int64 (2,) of the dropout; drawn from torch's default generator when not given.
+            cu_seq_q, cu_seq_k, max_q, max_k: of packed sequences, as :func:`fastattn.varlen_attn` takes them: where
+                each begins, and the longest one's length. ``is_causal`` and windows count from the lower-right diagonal
+                there. With them go ``need_weights=False`` and no mask, ``key_lengths``, cache or appended key.
 
         Returns:
             The output, of query's shape, contiguous; and None or the weights after dropout, (N, L, S), unaveraged
@@ -193,13 +201,19 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 are RuntimeErrors and AssertionErrors too where torch's module raises these.
         """
         self._check_operands(query, key, value, cache)
+        packed = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k, "max_q": max_q, "max_k": max_k}
+        if any(argument is not None for argument in packed.values()):
+            return self._packed(
+                query, key, value, packed, need_weights, is_causal, window_size, seed, key_lengths=key_lengths,
+                key_padding_mask=key_padding_mask, attn_mask=None if is_causal else attn_mask, cache=cache,
+            )  # fmt: skip
         if query.is_nested or key.is_nested or value.is_nested:
             return self._nested(
                 query, key, value, key_padding_mask, attn_mask, key_lengths, cache, need_weights=need_weights,
                 average_attn_weights=average_attn_weights, is_causal=is_causal, window_size=window_size, seed=seed,
             )  # fmt: skip
         batched = query.dim() == 3
-        q, k, v = self._project(query, key, value, cache)
+        q, k, v = self._project(query, key, value, cache, self._split_heads)
         if cache is not None:
             k, v = cache.append(k, v)
         if k.size(0) != q.size(0):
@@ -262,6 +276,32 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise TypeError(f"{_NAME}: cache must be a KeyValueCache, got {type(cache).__name__}")
 
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: dict[str, Any], need_weights: bool, is_causal: bool,
+        window_size: tuple[int, int], seed: Tensor | None, **others: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Packed operands; ``others`` are those that do not go with them."""
+        missing = [name for name, argument in packed.items() if argument is None]
+        if missing:
+            raise TypeError(f"{_NAME}: packed sequences need {', '.join(packed)}; got no {', '.join(missing)}")
+        if query.dim() != 2 or query.is_nested:
+            raise check.BadValue(
+                f"{_NAME}: packed sequences are (tokens, {self.embed_dim}), got query of {query.dim()} dimensions"
+                f"{_shape(query)}"
+            )
+        others |= {"add_bias_kv": self.bias_k, "add_zero_attn": self.add_zero_attn or None}
+        given = [name for name, argument in others.items() if argument is not None]
+        if given:
+            raise check.BadValue(f"{_NAME}: packed sequences do not go with {given[0]}: leave it out, or pad them")
+        if need_weights:
+            raise check.BadValue(f"{_NAME}: packed sequences have no weights: pass need_weights=False, or pad them")
+        q, k, v = self._project(query, key, value, None, _packed_heads)
+        out = varlen_attn(
+            q, k, v, **packed, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
+            window_size=window_size, enable_gqa=self.num_kv_heads != self.num_heads, seed=seed,
+        )  # fmt: skip
+        return _linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias), None
+
     def _nested(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None,
         key_lengths: Tensor | None, cache: KeyValueCache | None, **options: Any,
@@ -299,9 +339,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return _nested_like(query, rows), weights
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, heads, length, head size) queries, keys and values, by as few products as shared operands allow."""
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None,
+        split: Callable[[Tensor, int], Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The ``split`` queries, keys and values, by as few products as shared operands allow."""
         sizes = self._projection_sizes
         if self._qkv_same_embed_dim:
             weights: Sequence[Tensor] = (
@@ -314,9 +355,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             biases = [self.in_proj_bias] if len(weights) == 1 else self.in_proj_bias.split(sizes)
         if len(weights) == 1:
             q, k, v = _linear(query, weights[0], biases[0]).split(sizes, -1)
-            q = self._split_heads(q, self.num_heads)
-            return q, self._split_heads(k, self.num_kv_heads), self._split_heads(v, self.num_kv_heads)
-        q = self._split_heads(_linear(query, weights[0], biases[0]), self.num_heads)
+            q = split(q, self.num_heads)
+            return q, split(k, self.num_kv_heads), split(v, self.num_kv_heads)
+        q = split(_linear(query, weights[0], biases[0]), self.num_heads)
         if cache is not None and cache.static and cache.length:
             return q, *cache.contents()
         if key is value and self._qkv_same_embed_dim:
@@ -325,9 +366,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
             k, v = _linear(key, weight, bias).split(sizes[1:], -1)
         else:
             k, v = _linear(key, weights[1], biases[1]), _linear(value, weights[2], biases[2])
-        return q, self._split_heads(k, self.num_kv_heads), self._split_heads(v, self.num_kv_heads)
+        return q, split(k, self.num_kv_heads), split(v, self.num_kv_heads)
 
     def _split_heads(self, projected: Tensor, heads: int) -> Tensor:
+        """(N, heads, length, head size)"""
         if projected.dim() == 2:
             projected = projected.unsqueeze(0)
         elif not self.batch_first:
@@ -400,6 +442,11 @@ def _check_sizes(**sizes: int | None) -> None:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``, which takes a bias of another dtype for some shapes alone, for all shapes."""
     return F.linear(input, weight, bias if bias is None else bias.to(weight.dtype))
+
+
+def _packed_heads(projected: Tensor, heads: int) -> Tensor:
+    """(tokens, heads, head size)"""
+    return projected.unflatten(-1, (heads, -1))
 
 
 def _nested_like(query: Any, rows: list[Tensor]) -> Tensor:

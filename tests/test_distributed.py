@@ -80,12 +80,10 @@ def test_an_update_in_parts(text):  # noqa: F811
     for number, (_, _, index) in zip(range(4), text.epochs(150, seed=3), strict=False):
         batch = text.batch(index)
         seeds = dropout_seeds(3, 1, number, model.dropout_sites)
-        logits = model(batch.source, batch.target, batch.source_lengths, batch.target_lengths, seeds=seeds)
-        loss += F.cross_entropy(
-            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=PAD_ID, label_smoothing=0.1, reduction="sum"
-        )
+        logits = model.logits(model.packed_features(batch.source, batch.target, seeds=seeds))
+        loss += F.cross_entropy(logits, batch.labels, ignore_index=PAD_ID, label_smoothing=0.1, reduction="sum")
         tokens += batch.tokens
-        sizes.append((batch.source, batch.labels))
+        sizes.append((batch.source.tokens, batch.labels))
     gradients = torch.autograd.grad(loss / tokens, list(model.parameters()))
     assert found[0].item() == pytest.approx(loss.item(), rel=1e-5)
     assert found[3] == tokens
@@ -104,15 +102,16 @@ def test_an_update_in_parts(text):  # noqa: F811
 
 def test_an_update_goes_on_into_the_next_epoch(text):  # noqa: F811
     """Every batch once an epoch, whether or not the parts of an update divide their number."""
-    buckets = len(text.buckets(1000))
     config = TrainingConfig(batch_tokens=4000, micro_batches=4, warmup=1000, precision="fp32")
-    trainer = Trainer(small_model(), text, config)
-    seen = 0
-    for _ in range(-(-2 * buckets // 4)):
+    trainer, seen, updates = Trainer(small_model(), text, config), 0, 12
+    for _ in range(updates):
         seen += trainer.update()[3].item()
-    assert trainer.step * 4 == trainer.epoch * buckets + trainer.place
-    rest = itertools.islice(text.epochs(1000, 1, 2), trainer.step * 4 - 2 * buckets)
-    assert seen == 2 * int(text.targets.lengths.sum()) + sum(int(text.targets.lengths[i].sum()) for _, _, i in rest)
+    *_, (epoch, place, _) = taken = list(itertools.islice(text.epochs(1000, config.seed), 4 * updates))
+    assert (trainer.epoch, trainer.place) == (epoch, place + 1)
+    assert seen == sum(int(text.targets.lengths_of(index).sum()) for _, _, index in taken)
+    first = torch.cat([index for epoch, _, index in taken if epoch == 0])
+    assert sorted(first.tolist()) == list(range(300))
+    assert sum(epoch == 0 for epoch, _, _ in taken) % 4
 
 
 def test_the_gradient_is_clipped(text):  # noqa: F811

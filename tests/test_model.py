@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation.errors import InputError
-from fastattn.translation.model import AttentionWeights, SinusoidalPositions
+from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights, Packed, SinusoidalPositions
 from fastattn.translation.tokenizer import BOS_ID
 
 SMALL = TransformerConfig(vocab_size=40, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2)
@@ -74,6 +74,34 @@ def test_padding_changes_nothing(model):
         alone = model(source[row : row + 1, :source_length], target[row : row + 1, :target_length])
         torch.testing.assert_close(together[row, :target_length], alone[0], **CLOSE)
         torch.testing.assert_close(wider[row, :target_length], alone[0], **CLOSE)
+
+
+@pytest.mark.parametrize("lengths", [((9, 4), (7, 5)), ((40, 24, 0), (1, 2, 64)), ((1,), (1,))])
+def test_packed_sentences_have_the_features_and_gradients_of_padded_ones(model, lengths):
+    """Filled up or not; with a side that is empty; the rows that fill up have no gradient."""
+    if model.config.positions == "learned":
+        lengths = [[min(length, 24) for length in side] for side in lengths]
+    padded, packed, rows = batch(*lengths), [], 0
+    for tokens, of_side in zip(padded, lengths, strict=True):
+        rows = sum(of_side)
+        rest = -rows % ROW_MULTIPLE
+        tokens = torch.cat([tokens[i, :length] for i, length in enumerate(of_side)])
+        places = torch.tensor([place for length in of_side for place in range(length)] + [0] * rest)
+        offsets = torch.tensor([0, *of_side, rest]).cumsum(0)
+        packed.append(Packed(F.pad(tokens, (0, rest)), places, offsets, max(of_side)))
+    theirs = model.features(*padded, *map(torch.tensor, lengths))
+    theirs = torch.cat([theirs[i, :length] for i, length in enumerate(lengths[1])])
+    ours = model.packed_features(*packed)[:rows]
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    weights, parameters = torch.linspace(-1, 1, theirs.numel()).view_as(theirs), dict(model.named_parameters())
+    found = (
+        torch.autograd.grad((features * weights).sum(), list(parameters.values()), allow_unused=True)
+        for features in (ours, theirs)
+    )
+    for name, own, wanted in zip(parameters, *found, strict=True):
+        assert (own is None) == (wanted is None), name
+        if own is not None:  # float32 sums of some 100 rows, of different orders
+            assert (own - wanted).norm() <= 1e-4 * wanted.norm().clamp(min=1), name
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ def compare(ours, theirs, inputs, **options):
     # A score s rounded by eps |s| is a relative error eps |s| of P, once in the forward and once in the backward pass,
     # whose sums differ in order: 2 eps |s|, beside the 8 eps of the rule.
     with torch.no_grad():
-        q, k, _ = ours._project(*inputs, None)
+        q, k, _ = ours._project(*inputs, None, ours._split_heads)
         largest_score = largest(q @ k.mT) / math.sqrt(ours.head_dim)
     for n, (a, e, p) in enumerate(zip(*results, strict=True)):
         if e is None:
@@ -501,6 +501,100 @@ def test_refused_beside_nested_operands(words):
     with pytest.raises((ValueError, TypeError), match=words) as refused:
         REFUSED_NESTED[words](module, jagged(5, 3))
     assert isinstance(refused.value, AssertionError)
+
+
+PACKED = {
+    "self-attention": ((5, 2, 7), None, {}, {}),
+    "causal": ((5, 2, 7), None, {"is_causal": True}, {}),
+    "window": ((5, 0, 70), None, {"window_size": (3, 1)}, {}),
+    "cross-attention": ((5, 2, 0, 4), (3, 9, 2, 0), {}, {"kdim": 12, "vdim": 10}),
+    "grouped heads": ((5, 7), (5, 7), {}, {"num_kv_heads": 2, "head_dim": 7, "value_head_dim": 5, "bias": False}),
+}
+
+
+def packed(queries, keys=None):
+    """The arguments that describe sequences of these lengths."""
+    keys = queries if keys is None else keys
+    offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys))
+    return dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), (*offsets, max(queries), max(keys)), strict=True))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_operands(backend, case, batch_first):
+    """Each sequence as if it were alone, gradients included."""
+    queries, keys, masks, sizes = PACKED[case]
+    module = MultiHeadAttention(16, 4, batch_first=batch_first, **sizes)
+    query = torch.randn(sum(queries), 16, requires_grad=True)
+    others = [torch.randn(sum(keys), size, requires_grad=True) for size in (module.kdim, module.vdim)] if keys else []
+    key, value = others or (query, query)
+    leaves = [query, *others, *module.parameters()]
+    out, weights = module(query, key, value, need_weights=False, **packed(queries, keys), **masks)
+    assert weights is None
+    assert out.is_contiguous()
+    alone = zip(query.split(queries), *(t.split(keys or queries) for t in (key, value)), strict=True)
+    expected = torch.cat([module(*rows, **masks)[0] for rows in alone])
+    torch.testing.assert_close(out, expected, **CLOSE)
+    gradients = (torch.autograd.grad(result.square().sum(), leaves) for result in (out, expected))
+    for own, wanted in zip(*gradients, strict=True):  # float32 sums of some 80 rows in another order
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_packed_operands_drop_what_padded_ones_do(backend):
+    module = MultiHeadAttention(16, 4, dropout=0.4, batch_first=True)
+    rows = [torch.randn(n, 16) for n in (5, 2, 7)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    theirs, _ = module(padded, padded, padded, need_weights=False, key_lengths=torch.tensor([5, 2, 7]), seed=SEED)
+    x = torch.cat(rows)
+    ours, _ = module(x, x, x, need_weights=False, seed=SEED, **packed((5, 2, 7)))
+    torch.testing.assert_close(ours, torch.cat([t[: len(row)] for t, row in zip(theirs, rows, strict=True)]), **CLOSE)
+    assert not torch.allclose(ours, module.eval()(x, x, x, need_weights=False, **packed((5, 2, 7)))[0])
+
+
+def test_packed_operands_under_autocast_and_compiled():
+    module, x = MultiHeadAttention(16, 4), torch.randn(7, 16)
+
+    def call(x):
+        return module(x, x, x, need_weights=False, is_causal=True, **packed((5, 2)))[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x).dtype == torch.bfloat16
+        torch.testing.assert_close(call(x).float(), compiled(x).float())
+    torch.testing.assert_close(call(x), compiled(x))
+    torch._dynamo.reset()
+
+
+REFUSED_PACKED = {
+    "key_padding_mask": {"key_padding_mask": torch.zeros(5, dtype=torch.bool)},
+    "attn_mask": {"attn_mask": torch.zeros(5, 5)},
+    "key_lengths": {"key_lengths": torch.tensor([5])},
+    "cache": {"cache": KeyValueCache()},
+    "no weights": {"need_weights": True},
+    "got no max_q, max_k": {"max_q": None, "max_k": None},
+    "must rise from 0 to 5": {"cu_seq_q": torch.tensor([0, 4])},
+    "max_k must be at least": {"max_k": 4},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_PACKED)
+def test_refused_beside_packed_operands(words):
+    x = torch.randn(5, 16)
+    with pytest.raises((ValueError, TypeError), match=words):
+        MultiHeadAttention(16, 4)(x, x, x, **{"need_weights": False, **packed((5,)), **REFUSED_PACKED[words]})
+
+
+@pytest.mark.parametrize("appended", ["add_bias_kv", "add_zero_attn"])
+def test_keys_are_not_appended_to_packed_sequences(appended):
+    x = torch.randn(5, 16)
+    with pytest.raises(ValueError, match=appended):
+        MultiHeadAttention(16, 4, **{appended: True})(x, x, x, need_weights=False, **packed((5,)))
+
+
+def test_packed_operands_have_no_batch():
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(ValueError, match=r"\(tokens, 16\), got query of 3 dimensions and shape \(2, 5, 16\)"):
+        MultiHeadAttention(16, 4)(x, x, x, need_weights=False, **packed((5,)))
 
 
 @WEIGHTS

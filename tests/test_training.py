@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import gzip
 import io
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import ParallelText, arriving_lines, digest, encode, read_lines, read_parallel, sent
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
-from fastattn.translation.model import AttentionWeights
+from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights
 from fastattn.translation.precision import DTYPES
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
@@ -119,43 +120,47 @@ def test_tokenizer(verses):
 def test_a_batch(verses):
     sources, targets, tokenizer = verses
     batch = ParallelText(tokenizer, sources, targets).batch(torch.tensor([4, 0]))
-    for row, i in enumerate((4, 0)):
-        source, target = tokenizer.encode([sources[i], targets[i]])
-        assert batch.source[row].tolist() == [*source, EOS_ID] + [PAD_ID] * (batch.source.shape[1] - len(source) - 1)
-        assert batch.source_lengths[row] == len(source) + 1
-        length = batch.target_lengths[row]
-        assert length == len(target) + 1
-        assert batch.target[row, :length].tolist() == [BOS_ID, *target]
-        assert batch.labels[row].tolist() == [*target, EOS_ID] + [PAD_ID] * (batch.labels.shape[1] - len(target) - 1)
-    assert batch.tokens == (batch.labels != PAD_ID).sum() == batch.target_lengths.sum()
+    source, target = ([tokenizer.encode([side[i]])[0] for i in (4, 0)] for side in (sources, targets))
+    wanted = [[[*ids, EOS_ID] for ids in source], [[BOS_ID, *ids] for ids in target]]
+    for side, sentences in zip((batch.source, batch.target), wanted, strict=True):
+        lengths = [len(ids) for ids in sentences]
+        rest = len(side.tokens) - sum(lengths)
+        assert len(side.tokens) % ROW_MULTIPLE == 0 <= rest < ROW_MULTIPLE
+        assert side.tokens[: sum(lengths)].tolist() == [*sentences[0], *sentences[1]]
+        assert side.places.tolist() == [*range(lengths[0]), *range(lengths[1]), *[0] * rest]
+        assert side.offsets.tolist() == [0, lengths[0], sum(lengths), len(side.tokens)]
+        assert side.longest == max(lengths)
+    labels = [*target[0], EOS_ID, *target[1], EOS_ID]
+    assert batch.labels.tolist() == labels + [PAD_ID] * (len(batch.target.tokens) - len(labels))
+    assert (batch.tokens, batch.filled) == (len(labels), len(labels) + sum(len(ids) + 1 for ids in source))
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_buckets(text, seed):
-    """Every pair once; within the budget; little padding."""
-    buckets = text.buckets(600, seed and torch.Generator().manual_seed(seed))
-    assert sorted(torch.cat(buckets).tolist()) == list(range(300))
-    batches = [text.batch(index) for index in buckets]
-    for index, batch in zip(buckets, batches, strict=True):
-        assert max(batch.source.numel(), batch.target.numel()) <= 600 or len(index) == 1
-    assert sum(batch.tokens for batch in batches) > 0.9 * sum(batch.target.numel() for batch in batches)
-    assert sum(int(b.source_lengths.sum()) for b in batches) > 0.7 * sum(b.source.numel() for b in batches)
+def test_batches(text, seed):
+    """Every pair once; within the budget, and none of them could have taken the next pair too."""
+    indices = text.batches(600, seed and torch.Generator().manual_seed(seed))
+    assert sorted(torch.cat(indices).tolist()) == list(range(300))
+    assert (torch.cat(indices).tolist() == list(range(300))) == (seed is None)
+    sides = text.sources, text.targets
+    for index, following in itertools.pairwise(indices):
+        assert max(int(side.lengths_of(index).sum()) for side in sides) <= 600
+        assert max(int(side.lengths_of(torch.cat((index, following[:1]))).sum()) for side in sides) > 600
 
 
-def test_the_seed_orders_the_buckets(text):
+def test_the_seed_orders_the_batches(text):
     def order(seed):
-        return [index.tolist() for index in text.buckets(600, torch.Generator().manual_seed(seed))]
+        return [index.tolist() for index in text.batches(600, torch.Generator().manual_seed(seed))]
 
     assert order(1) == order(1) != order(2)
 
 
 def test_a_sentence_longer_than_a_batch_is_a_batch_of_its_own(text):
-    assert [len(index) for index in text.buckets(1)] == [1] * 300
+    assert [len(index) for index in text.batches(1)] == [1] * 300
 
 
 def test_epochs_can_be_entered_anywhere(text):
     batches = text.epochs(600, seed=5)
-    count = len(text.buckets(600))
+    count = len(text.batches(600))
     first = [next(batches) for _ in range(2 * count)]
     assert [(epoch, place) for epoch, place, _ in first] == [(e, p) for e in range(2) for p in range(count)]
     assert not torch.equal(first[0][2], first[count][2])
@@ -186,10 +191,9 @@ def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
     encode(tokenizer, files, digest(*files), tmp_path / "text")
     mapped = ParallelText.mapped(tmp_path / "text")
     assert (len(mapped.sources), mapped.left_out, mapped.first_left_out) == (300, 2, 2)
-    for wanted, found in zip(text.buckets(600), mapped.buckets(600), strict=True):
+    for wanted, found in zip(text.batches(600), mapped.batches(600), strict=True):
         assert torch.equal(wanted, found)
-        for ours, theirs in zip(*(vars(t.batch(found)).values() for t in (mapped, text)), strict=True):
-            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+        torch.testing.assert_close(*(dataclasses.asdict(t.batch(found)) for t in (mapped, text)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["source.tokens", "target.offsets"])
@@ -351,7 +355,7 @@ def test_an_update_waits_for_no_gpu(text):
     with PretendedGPU() as gpu, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no GPU for autocast
         trainer.update()
-    assert len(gpu.sent) == 2 * 7  # a micro-batch's five tensors, its seeds and its counts
+    assert len(gpu.sent) == 2 * 9  # a micro-batch's seven tensors, its seeds and its counts
     for tensor, options in gpu.sent:
         assert options == {"non_blocking": True}
         assert any(tensor is pinned for pinned in gpu.pinned)
@@ -777,18 +781,18 @@ def test_what_an_interrupted_removal_leaves_is_removed(tmp_path, verses, monkeyp
 
 def test_held_out_loss(text):
     model = small_model()
-    batches = [text.batch(index) for index in text.buckets(2000)]
+    batches = [text.batch(index) for index in text.batches(2000)]
     of_text = held_out(model, batches, torch.autocast("cpu", enabled=False))
     assert model.training
     model.eval()
     nll = tokens = 0
     with torch.no_grad():
         for i in range(len(text.sources)):
-            batch = text.batch(torch.tensor([i]))
-            nll += F.cross_entropy(
-                model(batch.source, batch.target)[0], batch.labels[0], ignore_index=PAD_ID, reduction="sum"
-            ).item()
-            tokens += batch.tokens
+            source, target = (side.packed(torch.tensor([i])).tokens for side in (text.sources, text.targets))
+            source, labels = source[source != PAD_ID], target[target != PAD_ID]
+            target = torch.cat((torch.tensor([BOS_ID]), labels[:-1]))
+            nll += F.cross_entropy(model(source[None], target[None])[0], labels, reduction="sum").item()
+            tokens += len(labels)
     assert of_text["valid_loss"] == pytest.approx(nll / tokens, rel=1e-5)
     assert of_text["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
     assert 0 <= of_text["valid_accuracy"] <= 1
@@ -903,7 +907,7 @@ def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys):
         assert math.isfinite(rows[0][name])
     model, tokenizer = checkpoint.load(best)
     valid = ParallelText(tokenizer, *map(read_lines, files))
-    of_text = held_out(model, map(valid.batch, valid.buckets(1000)), torch.autocast("cpu", enabled=False))
+    of_text = held_out(model, map(valid.batch, valid.batches(1000)), torch.autocast("cpu", enabled=False))
     assert rows[0]["valid_loss"] == pytest.approx(of_text["valid_loss"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("update 2: loss ")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastattn import TransformerConfig
-from fastattn.translation.data import Batch
+from fastattn.translation.data import Sentences
 from fastattn.translation.evaluate import smoothed_loss
 from fastattn.translation.tokenizer import PAD_ID
 
@@ -27,17 +27,22 @@ def model():
     torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def test_torchs_loss_is_ours(model):
+@pytest.fixture
+def text():
+    ids = ([[4 + (7 * n + k) % 46 for k in range(n)] for n in range(*lengths)] for lengths in ((3, 63), (70, 10, -1)))
+    text = translation.OfLikeLengths.__new__(translation.OfLikeLengths)
+    text.sources, text.targets = map(Sentences, ids)
+    return text
+
+
+def test_torchs_loss_is_ours(model, text):
     """Value and gradients, padding and smoothing included: the two are trained towards the same."""
-    ids = torch.randint(4, 50, (3, 9))
-    lengths = torch.tensor([9, 4, 7])
-    labels = ids.roll(-1, 1).masked_fill(torch.arange(9) >= lengths[:, None], PAD_ID)
-    batch = Batch(ids, lengths, ids, lengths, labels, int(lengths.sum()))
+    batch = text.batch(torch.tensor([5, 17, 30]))
     parameters = list(model.parameters())
 
     def ours():
-        features = model.features(ids, ids, lengths, lengths)
-        return smoothed_loss(*model.projection(features.flatten(0, 1)), labels.flatten(), 0.1, PAD_ID)[0]
+        features = model.packed_features(batch.source, batch.target)
+        return smoothed_loss(*model.projection(features), batch.labels, 0.1, PAD_ID)[0]
 
     def torchs():
         return translation.TorchLoss(model, 0.1)(batch, None)[0]
@@ -46,8 +51,27 @@ def test_torchs_loss_is_ours(model):
         (loss.detach(), torch.autograd.grad(loss, parameters)) for loss in (ours(), torchs())
     )
     torch.testing.assert_close(value.float(), wanted)
-    torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-5)  # float32 sums of 20 tokens, of size 1
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-4)  # float32 sums of 160 tokens, of size 1
     assert len(grads) == len(parameters) > 20
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_batches_of_like_lengths(text, seed):
+    """Every pair once; within the budget; less padding than in the order of the text."""
+    budget = 600
+    found = text.batches(budget, seed and torch.Generator().manual_seed(seed))
+    assert sorted(torch.cat(found).tolist()) == list(range(60))
+
+    def padding(batches):
+        filled = rows = 0
+        for index in batches:
+            batch = text.batch(index)
+            sides = [translation.padded(side.tokens, side) for side in (batch.source, batch.target)]
+            assert max(side.numel() for side in sides) <= budget
+            filled, rows = filled + batch.filled, rows + sum(side.numel() for side in sides)
+        return 1 - filled / rows
+
+    assert padding(found) < padding(torch.randperm(60, generator=torch.Generator().manual_seed(3)).split(6)) / 2
 
 
 def test_every_recorded_run_has_a_row():

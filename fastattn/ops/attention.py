@@ -430,11 +430,12 @@ def _cumulative(
         raise check.BadValue(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
     if check.is_readable(offsets):
         lengths = offsets.diff()
-        if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((lengths < 0).any()):
+        least, most = map(int, lengths.aminmax()) if lengths.numel() else (0, 0)
+        if int(offsets[0]) != 0 or int(offsets[-1]) != total or least < 0:
             raise check.BadValue(f"{name}: {label} must rise from 0 to {total}, got {_brief(offsets)}")
-        if lengths.numel() and int(lengths.max()) > longest:
+        if most > longest:
             raise check.BadValue(
-                f"{name}: {longest_label} must be at least the longest sequence, {int(lengths.max())}, got {longest}"
+                f"{name}: {longest_label} must be at least the longest sequence, {most}, got {longest}"
             )
     return offsets.to(torch.int64).contiguous()
 

@@ -134,7 +134,7 @@ class TrainingConfig:
 
     Args:
         preset: the name of the preset that it began with, for people.
-        batch_tokens: tokens a side of an update, padding included (section 5.1).
+        batch_tokens: tokens a side of an update, at most (section 5.1).
         micro_batches: parts of an update, each of sentences of like length and with dropout of its own. They are
             computed by several processes, or one after the other. A new run of 1 has one a process.
         warmup, rate: of the schedule.

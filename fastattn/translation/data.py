@@ -14,20 +14,20 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fastattn.translation import checkpoint
 from fastattn.translation.errors import InputError
+from fastattn.translation.model import ROW_MULTIPLE, Packed
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 # Pairs with a longer side are left out of training (attention's cost is quadratic); translation takes any length.
 MAX_TRAINING_PIECES = 256
-# Batches are padded to a multiple of this. The matrix library prepares code for every new number of rows, some of it
-# for good; so there are few of them, for 3 % more padding.
-LENGTH_MULTIPLE = 4
+LENGTH_MULTIPLE = 4  # of sentences to translate: the matrix library prepares code for every new number of rows
 CHUNK = 2**16  # pairs that are encoded at once
 SIDES, TOKENS, OFFSETS, ABOUT = ("source", "target"), ".tokens", ".offsets", "text.json"  # files of encoded text
 
@@ -194,6 +194,17 @@ class Sentences:
             found |= sought.intersection(tuple(tokens[begin:end]) for begin, end in places)
         return [sentence in found for sentence in wanted]
 
+    def packed(self, index: Tensor) -> Packed:
+        """Sentences ``index`` (N,), filled up with ``PAD_ID`` to a multiple of ``ROW_MULTIPLE``."""
+        lengths = self.lengths_of(index)
+        rest = -int(lengths.sum()) % ROW_MULTIPLE
+        offsets = functional.pad(torch.cat((lengths, lengths.new_tensor([rest]))).cumsum(0), (1, 0))
+        sentence = torch.arange(len(index)).repeat_interleave(lengths)
+        places = torch.arange(len(sentence)) - offsets[sentence]
+        tokens = self._tokens[self._offsets[index][sentence] + places].long()
+        padded = functional.pad(tokens, (0, rest), value=PAD_ID), functional.pad(places, (0, rest))
+        return Packed(*padded, offsets, int(lengths.max()))
+
     def padded(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,)."""
         lengths = self.lengths_of(index)
@@ -223,29 +234,29 @@ class _Writer:
 
 
 def padded_lengths(lengths: Tensor) -> Tensor:
-    """Lengths as batches have them."""
+    """Lengths as :meth:`Sentences.padded` has them."""
     return (lengths + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sentence pairs, padded on the right.
+    """Sentence pairs: the model's inputs, target sentences beginning with ``BOS_ID``, and labels, int64 (N,), the token
+    to predict at each position of the target, ``PAD_ID`` where there is none."""
 
-    source (B, S) and target (B, T) are the model's inputs, target beginning with ``BOS_ID``; labels (B, T) is the token
-    to predict at each target position, ``PAD_ID`` where there is none. All int64, as are the lengths (B,).
-    """
-
-    source: Tensor
-    source_lengths: Tensor
-    target: Tensor
-    target_lengths: Tensor
+    source: Packed
+    target: Packed
     labels: Tensor
     tokens: int  # labels that are not padding
+    filled: int  # tokens of both sides that are not padding
 
     def to(self, device: torch.device) -> "Batch":
-        names = [field.name for field in dataclasses.fields(self) if field.name != "tokens"]
-        tensors: dict[str, Any] = {name: sent(getattr(self, name), device) for name in names}
-        return dataclasses.replace(self, **tensors)
+        source, target = (_sent(side, device) for side in (self.source, self.target))
+        return dataclasses.replace(self, source=source, target=target, labels=sent(self.labels, device))
+
+
+def _sent(side: Packed, device: torch.device) -> Packed:
+    tokens, places, offsets = (sent(tensor, device) for tensor in (side.tokens, side.places, side.offsets))
+    return Packed(tokens, places, offsets, side.longest)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -283,39 +294,28 @@ class ParallelText:
         return text
 
     def batch(self, index: Tensor) -> Batch:
-        source, source_lengths = self.sources.padded(index)
-        labels, target_lengths = self.targets.padded(index)
-        begin = labels.new_full((len(index), 1), BOS_ID)
-        target = torch.cat((begin, labels[:, :-1]), dim=1)
-        return Batch(source, source_lengths, target, target_lengths, labels, int(target_lengths.sum()))
+        source, target = self.sources.packed(index), self.targets.packed(index)
+        labels = target.tokens
+        target = dataclasses.replace(target, tokens=labels.roll(1).masked_fill_(target.places == 0, BOS_ID))
+        tokens, of_source = (int(side.offsets[-2]) for side in (target, source))
+        return Batch(source, target, labels, tokens, tokens + of_source)
 
-    def buckets(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> list[Tensor]:
-        """Indices of the pairs of each batch: at most ``batch_tokens`` tokens a side, padding included.
-
-        Pairs of like length share a batch. ``shuffle`` breaks the ties and orders the batches; without it both follow
-        the text.
-        """
-        source, target = (padded_lengths(side.lengths) for side in (self.sources, self.targets))
-        # Source lengths go up and down by turns, so that a batch across two target lengths has like source lengths.
-        by_source = torch.where(target // LENGTH_MULTIPLE % 2 == 1, source, -source)
-        key = target * (2 * int(source.max()) + 1) + by_source
-        order = torch.arange(len(key)) if shuffle is None else torch.randperm(len(key), generator=shuffle)
-        order = order[key[order].argsort(stable=True)]
-        longest = torch.maximum(source, target)[order]
+    def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> list[Tensor]:
+        """Indices of the pairs of each batch, as many as have at most ``batch_tokens`` tokens a side, in the order of
+        the text or, with ``shuffle``, a random one."""
+        order = torch.arange(len(self.sources))
+        if shuffle is not None:
+            order = torch.randperm(len(order), generator=shuffle)
+        ends = [functional.pad(side.lengths_of(order).cumsum(0), (1, 0)) for side in (self.sources, self.targets)]
         batches, first = [], 0
         while first < len(order):
-            most = max(1, batch_tokens // int(longest[first]))
-            tokens = longest[first : first + most].cummax(0).values
-            tokens *= torch.arange(1, len(tokens) + 1)  # of a batch that ends here
-            count = max(1, int((tokens <= batch_tokens).sum()))
-            batches.append(order[first : first + count])
-            first += count
-        if shuffle is not None:
-            batches = [batches[i] for i in torch.randperm(len(batches), generator=shuffle).tolist()]
+            last = min(int(torch.searchsorted(end, end[first] + batch_tokens, right=True)) for end in ends) - 1
+            batches.append(order[first : max(last, first + 1)])
+            first += len(batches[-1])
         return batches
 
     def epochs(self, batch_tokens: int, seed: int, epoch: int = 0, skip: int = 0) -> Iterator[tuple[int, int, Tensor]]:
-        """Shuffled :meth:`buckets` without end, as (epoch, place in the epoch, indices), from place ``skip`` of
+        """Shuffled :meth:`batches` without end, as (epoch, place in the epoch, indices), from place ``skip`` of
         ``epoch`` on.
 
         An epoch's order depends on ``seed`` and its number alone.
@@ -323,7 +323,7 @@ class ParallelText:
         while True:
             key = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8).digest()
             shuffle = torch.Generator().manual_seed(*struct.unpack("<q", key))
-            batches = self.buckets(batch_tokens, shuffle)
+            batches = self.batches(batch_tokens, shuffle)
             for place in range(skip, len(batches)):
                 yield epoch, place, batches[place]
             epoch, skip = epoch + 1, 0

@@ -102,9 +102,8 @@ def held_out(
     sums = torch.zeros(4, dtype=torch.float64)
     with autocast:
         for batch in batches:
-            features = model.features(batch.source, batch.target, batch.source_lengths, batch.target_lengths)
-            projection = model.projection(features.flatten(0, 1))
-            sums[:3] += torch.stack(smoothed_loss(*projection, batch.labels.flatten(), 0.0, model.config.pad_id)).cpu()
+            projection = model.projection(model.packed_features(batch.source, batch.target))
+            sums[:3] += torch.stack(smoothed_loss(*projection, batch.labels, 0.0, model.config.pad_id)).cpu()
             sums[3] += batch.tokens
     _, nll, correct, tokens = total(sums).tolist()
     model.train(was_training)

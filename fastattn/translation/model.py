@@ -5,11 +5,13 @@ normalised input of the next sub-layer, and ``residual``, the stream that the su
 post-norm they are the same tensor; with ``norm_first`` the stream is the plain sum, and the norm that follows a
 sub-layer is the one that the next sub-layer would begin with: a stack begins with one norm and ends with its final one.
 
-Batches are padded on the right. Padding is described by lengths alone: no mask is built, no kernel reads beyond them.
+Training packs its sentences one after the other. Elsewhere they are padded on the right, and padding is described by
+lengths alone: no mask is built, no kernel reads beyond them.
 """
 
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,29 @@ class AttentionWeights:
     encoder: list[Tensor] = dataclasses.field(default_factory=list)
     decoder: list[Tensor] = dataclasses.field(default_factory=list)
     cross: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+ROW_MULTIPLE = 64  # of the rows of packed sentences
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Sentences one after the other. The last one is padding, shorter than ``ROW_MULTIPLE``, maybe empty.
+
+    tokens, int64 (N,); places, int64 (N,): of each token in its sentence; offsets, int64 (sentences + 1,): where each
+    begins, and the end; longest: the length of the longest sentence.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    offsets: Tensor
+    longest: int
+
+
+def _between(queries: Packed, keys: Packed) -> dict[str, Any]:
+    """The arguments of an attention between packed sentences."""
+    longest = {"max_q": max(queries.longest, ROW_MULTIPLE), "max_k": max(keys.longest, ROW_MULTIPLE)}
+    return {"cu_seq_q": queries.offsets, "cu_seq_k": keys.offsets, **longest}
 
 
 class DecoderState:
@@ -168,6 +193,17 @@ class Transformer(nn.Module):
         memory = self._encode(source, source_lengths, sites, weights)
         return self._decode(target, memory, source_lengths, target_lengths, sites, weights)
 
+    def packed_features(self, source: Packed, target: Packed, *, seeds: Tensor | None = None) -> Tensor:
+        """:meth:`features` of packed sentences, without a row of padding between them: (target tokens, d_model)."""
+        device = source.tokens.device
+        sites = self._sites(seeds, device)
+        positions = self.source_positions(0, source.longest, device)[source.places]
+        x = self._embed(self.source_embedding, positions, source.tokens, next(sites))
+        memory = self._encoder(x, _between(source, source), sites, None)
+        positions = self.target_positions(0, target.longest, device)[target.places]
+        x = self._embed(self.target_embedding, positions, target.tokens, next(sites))
+        return self._decoder(x, memory, _between(target, target), _between(target, source), sites, None)
+
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model) for source (B, S)."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
@@ -242,18 +278,26 @@ class Transformer(nn.Module):
         self._check_tokens(source)
         positions = self.source_positions(0, source.shape[1], source.device)
         x = self._embed(self.source_embedding, positions, source, next(sites))
+        return self._encoder(x, {"key_lengths": source_lengths}, sites, weights)
+
+    def _encoder(self, x, within, sites, weights) -> Tensor:
         x, residual = self.encoder.begin(x)
         for layer in self.encoder.layers:
-            x, residual = layer(x, residual, source_lengths, sites, weights)
+            x, residual = layer(x, residual, within, sites, weights)
         return x
 
     def _decode(self, target, memory, source_lengths, target_lengths, sites, weights) -> Tensor:
         self._check_tokens(target)
         positions = self.target_positions(0, target.shape[1], target.device)
         x = self._embed(self.target_embedding, positions, target, next(sites))
+        return self._decoder(
+            x, memory, {"key_lengths": target_lengths}, {"key_lengths": source_lengths}, sites, weights
+        )
+
+    def _decoder(self, x, memory, within, across, sites, weights) -> Tensor:
         x, residual = self.decoder.begin(x)
         for layer in self.decoder.layers:
-            x, residual = layer(x, residual, target_lengths, memory, source_lengths, sites, weights)
+            x, residual = layer(x, residual, within, memory, across, sites, weights)
         return x
 
 
@@ -270,7 +314,11 @@ class _Stack(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward network."""
+    """Self-attention and feed-forward network.
+
+    ``within`` and, in the decoder, ``across`` are the arguments of attention that say where sentences end: lengths of
+    padded ones, or how they are packed.
+    """
 
     SITES = 4
 
@@ -282,10 +330,10 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(config, factory)
         self.feed_forward_norm = _norm(config, factory)
 
-    def forward(self, x, residual, lengths, sites, weights):
+    def forward(self, x, residual, within, sites, weights):
         y, attention = self.self_attention(
-            x, x, x, need_weights=weights is not None, average_attn_weights=False,
-            key_lengths=lengths, window_size=self.window_size, seed=next(sites),
+            x, x, x, need_weights=weights is not None, average_attn_weights=False, window_size=self.window_size,
+            seed=next(sites), **within,
         )  # fmt: skip
         x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
         if weights is not None:
@@ -309,13 +357,13 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(config, factory)
         self.feed_forward_norm = _norm(config, factory)
 
-    def forward(self, x, residual, lengths, memory, memory_lengths, sites, weights):
+    def forward(self, x, residual, within, memory, across, sites, weights):
         need = {"need_weights": weights is not None, "average_attn_weights": False}
         y, self_weights = self.self_attention(
-            x, x, x, is_causal=True, key_lengths=lengths, window_size=self.window_size, seed=next(sites), **need
+            x, x, x, is_causal=True, window_size=self.window_size, seed=next(sites), **within, **need
         )
         x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
-        y, cross_weights = self.cross_attention(x, memory, memory, key_lengths=memory_lengths, seed=next(sites), **need)
+        y, cross_weights = self.cross_attention(x, memory, memory, seed=next(sites), **across, **need)
         x, residual = _add_norm(self.cross_attention_norm, y, residual, next(sites))
         if weights is not None:
             weights.decoder.append(self_weights)

@@ -139,7 +139,7 @@ class Trainer:
 
     def update(self) -> Tensor:
         """One update on the next batch; of this process's share of it, on its device, float64 (6,): loss, NLL, correct
-        guesses and target tokens, all summed, and positions of both sides, without and with padding.
+        guesses and target tokens, all summed, and rows of both sides, without and with padding.
 
         The micro-batches, their dropout and the number of tokens that the loss is divided by are those of the update,
         whatever the number of processes.
@@ -169,12 +169,12 @@ class Trainer:
     def _backward(self, batch: Batch, micro_batch: int, tokens: int) -> Tensor:
         """Adds the gradient of a micro-batch's loss, divided by the update's ``tokens``; returns what :meth:`update`
         sums."""
-        positions = (int(batch.source_lengths.sum()) + batch.tokens, batch.source.numel() + batch.target.numel())
+        rows = len(batch.source.tokens) + len(batch.target.tokens)
         seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites)
         with self.autocast():
             loss, nll, correct = self.loss(batch.to(self.device), sent(seeds, self.device))
         (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
-        counts = torch.tensor((batch.tokens, *positions), dtype=torch.float64)
+        counts = torch.tensor((batch.tokens, batch.filled, rows), dtype=torch.float64)
         return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), sent(counts, self.device)))
 
 
@@ -188,9 +188,8 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         model = self.model
-        features = model.features(batch.source, batch.target, batch.source_lengths, batch.target_lengths, seeds=seeds)
-        projection = model.projection(features.flatten(0, 1))
-        return smoothed_loss(*projection, batch.labels.flatten(), self.smoothing, model.config.pad_id)
+        projection = model.projection(model.packed_features(batch.source, batch.target, seeds=seeds))
+        return smoothed_loss(*projection, batch.labels, self.smoothing, model.config.pad_id)
 
 
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
@@ -408,7 +407,7 @@ class _Run:
         self.config, self.world = trainer.config, trainer.world
         self.valid_pairs = valid_pairs
         valid = ParallelText(tokenizer, *valid_pairs)
-        share = valid.buckets(self.config.batch_tokens // self.config.micro_batches)[self.world.rank :: self.world.size]
+        share = valid.batches(self.config.batch_tokens // self.config.micro_batches)[self.world.rank :: self.world.size]
         self.valid = [valid.batch(index).to(trainer.device) for index in share]
         self.best_loss, self.best_step = math.inf, 0
         self._started = time.monotonic()
@@ -475,7 +474,7 @@ class _Run:
 
     def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
         """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
-        loss, nll, correct, tokens, filled, positions = sums.tolist()
+        loss, nll, correct, tokens, filled, rows = sums.tolist()
         self._expect_finite(loss)
         return {
             "step": self.trainer.step,
@@ -485,7 +484,7 @@ class _Run:
             "perplexity": perplexity(nll / tokens),
             "accuracy": correct / tokens,
             "tokens_per_second": tokens / seconds,
-            "padding": 1 - filled / positions,
+            "padding": 1 - filled / rows,
             "learning_rate": self.trainer.learning_rate(self.trainer.step),
         }
 
