@@ -44,7 +44,7 @@ SHAPE = 32, 48
 # By the beginning of the names of operations; what has none of them is the rest.
 PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("fastattn_cpu::attention",),
+    "attention": ("fastattn_cpu::attention", "fastattn_cpu::varlen_attention"),
     "dropout, residual, LayerNorm": ("fastattn_cpu::",),
     "copies, most of them casts of autocast's": ("aten::copy_", "aten::cat"),
     "Adam": ("aten::_fused_adam_",),

@@ -38,6 +38,7 @@ from fastattn.torch_private import (
     function_modes,
     is_batched,
     is_flash_enabled,
+    is_traced,
     is_tracers,
     replace_globals,
     wrap_checkpointed,
@@ -118,7 +119,8 @@ def _sdpa_of_python(*args: Any, **kwargs: Any) -> Tensor:
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     torchs = functional.scaled_dot_product_attention
     try:
-        is_ours = not any(tensor.is_nested or is_batched(tensor) for tensor in tensors) and _is_ours(*args, **kwargs)
+        is_ours = not (is_traced() or any(tensor.is_nested or is_batched(tensor) for tensor in tensors))
+        is_ours = is_ours and _is_ours(*args, **kwargs)
         return (attention.scaled_dot_product_attention if is_ours else torchs)(*args, **kwargs)
     except (TypeError, ValueError):  # torch says what is missing, too
         return torchs(*args, **kwargs)

@@ -207,6 +207,8 @@ def test_inplace(backend):
     assert torch.equal(gap[:, 1::2], before[:, 1::2])
     torch.testing.assert_close(gap[:, ::2].double(), exact(before[:, ::2], 0.4, SEED), rtol=3e-7, atol=0)
     assert dropout(input, 0.4, training=False, inplace=True) is input
+    assert dropout(gap, 0.4, True, 1) is gap  # numbers, which torch takes
+    assert dropout(gap, 0.4, True, 0) is not gap
     with pytest.raises(RuntimeError, match="in-place"):
         dropout(torch.randn(3, requires_grad=True), 0.4, inplace=True)
 

@@ -1,7 +1,9 @@
 """patch(model): models that exist on fastattn's kernels, with their own results, state and structure."""
 
 import copy
+import functools
 import io
+import math
 import pickle
 import re
 import threading
@@ -9,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import require_package
 from public_models import annotated, jadore, notebook
 from torch import nn
 from torch.nn import functional as F
@@ -76,6 +79,12 @@ class Layers(nn.Module):
 def torch_model(**options):
     padding = torch.arange(8) >= torch.tensor([[8], [5]])
     return Layers(**options), (torch.randn(2, 8, 28), torch.randn(2, 6, 28), padding)
+
+
+def notebook_head(temperature):
+    head = notebook.AttentionHead(8, 4, 4, 0.0)
+    head.temperature = temperature
+    return head
 
 
 MODELS = {
@@ -516,6 +525,51 @@ def test_models_compile_whole(name):
     torch.testing.assert_close(compiled(*args), model(*args))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])
+@torch.no_grad()
+def test_onnx_of_patched_programs(name):
+    require_package("onnxscript")
+    require_package("onnxruntime")
+    model, args = MODELS[name]()
+    expected = model.eval()(*args)
+    fastattn.patch(model)
+    program = torch.onnx.export(model, args, dynamo=True, verbose=False)
+    torch.testing.assert_close(program(*args)[0], expected, rtol=1e-4, atol=1e-4)  # as of other backends
+
+
+# What attention of ours does not compute is the program's own.
+
+UNUSUAL = {
+    "jadore, a mask of more dimensions": (
+        lambda: jadore.ScaledDotProductAttention(2.0), (1, 3, 5, 4), torch.ones(1, 1, 1, 5, 5).tril()
+    ),
+    "jadore, a mask of more sequences": (
+        lambda: jadore.ScaledDotProductAttention(2.0), (1, 3, 5, 4), torch.ones(2, 1, 5, 5).tril()
+    ),
+    "jadore, temperature 1e-42": (lambda: jadore.ScaledDotProductAttention(1e-42), (1, 3, 5, 4), None),
+    "annotated, a mask of more sequences": (
+        lambda: annotated.MultiHeadedAttention(2, 8), (1, 5, 8), torch.ones(3, 5, 5).tril()
+    ),
+    **{
+        f"notebook, temperature {temperature}": (
+            functools.partial(notebook_head, temperature), (2, 5, 8), torch.ones(1, 5, 5).tril()
+        )
+        for temperature in (-4.0, 1e9, math.inf)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_operands_of_programs(name):
+    make, shape, mask = UNUSUAL[name]
+    own = make().eval()
+    patched = copy.deepcopy(own)
+    assert fastattn.patch(patched).changed
+    x = torch.randn(shape)
+    torch.testing.assert_close(patched(x, x, x, mask), own(x, x, x, mask), equal_nan=True)
+
+
 # Weights that are computed when they are read
 
 
@@ -607,6 +661,68 @@ def test_weights_read_without_gradients_keep_them(attention):
         torch.testing.assert_close(found + 0, plain)
     expected = torch.autograd.grad(plain.square().sum(), operands)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), operands), expected)
+
+
+READ_WITHOUT_HISTORY = {
+    name: READ[name]
+    for name in (
+        "arithmetic", "indexing", "mean", "detach", "data", "stack", "numpy", "tolist", "pickle", "deepcopy",
+        "iteration",
+    )
+} | {
+    "view": lambda t: t.view(-1),
+    "transpose": lambda t: t.transpose(1, 2),
+    "split": lambda t: t.split(1)[1],
+    "repr": repr,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["read inside", "read outside"])
+@pytest.mark.parametrize("name", READ_WITHOUT_HISTORY)
+def test_weights_made_in_inference_mode(attention, name, inside):
+    weights, plain, _ = attention
+    with torch.inference_mode():
+        found = weights()
+        expected = plain.detach().clone()
+    for _ in range(2):
+        with torch.inference_mode(inside):
+            ours, own = (READ_WITHOUT_HISTORY[name](t) for t in (found, expected))
+        if name == "repr":
+            assert ours.startswith("tensor([")
+        else:
+            torch.testing.assert_close(ours, own)
+    with torch.inference_mode():
+        found[0] = 0
+    assert found[0].abs().sum() == 0
+    assert found.is_inference()
+
+
+@pytest.mark.parametrize("program", [lambda t: t.pow(2), lambda t: t * t], ids=["pow", "product"])
+def test_hooks_that_pack_weights(attention, program):
+    weights, plain, operands = attention
+
+    def pack(tensor):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        assert tensor.tolist() == torch.load(file).tolist()
+        file.seek(0)
+        return file
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.load):
+        loss = program(weights()).sum()
+    expected = torch.autograd.grad(program(plain).sum(), operands)
+    torch.testing.assert_close(torch.autograd.grad(loss, operands), expected)
+
+
+def test_weights_on_meta():
+    x = torch.randn(2, 5, 8, device="meta")
+    for model in (jadore.MultiHeadAttention(2, 8, 4, 4), annotated.MultiHeadedAttention(2, 8)):
+        fastattn.patch(model.to("meta"))
+        out = model(x, x, x)
+        weights = out[1] if isinstance(out, tuple) else model.attn
+        assert weights[0].shape == (2, 5, 5)
+        assert (weights + 0).device.type == "meta"
 
 
 def test_weights_changed_in_place(attention):

@@ -1,6 +1,7 @@
 """fastattn in the place of torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -487,6 +488,15 @@ def test_intercepts_multi_head_attention(training):
     with fastattn.intercept_sdpa(), torch.set_grad_enabled(training):
         assert ops(module, x, x, x, need_weights=False) == [OURS]
         torch.testing.assert_close(module(x, x, x, need_weights=False)[0], wanted)
+
+
+def test_a_traced_block_is_torchs():
+    """fastattn does not support torch.jit."""
+    x = torch.randn(2, 3, 5, 8)
+    with warnings.catch_warnings(), fastattn.intercept_sdpa():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(self_attention, x, check_trace=False)
+    assert torch.equal(traced(x), self_attention(x))
 
 
 def self_attention(x):

@@ -41,7 +41,8 @@ def dropout(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
     check.flag("dropout", "training", training)
-    check.flag("dropout", "inplace", inplace)
+    if not isinstance(inplace, int):  # torch takes 0 and 1
+        check.flag("dropout", "inplace", inplace)
     threshold = check.threshold("dropout", p, "p")
     if isinstance(input, Tensor) and (not training or threshold == 0):
         return input

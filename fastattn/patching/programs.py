@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.layer_norm import layer_norm
@@ -50,6 +51,16 @@ def attend(
     seed = check.draw_seed(None, check.threshold("patch", dropout_p), query.device)
     out = scaled_dot_product_attention(query, key, value, visible, dropout_p, scale=scale, seed=seed)
     return out, lambda: weights_when_read(query, key, visible, dropout_p, scale, seed)
+
+
+def is_usual(mask: Tensor | None, scores: tuple[int, ...], temperature: float = 1.0) -> bool:
+    """Whether :func:`attend` computes what the programs do: the mask broadcasts to the scores, not they to it, and -1e9
+    has weight 0 also after a division by the temperature."""
+    if mask is not None:
+        sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
+        if mask.dim() > len(scores) or not all(size in (1, of_scores) for size, of_scores in sizes):
+            return False
+    return 1e-6 <= temperature <= 1e6
 
 
 class ProgramFamily(Family):
@@ -212,7 +223,8 @@ class ScaledDotProductAttention(ProgramFamily):
     arguments = "q, k, v, mask=None"
 
     def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if not (is_silent(self.dropout, torch_modules.Dropout) and is_served(q, k, v)):
+        usual = is_usual(mask, (*q.shape[:-1], k.size(-2)), self.temperature)
+        if not (usual and is_silent(self.dropout, torch_modules.Dropout) and is_served(q, k, v)):
             return super().forward(q, k, v, mask)
         out, weights = attend(q, k, v, mask, dropout_p(self.dropout), 1.0 / self.temperature)
         return out, weights()
@@ -283,7 +295,8 @@ class AttentionHead(ProgramFamily):
     arguments = "Q, K, V, mask=None"
 
     def forward(self: Any, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not (is_silent(self.dropout, torch_modules.Dropout) and is_served(Q, K, V)):
+        usual = is_usual(mask, (*Q.shape[:-1], K.size(-2)), self.temperature)
+        if not (usual and is_silent(self.dropout, torch_modules.Dropout) and is_served(Q, K, V)):
             return super().forward(Q, K, V, mask)
         q, k, v = self.W_Q(Q), self.W_K(K), self.W_V(V)
         return attend(q, k, v, mask, dropout_p(self.dropout), 1.0 / self.temperature)[0]
@@ -311,10 +324,12 @@ class HeadList(ProgramFamily):
         alike = {(head.temperature, dropout_p(head.dropout)) for head in heads} if silent else set()
         if len(alike) != 1 or not is_served(Q, K, V):
             return super().forward(Q, K, V, mask)
+        ((temperature, p),) = alike
+        if not is_usual(mask, (*Q.shape[:-1], K.size(-2)), temperature):
+            return super().forward(Q, K, V, mask)
         q = torch.stack([head.W_Q(Q) for head in heads], 1)
         k = torch.stack([head.W_K(K) for head in heads], 1)
         v = torch.stack([head.W_V(V) for head in heads], 1)
-        ((temperature, p),) = alike
         out, _ = attend(q, k, v, mask if mask is None else mask.unsqueeze(-3), p, 1.0 / temperature)
         return self.W_O(out.transpose(1, 2).flatten(2))
 
@@ -367,7 +382,9 @@ class MultiHeadedAttention(ProgramFamily):
     arguments = "query, key, value, mask=None"
 
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not (is_silent(self.dropout, torch_modules.Dropout) and is_served(query, key, value)):
+        scores = query.size(0), self.h, query.size(-2), key.size(-2)
+        usual = is_usual(mask if mask is None else mask.unsqueeze(1), scores)
+        if not (usual and is_silent(self.dropout, torch_modules.Dropout) and is_served(query, key, value)):
             return super().forward(query, key, value, mask)
         q, k, v = (
             linear(x).unflatten(-1, (self.h, self.d_k)).transpose(1, 2)
@@ -402,7 +419,9 @@ class UnbiasedLayerNorm(ProgramFamily):
         if size < 2 or self.a_2.shape != (size,) or not is_served(x):
             return super().forward(x)
         deviation = x.std(-1, keepdim=True)
-        length = torch.hypot(deviation * math.sqrt((size - 1) / size), torch.full_like(deviation, _E))
+        biased = deviation.to(stat_dtype(x.dtype)) * math.sqrt((size - 1) / size)
+        longer = biased.clamp(min=_E)  # of the two sides, whose squares may overflow. ONNX has no hypot
+        length = (longer * ((biased / longer) ** 2 + (_E / longer) ** 2).sqrt()).to(deviation.dtype)
         normalised = layer_norm(x, (size,), self.a_2, None, _E**2)
         return torch.addcmul(self.b_2, normalised, length / (deviation + self.eps))
 

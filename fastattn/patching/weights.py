@@ -6,6 +6,8 @@ attention exists to avoid.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +22,16 @@ from fastattn.torch_private import is_observed, tree_map_only, without_torch_fun
 def weights_when_read(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float, seed: Tensor | None
 ) -> Tensor:
-    """``attention_weights``: at once where somebody observes the calls (torch.compile, torch.func), otherwise as a
-    tensor that holds the operands until it is read. The caller leaves mask and seed unmodified."""
+    """``attention_weights``: at once where somebody observes the calls (torch.compile, torch.func) or on ``meta``,
+    otherwise as a tensor that holds the operands until it is read. The caller leaves mask and seed unmodified."""
 
     def compute(query: Tensor, key: Tensor) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):  # the operands have the dtype of their product
+        kind = query.device.type
+        is_cast = torch.amp.is_autocast_available(kind)  # but the operands have the dtype of their product
+        with torch.autocast(kind, enabled=False) if is_cast else contextlib.nullcontext():
             return attention_weights(query, key, attn_mask, dropout_p, scale=scale, seed=seed)
 
-    if is_observed():
+    if is_observed() or query.is_meta:
         return compute(query, key)
     return _Weights.apply(query, key, _Values(query, key, compute))
 
@@ -41,6 +45,7 @@ class _Values:
     def __init__(self, query: Tensor, key: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.operands = [query.detach(), key.detach()]
         self.compute = compute
+        self.is_inference = torch.is_inference_mode_enabled()
         self.versions = [_version(operand) for operand in self.operands]
         self.tensor: Tensor | None = None
 
@@ -53,7 +58,7 @@ class _Values:
                         "the query or the key of these attention weights was modified by an in-place operation before "
                         "they were read: read the weights first, or modify a copy"
                     )
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(self.is_inference), torch.no_grad():
                     self.tensor = self.compute(*self.operands)
                 self.operands.clear()
             return self.tensor
@@ -88,6 +93,11 @@ class LazyWeights(Tensor):
                 self._has_memory = True
         return self
 
+    def plain(self) -> Tensor:
+        """A tensor of no subclass with this one's memory and history."""
+        with without_torch_function():
+            return self.read().view(self.shape)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,7 +105,7 @@ class LazyWeights(Tensor):
             if func not in _METADATA and not is_observed():
                 args, kwargs = tree_map_only(LazyWeights, LazyWeights.read, (args, kwargs))
             if func in _PLAIN:
-                args, kwargs = tree_map_only(LazyWeights, lambda lazy: lazy.view(lazy.shape), (args, kwargs))
+                args, kwargs = tree_map_only(LazyWeights, LazyWeights.plain, (args, kwargs))
             elif func == _SET_DATA and isinstance(args[0], LazyWeights):
                 args[0]._held.tensor = args[1].detach()
             return func(*args, **kwargs)
@@ -123,6 +133,18 @@ _PLAIN = frozenset(
         "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "__repr__", "apply_", "map_", "numpy", "tolist",
     )
 )  # fmt: skip
+
+
+def _on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: LazyWeights, *args: Any, **kwargs: Any) -> Any:
+        return function(self.plain(), *args, **kwargs)
+
+    return method
+
+
+for _function in _PLAIN:  # a hook of autograd's is called while no function of torch goes to __torch_function__
+    setattr(LazyWeights, _function.__name__, _on_plain(_function))
 
 
 class _Weights(torch.autograd.Function):
