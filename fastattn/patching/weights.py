@@ -26,9 +26,8 @@ def weights_when_read(
     otherwise as a tensor that holds the operands until it is read. The caller leaves mask and seed unmodified."""
 
     def compute(query: Tensor, key: Tensor) -> Tensor:
-        kind = query.device.type
-        is_cast = torch.amp.is_autocast_available(kind)  # but the operands have the dtype of their product
-        with torch.autocast(kind, enabled=False) if is_cast else contextlib.nullcontext():
+        # The operands have the dtype of their product. meta has no autocast.
+        with contextlib.nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
             return attention_weights(query, key, attn_mask, dropout_p, scale=scale, seed=seed)
 
     if is_observed() or query.is_meta:
