@@ -71,7 +71,7 @@ def run(out: str | None = None) -> int:
     _title("The same sentences")
     model, tokenizer, translations = _show(best, sources, references, shown)
     print(
-        "That many updates teach it the language and some of the words: expect a BLEU of about 10. More than\n"
+        "That many updates teach it the language and some of the words: expect a BLEU of about 15. More than\n"
         "ten times as many, with `fastattn train` on the same text, made the enclosed one."
     )
 
