@@ -540,6 +540,21 @@ def test_packed_operands(backend, case, batch_first):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
 
 
+@pytest.mark.parametrize("masks", [{"is_causal": True}, {"window_size": (1, 2)}], ids=str)
+def test_packed_operands_count_from_the_last_key(backend, masks):
+    """Of queries and keys of unlike lengths: the lower-right diagonal, written out as a mask."""
+    module, queries, keys = MultiHeadAttention(16, 4), (3, 5, 1), (7, 4, 9)
+    query, key = torch.randn(sum(queries), 16), torch.randn(sum(keys), 16)
+    out, _ = module(query, key, key, need_weights=False, **packed(queries, keys), **masks)
+    left, right = masks.get("window_size", (math.inf, 0))
+    expected = []
+    for rows, columns in zip(query.split(queries), key.split(keys), strict=True):
+        distance = torch.arange(len(columns)) - torch.arange(len(rows))[:, None] - (len(columns) - len(rows))
+        hidden = (distance > right) | (distance < -left)
+        expected.append(module(rows, columns, columns, attn_mask=hidden, need_weights=False)[0])
+    torch.testing.assert_close(out, torch.cat(expected), **CLOSE)
+
+
 def test_packed_operands_drop_what_padded_ones_do(backend):
     module = MultiHeadAttention(16, 4, dropout=0.4, batch_first=True)
     rows = [torch.randn(n, 16) for n in (5, 2, 7)]

@@ -535,7 +535,8 @@ def test_onnx_of_patched_programs(name):
     expected = model.eval()(*args)
     fastattn.patch(model)
     program = torch.onnx.export(model, args, dynamo=True, verbose=False)
-    torch.testing.assert_close(program(*args)[0], expected, rtol=1e-4, atol=1e-4)  # as of other backends
+    # Logits of size 1: sums of at most 40 float32 products in another order, through some 20 of them.
+    torch.testing.assert_close(program(*args)[0], expected, rtol=1e-4, atol=1e-4)
 
 
 # What attention of ours does not compute is the program's own.
@@ -611,6 +612,12 @@ class Thrice(torch.autograd.Function):
         return grad * 3
 
 
+class Holder:
+    def __init__(self, values):
+        self.tensor = torch.zeros(3)
+        self.tensor.data = values
+
+
 READ = {
     "arithmetic": lambda t: t * 2,
     "indexing": lambda t: t[0, 1:],
@@ -626,6 +633,10 @@ READ = {
     "deepcopy": lambda t: copy.deepcopy(t.detach()),
     "share_memory_": lambda t: t.detach().share_memory_(),
     "iteration": lambda t: list(t)[1],
+    "an unbound function": lambda t: torch.tensor(torch.Tensor.tolist(t)),
+    "another tensor's map_": lambda t: torch.zeros_like(t).map_(t.detach(), lambda _, weight: weight),
+    "another tensor's data": lambda t: Holder(t.clone()).tensor,  # as docs/migrate.md has it
+    "Parameter": lambda t: nn.Parameter(t.clone()).detach(),
     "autograd.Function": Thrice.apply,
     "vmap": lambda t: torch.vmap(lambda x: x * 2)(t),
     "fastattn": lambda t: fastattn.layer_norm(t, 6),

@@ -51,7 +51,7 @@ def test_torchs_loss_is_ours(model, text):
         (loss.detach(), torch.autograd.grad(loss, parameters)) for loss in (ours(), torchs())
     )
     torch.testing.assert_close(value.float(), wanted)
-    torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-4)  # float32 sums of 160 tokens, of size 1
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-5)  # float32 sums of 160 tokens, of size 1
     assert len(grads) == len(parameters) > 20
 
 

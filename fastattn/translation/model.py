@@ -31,7 +31,8 @@ class AttentionWeights:
     cross: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-ROW_MULTIPLE = 64  # of the rows of packed sentences
+# Packed sentences are filled up to a multiple of this: the matrix library prepares code for every new number of rows.
+ROW_MULTIPLE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +195,10 @@ class Transformer(nn.Module):
         return self._decode(target, memory, source_lengths, target_lengths, sites, weights)
 
     def packed_features(self, source: Packed, target: Packed, *, seeds: Tensor | None = None) -> Tensor:
-        """:meth:`features` of packed sentences, without a row of padding between them: (target tokens, d_model)."""
+        """:meth:`features` of packed sentences, as ``ParallelText.batch`` makes them: (target tokens, d_model).
+
+        ``seeds`` is that of :meth:`forward`. Attention drops what it drops of padded sentences; other sites count rows.
+        """
         device = source.tokens.device
         sites = self._sites(seeds, device)
         positions = self.source_positions(0, source.longest, device)[source.places]
