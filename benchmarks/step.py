@@ -8,7 +8,7 @@
 - the loss beside whole logits, which `F.linear_cross_entropy` makes too where there is label smoothing;
 - packed batches beside padded ones of sentences of like length.
 
-`--record` keeps the results as benchmarks/results/step-MACHINE.json and writes the tables of docs/performance.md.
+`--record` keeps the results as benchmarks/results/step-MACHINE.json; `make tables` shows them.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from translation import OfLikeLengths, lengths, padded
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
-from fastattn.bench import report
+from fastattn.bench import contest, report
 from fastattn.bench.cases import BASE
-from fastattn.bench.timer import interleave
+from fastattn.bench.timer import Neighbours, interleave
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
 from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel
@@ -54,12 +54,6 @@ PARTS = {
 REST = "other elementwise operations, Python"
 
 
-def text_of(ids: tuple[list[list[int]], list[list[int]]]) -> ParallelText:
-    text = ParallelText.__new__(ParallelText)
-    text.sources, text.targets = map(Sentences, ids)
-    return text
-
-
 def random_ids(sentences: int, pieces: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
     """Of one length; with the end ``pieces`` each."""
     return torch.randint(4, vocabulary, (sentences, pieces - 1), generator=torch.Generator().manual_seed(1)).tolist()
@@ -68,7 +62,7 @@ def random_ids(sentences: int, pieces: int, vocabulary: int = VOCABULARY) -> lis
 def verses() -> tuple[Tokenizer, ParallelText]:
     sources, targets = read_parallel(VERSES / "train.en.gz", VERSES / "train.es.gz")
     tokenizer = Tokenizer.train(sources + targets, PRESETS["tiny"].vocab_size)
-    return tokenizer, ParallelText(tokenizer, sources, targets)
+    return tokenizer, ParallelText.encoded(tokenizer, sources, targets)
 
 
 def trainer(preset: str, vocabulary: int, text: ParallelText, batch_tokens: int) -> Trainer:
@@ -158,11 +152,9 @@ def packing(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> dict[st
     batches over those on padded ones, by turns, in the second half of ``seconds``, since the matrix library prepares
     its code in the first."""
     budget = TrainingConfig.of_preset("tiny").batch_tokens
-    of_like_lengths = OfLikeLengths.__new__(OfLikeLengths)
-    of_like_lengths.sources, of_like_lengths.targets = text.sources, text.targets
     trainers = {
         "packed": trainer("tiny", tokenizer.vocab_size, text, budget),
-        "padded": trainer("tiny", tokenizer.vocab_size, of_like_lengths, budget),
+        "padded": trainer("tiny", tokenizer.vocab_size, OfLikeLengths(text.sources, text.targets), budget),
     }
     trainers["padded"].loss = PaddedLoss(trainers["padded"].model, trainers["padded"].config.label_smoothing)
     filled, rows = Counter[str](), Counter[str]()
@@ -212,9 +204,7 @@ def tables(results: dict[str, Any]) -> str:
 
 def section(data: dict[str, Any]) -> str:
     """One machine's part of the page."""
-    machine, versions = data["machine"], data["versions"]
-    head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}.\n\n"
-    return head + tables(data)
+    return f"{report.origin(data)}.\n\n{tables(data)}"
 
 
 def main() -> None:
@@ -223,8 +213,10 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10, help="that are profiled (default 10)")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
+    neighbours = Neighbours()
     tokenizer, text = verses()
-    even = text_of((random_ids(256, SHAPE[1]),) * 2)
+    sentences = Sentences(random_ids(256, SHAPE[1]))
+    even = ParallelText(sentences, sentences)
     base = trainer("base", VOCABULARY, even, SHAPE[0] * SHAPE[1])
     tiny = trainer("tiny", tokenizer.vocab_size, text, TrainingConfig.of_preset("tiny").batch_tokens)
     results = {
@@ -236,9 +228,10 @@ def main() -> None:
         "losses": losses(options.seconds),
         "packing": packing(tokenizer, text, 4 * options.seconds),
     }
+    disturbed = contest.disturbed_by(neighbours.share())
     print(tables(results))
     if options.record:
-        report.record(ROOT / "benchmarks/results", "step", results, {}, ROOT / "docs/performance.md", section)
+        report.record(ROOT / "benchmarks/results", "step", results, disturbed)
 
 
 if __name__ == "__main__":

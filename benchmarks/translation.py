@@ -4,15 +4,17 @@ sentences of like length. Then both translate the test text greedily.
 
     python benchmarks/translation.py fastattn torch --minutes 20 --record
 
-`--record` keeps the results as benchmarks/results/translation-MACHINE.json (the runs named replace those of earlier
-calls). It writes README's table of all machines, and the picture of this one's runs in docs/training.md.
+`--record` keeps the results as benchmarks/results/translation-MACHINE.json, where the runs named replace those of
+earlier calls; `make tables` shows them.
 """
 
 import argparse
 import dataclasses
 import datetime
 import json
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ from torch.nn import functional as F
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
-from fastattn.bench import plots, report
+from fastattn.bench import contest, plots, report
+from fastattn.bench.timer import Neighbours
 from fastattn.translation import precision
 from fastattn.translation.config import PRESETS, TrainingConfig
-from fastattn.translation.data import LENGTH_MULTIPLE, Batch, ParallelText, Sentences, padded_lengths, read_parallel
+from fastattn.translation.data import LENGTH_MULTIPLE, Batch, ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import held_out, scores
 from fastattn.translation.model import Packed, SinusoidalPositions
 from fastattn.translation.search import Search, translate
@@ -98,9 +101,9 @@ def padded(tokens: Tensor, packed: Packed) -> Tensor:
 class OfLikeLengths(ParallelText):
     """Pairs whose batches hold sentences of like length: little of them is padding once they are padded."""
 
-    def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> list[Tensor]:
+    def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> Iterator[Tensor]:
         """At most ``batch_tokens`` tokens a side, padding included. ``shuffle`` breaks ties and orders the batches."""
-        source, target = (padded_lengths(side.lengths) for side in (self.sources, self.targets))
+        source, target = (side.lengths + -side.lengths % LENGTH_MULTIPLE for side in (self.sources, self.targets))
         # Source lengths go up and down by turns, so that a batch across two target lengths has like source lengths.
         by_source = torch.where(target // LENGTH_MULTIPLE % 2 == 1, source, -source)
         key = target * (2 * int(source.max()) + 1) + by_source
@@ -117,7 +120,7 @@ class OfLikeLengths(ParallelText):
             first += count
         if shuffle is not None:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=shuffle).tolist()]
-        return batches
+        return iter(batches)
 
 
 class TorchLoss(nn.Module):
@@ -168,12 +171,13 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
     config = TransformerConfig.preset("tiny", tokenizer.vocab_size)
     model = {"fastattn": Transformer, "torch": TorchTransformer}[kind](config)
     text = {"fastattn": ParallelText, "torch": OfLikeLengths}[kind]
-    trainer = Trainer(model, text(tokenizer, *train), training)
+    trainer = Trainer(model, text.encoded(tokenizer, *train), training)
     if kind == "torch":
         trainer.loss = TorchLoss(model, training.label_smoothing)
-    held_out_text = text(tokenizer, *dev)
+    held_out_text = text.encoded(tokenizer, *dev)
     held_out_batches = [held_out_text.batch(index) for index in held_out_text.batches(training.batch_tokens)]
 
+    neighbours = Neighbours()
     seconds, tokens, curve = 0.0, 0.0, []
     while seconds < 60 * minutes:
         start = time.monotonic()
@@ -183,6 +187,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
             on_dev = held_out(model, held_out_batches, trainer.autocast())
             curve.append({"update": trainer.step, "seconds": round(seconds, 1), "tokens": tokens, **on_dev})
             print(kind, curve[-1], flush=True)
+    disturbed = contest.disturbed_by(neighbours.share())
     model.eval()
     translations = (
         translate(model, tokenizer, test[0], Search(beam=1))
@@ -200,6 +205,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
         "loss": LOSSES[kind],
         "minutes": minutes,
         "curve": curve,
+        "disturbed": disturbed,
         "commit": report.commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -209,51 +215,43 @@ NAMES = {"fastattn": "fastattn.Transformer", "torch": "torch.nn.Transformer"}
 LOSSES = {"fastattn": "fastattn's", "torch": "cross_entropy"}
 
 
-def record(runs: dict[str, dict[str, Any]]) -> Path:
-    """Adds the runs to this machine's file."""
-    machine = report.machine()
-    path = ROOT / f"benchmarks/results/translation-{report.kind(machine)}.json"
-    if path.exists():
-        runs = json.loads(path.read_text())["runs"] | runs
-    versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-    report.write_json(path, {"machine": machine, "versions": versions, "runs": runs})
-    return path
+def record(runs: dict[str, dict[str, Any]]) -> None:
+    """Keeps the runs in this machine's file, where they replace earlier ones of the same models."""
+    folder, machine = ROOT / "benchmarks/results", report.machine()
+    path = folder / f"translation-{report.kind(machine)}.json"
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else {}
+    report.record(folder, "translation", {"runs": earlier | runs})
 
 
 def table(recorded: list[dict[str, Any]]) -> str:
     """A row for each run on each machine."""
-    head = ["processor", "model", "loss", "", "minutes", "updates", "target tokens/s", "validation loss", "greedy BLEU"]
-    rows = [head]
+    head = ["processor", "model", "loss", "precision", "minutes", "updates", "target tokens/s", "validation loss"]
+    rows = [[*head, "greedy BLEU", "measured"]]
     for data in recorded:
         rows += [
             [
                 report.processor(data["machine"]), f"`{NAMES[kind]}`", run["loss"], run["precision"],
                 f"{run['minutes']:g}", str(run["updates"]), f"{run['tokens_per_second']:.0f}",
-                f"{run['valid_loss']:.2f}", f"{run['bleu']:.1f}",
+                f"{run['valid_loss']:.2f}", f"{run['bleu']:.1f}", run["date"][:10],
             ]
             for kind, run in sorted(data["runs"].items())
         ]  # fmt: skip
     return report.markdown(rows)
 
 
-def show(path: Path) -> None:
-    """README's table of all machines, and the picture of docs/training.md of this result file."""
-    recorded = [json.loads(of.read_text()) for of in sorted(path.parent.glob("translation-*.json"))]
-    report.insert(ROOT / "README.md", "translation", table(recorded))
-    data = json.loads(path.read_text())
-    machine, runs = data["machine"], sorted(data["runs"].items())
-    origin = f"{machine['cpu']}, {machine['threads']} threads, torch {data['versions']['torch']}"
-    picture = plots.figure(7, 4)
-    axes = picture.add_subplot()
-    for kind, run in runs:
+def picture(data: dict[str, Any]) -> Any:
+    """The validation loss of one machine's runs over time."""
+    figure = plots.figure(7, 4)
+    axes = figure.add_subplot()
+    for kind, run in sorted(data["runs"].items()):
         minutes = [point["seconds"] / 60 for point in run["curve"]]
         losses = [point["valid_loss"] for point in run["curve"]]
         axes.plot(minutes, losses, "o-", label=f"{NAMES[kind]}, {run['precision']}")
     axes.set(xlabel="minutes of training", ylabel="validation loss (nats a token)", xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
-    plots.caption(picture, origin)
-    plots.save(picture, ROOT / "docs/images/loss")
+    plots.caption(figure, report.origin(data))
+    return figure
 
 
 def main() -> None:
@@ -265,8 +263,11 @@ def main() -> None:
     runs = {kind: run(kind, arguments.minutes) for kind in arguments.models}
     for kind, result in runs.items():
         print(kind, {name: value for name, value in result.items() if name != "curve"})
-    if arguments.record:
-        show(record(runs))
+    quiet = {kind: result for kind, result in runs.items() if not result["disturbed"]}
+    if arguments.record and quiet:
+        record(quiet)
+    if arguments.record and quiet != runs:
+        sys.exit(f"not recorded, run it on a quiet machine: {', '.join(runs.keys() - quiet.keys())}")
 
 
 if __name__ == "__main__":

@@ -146,13 +146,13 @@ def _evaluate(options: argparse.Namespace) -> None:
     trained_on = training_sources(options.model, tokenizer)
     if trained_on is not None:
         _warn(options, *overlap_warnings(sources, tokenizer, trained_on))
+    text = ParallelText.encoded(tokenizer, sources, references)
+    of_references = held_out(model, map(text.batch, text.batches(EVALUATION_TOKENS)), contextlib.nullcontext())
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
         checkpoint.write_file(Path(options.output), "".join(f"{line}\n" for line in translations).encode())
     _warn(options, *evaluation_warnings(sources, translations, references))
-    text = ParallelText(tokenizer, sources, references)
-    of_references = held_out(model, map(text.batch, text.batches(EVALUATION_TOKENS)), contextlib.nullcontext())
     found = scores(translations, references)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
     if options.json:

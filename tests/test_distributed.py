@@ -148,10 +148,15 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     assert_same_run(first, second)
     capsys.readouterr()
 
-    # torchrun repeats the command that began the run.
-    begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3")
+    # torchrun repeats the command that began the run, on fewer processes if some are lost: never that of another one.
+    begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3", "--accumulate", "1")
     assert "exists already" in failure(begun, capsys)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    lock = second / checkpoint.LOCK
+    this_launch = lock.read_text()
+    lock.write_text("process 1 on another\nlaunch")
+    assert "exists already" in failure(begun, capsys)
+    lock.write_text(this_launch)
     assert cli.main(begun) == 0
     assert_same_run(first, second)
     monkeypatch.undo()
@@ -164,7 +169,10 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
         ([new, "--accumulate", "0"], "argument --accumulate: 0 is given, expected a positive number"),
         ([new, "--batch-tokens", "3", "--accumulate", "4"], "at least one for each of the 4 parts of an update"),
         ([first, "--resume", "--config", config], "leave --config out"),
-        ([first, "--resume", "--accumulate", "3"], "micro_batches is 3 but the run to resume has 2"),
+        (
+            [first, "--resume", "--accumulate", "3"],
+            "--accumulate 3 makes 3 micro-batches of an update (number of processes: 1) but the run",
+        ),
         ([first, "--resume", "--clip-norm", "1"], "clip_norm is 1.0 but the run to resume has 0.5"),
     ):
         assert message in failure([*again, *more], capsys)
@@ -320,6 +328,31 @@ def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
     assert err.count("an update of 3 micro-batches cannot be divided among 2 processes") == 1
     finish(torchrun(1, train_arguments(files, broken, *options, "--max-steps", 5, "--resume")))
     assert checkpoint.newest(broken).name == "step-00000005"
+
+
+@pytest.mark.slow
+def test_what_cannot_be_done_is_refused_once(files, config, tmp_path):
+    """Although `torchrun` starts the processes again; the run that stood in the way is left as it was."""
+    run = tmp_path / "run"
+    train(files, files, run, config=config, max_steps=2)
+    newest = checkpoint.newest(run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    undivided = tmp_path / "undivided.json"
+    content = json.loads(config.read_text())
+    content["training"]["micro_batches"] = 3
+    undivided.write_text(json.dumps(content))
+    for processes, out, of, message in (
+        (2, run, config, "exists already"),
+        (1, run, config, "exists already"),
+        (2, tmp_path / "new", undivided, "an update of 3 micro-batches cannot be divided among 2 processes"),
+    ):
+        process = torchrun(processes, train_arguments(files, out, "--max-steps", 9, "--config", of), restarts=2)
+        _, err = process.communicate(timeout=600)
+        assert process.returncode != 0
+        assert err.count(message) == 1, err
+    assert checkpoint.newest(run) == newest
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def tokenizer(corpus):
 
 
 def warned(train, valid, tokenizer):
-    return training_warnings(zip(*train, strict=True), valid, ParallelText(tokenizer, *train), tokenizer)
+    return training_warnings(zip(*train, strict=True), valid, ParallelText.encoded(tokenizer, *train), tokenizer)
 
 
 def test_the_enclosed_corpus_is_sane(corpus, tokenizer):
@@ -105,7 +105,7 @@ def test_overlap_is_looked_for_in_all_of_the_text(corpus, tokenizer, monkeypatch
 def test_a_test_text_that_was_trained_on(corpus, tokenizer, monkeypatch):
     (sources, targets), (others, _) = corpus
     monkeypatch.setattr(data, "CHUNK", 100)
-    training = ParallelText(tokenizer, sources, targets).sources
+    training = ParallelText.encoded(tokenizer, sources, targets).sources
     assert training.hold(tokenizer.encode([sources[99], "Never said.", sources[100], ""])) == [True, False, True, False]
     assert overlap_warnings(others, tokenizer, training) == []
     (warning,) = overlap_warnings([*others, *sources[300:340]], tokenizer, training)
@@ -163,7 +163,7 @@ def test_translations_in_the_language_of_their_sources(corpus):
 def test_the_cost_is_linear_in_the_lines(corpus, tokenizer):
     train, valid = corpus
     many = tuple(side * 20 for side in train)
-    text = ParallelText(tokenizer, *many)
+    text = ParallelText.encoded(tokenizer, *many)
     start = time.perf_counter()
     training_warnings(zip(*many, strict=True), valid, text, tokenizer)
     assert time.perf_counter() - start < 10  # a median taken anew for every line takes longer

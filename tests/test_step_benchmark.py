@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from fastattn import Transformer, TransformerConfig
+from fastattn.translation.data import ParallelText, Sentences
 from fastattn.translation.evaluate import smoothed_loss
 from fastattn.translation.tokenizer import PAD_ID
 
@@ -19,7 +20,7 @@ def test_padded_batches_have_the_loss_of_packed_ones(monkeypatch):
     specification.loader.exec_module(step)
     model = Transformer(TransformerConfig(50, 16, 32, 2, 2, 2, dropout=0.0))
     lengths = (3, 9, 5), (7, 2, 4)
-    text = step.text_of(tuple([[4 + (7 * n + k) % 46 for k in range(n)] for n in side] for side in lengths))
+    text = ParallelText(*(Sentences([[4 + (7 * n + k) % 46 for k in range(n)] for n in side]) for side in lengths))
     batch = text.batch(torch.tensor([2, 0, 1]))
     packed = smoothed_loss(
         *model.projection(model.packed_features(batch.source, batch.target)), batch.labels, 0.1, PAD_ID

@@ -25,7 +25,16 @@ import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.config import TrainingConfig
-from fastattn.translation.data import ParallelText, arriving_lines, digest, encode, read_lines, read_parallel, sent
+from fastattn.translation.data import (
+    ParallelText,
+    Sentences,
+    arriving_lines,
+    digest,
+    encode,
+    read_lines,
+    read_parallel,
+    sent,
+)
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights
@@ -48,7 +57,7 @@ def verses():
 @pytest.fixture(scope="module")
 def text(verses):
     sources, targets, tokenizer = verses
-    return ParallelText(tokenizer, sources, targets)
+    return ParallelText.encoded(tokenizer, sources, targets)
 
 
 def small_model(dropout=0.1):
@@ -119,7 +128,7 @@ def test_tokenizer(verses):
 
 def test_a_batch(verses):
     sources, targets, tokenizer = verses
-    batch = ParallelText(tokenizer, sources, targets).batch(torch.tensor([4, 0]))
+    batch = ParallelText.encoded(tokenizer, sources, targets).batch(torch.tensor([4, 0]))
     source, target = ([tokenizer.encode([side[i]])[0] for i in (4, 0)] for side in (sources, targets))
     wanted = [[[*ids, EOS_ID] for ids in source], [[BOS_ID, *ids] for ids in target]]
     for side, sentences in zip((batch.source, batch.target), wanted, strict=True):
@@ -138,7 +147,7 @@ def test_a_batch(verses):
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_batches(text, seed):
     """Every pair once; within the budget, and none of them could have taken the next pair too."""
-    indices = text.batches(600, seed and torch.Generator().manual_seed(seed))
+    indices = list(text.batches(600, seed and torch.Generator().manual_seed(seed)))
     assert sorted(torch.cat(indices).tolist()) == list(range(300))
     assert (torch.cat(indices).tolist() == list(range(300))) == (seed is None)
     sides = text.sources, text.targets
@@ -160,7 +169,7 @@ def test_a_sentence_longer_than_a_batch_is_a_batch_of_its_own(text):
 
 def test_epochs_can_be_entered_anywhere(text):
     batches = text.epochs(600, seed=5)
-    count = len(text.batches(600))
+    count = len(list(text.batches(600)))
     first = [next(batches) for _ in range(2 * count)]
     assert [(epoch, place) for epoch, place, _ in first] == [(e, p) for e in range(2) for p in range(count)]
     assert not torch.equal(first[0][2], first[count][2])
@@ -174,10 +183,10 @@ def test_epochs_can_be_entered_anywhere(text):
 
 def test_pairs_without_text_are_left_out(verses):
     _, _, tokenizer = verses
-    text = ParallelText(tokenizer, ["one", "", "three", "God " * 300], ["uno", "dos", " ", "Dios " * 300])
+    text = ParallelText.encoded(tokenizer, ["one", "", "three", "God " * 300], ["uno", "dos", " ", "Dios " * 300])
     assert (len(text.sources), text.left_out, text.first_left_out) == (1, 3, 2)
     with pytest.raises(InputError, match="no sentence pair has two sides of 1 to 256 pieces"):
-        ParallelText(tokenizer, [""], ["dos"])
+        ParallelText.encoded(tokenizer, [""], ["dos"])
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -405,7 +414,7 @@ def test_training_learns_and_search_finds_it():
     sources = [f"{word} {tail}" for word in ("one", "two", "three", "four") for tail in ("day", "night and day")]
     targets = [f"{tail} {word}" for word in ("uno", "dos", "tres", "cuatro") for tail in ("dia", "noche y dia")]
     tokenizer = Tokenizer.train(sources + targets, 45)
-    text = ParallelText(tokenizer, sources, targets)
+    text = ParallelText.encoded(tokenizer, sources, targets)
     torch.manual_seed(0)
     config = TransformerConfig(45, d_model=64, d_ff=128, num_heads=4, encoder_layers=1, decoder_layers=1, dropout=0.0)
     trainer = Trainer(Transformer(config), text, OPTIONS)
@@ -906,7 +915,7 @@ def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys):
     for name in ("loss", "perplexity", "accuracy", "tokens_per_second", "learning_rate", "valid_loss"):
         assert math.isfinite(rows[0][name])
     model, tokenizer = checkpoint.load(best)
-    valid = ParallelText(tokenizer, *map(read_lines, files))
+    valid = ParallelText.encoded(tokenizer, *map(read_lines, files))
     of_text = held_out(model, map(valid.batch, valid.batches(1000)), torch.autocast("cpu", enabled=False))
     assert rows[0]["valid_loss"] == pytest.approx(of_text["valid_loss"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()
@@ -928,10 +937,44 @@ def test_a_model_that_no_memory_holds(files, tmp_path):
     assert not checkpoint.steps(tmp_path / "run")
 
 
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_the_same_update_has_the_same_bits(positions):
+    """Of so many tokens that gradients of indexing are summed by several threads, in no order."""
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    config = TransformerConfig(50, 64, 64, 4, 1, 1, positions=positions, max_positions=300, dropout=0.1)
+    model = Transformer(config)
+    sentences = Sentences([[4 + (7 * n + k) % 46 for k in range(20 + n % 40)] for n in range(64)])
+    batch = ParallelText(sentences, sentences).batch(torch.arange(64))
+    assert len(batch.labels) * 64 > 2**15
+    seeds = dropout_seeds(1, 1, 0, model.dropout_sites)
+
+    def gradients():
+        features = model.packed_features(batch.source, batch.target, seeds=seeds)
+        return torch.autograd.grad(smoothed_loss(*model.projection(features), batch.labels, 0.1, PAD_ID)[0], parameters)
+
+    parameters = list(model.parameters())
+    first = gradients()
+    for _ in range(30):
+        assert all(map(torch.equal, first, gradients()))
+
+
+def test_what_a_run_does_not_meet_needs_no_positions(files, tmp_path):
+    """A validation pair that the loss leaves out, and that is not translated; unless BLEU is asked for."""
+    files, config = files
+    valid = tmp_path / "en", tmp_path / "es"
+    valid[0].write_text("in the beginning\n" + "in the beginning " * 200)
+    valid[1].write_text("en el principio\nen")
+    path = config(positions="learned", max_positions=201)
+    train(files, valid, tmp_path / "run", config=path, max_steps=1)
+    with pytest.raises(InputError, match=r"the validation text has a sentence of .* max_positions=201"):
+        train(files, valid, tmp_path / "other", config=path, max_steps=1, bleu_every=1)
+
+
 def test_learned_positions_must_do_for_every_sentence(files, tmp_path):
     files, config = files
     for short, valid, name in ((20, files, "training"), (180, [tmp_path / "long"] * 2, "validation")):
-        (tmp_path / "long").write_text("in the beginning " * 60)
+        (tmp_path / "long").write_text("in the beginning " * 30)
         path = config(positions="learned", max_positions=short)
         with pytest.raises(InputError, match=rf"the {name} text has a sentence of \d+ pieces, .*max_positions={short}"):
             train(files, valid, tmp_path / name, config=path, max_steps=1)
@@ -939,5 +982,9 @@ def test_learned_positions_must_do_for_every_sentence(files, tmp_path):
     model, tokenizer = checkpoint.load(best)
     with torch.no_grad():
         model.output.weight[EOS_ID] = 0
+    for line in ("in the beginning " * 25 + "in" * more for more in range(3)):  # whatever its padding's multiple
+        most = 1 + len(tokenizer.encode([line])[0])  # with its end
+        narrow = Transformer(dataclasses.replace(model.config, max_positions=most)).eval()
+        assert len(translate(narrow, tokenizer, [line], Search(beam=1))) == 1
     for search in (Search(beam=2), Search(temperature=1.0)):  # hypotheses end where the positions do
         assert translate(model, tokenizer, ["in the beginning " * 25], search) != [""]

@@ -44,7 +44,7 @@ def operations() -> int:
     tokenizer = Tokenizer.train(text[0] + text[1], 1000)
     model = Transformer(TransformerConfig.preset("base", 1000, d_model=32, d_ff=32, num_heads=4))
     config = TrainingConfig(batch_tokens=TrainingConfig().batch_tokens // GPUS, precision="bf16")
-    trainer = Trainer(model, ParallelText(tokenizer, *text), config)
+    trainer = Trainer(model, ParallelText.encoded(tokenizer, *text), config)
     trainer.update()  # Adam's state is there from the second on
     with _Count() as count, mock.patch.object(check, "is_readable", return_value=False):  # as of a GPU's tensors
         trainer.update()

@@ -168,10 +168,11 @@ def written_whole(final: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(run: Path) -> Iterator[None]:
+def locked(run: Path, launch: str = "") -> Iterator[None]:
     """Makes this process the only one that writes the run's folder, which is made if need be.
 
-    The kernel holds the lock (``flock``), and gives it up with the process, however that ends.
+    The kernel holds the lock (``flock``), and gives it up with the process, however that ends. :func:`locked_by` tells
+    its ``launch`` afterwards, too.
 
     Raises:
         InputError: another process holds it.
@@ -182,12 +183,18 @@ def locked(run: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read() or "another process"
+            owner = file.readline().rstrip("\n") or "another process"
             raise InputError(f"{run} is being written by {owner}: wait for its end, or name another folder") from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n{launch}")
         file.flush()
         yield
+
+
+def locked_by(run: Path) -> str:
+    """The launch of the process that locked the run's folder last; "" where there was none."""
+    lock = run / LOCK
+    return lock.read_text(encoding="utf-8").partition("\n")[2] if lock.exists() else ""
 
 
 def is_new(run: Path) -> bool:

@@ -99,8 +99,8 @@ class TransformerConfig:
             self._expect(name, in_range, f"a piece of its own in [0, {self.vocab_size})")
 
     @property
-    def longest(self) -> int:
-        """The longest sequence, padding included, that there are positions for."""
+    def most_positions(self) -> int:
+        """The length of the longest sequence that there are positions for, with its padding if it is padded."""
         return self.max_positions if self.positions == "learned" else sys.maxsize
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
@@ -134,9 +134,10 @@ class TrainingConfig:
 
     Args:
         preset: the name of the preset that it began with, for people.
-        batch_tokens: tokens a side of an update, at most (section 5.1).
-        micro_batches: parts of an update, each of sentences of like length and with dropout of its own. They are
-            computed by several processes, or one after the other. A new run of 1 has one a process.
+        batch_tokens: tokens a side of an update, at most (section 5.1); its parts have equal shares of it, and a
+            sentence that is longer than a share is a part of its own.
+        micro_batches: parts of an update, each a packed batch with dropout of its own. They are computed by several
+            processes, or one after the other. A new run of 1 has one a process.
         warmup, rate: of the schedule.
         label_smoothing: probability spread over all pieces (section 5.4).
         clip_norm: the largest norm of the gradient; a longer one is scaled down. None: whatever it is, as in the paper.

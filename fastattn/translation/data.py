@@ -1,4 +1,4 @@
-"""Parallel text: reading it, encoding it, and cutting it into batches of about equal numbers of tokens."""
+"""Parallel text: reading it, encoding it, and packing it into batches of about equal numbers of tokens."""
 
 import array
 import contextlib
@@ -10,6 +10,7 @@ import json
 import queue
 import shutil
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -132,7 +133,7 @@ def read_parallel(source: str | Path, target: str | Path) -> tuple[list[str], li
 
 
 def digest(source: str | Path, target: str | Path) -> str:
-    """A checksum of the text of two files, packed or not."""
+    """A checksum of the text of two files, gzipped or not."""
     found = hashlib.sha256()
     for pair in pairs_of(source, target):
         found.update("{}\n{}\n".format(*pair).encode())
@@ -205,10 +206,13 @@ class Sentences:
         padded = functional.pad(tokens, (0, rest), value=PAD_ID), functional.pad(places, (0, rest))
         return Packed(*padded, offsets, int(lengths.max()))
 
-    def padded(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,)."""
+    def padded(self, index: Tensor, most: int = sys.maxsize) -> tuple[Tensor, Tensor]:
+        """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,).
+
+        L is a multiple of ``LENGTH_MULTIPLE``, unless that is more than ``most``."""
         lengths = self.lengths_of(index)
-        column = torch.arange(int(padded_lengths(lengths.max())))
+        longest = int(lengths.max())
+        column = torch.arange(max(longest, min(most, longest + -longest % LENGTH_MULTIPLE)))
         position = (self._offsets[index, None] + column).clamp_(max=len(self._tokens) - 1)
         return self._tokens[position].long().masked_fill_(column >= lengths[:, None], PAD_ID), lengths
 
@@ -233,11 +237,6 @@ class _Writer:
         ends.tofile(self._offsets)
 
 
-def padded_lengths(lengths: Tensor) -> Tensor:
-    """Lengths as :meth:`Sentences.padded` has them."""
-    return (lengths + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Sentence pairs: the model's inputs, target sentences beginning with ``BOS_ID``, and labels, int64 (N,), the token
@@ -249,49 +248,59 @@ class Batch:
     tokens: int  # labels that are not padding
     filled: int  # tokens of both sides that are not padding
 
+    @property
+    def rows(self) -> int:
+        """Tokens of both sides, with padding."""
+        return len(self.source.tokens) + len(self.target.tokens)
+
     def to(self, device: torch.device) -> "Batch":
-        source, target = (_sent(side, device) for side in (self.source, self.target))
+        source, target = (
+            Packed(sent(side.tokens, device), sent(side.places, device), sent(side.offsets, device), side.longest)
+            for side in (self.source, self.target)
+        )
         return dataclasses.replace(self, source=source, target=target, labels=sent(self.labels, device))
 
 
-def _sent(side: Packed, device: torch.device) -> Packed:
-    tokens, places, offsets = (sent(tensor, device) for tensor in (side.tokens, side.places, side.offsets))
-    return Packed(tokens, places, offsets, side.longest)
-
-
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on ``device``. A GPU copies it in its turn, without the host waiting for what comes before:
+    """A tensor on ``device``. A GPU copies one of the CPU in its turn, without the host waiting for what comes before:
     that takes pinned memory."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
 class ParallelText:
     """Encoded sentence pairs.
 
     Args:
-        tokenizer: encodes both sides.
-        sources, targets: lines that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are
-            left out; ``left_out`` counts them, and ``first_left_out`` is the number of the first one's line.
+        sources, targets: sentences that pair up.
+        left_out, first_left_out: how many pairs of a text are not among them, and the number of the first one's line.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sources: list[str], targets: list[str]):
+    def __init__(self, sources: Sentences, targets: Sentences, left_out: int = 0, first_left_out: int | None = None):
+        self.sources, self.targets = sources, targets
+        self.left_out, self.first_left_out = left_out, first_left_out
+
+    @classmethod
+    def encoded(cls, tokenizer: Tokenizer, sources: list[str], targets: list[str]) -> "ParallelText":
+        """Lines that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are left out.
+
+        Raises:
+            InputError: all are.
+        """
         kept: tuple[list[list[int]], list[list[int]]] = ([], [])
         left_out: list[int] = []
         for *pair, lines in _encoded(tokenizer, zip(sources, targets, strict=True)):
             for side, ids in zip(kept, pair, strict=True):
                 side += ids
             left_out += lines
-        self.sources, self.targets = map(Sentences, kept)
-        self.left_out, self.first_left_out = len(left_out), min(left_out, default=None)
+        return cls(Sentences(kept[0]), Sentences(kept[1]), len(left_out), min(left_out, default=None))
 
     @classmethod
     def mapped(cls, folder: Path) -> "ParallelText":
         """What :func:`encode` wrote, read as it is needed."""
-        text = cls.__new__(cls)
-        text.sources, text.targets = (Sentences.mapped(folder / side) for side in SIDES)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        text.left_out, text.first_left_out = about["left_out"], about["first_left_out"]
-        return text
+        sources, targets = (Sentences.mapped(folder / side) for side in SIDES)
+        return cls(sources, targets, about["left_out"], about["first_left_out"])
 
     def batch(self, index: Tensor) -> Batch:
         source, target = self.sources.packed(index), self.targets.packed(index)
@@ -300,19 +309,19 @@ class ParallelText:
         tokens, of_source = (int(side.offsets[-2]) for side in (target, source))
         return Batch(source, target, labels, tokens, tokens + of_source)
 
-    def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> list[Tensor]:
+    def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> Iterator[Tensor]:
         """Indices of the pairs of each batch, as many as have at most ``batch_tokens`` tokens a side, in the order of
-        the text or, with ``shuffle``, a random one."""
+        the text or, with ``shuffle``, a random one. A pair that has more is a batch of its own."""
         order = torch.arange(len(self.sources))
         if shuffle is not None:
             order = torch.randperm(len(order), generator=shuffle)
         ends = [functional.pad(side.lengths_of(order).cumsum(0), (1, 0)) for side in (self.sources, self.targets)]
-        batches, first = [], 0
+        first = 0
         while first < len(order):
             last = min(int(torch.searchsorted(end, end[first] + batch_tokens, right=True)) for end in ends) - 1
-            batches.append(order[first : max(last, first + 1)])
-            first += len(batches[-1])
-        return batches
+            last = max(last, first + 1)
+            yield order[first:last]
+            first = last
 
     def epochs(self, batch_tokens: int, seed: int, epoch: int = 0, skip: int = 0) -> Iterator[tuple[int, int, Tensor]]:
         """Shuffled :meth:`batches` without end, as (epoch, place in the epoch, indices), from place ``skip`` of
@@ -323,9 +332,9 @@ class ParallelText:
         while True:
             key = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8).digest()
             shuffle = torch.Generator().manual_seed(*struct.unpack("<q", key))
-            batches = self.batches(batch_tokens, shuffle)
-            for place in range(skip, len(batches)):
-                yield epoch, place, batches[place]
+            for place, index in enumerate(self.batches(batch_tokens, shuffle)):
+                if place >= skip:
+                    yield epoch, place, index
             epoch, skip = epoch + 1, 0
 
 

@@ -10,6 +10,7 @@ import datetime
 import itertools
 import os
 import pickle
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from fastattn.translation.errors import InputError
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; a process that dies is noticed at once, by torchrun
 PREPARATION = datetime.timedelta(hours=12)  # of a corpus by the first process, while no collective waits
+REFUSED = "fastattn/refused"  # in the store of a launch once what it was asked for cannot be done
 T = TypeVar("T")
 
 
@@ -98,9 +100,21 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def launch() -> str:
+    """What names the `torchrun` that started this process, the same at each of its starts; "" without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None:
+        return ""
+    # Where the user names none, it is "none" for every launch.
+    return name if name != "none" else f"{socket.gethostname()} {os.getppid()}"
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
     """This process among those of its run, as `torchrun` describes them in the environment; without it, alone.
+
+    An :class:`InputError` within the block is refused once: `torchrun` starts the processes again, and they end at
+    once.
 
     Raises:
         InputError: there are fewer GPUs here than processes.
@@ -109,7 +123,7 @@ def joined() -> Iterator[World]:
     rank, size, local = (
         int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    if size == 1:
+    if size == 1 and not launch():
         yield World(0, 1, torch.device("cuda" if cuda else "cpu"))
         return
     if cuda and local >= torch.cuda.device_count():
@@ -117,13 +131,21 @@ def joined() -> Iterator[World]:
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    whole_launch, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    if restarts() and whole_launch.check([REFUSED]):
+        raise SystemExit(1)
     # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
-    store = dist.PrefixStore(f"start {restarts()}", store)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    yield World(rank, size, device, store)
-    dist.destroy_process_group()
+    store = dist.PrefixStore(f"start {restarts()}", whole_launch)
+    if size > 1:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    try:
+        yield World(rank, size, device, store if size > 1 else None)
+    except InputError:
+        whole_launch.set(REFUSED, "")
+        raise
+    if size > 1:
+        dist.destroy_process_group()
 
 
 def sharded(module: nn.Module, layers: list[nn.Module], world: World) -> nn.Module:

@@ -51,8 +51,9 @@ class _SmoothedLoss(torch.autograd.Function):
         device, pieces = features.device.type, weight.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
         x, w = features.to(dtype), weight.to(dtype)
-        grad_features, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        wanted = any(ctx.needs_input_grad)
+        grad_features, grad_weight = (torch.empty_like(x), torch.zeros_like(weight)) if wanted else (None, None)
+        grad_bias = torch.zeros_like(bias) if wanted and bias is not None else None
         rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
         at_once = max(1, CACHED // pieces) if device == "cpu" else rows
         kept, found = labels != pad_id, [torch.zeros(3, 0, device=features.device)]
@@ -69,15 +70,16 @@ class _SmoothedLoss(torch.autograd.Function):
                     nll = log_sum - of_label
                     loss = (1 - smoothing) * nll + smoothing * (log_sum - scores.mean(-1))
                     found.append(torch.stack((loss, nll, of_label >= highest)))
-                    if any(ctx.needs_input_grad):  # the logits' own takes their place
+                    if wanted:  # the logits' own takes their place
                         p.sub_(smoothing / pieces).scatter_add_(1, label, p.new_full(label.shape, smoothing - 1))
                         block.copy_(p.mul_(is_kept))
                         if grad_bias is not None:
                             grad_bias += p.sum(0)
-                if any(ctx.needs_input_grad):
+                if wanted:
                     grad_features[part] = logits @ w
                     grad_weight += logits.t() @ x[part]
-        ctx.save_for_backward(grad_features.to(features.dtype), grad_weight, grad_bias)
+        if wanted:
+            ctx.save_for_backward(grad_features.to(features.dtype), grad_weight, grad_bias)
         loss, nll, correct = torch.cat(found, 1).masked_fill(~kept, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)
         return loss, nll, correct
@@ -92,16 +94,17 @@ class _SmoothedLoss(torch.autograd.Function):
 def held_out(
     model: Transformer, batches: Iterable[Batch], autocast, total: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> dict[str, float]:
-    """``valid_loss`` (nats a token, unsmoothed), ``valid_perplexity`` and ``valid_accuracy`` of batches.
+    """``valid_loss`` (nats a token, unsmoothed), ``valid_perplexity`` and ``valid_accuracy`` of batches, on any device.
 
     ``autocast`` is the context manager to compute in, ``total`` adds what other processes found in theirs. The model is
     left in training mode if it was.
     """
-    was_training = model.training
+    was_training, device = model.training, model.output.weight.device
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     with autocast:
         for batch in batches:
+            batch = batch.to(device)
             projection = model.projection(model.packed_features(batch.source, batch.target))
             sums[:3] += torch.stack(smoothed_loss(*projection, batch.labels, 0.0, model.config.pad_id)).cpu()
             sums[3] += batch.tokens

@@ -5,8 +5,8 @@ normalised input of the next sub-layer, and ``residual``, the stream that the su
 post-norm they are the same tensor; with ``norm_first`` the stream is the plain sum, and the norm that follows a
 sub-layer is the one that the next sub-layer would begin with: a stack begins with one norm and ends with its final one.
 
-Training packs its sentences one after the other. Elsewhere they are padded on the right, and padding is described by
-lengths alone: no mask is built, no kernel reads beyond them.
+Training and validation pack their sentences one after the other. For translation they are padded on the right, and
+padding is described by lengths alone: no mask is built, no kernel reads beyond them.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Packed:
     """Sentences one after the other. The last one is padding, shorter than ``ROW_MULTIPLE``, maybe empty.
 
     tokens, int64 (N,); places, int64 (N,): of each token in its sentence; offsets, int64 (sentences + 1,): where each
-    begins, and the end; longest: the length of the longest sentence.
+    begins, and the end; longest: the length of the longest sentence, padding not counted.
     """
 
     tokens: Tensor
@@ -50,7 +50,7 @@ class Packed:
 
 
 def _between(queries: Packed, keys: Packed) -> dict[str, Any]:
-    """The arguments of an attention between packed sentences."""
+    """The arguments of an attention between packed sentences, of which the padding may be the longest."""
     longest = {"max_q": max(queries.longest, ROW_MULTIPLE), "max_k": max(keys.longest, ROW_MULTIPLE)}
     return {"cu_seq_q": queries.offsets, "cu_seq_k": keys.offsets, **longest}
 
@@ -197,16 +197,20 @@ class Transformer(nn.Module):
     def packed_features(self, source: Packed, target: Packed, *, seeds: Tensor | None = None) -> Tensor:
         """:meth:`features` of packed sentences, as ``ParallelText.batch`` makes them: (target tokens, d_model).
 
-        ``seeds`` is that of :meth:`forward`. Attention drops what it drops of padded sentences; other sites count rows.
+        ``seeds`` is that of :meth:`forward`. A seed drops the attention weights that it drops of padded sentences. At
+        the other sites it goes by the packed row, so that other elements are dropped.
         """
-        device = source.tokens.device
-        sites = self._sites(seeds, device)
-        positions = self.source_positions(0, source.longest, device)[source.places]
-        x = self._embed(self.source_embedding, positions, source.tokens, next(sites))
-        memory = self._encoder(x, _between(source, source), sites, None)
-        positions = self.target_positions(0, target.longest, device)[target.places]
-        x = self._embed(self.target_embedding, positions, target.tokens, next(sites))
-        return self._decoder(x, memory, _between(target, target), _between(target, source), sites, None)
+        sites = self._sites(seeds, source.tokens.device)
+
+        def embed(side: Packed, embedding: nn.Embedding, positions: nn.Module) -> Tensor:
+            # As an embedding, whose gradient has the same bits on every run; that of an index has not.
+            rows = F.embedding(side.places, positions(0, side.longest, side.places.device))
+            return self._embed(embedding, rows, side.tokens, next(sites))
+
+        x = embed(source, self.source_embedding, self.source_positions)
+        memory = self._encoder_layers(x, _between(source, source), sites, None)
+        x = embed(target, self.target_embedding, self.target_positions)
+        return self._decoder_layers(x, memory, _between(target, target), _between(target, source), sites, None)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model) for source (B, S)."""
@@ -282,9 +286,9 @@ class Transformer(nn.Module):
         self._check_tokens(source)
         positions = self.source_positions(0, source.shape[1], source.device)
         x = self._embed(self.source_embedding, positions, source, next(sites))
-        return self._encoder(x, {"key_lengths": source_lengths}, sites, weights)
+        return self._encoder_layers(x, {"key_lengths": source_lengths}, sites, weights)
 
-    def _encoder(self, x, within, sites, weights) -> Tensor:
+    def _encoder_layers(self, x, within, sites, weights) -> Tensor:
         x, residual = self.encoder.begin(x)
         for layer in self.encoder.layers:
             x, residual = layer(x, residual, within, sites, weights)
@@ -294,11 +298,11 @@ class Transformer(nn.Module):
         self._check_tokens(target)
         positions = self.target_positions(0, target.shape[1], target.device)
         x = self._embed(self.target_embedding, positions, target, next(sites))
-        return self._decoder(
+        return self._decoder_layers(
             x, memory, {"key_lengths": target_lengths}, {"key_lengths": source_lengths}, sites, weights
         )
 
-    def _decoder(self, x, memory, within, across, sites, weights) -> Tensor:
+    def _decoder_layers(self, x, memory, within, across, sites, weights) -> Tensor:
         x, residual = self.decoder.begin(x)
         for layer in self.decoder.layers:
             x, residual = layer(x, residual, within, memory, across, sites, weights)

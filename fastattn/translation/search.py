@@ -95,7 +95,7 @@ def beam_search(
         source_lengths: int64 (B,), at least 1.
     """
     config, device, beam = model.config, source.device, search.beam
-    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.longest)
+    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.most_positions)
     batch, longest = len(source), int(limits.max())
     results: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
@@ -152,7 +152,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
     if search.temperature is None:
         raise InputError("sampling needs a temperature")
     config, device, width = model.config, source.device, search.n_best
-    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.longest)
+    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.most_positions)
     results: list[list[Hypothesis]] = [[] for _ in source]
     draws = [
         random.Random(f"{search.seed} {ids[:length]}")  # a string seeds it alike in every process
@@ -249,11 +249,11 @@ def candidates(
     ids = tokenizer.encode(lines)
     sentences = Sentences(ids)
     order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
-    device = model.output.weight.device
+    device, most = model.output.weight.device, model.config.most_positions
     found: list[list[Translation]] = [[] for _ in lines]
     for first in range(0, len(order), search.batch_size):
         index = order[first : first + search.batch_size]
-        source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index)))
+        source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index), most))
         results = (beam_search if search.temperature is None else sample)(model, source, lengths, search)
         for i, hypotheses in zip(index, results, strict=True):
             texts = tokenizer.decode([hypothesis.tokens for hypothesis in hypotheses])

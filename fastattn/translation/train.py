@@ -35,7 +35,6 @@ from fastattn.translation.data import (
     Sentences,
     digest,
     encode,
-    padded_lengths,
     pairs_of,
     read_parallel,
     sent,
@@ -104,7 +103,7 @@ class Trainer:
             number: {name: distributed.whole(tensor) for name, tensor in tensors.items()}
             for number, tensors in optimizer["state"].items()
         }
-        place = {"step": self.step, "epoch": self.epoch, "place": self.place}
+        place = {"step": self.step, "epoch": self.epoch, "batch": self.place}
         return {"optimizer": {**optimizer, "state": moments}, **place}
 
     def load_state(self, state: dict) -> None:
@@ -115,7 +114,7 @@ class Trainer:
             for number, tensors in optimizer["state"].items()
         }
         self.optimizer.load_state_dict({**optimizer, "state": moments})
-        self.step, self.epoch, self.place = state["step"], state["epoch"], state["place"]
+        self.step, self.epoch, self.place = state["step"], state["epoch"], state["batch"]
         self._batches = None
 
     def whole_model(self) -> Transformer:
@@ -138,8 +137,8 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def update(self) -> Tensor:
-        """One update on the next batch; of this process's share of it, on its device, float64 (6,): loss, NLL, correct
-        guesses and target tokens, all summed, and rows of both sides, without and with padding.
+        """One update on the next ``micro_batches`` batches; of this process's share of it, on its device, float64 (6,):
+        loss, NLL, correct guesses and target tokens, all summed, and tokens of both sides, without and with padding.
 
         The micro-batches, their dropout and the number of tokens that the loss is divided by are those of the update,
         whatever the number of processes.
@@ -169,12 +168,11 @@ class Trainer:
     def _backward(self, batch: Batch, micro_batch: int, tokens: int) -> Tensor:
         """Adds the gradient of a micro-batch's loss, divided by the update's ``tokens``; returns what :meth:`update`
         sums."""
-        rows = len(batch.source.tokens) + len(batch.target.tokens)
         seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites)
         with self.autocast():
             loss, nll, correct = self.loss(batch.to(self.device), sent(seeds, self.device))
         (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
-        counts = torch.tensor((batch.tokens, batch.filled, rows), dtype=torch.float64)
+        counts = torch.tensor((batch.tokens, batch.filled, batch.rows), dtype=torch.float64)
         return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), sent(counts, self.device)))
 
 
@@ -249,10 +247,13 @@ def train(
                 raise InputError("a model is sharded among several processes: start them with torchrun")
             if resume and config is not None:
                 raise InputError("a run is resumed with its own configuration: leave --config out")
-            if resume or (distributed.restarts() and checkpoint.steps(out)):
+            launch = distributed.launch()
+            again = bool(distributed.restarts() and checkpoint.steps(out)) and checkpoint.locked_by(out) == launch
+            if resume or again:
                 newest = checkpoint.newest(out)
-                stack.enter_context(checkpoint.locked(out))
-                return newest, *_resumed(newest, preset, accumulate, changes, world.size)
+                stack.enter_context(checkpoint.locked(out, launch))
+                # The number of processes may be another one, and with it what --accumulate means.
+                return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
             checkpoint.expect_new(out)
             return None, *_configured(preset, config, accumulate, changes, world.size)
 
@@ -264,27 +265,24 @@ def train(
         state = {}
         if newest is not None:
             state = world.main_first(lambda: _saved_state(newest, text_digest))
-            model, tokenizer = checkpoint.load(newest)
+            model, tokenizer = world.main_first(lambda: checkpoint.load(newest))
         else:
 
             def learn_pieces() -> bytes:
                 print(f"learning a vocabulary of {model_config.vocab_size} pieces", file=sys.stderr, flush=True)
                 lines = itertools.chain.from_iterable(pairs_of(*train_files))
                 pieces = Tokenizer.train(lines, model_config.vocab_size).model
-                stack.enter_context(checkpoint.locked(out))
+                stack.enter_context(checkpoint.locked(out, distributed.launch()))
                 checkpoint.expect_new(out)
                 return pieces
 
             tokenizer = Tokenizer(world.on_main(learn_pieces))
-            torch.manual_seed(training.seed)
-            try:
-                model = Transformer(model_config)
-            except RuntimeError as error:  # the allocator's
-                size = f"d_model {model_config.d_model}, d_ff {model_config.d_ff}, vocab_size {model_config.vocab_size}"
-                raise InputError(f"there is no memory for a model of {size}: {str(error).splitlines()[0]}") from None
+            model = world.main_first(lambda: _new_model(model_config, training.seed))
+        valid = world.main_first(lambda: ParallelText.encoded(tokenizer, *valid_pairs))
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
-        text = ParallelText.mapped(out / checkpoint.TEXT)
-        _expect_positions(model_config, text, tokenizer, valid_pairs)
+        text = world.main_first(lambda: ParallelText.mapped(out / checkpoint.TEXT))
+        to_translate = Sentences(tokenizer.encode(valid_pairs[0]) if training.bleu_every else [])
+        world.main_first(lambda: _expect_positions(model_config, text, valid, to_translate))
 
         def warn() -> None:
             for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, tokenizer):
@@ -294,26 +292,34 @@ def train(
             world.on_main(warn)  # of a large text it takes longer than a collective waits
         if not shard:  # else it is moved a layer at a time
             model = model.to(world.device)
-        run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid_pairs, text_digest)
+        run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid, valid_pairs, text_digest)
         if newest is not None:
             run.load_state(newest, state)
         run.train()
         return world.on_main(lambda: checkpoint.find(out))
 
 
+def _new_model(config: TransformerConfig, seed: int) -> Transformer:
+    torch.manual_seed(seed)
+    try:
+        return Transformer(config)
+    except RuntimeError as error:  # the allocator's
+        size = f"d_model {config.d_model}, d_ff {config.d_ff}, vocab_size {config.vocab_size}"
+        raise InputError(f"there is no memory for a model of {size}: {str(error).splitlines()[0]}") from None
+
+
 def _expect_positions(
-    config: TransformerConfig, text: ParallelText, tokenizer: Tokenizer, valid_pairs: tuple[list[str], list[str]]
+    config: TransformerConfig, text: ParallelText, valid: ParallelText, to_translate: Sentences
 ) -> None:
     """Learned positions must do for every sentence: one that is too long would end the run when its turn comes."""
-    if config.positions != "learned":
-        return
-    valid = [Sentences(tokenizer.encode(lines)) for lines in valid_pairs]
-    for name, sides in (("training", [text.sources, text.targets]), ("validation", valid)):
-        length = max(int(padded_lengths(side.lengths).max()) for side in sides)
-        if length > config.longest:
+    for name, sides in (
+        ("training", (text.sources, text.targets)), ("validation", (valid.sources, valid.targets, to_translate))
+    ):  # fmt: skip
+        length = max(int(side.lengths.max()) for side in sides if len(side))
+        if length > config.most_positions:
             raise InputError(
-                f"the {name} text has a sentence of {length} pieces, padding included, and there are "
-                f"max_positions={config.longest}: raise it, shorten the sentence, or use sinusoidal positions"
+                f"the {name} text has a sentence of {length} pieces, its end included, and there are "
+                f"max_positions={config.most_positions}: raise it, shorten the sentence, or use sinusoidal positions"
             )
 
 
@@ -353,8 +359,11 @@ def _resumed(
     if saved is None:
         raise _not_ours(newest)
     given = changes if preset is None else {"preset": preset, **changes}
-    if accumulate is not None:
-        given = {**given, "micro_batches": _at_least_one(accumulate) * processes}
+    if accumulate is not None and (parts := _at_least_one(accumulate) * processes) != saved.micro_batches:
+        raise InputError(
+            f"--accumulate {accumulate} makes {parts} micro-batches of an update (number of processes: {processes}) "
+            f"but the run to resume has {saved.micro_batches}: leave it out"
+        )
     for name, value in given.items():
         has = model.vocab_size if name == "vocab_size" else getattr(saved, name)
         if name not in CHANGEABLE and value != has and (name, value) != ("precision", "auto"):
@@ -381,7 +390,7 @@ def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
 def _saved_state(newest: Path, text_digest: str) -> dict:
     """What the run that wrote ``newest`` had reached, on the same text."""
     state = checkpoint.load_training(newest)
-    if not {"optimizer", "step", "epoch", "place", "text", "best_loss", "best_step", "seconds"} <= state.keys():
+    if not {"optimizer", "step", "epoch", "batch", "text", "best_loss", "best_step", "seconds"} <= state.keys():
         raise _not_ours(newest)
     if state["text"] != text_digest:
         raise InputError(f"the training text is not the one that {newest} was trained on")
@@ -400,14 +409,15 @@ class _Run:
         out: Path,
         trainer: Trainer,
         tokenizer: Tokenizer,
+        valid: ParallelText,
         valid_pairs: tuple[list[str], list[str]],
         text_digest: str,
     ):
         self.out, self.trainer, self.tokenizer, self.text_digest = out, trainer, tokenizer, text_digest
         self.config, self.world = trainer.config, trainer.world
         self.valid_pairs = valid_pairs
-        valid = ParallelText(tokenizer, *valid_pairs)
-        share = valid.batches(self.config.batch_tokens // self.config.micro_batches)[self.world.rank :: self.world.size]
+        batches = valid.batches(self.config.batch_tokens // self.config.micro_batches)
+        share = itertools.islice(batches, self.world.rank, None, self.world.size)
         self.valid = [valid.batch(index).to(trainer.device) for index in share]
         self.best_loss, self.best_step = math.inf, 0
         self._started = time.monotonic()
@@ -489,10 +499,13 @@ class _Run:
         }
 
     def _expect_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise InputError(
-                f"the loss is {loss} at update {self.trainer.step}: start again with another seed, a lower rate or fp32"
-            )
+        if math.isfinite(loss):
+            return
+        if not self.world.main:
+            raise SystemExit(1)  # the first process says why
+        raise InputError(
+            f"the loss is {loss} at update {self.trainer.step}: start again with another seed, a lower rate or fp32"
+        )
 
     def _bleu(self, model: Transformer) -> float:
         """Of the validation text, translated greedily, each process a share of it."""
