@@ -1,8 +1,5 @@
 # The menu. Each target uses what the PATH has: activate an environment first.
 
-MACHINES = $(wildcard benchmarks/results/amd-epyc-*-avx512-bf16-2-threads.json benchmarks/results/intel-*-threads.json)
-SETS = avx512 avx2 generic
-
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
@@ -27,11 +24,8 @@ test:  ## the tests, under five minutes
 bench:  ## correctness and speed against the reference and what a user would pick instead
 	pytest benchmarks
 
-tables:  ## the tables and pictures of README and docs/performance.md, from benchmarks/results
-	fastattn bench --from $(MACHINES) --table README.md
-	fastattn bench --from $(MACHINES) --table docs/performance.md
-	fastattn bench --from $(MACHINES) --plot docs/images/speed
-	fastattn bench --from $(SETS:%=benchmarks/results/amd-epyc-family-26-model-2-%-2-threads.json) --table docs/performance.md
+tables:  ## the tables and pictures of the pages, from benchmarks/results
+	python benchmarks/pages.py
 
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo

@@ -26,6 +26,13 @@ PRESETS = (
 )  # fmt: skip
 
 
+# What the names of benchmark cases are made of, beside numbers.
+CASES = (
+    "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 keys causal "
+    "padding by uneven lengths mask forward+backward"
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = parse(arguments)
@@ -42,6 +49,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     error = vars(options).pop("error")  # the command's own
     if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "bench" and (
+        unknown := [w for w in re.findall(r"[^\W\d]+", options.filter) if w not in CASES]
+    ):
+        error(f"argument --filter: no case has {unknown[0]!r} in its name, which is made of: {CASES}")
     if options.command == "translate" and options.attention is None:
         for option in ("attention_kind", "attention_layer"):
             if getattr(options, option) is not None:

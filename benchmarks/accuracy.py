@@ -1,21 +1,20 @@
 """Error against float64, ours beside torch's own functions, per operation, dtype and length.
 
-    python benchmarks/accuracy.py --record      measures: the result file, then docs/accuracy.md and its picture
-    python benchmarks/accuracy.py               the page and the picture from the recorded file
+    python benchmarks/accuracy.py --record
+
+`--record` keeps the results as benchmarks/results/accuracy-MACHINE.json; `make tables` shows them.
 
 All three get the same operands, rounded to the dtype; the float64 result of torch's functions on them is the truth.
 Without dropout, whose masks differ; where an element is kept, dropout multiplies it by a constant.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn.bench import peers, plots, report
 from fastattn.bench.cases import OPERATIONS, Case
 
@@ -127,27 +126,22 @@ def picture(data: dict[str, Any]) -> Any:
     ticks = sorted({entry["length"] for entry in data["errors"]})
     panels[0][0].set_xticks(ticks, list(map(str, ticks)))
     panels[0][0].legend(fontsize=7)
-    plots.caption(figure, report.origin(data["machine"], data["versions"], data["date"], {}))
+    plots.caption(figure, report.origin(data))
     return figure
+
+
+def section(data: dict[str, Any]) -> str:
+    return f"{report.origin(data)}.\n\n{table(data['errors'])}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="measure, and keep the results in benchmarks/results")
+    parser.add_argument("--record", action="store_true", help="keep the results")
     options = parser.parse_args()
-    path = ROOT / f"benchmarks/results/accuracy-{report.kind(report.machine())}.json"
+    found = [entry for case in cases() for entry in measure(case)]
+    print(table(found))
     if options.record:
-        found = [entry for case in cases() for entry in measure(case)]
-        now = report.Report.new(measured={})
-        about = {"machine": now.machine, "commit": now.commit, "date": now.date}
-        versions = {"fastattn": fastattn.__version__, "torch": torch.__version__}
-        report.write_json(path, about | {"versions": versions, "errors": found})
-    if not path.exists():
-        parser.error(f"{path} does not exist: --record writes it")
-    data = json.loads(path.read_text())
-    where = report.origin(data["machine"], data["versions"], data["date"], {})
-    report.insert(ROOT / "docs/accuracy.md", "accuracy", f"{where}.\n\n{table(data['errors'])}")
-    plots.save(picture(data), ROOT / "docs/images/accuracy")
+        report.record(ROOT / "benchmarks/results", "accuracy", {"errors": found})
 
 
 if __name__ == "__main__":

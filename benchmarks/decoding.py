@@ -4,8 +4,8 @@ for), a batch of 32 with beam 4 and one sentence greedily.
     python benchmarks/decoding.py --record
 
 Two OpenMP runtimes in one process falsify each other, so each program is timed in processes of its own, by turns; a
-ratio is that of the medians. `--record` keeps the results as benchmarks/results/decoding-MACHINE.json, with what a step
-consists of, and writes the tables of docs/performance.md from those of all machines.
+ratio is that of the medians. `--record` keeps the results, with what a step consists of, as
+benchmarks/results/decoding-MACHINE.json; `make tables` shows them.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from torch.nn import functional as F
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn import nn as modules
-from fastattn.bench import report
+from fastattn.bench import contest, report
+from fastattn.bench.timer import Neighbours
 from fastattn.translation import checkpoint, precision, search
 from fastattn.translation import model as transformer
 from fastattn.translation.data import read_lines
@@ -36,7 +37,6 @@ from fastattn.translation.search import Search, beam_search
 from fastattn.translation.tokenizer import EOS_ID, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
 VERSES = Path(fastattn.__file__).parent / "verses"
 VOCABULARY = 16_000
 SOURCE_TOKENS = 25
@@ -62,6 +62,7 @@ def main() -> None:
     if options.child:
         print(json.dumps(child(*options.child, options.tokens)))
         return
+    neighbours = Neighbours()
     dtypes = ["fp32"] if precision.resolve("auto") == "fp32" else ["bf16", "fp32"]
     programs = [f"fastattn {dtype}" for dtype in dtypes] + ["ctranslate2 float32", "ctranslate2 int8"]
     found: dict[str, list[dict[str, Any]]] = {program: [] for program in programs}
@@ -84,7 +85,7 @@ def main() -> None:
     }
     print("\n".join(table(results)))
     if options.record:
-        record(results, options.tokens)
+        record(results, options.tokens, contest.disturbed_by(neighbours.share()))
 
 
 def write_model(folder: Path) -> None:
@@ -190,19 +191,17 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def record(results: dict[str, Any], tokens: int) -> None:
+def record(results: dict[str, Any], tokens: int, disturbed: str) -> None:
     import ctranslate2
 
-    data, versions = {"tokens": tokens, "results": results}, {"ctranslate2": ctranslate2.__version__}
-    report.record(RESULTS, "decoding", data, versions, ROOT / "docs/performance.md", section)
+    data = {"tokens": tokens, "results": results}
+    report.record(ROOT / "benchmarks/results", "decoding", data, disturbed, ctranslate2=ctranslate2.__version__)
 
 
 def section(data: dict[str, Any]) -> str:
     """One machine's part of the page."""
-    machine, versions = data["machine"], data["versions"]
     head = (
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {versions['torch']}, CTranslate2 "
-        f"{versions['ctranslate2']}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens. Behind "
+        f"{report.origin(data, 'ctranslate2')}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens. Behind "
         "CTranslate2's figures: how many times as many ours makes.\n\n"
     )
     return head + "\n".join(table(data["results"]))

@@ -3,7 +3,7 @@
     python benchmarks/hour.py --record
 
 How many checkpoints are averaged is chosen on the validation text. `--record` keeps the result, with its curve and its
-recipe, as benchmarks/results/hour-MACHINE.json, and writes the tables of docs/training.md from those of all machines.
+recipe, as benchmarks/results/hour-MACHINE.json; `make tables` shows it.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import fastattn
-from fastattn.bench import report
+from fastattn.bench import contest, report
+from fastattn.bench.timer import Neighbours
 from fastattn.translation import checkpoint, precision
 from fastattn.translation.data import read_parallel
 from fastattn.translation.evaluate import scores
@@ -79,19 +80,19 @@ def main() -> None:
     options = vars(parser.parse_args())
     minutes, keep_result = options.pop("minutes"), options.pop("record")
     with tempfile.TemporaryDirectory() as folder:
+        neighbours = Neighbours()
         result = run(Path(folder), minutes, options)
     print(json.dumps({name: value for name, value in result.items() if name != "curve"}, indent=1))
     if keep_result:
-        report.record(ROOT / "benchmarks/results", "hour", result, {}, ROOT / "docs/training.md", section)
+        report.record(ROOT / "benchmarks/results", "hour", result, contest.disturbed_by(neighbours.share()))
 
 
 def section(data: dict[str, Any]) -> str:
     """One machine's part of the page: a row for each tenth of the time."""
-    machine, curve, found = data["machine"], data["curve"], data["test"]
+    curve, found = data["curve"], data["test"]
     head = (
-        f"{machine['cpu']}, {machine['threads']} threads, {data['training']['precision']}, "
-        f"torch {data['versions']['torch']}. On the test text, by the mean of the last {data['averaged']} checkpoints "
-        f"and beam {data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
+        f"{report.origin(data)}, {data['training']['precision']}. On the test text, by the mean of the last "
+        f"{data['averaged']} checkpoints and beam {data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
     )
     lines = ["| minutes | updates | validation loss | accuracy |", "| --- | --- | --- | --- |"]
     for tenth in range(1, 11):

@@ -3,8 +3,8 @@ several bounds on how long OpenMP's threads spin.
 
     python benchmarks/neighbours.py --record
 
-The settings take turns. `--record` keeps the results as benchmarks/results/neighbours-MACHINE.json and writes the
-tables of docs/training.md from those of all machines.
+The settings take turns. `--record` keeps the results as benchmarks/results/neighbours-MACHINE.json; `make tables`
+shows them.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from typing import Any
 
 import fastattn
 import fastattn_command
-from fastattn.bench import report
+from fastattn.bench import contest, report
+from fastattn.bench.timer import Neighbours
 from fastattn.translation.train import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
 VERSES = Path(fastattn.__file__).parent / "verses"
 SETTINGS = {
     "the command's": {},
@@ -40,12 +40,14 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=2, help="processes")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
+    watched = Neighbours()
     cases = [(setting, busy) for setting in SETTINGS for busy in (0, options.busy)]
     found: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     for _ in range(options.rounds):
         for setting, busy in cases:
             found[setting, busy].append(tokens_per_second(SETTINGS[setting], busy, options.updates))
             print(f"{setting}, {busy} busy processes: {found[setting, busy][-1]:.0f} tokens/s", flush=True)
+    others = watched.share()  # without the busy processes, which are its children
     medians = {
         setting: {f"{busy} busy": statistics.median(found[setting, busy]) for busy in (0, options.busy)}
         for setting in SETTINGS
@@ -53,15 +55,14 @@ def main() -> None:
     print(json.dumps(medians, indent=1))
     if options.record:
         data = {"tokens_per_second": medians, "spin": fastattn_command.SPIN}
-        report.record(RESULTS, "neighbours", data, {}, ROOT / "docs/training.md", section)
+        report.record(ROOT / "benchmarks/results", "neighbours", data, contest.disturbed_by(others))
 
 
 def section(data: dict[str, Any]) -> str:
     """One machine's part of the page."""
-    machine, found = data["machine"], data["tokens_per_second"]
+    found = data["tokens_per_second"]
     columns = list(next(iter(found.values())))
-    head = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {data['versions']['torch']}:"
-    lines = [head, ""]
+    lines = [f"{report.origin(data)}:", ""]
     lines += [f"| target tokens a second | {' | '.join(columns)} |", f"| --- | {' | '.join('---' for _ in columns)} |"]
     lines += [f"| {name} | {' | '.join(f'{row[column]:.0f}' for column in columns)} |" for name, row in found.items()]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The accuracy report: its errors, and that its page shows the recorded file."""
+"""The accuracy report: its errors, and that every case is recorded."""
 
 import importlib.util
 import json
@@ -32,8 +32,3 @@ def test_the_recorded_errors_are_of_every_case(path):
     found = json.loads(path.read_text())["errors"]
     cases = [(case.operation, str(case.dtype), case.keys or case.shape[1]) for case in accuracy.cases()]
     assert [(entry["operation"], f"torch.{entry['dtype']}", entry["length"]) for entry in found[::2]] == cases
-
-
-def test_the_page_shows_a_recorded_file():
-    page = (ROOT / "docs/accuracy.md").read_text()
-    assert any(accuracy.table(json.loads(path.read_text())["errors"]) in page for path in RECORDED)

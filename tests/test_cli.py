@@ -602,6 +602,9 @@ def test_python_m(tmp_path):
             "2",
         ],
         ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "."],
+        ["bench", "--from", "missing", "--output", "."],
+        ["bench", "--from", "missing", "--plot", "missing/speed"],
+        ["bench", "--from", "missing", "--table", "missing/page.md"],
     ],
     ids=lambda arguments: f"{arguments[0]} {' '.join(arguments[-2:])}",
 )

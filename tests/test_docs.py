@@ -1,9 +1,12 @@
 """What the pages of docs/ show runs, and in docs/migrate.md computes what the code that it replaces does; the reference
 and the design list what there is."""
 
+import importlib
 import inspect
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +131,45 @@ def test_tables_of_programs_have_both_ends(page):
     ends = re.findall(r"^<!-- ([\w-]+):(begin|end) -->$", (ROOT / page).read_text(), re.MULTILINE)
     assert ends[0::2] == [(name, "begin") for name, _ in ends[1::2]]
     assert all(end == "end" for _, end in ends[1::2])
+
+
+@pytest.mark.slow
+def test_readmes_commands_run(tmp_path):
+    """The block under "Translate", as it stands, on fewer sentences and for fewer updates."""
+    block = re.search(r"## Translate\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    short = block.replace("--max-minutes 10", "--max-steps 2 --save-every 1")
+    assert short != block
+    verses = tmp_path / "fastattn/verses"
+    verses.mkdir(parents=True)
+    for path in (ROOT / "fastattn/verses").iterdir():
+        if path.suffix == ".gz":
+            (verses / path.name).symlink_to(path)
+        else:
+            (verses / path.name).write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    shell = f'fastattn() {{ "{sys.executable}" -m fastattn "$@"; }}\n{short}'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "En el principio" in done.stdout
+    runs = tmp_path / "runs"
+    made = ("model/best", "model/loss.png", "model-mean", "model-int8", "heads.svg", "test.es", "dev.es")
+    assert all((runs / name).exists() for name in made)
+    assert len((runs / "test.es").read_text().splitlines()) >= 8
+
+
+def test_pages_show_the_recorded_results(monkeypatch):
+    """All that `make tables` writes between markers."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("pages").tables()
+    assert len(tables) >= 10
+    stale = [
+        f"{name} in {page}"
+        for (page, name), text in tables.items()
+        if f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->\n" not in (ROOT / page).read_text()
+    ]
+    assert stale == [], "`make tables` writes them"
 
 
 def test_the_variables_of_the_environment_are_in_one_table():

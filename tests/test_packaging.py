@@ -467,11 +467,23 @@ def test_a_checkout_that_is_not_built_warns_once(checkout):
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_checkout_that_is_not_built_do_not_pass(checkout):
+@pytest.mark.parametrize(
+    ("library", "record", "reason"),
+    [
+        (None, None, "is not there; in a checkout"),
+        (None, '{"cpu": {"reason": "g++ failed"}}', "g++ failed"),
+        ("", '{"cpu": {}}', "does not load"),
+    ],
+)
+def test_the_tests_of_a_checkout_without_kernels_do_not_pass(checkout, library, record, reason):
     """They would skip the kernels'."""
+    for name, content in (("_cpu.so", library), ("_build.json", record)):
+        if content is not None:
+            (checkout / "fastattn" / name).write_text(content)
     done = in_checkout(checkout, "-m", "pytest", "-q", "tests/test_readme.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "fastattn's kernels are not compiled: " in done.stderr
+    assert "fastattn's kernels cannot be tested: " in done.stderr
+    assert reason in done.stderr
 
 
 def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):

@@ -6,8 +6,9 @@ import argparse
 
 import torch
 
-from fastattn.bench import contest, limits, plots, report
+from fastattn.bench import contest, limits, peers, plots, report
 from fastattn.bench.cases import Case, lengths, listed, sweep
+from fastattn.translation.checkpoint import check_file
 from fastattn.translation.errors import InputError
 
 __all__ = ["main", "speed_table"]
@@ -32,10 +33,15 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         InputError: no case has the text of ``--filter``, a file of ``--from`` is no result file, the page of
-            ``--table`` has no markers, or there is nothing to draw.
+            ``--table`` has no markers, there is nothing to draw, or a file cannot be written.
     """
     if args.plot:
         plots.require()
+    for path in (args.output, args.table, args.plot and args.plot.with_name(f"{args.plot.name}.svg")):
+        if path:
+            check_file(path)
+    if args.table:
+        report.expect_markers(args.table)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
@@ -59,14 +65,15 @@ def _measure(args: argparse.Namespace) -> report.Report:
         raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
     before = limits.measure()
     now = report.Report.new(measured=before)
-    print(report.origin(now.machine, now.versions, now.date, before), flush=True)
+    everyone = args.peers or over_length
+    print(report.origin_of(now, *(peers.OPTIONAL if everyone else ())), flush=True)
     results: list[contest.Result] = []
     for case in chosen:
         result = contest.run(
             case,
             budget=args.seconds,
             rounds=(3, 100) if over_length else (6, 100),
-            everyone=args.peers or over_length,
+            everyone=everyone,
             with_memory=over_length and case.backward,
         )
         lines = report.table([result], whole=True).splitlines()

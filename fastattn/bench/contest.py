@@ -53,7 +53,7 @@ class Result:
     limit that ours reaches, which is `limited_by` "arithmetic" or "copy"; None where the limit is too short to be
     seen. own: our time in multiples of our time without the case's features. memory: bytes that a call of each
     contestant needs beside its operands, where they were measured. disturbed: by what, of a measurement whose figures
-    say nothing.
+    say nothing. commit, date: of a result that was recorded.
     """
 
     name: str
@@ -65,23 +65,29 @@ class Result:
     floor: Floor = field(default_factory=Floor)
     memory: dict[str, int] = field(default_factory=dict)
     disturbed: str = ""
+    commit: str = ""
+    date: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the floor, which is the case's, and without what is not known."""
+        return {name: value for name, value in asdict(self).items() if name != "floor" and value not in (None, "", {})}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Result:
-        ratio = lambda value: None if value is None else Ratio(**value)  # noqa: E731
+        def ratio(name: str) -> Ratio | None:
+            return Ratio(**data[name]) if name in data else None
+
         return cls(
             name=data["name"],
             seconds=dict(data["seconds"]),
             ratios={name: Ratio(**value) for name, value in data["ratios"].items()},
-            fraction=ratio(data["fraction"]),
-            limited_by=data["limited_by"],
-            own=ratio(data["own"]),
-            floor=Floor(**data["floor"]),
+            fraction=ratio("fraction"),
+            limited_by=data.get("limited_by", ""),
+            own=ratio("own"),
             memory=dict(data.get("memory", {})),
             disturbed=data.get("disturbed", ""),
+            commit=data["commit"],
+            date=data["date"],
         )
 
 
@@ -169,11 +175,16 @@ def summarise(case: Case, timing: Timing) -> Result:
 
 def disturbance(timing: Timing, ratio: Ratio) -> str:
     """What disturbed a measurement, or "": other programs at work, or samples of our ratio to torch that disagree."""
-    if timing.others is not None and timing.others > OTHERS:
-        return f"other programs took {timing.others:.0%} of the processors"
+    if by_others := disturbed_by(timing.others):
+        return by_others
     if ratio.high - ratio.low > SPREAD * ratio.median:
         return f"quartiles of the ratio to torch: {ratio.low:.2f} and {ratio.high:.2f}"
     return ""
+
+
+def disturbed_by(others: float | None) -> str:
+    """Whether other programs, with their share of the processors, disturbed a measurement: in words, or ""."""
+    return f"other programs took {others:.0%} of the processors" if others is not None and others > OTHERS else ""
 
 
 def failures(result: Result, baseline: Result | None = None) -> list[str]:

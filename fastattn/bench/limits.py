@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from fastattn.backends import native
-from fastattn.bench.timer import wall_clock
+from fastattn.bench.timer import Neighbours, wall_clock
 
 
 def arithmetic(flops: int, dtype: torch.dtype) -> Callable[[], object] | None:
@@ -39,9 +39,11 @@ def measure(seconds: float = 0.2) -> dict[str, float | None]:
     """The limits of this machine with the threads torch uses now, best of a few samples.
 
     Arithmetic in GFLOP/s (None where it is unknown), copies in GB/s read and written: `copy_fresh` of 256 MB into a
-    tensor allocated for it, `copy_cached` of 1 MB into one that exists.
+    tensor allocated for it, `copy_cached` of 1 MB into one that exists. `others` is the share of the processors that
+    other programs took meanwhile (None where it is unknown).
     """
     found: dict[str, float | None] = {}
+    neighbours = Neighbours()
     for dtype in (torch.float32, torch.bfloat16):
         flops = 2 * 10**9
         work = arithmetic(flops, dtype)
@@ -51,12 +53,14 @@ def measure(seconds: float = 0.2) -> dict[str, float | None]:
     small = torch.zeros(1 << 20, dtype=torch.uint8)
     target = torch.empty_like(small)
     found["copy_cached"] = 2 * len(small) / _best(lambda: target.copy_(small), seconds) / 1e9
+    found["others"] = neighbours.share()
     return found
 
 
 def best(*measured: dict[str, float | None]) -> dict[str, float | None]:
     """Of the limits measured before and after a run, the better: a neighbour only ever lowers them."""
-    return {name: max(filter(None, (found[name] for found in measured)), default=None) for name in measured[0]}
+    known = {name: [value for found in measured if (value := found[name]) is not None] for name in measured[0]}
+    return {name: (min if name == "others" else max)(values, default=None) for name, values in known.items()}
 
 
 def _best(function: Callable[[], object], seconds: float) -> float:

@@ -183,10 +183,14 @@ def _installed(*modules: str) -> bool:
     return all(find_spec(module) for module in modules)
 
 
+OPTIONAL = ("zentorch", "onnxruntime")
+"""Peers that are packages of their own."""
+
+
 def versions() -> dict[str, str]:
     """Of the optional peers that are installed."""
     found = {}
-    for name in ("zentorch", "onnxruntime"):
+    for name in OPTIONAL:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

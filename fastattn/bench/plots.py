@@ -9,7 +9,8 @@ from typing import Any
 
 from fastattn.bench.cases import Case, lengths
 from fastattn.bench.contest import Result
-from fastattn.bench.report import Report, origin, processor
+from fastattn.bench.peers import OPTIONAL
+from fastattn.bench.report import Report, origin_of, processor
 from fastattn.translation import errors
 from fastattn.translation.checkpoint import write_file
 
@@ -104,15 +105,9 @@ def ratios(reports: Sequence[Report]) -> Any:
     panels[0].set_yticks([place + 0.2 for place in range(len(RATIOS))], list(RATIOS), fontsize=9)
     panels[0].invert_yaxis()
     panels[0].legend(fontsize=8, loc="upper right")
-    origins = "\n".join(_origin(report, ("torch",)) for report in reports)
+    origins = "\n".join(origin_of(report, with_limits=False) for report in reports)
     caption(picture, f"forward + backward where nothing else is said\n{origins}")
     return picture
-
-
-def _origin(report: Report, shown: Sequence[str]) -> str:
-    """Where a report is from, with the versions of what the picture shows."""
-    versions = {name: version for name, version in report.versions.items() if name in shown}
-    return origin(report.machine, versions, report.date, {})
 
 
 def over_length(report: Report) -> Any:
@@ -163,6 +158,7 @@ def over_length(report: Report) -> Any:
     drawn = {name: line for axes in panels.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     if drawn:
         picture.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=len(drawn), fontsize=9)
-    text = f"{_origin(report, list(report.versions))}. FLOP/s count our products: 2 forward, 7 with the backward pass."
+    where = origin_of(report, *OPTIONAL, with_limits=False)
+    text = f"{where}. FLOP/s count our products: 2 forward, 7 with the backward pass."
     caption(picture, text + (f" {disturbed} disturbed measurements are left out." if disturbed else ""))
     return picture

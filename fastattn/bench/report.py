@@ -11,8 +11,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import fastattn
 from fastattn.backends import native
 from fastattn.bench import limits, peers
 from fastattn.bench.cases import listed
-from fastattn.bench.contest import Result
+from fastattn.bench.contest import Result, disturbed_by
 from fastattn.translation.checkpoint import write_file
 from fastattn.translation.errors import InputError
 
@@ -40,16 +40,24 @@ class Report:
 
     @classmethod
     def new(cls, results: Iterable[Result] = (), measured: dict[str, float | None] | None = None) -> Report:
-        """A report of `results` on this machine, now; its limits are measured unless given."""
+        """A report of `results` on this machine, now; its limits are measured unless given. A result that was recorded
+        before keeps its commit and date."""
+        head, date = commit(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         return cls(
             machine(),
             {"fastattn": fastattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
             | peers.versions(),
-            commit(),
-            datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            head,
+            date,
             limits.measure() if measured is None else measured,
-            {result.name: result for result in results},
+            {r.name: r if r.date else replace(r, commit=head, date=date) for r in results},
         )
+
+    @property
+    def days(self) -> str:
+        """The day of its results, or the first and the last one."""
+        found = sorted({result.date[:10] for result in self.results.values()}) or [self.date[:10]]
+        return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -62,28 +70,37 @@ class Report:
             raise InputError(f"{path}: expected a result file, which `fastattn bench --output FILE` writes") from None
 
     def write(self, path: Path) -> None:
-        """Writes the report to `path`, whole or not at all."""
-        data = vars(self) | {"results": [result.to_json() for result in self.results.values()]}
-        write_json(path, data)
+        """Writes the report to `path`, whole or not at all, a result a line."""
+        head = json.dumps(vars(self) | {"results": []}, indent=1).removesuffix("[]\n}")
+        results = ",\n".join(f"  {json.dumps(_rounded(result.to_json()))}" for result in self.results.values())
+        _write(path, f"{head}[\n{results}\n ]\n}}")
+
+
+def _rounded(data: Any) -> Any:
+    """Its floats to four significant digits."""
+    if isinstance(data, dict):
+        return {name: _rounded(value) for name, value in data.items()}
+    return float(f"{data:.4g}") if isinstance(data, float) else data
 
 
 def write_json(path: Path, data: Any) -> None:
     """Writes `data` to `path`, whole or not at all."""
+    _write(path, json.dumps(data, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, f"{json.dumps(data, indent=1)}\n".encode())
+    write_file(path, f"{text}\n".encode())
 
 
-def record(
-    folder: Path, name: str, data: dict[str, Any], versions: dict[str, str], page: Path,
-    section: Callable[[dict[str, Any]], str],
-) -> None:  # fmt: skip
-    """Keeps what a benchmark has measured here as ``folder/NAME-MACHINE.json``, with where it comes from, and shows in
-    `page` the sections of all machines that have such a file."""
+def record(folder: Path, name: str, data: dict[str, Any], disturbed: str = "", **versions: str) -> None:
+    """Keeps what a benchmark has measured here as ``folder/NAME-MACHINE.json``, with where it comes from: the machine,
+    the commit, the day, the `versions` of other programs. What was `disturbed` ends the program instead."""
+    if disturbed:
+        sys.exit(f"not recorded, run it on a quiet machine: {disturbed}")
     now = Report.new(measured={})
     about = {"machine": now.machine, "versions": now.versions | versions, "commit": now.commit, "date": now.date}
     write_json(folder / f"{name}-{kind(now.machine)}.json", about | data)
-    recorded = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
-    insert(page, name, "\n\n".join(map(section, recorded)))
 
 
 def machine() -> dict[str, Any]:
@@ -118,13 +135,17 @@ def kind(machine: dict[str, Any]) -> str:
     )
 
 
+CODE = (":/fastattn", ":/csrc", ":/benchmarks/*.py")
+"""What results depend on, as git names it."""
+
+
 def commit() -> str:
-    """The commit the package runs from, marked where files differ from it; outside a checkout $FASTATTN_COMMIT."""
+    """The commit the package runs from, marked where code differs from it; outside a checkout $FASTATTN_COMMIT."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+            [*git, "status", "--porcelain", "-uno", "--", *CODE], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("FASTATTN_COMMIT", "")
@@ -190,10 +211,10 @@ def share(result: Result) -> str:
     return f"{value:.0%}" if value <= 1 else ""
 
 
-SHARES = (
-    "the share that ours reaches of the arithmetic limit, or of a copy of as many bytes into fresh memory where that "
-    "takes longer (ours can be faster than a copy: caches keep what one pass leaves for the next, and attention of few "
-    "queries reads where a copy also writes)"
+CELL = (
+    "A cell: torch's time over ours; our share of the limit; our time over our own without mask, padding or dropout. "
+    "The limit is arithmetic or, where marked, a copy of as many bytes into fresh memory. Ours can beat a copy: caches "
+    "keep data between passes, and few queries mostly read."
 )
 
 
@@ -218,41 +239,57 @@ def processor(machine: dict[str, Any]) -> str:
     return generation or re.sub(r" Processor| \(family.*|\(R\)", "", machine["cpu"])
 
 
-def origin(machine: dict[str, Any], versions: dict[str, str], date: str, figures: dict[str, float | None]) -> str:
-    """The machine, the versions, the day and the limits of a run, in one sentence."""
+def origin(data: Mapping[str, Any], *programs: str) -> str:
+    """Where a result file's data is from, in a line: the machine, the versions of torch and of `programs`, the day."""
+    return _origin(data["machine"], data["versions"], data["date"][:10], programs)
+
+
+def _origin(machine: Mapping[str, Any], versions: Mapping[str, str], days: str, programs: Iterable[str]) -> str:
+    known = "".join(f", {name} {versions[name]}" for name in ("torch", *programs) if name in versions)
+    return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}{known}, {days}"
+
+
+def origin_of(report: Report, *programs: str, with_limits: bool = True) -> str:
+    """:func:`origin` of a report, with the machine's limits."""
+    text = _origin(report.machine, report.versions, report.days, programs)
+    figures = report.limits if with_limits else {}
     known = [f"{figures[name]:.0f} GFLOP/s {name}" for name in ("float32", "bfloat16") if figures.get(name)]
     if figures.get("copy_fresh"):
         known.append(
             f"copy {figures['copy_fresh']:.1f} GB/s into fresh memory, {figures['copy_cached']:.0f} GB/s in cache"
         )
-    peers_used = "".join(f", {name} {versions[name]}" for name in versions if name not in ("fastattn", "python"))
-    text = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}{peers_used}, {date[:10]}"
-    return text + (f"; limits: {', '.join(known)}" if known else "")
+    disturbed = f" ({words})" if (words := disturbed_by(figures.get("others"))) else ""
+    return text + (f"; limits{disturbed}: {', '.join(known)}" if known else "")
 
 
-def _origin(report: Report) -> str:
-    return origin(report.machine, {"torch": report.versions["torch"]}, report.date, report.limits)
+def _shown(reports: Sequence[Report]) -> list[str]:
+    """Names of the results that the tables show: the listed cases, and models that exist, patched."""
+    known = dict.fromkeys(name for report in reports for name in report.results)
+    return [
+        *(case.name for case in listed() if case.name in known),
+        *sorted(name for name in known if name.startswith("patched step")),
+    ]
 
 
 def tables(report: Report) -> str:
     """The machine and its limits, the listed cases with a column for each dtype, how the sweep went."""
     sections = [
-        f"{_origin(report)}, measured in the same run. In the table: torch's time over ours (medians of interleaved "
-        f"pairs), {SHARES}, and for causal masks, padding and dropout our time over our own without them.",
-        _by_dtype([report.results[case.name] for case in listed() if case.name in report.results]),
+        f"{origin_of(report)}. {CELL}",
+        _by_dtype([report.results[name] for name in _shown([report])]),
         _swept(report),
     ]
     return "\n\n".join(filter(None, sections))
 
 
 def _swept(report: Report) -> str:
-    named = {case.name for case in listed()}
+    named = _shown([report])
     swept = [result for name, result in report.results.items() if name not in named and not result.disturbed]
     if not swept:
         return ""
-    fast = sum(result.ratios["torch"].median >= 1 for result in swept)
-    slowest = ", ".join(f"{r.name} ({r.ratios['torch'].median:.2f})" for r in weakest(swept))
-    return f"Of {len(swept)} further cases {fast} are at least as fast as torch. The weakest: {slowest}."
+    slow = [result for result in swept if result.ratios["torch"].median < 1]
+    text = f"Of {len(swept)} further cases {len(swept) - len(slow)} are at least as fast as torch."
+    slowest = ", ".join(f"{result.name} ({result.ratios['torch'].median:.2f})" for result in weakest(slow))
+    return f"{text} The slowest: {slowest}." if slow else text
 
 
 def comparison(reports: Sequence[Report]) -> str:
@@ -260,17 +297,14 @@ def comparison(reports: Sequence[Report]) -> str:
     names = [f"{processor(report.machine)}, {report.machine['isa']}" for report in reports]
     if len({report.machine["cpu"] for report in reports}) == 1:
         names = [report.machine["isa"] for report in reports]
-    where = "\n".join(f"- {name}: {_origin(report)}." for name, report in zip(names, reports, strict=True))
+    where = "\n".join(f"- {name}: {origin_of(report)}." for name, report in zip(names, reports, strict=True))
     rows = [["", *names]]
-    for name in (case.name for case in listed()):
-        found = [report.results.get(name) for report in reports]
-        if any(found):
-            rows.append([name, *(_cell(result) if result else "" for result in found)])
+    for name in _shown(reports):
+        rows.append([name, *(_cell(result) if (result := r.results.get(name)) else "" for r in reports)])
     swept = "\n".join(
         f"- {name}: {text}" for name, report in zip(names, reports, strict=True) if (text := _swept(report))
     )
-    explained = f"In the table: torch's time over ours, {SHARES}, and our time over our own without the features."
-    return "\n\n".join(filter(None, (where, explained, markdown(rows), swept)))
+    return "\n\n".join(filter(None, (where, CELL, markdown(rows), swept)))
 
 
 SUMMARY = {
@@ -285,7 +319,7 @@ SUMMARY = {
 
 def summary(reports: Iterable[Report]) -> str:
     """Times torch's speed of a few cases, a row for each machine and dtype."""
-    rows = [["processor", "dtype", *SUMMARY]]
+    rows = [["processor", "dtype", *SUMMARY, "measured"]]
     for report in reports:
         for dtype in ("float32", "bfloat16"):
             found = [report.results.get(case.format(dtype)) for case in SUMMARY.values()]
@@ -293,7 +327,7 @@ def summary(reports: Iterable[Report]) -> str:
                 "" if result is None else "disturbed" if result.disturbed else f"{result.ratios['torch'].median:.1f}x"
                 for result in found
             ]
-            rows.append([f"{processor(report.machine)}, {report.machine['isa']}", dtype, *cells])
+            rows.append([f"{processor(report.machine)}, {report.machine['isa']}", dtype, *cells, report.days])
     return markdown(rows)
 
 
@@ -324,12 +358,27 @@ def _by_dtype(results: Iterable[Result]) -> str:
     )
 
 
+def expect_markers(page: Path) -> None:
+    """Raises InputError unless `page` is there and has the markers of a table: asked before the work, not after it."""
+    try:
+        text = page.read_text()
+    except OSError as error:
+        raise InputError(f"cannot read {page}: {error.strerror}") from None
+    _known(page, text, ("machines", "instruction-sets", "speed"))
+
+
+def _known(page: Path, text: str, names: Iterable[str]) -> list[str]:
+    """The names whose markers a page has; raises InputError where it has none."""
+    markers = {name: f"<!-- {name}:begin -->" for name in names}
+    known = [name for name, marker in markers.items() if marker in text]
+    if not known:
+        raise InputError(f"{page}: expected the lines {' or '.join(markers.values())}")
+    return known
+
+
 def insert_known(page: Path, texts: dict[str, str]) -> None:
     """Inserts those of `texts` whose markers `page` has; raises InputError where it has none of them."""
-    known = [name for name in texts if f"<!-- {name}:begin -->" in page.read_text()]
-    if not known:
-        raise InputError(f"{page}: expected the lines {' or '.join(f'<!-- {name}:begin -->' for name in texts)}")
-    for name in known:
+    for name in _known(page, page.read_text(), texts):
         insert(page, name, texts[name])
 
 

@@ -99,7 +99,7 @@ def interleave(
     with _no_garbage_collection():
         repeats = {name: _repeats(function, sample, measure) for name, function in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in functions}
-        start, before = time.perf_counter(), _busy_beside()
+        start, neighbours = time.perf_counter(), Neighbours()
         for count in range(rounds[1]):
             if count >= rounds[0] and time.perf_counter() - start > budget:
                 break
@@ -107,11 +107,22 @@ def interleave(
                 if not samples[name] or samples[name][-1] < CACHED:
                     measure(function, 1)
                 samples[name].append(measure(function, repeats[name]))
-        elapsed, after = time.perf_counter() - start, _busy_beside()
-    others = None
-    if before is not None and after is not None and elapsed >= LEAST_WATCHED:
-        others = max(0.0, after - before) / (elapsed * len(os.sched_getaffinity(0)))
+        others = neighbours.share()
     return Timing(samples, others).quieter_half()
+
+
+class Neighbours:
+    """Watches from its making on what other programs, or other virtual machines, take of this process's processors."""
+
+    def __init__(self) -> None:
+        self._start, self._busy = time.perf_counter(), _busy_beside()
+
+    def share(self) -> float | None:
+        """Of the processors' time until now; None where it is unknown. Children count as ours once they have ended."""
+        elapsed, busy = time.perf_counter() - self._start, _busy_beside()
+        if self._busy is None or busy is None or elapsed < LEAST_WATCHED:
+            return None
+        return max(0.0, busy - self._busy) / (elapsed * len(os.sched_getaffinity(0)))
 
 
 def _busy_beside() -> float | None:

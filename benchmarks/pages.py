@@ -1,0 +1,75 @@
+"""Writes what the pages show of benchmarks/results: the tables between their markers, and the pictures.
+
+make tables
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import decoding
+import hour
+import neighbours
+import step
+import table1
+import translation
+
+from fastattn.bench import plots, report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+MACHINES = ("amd-epyc-*-avx512-bf16-2-threads", "intel-*-threads")
+OTHER_SETS = tuple(f"amd-epyc-family-26-model-2-{isa}-2-threads" for isa in ("avx512", "avx2", "generic"))
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """What a script recorded, by machine."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
+
+
+def newest(name: str) -> dict[str, Any]:
+    return max(recorded(name), key=lambda data: data["date"])
+
+
+def reports(*names: str) -> list[report.Report]:
+    """What the benchmarks of pytest and of `fastattn bench` recorded."""
+    return [report.Report.read(path) for name in names for path in sorted(RESULTS.glob(f"{name}.json"))]
+
+
+def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
+    """One after the other, those of all machines."""
+    return "\n\n".join(map(section, recorded(name)))
+
+
+def tables() -> dict[tuple[str, str], str]:
+    """What stands between which markers of which page."""
+    machines = reports(*MACHINES)
+    performance, training = "docs/performance.md", "docs/training.md"
+    return {
+        ("README.md", "speed"): report.summary(machines),
+        ("README.md", "translation"): translation.table(recorded("translation")),
+        (performance, "machines"): report.comparison(machines),
+        (performance, "step"): sections("step", step.section),
+        (performance, "decoding"): sections("decoding", decoding.section),
+        (performance, "table1"): sections("table1", table1.section),
+        (performance, "instruction-sets"): report.comparison(reports(*OTHER_SETS)),
+        (training, "hour"): sections("hour", hour.section),
+        (training, "neighbours"): sections("neighbours", neighbours.section),
+        ("docs/accuracy.md", "accuracy"): accuracy.section(newest("accuracy")),
+    }
+
+
+def main() -> None:
+    for (page, name), text in tables().items():
+        report.insert(ROOT / page, name, text)
+    images = ROOT / "docs/images"
+    plots.draw(reports(*MACHINES), images / "speed")
+    plots.draw(reports("lengths-*"), images / "lengths")
+    plots.save(accuracy.picture(newest("accuracy")), images / "accuracy")
+    plots.save(translation.picture(newest("translation")), images / "loss")
+
+
+if __name__ == "__main__":
+    main()
