@@ -299,7 +299,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     which.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
     which.add_argument(
         "--plot",
-        type=Path,
+        type=_stem,
         metavar="STEM",
         help="draw STEM.png and STEM.svg: speed and memory over sequence length beside all peers, which takes some "
         "minutes; with --from, what the files hold of that, or their ratios to torch",
@@ -330,6 +330,13 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         metavar="PAGE",
         help="insert the tables into PAGE, between its markers (speed, machines, instruction-sets)",
     )
+
+
+def _stem(text: str) -> Path:
+    """The type of an argument: the name of a picture, without what says its format."""
+    if not Path(text).name:
+        raise argparse.ArgumentTypeError(f"{text} is given, expected the name of a picture")
+    return Path(text)
 
 
 def _positive(kind: type) -> Callable[[str], float]:

@@ -107,9 +107,13 @@ def pytest_terminal_summary(terminalreporter, config):
     found, path = report.Report.new(results.values()), Path(config.rootpath) / ".benchmarks" / _path(config).name
     if config.getoption("--record"):
         quiet = {name: result for name, result in results.items() if not result.disturbed}
-        kept = (recorded.results if recorded else {}) | quiet
-        found, path = report.Report.new(kept.values(), found.limits), _path(config)
-    found.write(path)
+        same = recorded is not None and recorded.versions["torch"] == found.versions["torch"]
+        kept = (recorded.results if same else {}) | quiet
+        disturbed = contest.disturbed_by(found.limits.get("others"))
+        known = recorded.limits if recorded and disturbed else found.limits
+        found, path = report.Report.new(kept.values(), known), _path(config)
+    if found.results:
+        found.write(path)
     terminalreporter.section("fastattn beside torch and the machine's limits")
     terminalreporter.write_line(report.table(results.values()))
     if weakest := report.weakest(results.values()):

@@ -29,8 +29,8 @@ def recorded(name: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
 
 
-def newest(name: str) -> dict[str, Any]:
-    return max(recorded(name), key=lambda data: data["date"])
+def newest(name: str, suits: Callable[[dict[str, Any]], bool] = lambda data: True) -> dict[str, Any]:
+    return max(filter(suits, recorded(name)), key=lambda data: data["date"])
 
 
 def reports(*names: str) -> list[report.Report]:
@@ -68,7 +68,7 @@ def main() -> None:
     plots.draw(reports(*MACHINES), images / "speed")
     plots.draw(reports("lengths-*"), images / "lengths")
     plots.save(accuracy.picture(newest("accuracy")), images / "accuracy")
-    plots.save(translation.picture(newest("translation")), images / "loss")
+    plots.save(translation.picture(newest("translation", lambda data: len(data["runs"]) == 2)), images / "loss")
 
 
 if __name__ == "__main__":

@@ -267,7 +267,8 @@ def main() -> None:
     if arguments.record and quiet:
         record(quiet)
     if arguments.record and quiet != runs:
-        sys.exit(f"not recorded, run it on a quiet machine: {', '.join(runs.keys() - quiet.keys())}")
+        reasons = [f"{kind}: {result['disturbed']}" for kind, result in runs.items() if result["disturbed"]]
+        sys.exit(f"not recorded, run it on a quiet machine: {'; '.join(reasons)}")
 
 
 if __name__ == "__main__":

@@ -517,6 +517,12 @@ def test_results_keep_the_day_and_the_commit_of_their_recording(tmp_path):
     path = tmp_path / "machine.json"
     old = replace(result(2.0), name="old", date="2026-01-02T03:04:05+00:00", commit="a" * 40)
     report.Report.new([old, replace(result(1 / 3), name="new")], measured={}).write(path)
+    text = path.read_text()
+    path.write_text(re.sub(rf', "commit": "{old.commit}", "date": "{re.escape(old.date)}"', "", text))
+    assert path.read_text() != text
+    unstamped = report.Report.read(path)  # as results were kept before they had a day of their own
+    assert unstamped.results["old"].date == unstamped.date
+    path.write_text(text)
     found = report.Report.read(path)
     assert found.results["old"] == old
     new = found.results["new"]
@@ -552,7 +558,7 @@ def test_weakest_come_first():
     assert [entry.name for entry in report.weakest(results, 2)] == ["1.0", "2.0"]
 
 
-def test_the_readme_shows_a_column_per_dtype_and_the_weakest_of_the_sweep():
+def test_the_readme_shows_a_column_per_dtype_and_the_slowest_of_the_sweep():
     case = next(case for case in listed() if case.dtype == torch.float32)
     names = [case.name, replace(case, dtype=torch.bfloat16).name, "swept", "also swept"]
     figures = [result(2.5, fraction=0.8), result(3.25), result(0.9), result(1.5)]
@@ -660,6 +666,30 @@ def test_a_filter_that_matches_nothing_is_an_error():
     options = fastattn_command.parse(["bench", "--filter", "7777"])
     with pytest.raises(InputError, match="--filter '7777': no case has this in its name; one is 'attention float32"):
         bench.main(options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"no markers", "expected the lines <!-- machines:begin --> or <!-- speed:begin -->"),
+        (b"<!-- speed:begin -->", "expected the lines '<!-- speed:begin -->' and '<!-- speed:end -->'"),
+        (b"<!-- instruction-sets:begin -->\n<!-- instruction-sets:end -->", "expected the lines <!-- machines:begin"),
+        (b"<!-- speed:begin -->\xff", "it is not UTF-8"),
+    ],
+)
+def test_a_page_without_markers_is_refused_before_measuring(tmp_path, monkeypatch, text, message):
+    page = tmp_path / "page.md"
+    page.write_bytes(text)
+    monkeypatch.setattr(contest, "run", None)
+    with pytest.raises(InputError, match=re.escape(message)):
+        bench.main(fastattn_command.parse(["bench", "--filter", "32 keys", "--table", str(page)]))
+
+
+@pytest.mark.parametrize("stem", [".", "/"])
+def test_a_picture_has_a_name(stem, capsys):
+    with pytest.raises(SystemExit):
+        fastattn_command.parse(["bench", "--plot", stem])
+    assert f"argument --plot: {stem} is given, expected the name of a picture" in capsys.readouterr().err
 
 
 def test_a_filter_is_checked_before_torch_is_loaded(capsys):

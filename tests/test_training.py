@@ -937,6 +937,19 @@ def test_a_model_that_no_memory_holds(files, tmp_path):
     assert not checkpoint.steps(tmp_path / "run")
 
 
+def test_the_loss_makes_gradients_only_where_they_are_wanted(monkeypatch):
+    """Validation has none: a tensor of the vocabulary's size less."""
+    features, weight = torch.randn(8, 4), torch.randn(30, 4, requires_grad=True)
+    labels, made, zeros_like = torch.arange(8) + 4, [], torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda *args: made.append(1) or zeros_like(*args))
+    with torch.no_grad():
+        wanted = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
+    assert not made
+    found = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
+    assert made
+    assert [value.item() for value in found] == [value.item() for value in wanted]
+
+
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 def test_the_same_update_has_the_same_bits(positions):
     """Of so many tokens that gradients of indexing are summed by several threads, in no order."""

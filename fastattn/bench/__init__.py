@@ -37,11 +37,11 @@ def main(args: argparse.Namespace) -> int:
     """
     if args.plot:
         plots.require()
-    for path in (args.output, args.table, args.plot and args.plot.with_name(f"{args.plot.name}.svg")):
-        if path:
-            check_file(path)
-    if args.table:
-        report.expect_markers(args.table)
+    pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in plots.FORMATS] if args.plot else []
+    for path in filter(None, (args.output, args.table, *pictures)):
+        check_file(path)
+    if args.table and not args.sources:
+        report.tables_of(args.table, report.MEASURED)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     found = [report.Report.read(source) for source in args.sources] or [_measure(args)]

@@ -59,11 +59,14 @@ def figure(width: float, height: float) -> Any:
     return errors.require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
+FORMATS: dict[str, dict[str, Any]] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}
+
+
 def save(picture: Any, stem: Path) -> None:
     """STEM.png and STEM.svg, each whole or not at all; the same files for the same figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     with errors.require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
-        for kind, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
+        for kind, options in FORMATS.items():
             drawn = io.BytesIO()
             picture.savefig(drawn, format=kind, **options)
             write_file(stem.with_name(f"{stem.name}.{kind}"), drawn.getvalue())

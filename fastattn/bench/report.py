@@ -64,7 +64,8 @@ class Report:
         """Raises InputError where `path` is no result file."""
         try:
             data = json.loads(path.read_text())
-            data["results"] = {entry["name"]: Result.from_json(entry) for entry in data["results"]}
+            recorded = {"commit": data["commit"], "date": data["date"]}
+            data["results"] = {entry["name"]: Result.from_json(recorded | entry) for entry in data["results"]}
             return cls(**data)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InputError(f"{path}: expected a result file, which `fastattn bench --output FILE` writes") from None
@@ -358,34 +359,43 @@ def _by_dtype(results: Iterable[Result]) -> str:
     )
 
 
-def expect_markers(page: Path) -> None:
-    """Raises InputError unless `page` is there and has the markers of a table: asked before the work, not after it."""
+MEASURED = ("machines", "speed")
+"""The tables of one report."""
+
+
+def tables_of(page: Path, names: Iterable[str]) -> list[str]:
+    """The names between whose markers tables go; raises InputError where the page has none, or half of some."""
     try:
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot read {page}: {error.strerror}") from None
-    _known(page, text, ("machines", "instruction-sets", "speed"))
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read {page}: it is not UTF-8") from None
+    found = [name for name in names if f"<!-- {name}:begin -->" in text]
+    if not found:
+        raise InputError(f"{page}: expected the lines {' or '.join(f'<!-- {name}:begin -->' for name in names)}")
+    for name in found:
+        _between(page, text, name)
+    return found
 
 
-def _known(page: Path, text: str, names: Iterable[str]) -> list[str]:
-    """The names whose markers a page has; raises InputError where it has none."""
-    markers = {name: f"<!-- {name}:begin -->" for name in names}
-    known = [name for name, marker in markers.items() if marker in text]
-    if not known:
-        raise InputError(f"{page}: expected the lines {' or '.join(markers.values())}")
-    return known
+def _between(page: Path, text: str, name: str) -> tuple[int, int]:
+    """Where the part of a page begins and ends."""
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    begin, end = text.find(first), text.find(last)
+    if not 0 <= begin < end:
+        raise InputError(f"{page}: expected the lines {first!r} and {last!r}, between which the tables go")
+    return begin + len(first), end
 
 
 def insert_known(page: Path, texts: dict[str, str]) -> None:
     """Inserts those of `texts` whose markers `page` has; raises InputError where it has none of them."""
-    for name in _known(page, page.read_text(), texts):
+    for name in tables_of(page, texts):
         insert(page, name, texts[name])
 
 
-def insert(readme: Path, name: str, text: str) -> None:
-    """Replaces what stands between the lines `<!-- NAME:begin -->` and `<!-- NAME:end -->` in `readme`."""
-    page, first, last = readme.read_text(), f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    begin, end = page.find(first), page.find(last)
-    if not 0 <= begin < end:
-        raise InputError(f"{readme}: expected the lines {first!r} and {last!r}, between which the tables go")
-    write_file(readme, (page[: begin + len(first)] + "\n" + text + "\n" + page[end:]).encode())
+def insert(page: Path, name: str, text: str) -> None:
+    """Replaces what stands between the lines `<!-- NAME:begin -->` and `<!-- NAME:end -->` in `page`."""
+    old = page.read_text(encoding="utf-8")
+    begin, end = _between(page, old, name)
+    write_file(page, f"{old[:begin]}\n{text}\n{old[end:]}".encode())

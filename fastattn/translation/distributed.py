@@ -10,7 +10,7 @@ import datetime
 import itertools
 import os
 import pickle
-import socket
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -25,7 +25,8 @@ from fastattn.translation.errors import InputError
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; a process that dies is noticed at once, by torchrun
 PREPARATION = datetime.timedelta(hours=12)  # of a corpus by the first process, while no collective waits
-REFUSED = "fastattn/refused"  # in the store of a launch once what it was asked for cannot be done
+# In the store of a launch: its name; whether what it was asked for cannot be done.
+LAUNCH, REFUSED = "fastattn/launch", "fastattn/refused"
 T = TypeVar("T")
 
 
@@ -37,6 +38,7 @@ class World:
     size: int
     device: torch.device
     store: dist.Store | None = None  # what torchrun lets the processes share, if there are several
+    launch: str = ""  # names the `torchrun` that started them, at all of its starts
     _keys: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
@@ -100,21 +102,11 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch() -> str:
-    """What names the `torchrun` that started this process, the same at each of its starts; "" without one."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    if name is None:
-        return ""
-    # Where the user names none, it is "none" for every launch.
-    return name if name != "none" else f"{socket.gethostname()} {os.getppid()}"
-
-
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
     """This process among those of its run, as `torchrun` describes them in the environment; without it, alone.
 
-    An :class:`InputError` within the block is refused once: `torchrun` starts the processes again, and they end at
-    once.
+    After an :class:`InputError` within the block, the processes that `torchrun` starts again end without a word.
 
     Raises:
         InputError: there are fewer GPUs here than processes.
@@ -123,7 +115,7 @@ def joined() -> Iterator[World]:
     rank, size, local = (
         int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    if size == 1 and not launch():
+    if size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         yield World(0, 1, torch.device("cuda" if cuda else "cpu"))
         return
     if cuda and local >= torch.cuda.device_count():
@@ -134,13 +126,14 @@ def joined() -> Iterator[World]:
     whole_launch, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     if restarts() and whole_launch.check([REFUSED]):
         raise SystemExit(1)
+    launch = whole_launch.compare_set(LAUNCH, "", uuid.uuid4().hex).decode()
     # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
     store = dist.PrefixStore(f"start {restarts()}", whole_launch)
     if size > 1:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
-        yield World(rank, size, device, store if size > 1 else None)
+        yield World(rank, size, device, store if size > 1 else None, launch)
     except InputError:
         whole_launch.set(REFUSED, "")
         raise

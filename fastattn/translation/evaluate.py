@@ -40,18 +40,18 @@ def smoothed_loss(
         Summed over the labels other than ``pad_id``: the loss, and without gradient the plain cross-entropy, both in
         nats, and the number of labels above whose logit there is none.
     """
-    return _SmoothedLoss.apply(features, weight, bias, labels, smoothing, pad_id)
+    return _SmoothedLoss.apply(features, weight, bias, labels, smoothing, pad_id, torch.is_grad_enabled())
 
 
 class _SmoothedLoss(torch.autograd.Function):
     """The gradients are made with the loss, rows by rows: (softmax - target distribution) times what the rows met."""
 
     @staticmethod
-    def forward(ctx, features, weight, bias, labels, smoothing, pad_id):
+    def forward(ctx, features, weight, bias, labels, smoothing, pad_id, recorded):
         device, pieces = features.device.type, weight.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
         x, w = features.to(dtype), weight.to(dtype)
-        wanted = any(ctx.needs_input_grad)
+        wanted = recorded and any(ctx.needs_input_grad)
         grad_features, grad_weight = (torch.empty_like(x), torch.zeros_like(weight)) if wanted else (None, None)
         grad_bias = torch.zeros_like(bias) if wanted and bias is not None else None
         rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
@@ -87,7 +87,7 @@ class _SmoothedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
-        return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), None, None, None
+        return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 4
 
 
 @torch.no_grad()

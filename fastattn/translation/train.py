@@ -220,7 +220,7 @@ def train(
     checkpoint; a second one at once, without.
 
     Under ``torchrun`` the processes share each update. Where it starts them again because one has failed, they go on
-    from the newest checkpoint, if there is one.
+    from the newest checkpoint that they wrote, if there is one.
 
     Args:
         preset: of :data:`~fastattn.translation.config.PRESETS`; "tiny" where neither it nor ``config`` is given.
@@ -247,11 +247,10 @@ def train(
                 raise InputError("a model is sharded among several processes: start them with torchrun")
             if resume and config is not None:
                 raise InputError("a run is resumed with its own configuration: leave --config out")
-            launch = distributed.launch()
-            again = bool(distributed.restarts() and checkpoint.steps(out)) and checkpoint.locked_by(out) == launch
+            again = bool(distributed.restarts() and checkpoint.steps(out)) and checkpoint.locked_by(out) == world.launch
             if resume or again:
                 newest = checkpoint.newest(out)
-                stack.enter_context(checkpoint.locked(out, launch))
+                stack.enter_context(checkpoint.locked(out, world.launch))
                 # The number of processes may be another one, and with it what --accumulate means.
                 return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
             checkpoint.expect_new(out)
@@ -272,7 +271,7 @@ def train(
                 print(f"learning a vocabulary of {model_config.vocab_size} pieces", file=sys.stderr, flush=True)
                 lines = itertools.chain.from_iterable(pairs_of(*train_files))
                 pieces = Tokenizer.train(lines, model_config.vocab_size).model
-                stack.enter_context(checkpoint.locked(out, distributed.launch()))
+                stack.enter_context(checkpoint.locked(out, world.launch))
                 checkpoint.expect_new(out)
                 return pieces
 

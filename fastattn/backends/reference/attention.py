@@ -141,7 +141,8 @@ def _torchs(
         return (query, k, v), {"is_causal": is_causal, "scale": scale}, None
     visible = visible[(None,) * (4 - visible.dim())]
     unused = ~visible.any(-2).unsqueeze(-1)
-    k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    if unused.any():
+        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     added = 0.0 if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
     mask = torch.where(visible, added, -torch.inf).to(query.dtype)
     return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
@@ -163,12 +164,12 @@ def attention(
     if (call := _torchs(query, key, value, *settings, threshold)) is not None:
         operands, options, empty = call
         out, lse = flash_attention(*operands, **options)
-        total = torch.ones_like(lse, memory_format=torch.contiguous_format)
-        if empty is None:
-            return _in_layout_of(out, query), lse.contiguous(), torch.stack((lse, total))
-        out, lse, total = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, 0.0), total * ~empty
-        if _keeps_sums(lse):
-            return _in_layout_of(out, query), lse.masked_fill(empty, -torch.inf).contiguous(), torch.stack((lse, total))
+        maximum, total = lse, torch.ones_like(lse, memory_format=torch.contiguous_format)
+        if empty is not None and empty.any():
+            out, maximum, total = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, 0.0), total * ~empty
+            lse = lse.masked_fill(empty, -torch.inf)
+        if empty is None or _keeps_sums(maximum):
+            return _in_layout_of(out, query), lse.contiguous(), torch.stack((maximum, total))
     found = []
     for first, take in _parts(query, key, value, attn_mask):
         _, _, v, probabilities, stats = _probabilities(take, query, key, value, *settings)
