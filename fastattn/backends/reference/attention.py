@@ -143,8 +143,8 @@ def _torchs(
     unused = ~visible.any(-2).unsqueeze(-1)
     if unused.any():
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    added = 0.0 if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
-    mask = torch.where(visible, added, -torch.inf).to(query.dtype)
+    added = query.new_zeros(()) if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
+    mask = torch.where(visible, added, query.new_full((), -torch.inf)).to(query.dtype)
     return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
 
 
