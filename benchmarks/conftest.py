@@ -106,12 +106,7 @@ def pytest_terminal_summary(terminalreporter, config):
     uncompared = [name for name in results if not recorded or name not in recorded.results]
     found, path = report.Report.new(results.values()), Path(config.rootpath) / ".benchmarks" / _path(config).name
     if config.getoption("--record"):
-        quiet = {name: result for name, result in results.items() if not result.disturbed}
-        same = recorded is not None and recorded.versions["torch"] == found.versions["torch"]
-        kept = (recorded.results if same else {}) | quiet
-        disturbed = contest.disturbed_by(found.limits.get("others"))
-        known = recorded.limits if recorded and disturbed else found.limits
-        found, path = report.Report.new(kept.values(), known), _path(config)
+        found, path = found.beside(recorded), _path(config)
     if found.results:
         found.write(path)
     terminalreporter.section("fastattn beside torch and the machine's limits")

@@ -1,7 +1,5 @@
-"""Writes what the pages show of benchmarks/results: the tables between their markers, and the pictures.
-
-make tables
-"""
+"""Writes what the pages show of benchmarks/results: the tables between their markers, and the pictures. `make tables`
+runs it."""
 
 import json
 from collections.abc import Callable

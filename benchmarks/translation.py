@@ -263,12 +263,13 @@ def main() -> None:
     runs = {kind: run(kind, arguments.minutes) for kind in arguments.models}
     for kind, result in runs.items():
         print(kind, {name: value for name, value in result.items() if name != "curve"})
-    quiet = {kind: result for kind, result in runs.items() if not result["disturbed"]}
+    disturbed = {kind: words for kind, result in runs.items() if (words := result.pop("disturbed"))}
+    quiet = {kind: result for kind, result in runs.items() if kind not in disturbed}
     if arguments.record and quiet:
         record(quiet)
-    if arguments.record and quiet != runs:
-        reasons = [f"{kind}: {result['disturbed']}" for kind, result in runs.items() if result["disturbed"]]
-        sys.exit(f"not recorded, run it on a quiet machine: {'; '.join(reasons)}")
+    if arguments.record and disturbed:
+        reasons = "; ".join(f"{kind}: {words}" for kind, words in disturbed.items())
+        sys.exit(f"not recorded, run it on a quiet machine: {reasons}")
 
 
 if __name__ == "__main__":

@@ -533,6 +533,47 @@ def test_results_keep_the_day_and_the_commit_of_their_recording(tmp_path):
     assert found.days in report.comparison([found])
 
 
+def test_a_commit_has_changes_where_code_differs_and_not_where_results_do(tmp_path, monkeypatch):
+    """Each recording changes results, and would mark the next one."""
+
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *arguments], check=True)
+
+    paths = ["fastattn/bench/report.py", "csrc/cpu/a.cpp", "benchmarks/b.py", "benchmarks/results/c.json", "README.md"]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    monkeypatch.setattr(report, "__file__", str(tmp_path / paths[0]))
+    clean = report.commit()
+    assert re.fullmatch("[0-9a-f]{40}", clean)
+    for path in paths:
+        (tmp_path / path).write_text("changed")
+        is_code = not path.endswith((".json", ".md"))
+        assert report.commit() == clean + " with changes" * is_code, path
+        (tmp_path / path).write_text("")
+
+
+def test_a_recording_stands_beside_earlier_ones():
+    """Quiet results replace what they measure again and nothing else; another torch's are no baseline; limits that
+    neighbours disturbed are not taken over."""
+    old, again = (replace(result(ratio), name="again") for ratio in (2.0, 3.0))
+    other, noisy = (replace(result(2.0), name=name) for name in ("other", "noisy"))
+    recorded = report.Report.new([old, other, noisy], {"float32": 500.0, "others": 0.0})
+    busy = [again, replace(noisy, ratios={}, disturbed="by a neighbour")]
+    found = report.Report.new(busy, {"float32": 80.0, "others": 0.5})
+    kept = found.beside(recorded)
+    assert kept.results == recorded.results | {"again": found.results["again"]}
+    assert kept.limits == recorded.limits
+    quiet = replace(found, limits={"float32": 510.0, "others": 0.02})
+    assert quiet.beside(recorded).limits == quiet.limits
+    assert found.beside(None).results.keys() == {"again"}
+    another = replace(recorded, versions=recorded.versions | {"torch": "2.10.0"})
+    assert found.beside(another).results.keys() == {"again"}
+
+
 def test_limits_that_were_disturbed_are_shown_as_such():
     quiet, busy = ({"float32": 500.0, "bfloat16": None, "others": others} for others in (0.02, 0.4))
     best = limits.best(busy, quiet | {"float32": 400.0})

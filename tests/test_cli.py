@@ -615,6 +615,15 @@ def test_arguments_are_checked_before_files_are_read(arguments, capsys, tmp_path
     assert re.search(r"top_p is 0|cannot (write|draw)|exists already|label_smoothing is 2", message), message
 
 
+def test_references_are_checked_before_anything_is_translated(run, small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fastattn.translation.search.translate", None)
+    references = tmp_path / "references"
+    references.write_text("God " * 300 + "\n")
+    (tmp_path / "one").write_text("God\n")
+    message = failure(["evaluate", run, "--test", tmp_path / "one", references], capsys)
+    assert "no sentence pair has two sides of 1 to 256 pieces" in message
+
+
 def test_texts_are_read_before_a_model(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checkpoint, "load", None)
     assert "cannot read" in failure(["evaluate", run, "--test", tmp_path / "none", tmp_path / "none"], capsys)

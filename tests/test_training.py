@@ -26,6 +26,7 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import (
+    Batch,
     ParallelText,
     Sentences,
     arriving_lines,
@@ -935,6 +936,14 @@ def test_a_model_that_no_memory_holds(files, tmp_path):
     with pytest.raises(InputError, match="there is no memory for a model of d_model 2147483640"):
         train(files, files, tmp_path / "run", config=config(d_model=2147483640), max_steps=1)
     assert not checkpoint.steps(tmp_path / "run")
+
+
+def test_held_out_text_is_moved_to_the_model(text, monkeypatch):
+    """The command's batches are on the CPU, wherever the model is."""
+    model, moved = small_model(), []
+    monkeypatch.setattr(Batch, "to", lambda batch, device: moved.append(device) or batch)
+    held_out(model, [text.batch(torch.tensor([1, 2]))], torch.autocast("cpu", enabled=False))
+    assert moved == [model.output.weight.device]
 
 
 def test_the_loss_makes_gradients_only_where_they_are_wanted(monkeypatch):

@@ -53,6 +53,17 @@ class Report:
             {r.name: r if r.date else replace(r, commit=head, date=date) for r in results},
         )
 
+    def beside(self, recorded: Report | None) -> Report:
+        """What is to be recorded of this report where `recorded` was: quiet results, and of the same torch the older
+        ones that they do not replace; the older limits, if neighbours disturbed the new ones."""
+        results = {name: result for name, result in self.results.items() if not result.disturbed}
+        if recorded is None:
+            return replace(self, results=results)
+        if recorded.versions["torch"] == self.versions["torch"]:
+            results = recorded.results | results
+        disturbed = disturbed_by(self.limits.get("others"))
+        return replace(self, results=results, limits=recorded.limits if disturbed else self.limits)
+
     @property
     def days(self) -> str:
         """The day of its results, or the first and the last one."""

@@ -209,7 +209,8 @@ class Sentences:
     def padded(self, index: Tensor, most: int = sys.maxsize) -> tuple[Tensor, Tensor]:
         """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,).
 
-        L is a multiple of ``LENGTH_MULTIPLE``, unless that is more than ``most``."""
+        L is a multiple of ``LENGTH_MULTIPLE``, unless that is more than ``most``.
+        """
         lengths = self.lengths_of(index)
         longest = int(lengths.max())
         column = torch.arange(max(longest, min(most, longest + -longest % LENGTH_MULTIPLE)))
