@@ -1,5 +1,5 @@
-"""Training beside busy neighbours: target tokens a second of `fastattn train`, alone and beside two busy processes, for
-several bounds on how long OpenMP's threads spin.
+"""What the command sets for its process: target tokens a second of `fastattn train`, alone and beside two busy
+processes, for several bounds on how long OpenMP's threads spin, and with malloc left alone.
 
     python benchmarks/neighbours.py --record
 
@@ -28,9 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSES = Path(fastattn.__file__).parent / "verses"
 SETTINGS = {
     "the command's": {},
+    "malloc's own": {"MALLOC_ARENA_TEST": "8", "THP_MEM_ALLOC_ENABLE": "0"},  # its defaults
     "OpenMP's own": {"GOMP_SPINCOUNT": "300000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
+SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_", "THP_")  # beginnings of variables
 
 
 def main() -> None:
@@ -70,9 +72,7 @@ def section(data: dict[str, Any]) -> str:
 
 def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float:
     """Of the last updates of a short run: the first ones prepare."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(SET)}
     files = {split: [str(VERSES / f"{split}.{side}") for side in ("en", "es")] for split in ("dev", "test")}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

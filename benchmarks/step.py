@@ -36,6 +36,7 @@ from fastattn.translation.data import Batch, ParallelText, Sentences, read_paral
 from fastattn.translation.evaluate import smoothed_loss
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
+from fastattn_command import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSES = Path(fastattn.__file__).parent / "verses"
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10, help="that are profiled (default 10)")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
+    keep_freed_memory()  # as the command does
     neighbours = Neighbours()
     tokenizer, text = verses()
     sentences = Sentences(random_ids(256, SHAPE[1]))

@@ -34,6 +34,7 @@ from fastattn.translation.model import Packed, SinusoidalPositions
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
+from fastattn_command import keep_freed_memory
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 ROOT = Path(__file__).resolve().parent.parent
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
+    keep_freed_memory()  # as the command does
     runs = {kind: run(kind, arguments.minutes) for kind in arguments.models}
     for kind, result in runs.items():
         print(kind, {name: value for name, value in result.items() if name != "curve"})
