@@ -4,7 +4,7 @@
 
 - the shares of an update, by torch's profiler: of `base` on 32 x 48 tokens and of `tiny` on a batch of the verses;
 - forward and backward of `base` beside jadore801120's program, in the same process by turns, with the vocabulary of the
-  other benchmarks;
+  other benchmarks, and the share of matrix products, torch's in both, which bounds the ratio;
 - the loss beside whole logits, which `F.linear_cross_entropy` makes too where there is label smoothing;
 - packed batches beside padded ones of sentences of like length.
 
@@ -85,8 +85,9 @@ def shares(update: Callable[[], Any], updates: int) -> dict[str, float]:
     return {part: spent[part] / spent.total() for part in (*PARTS, REST)}
 
 
-def program(seconds: float) -> dict[str, float]:
-    """jadore801120's time over ours: forward, loss and backward of the base model, dropout on."""
+def program(seconds: float, updates: int) -> tuple[dict[str, float], dict[str, float]]:
+    """jadore801120's time over ours, and the share of matrix products in ours: forward, loss and backward of the base
+    model, dropout on."""
     sys.path.insert(0, str(ROOT / "tests"))
     from public_models import jadore
 
@@ -95,7 +96,7 @@ def program(seconds: float) -> dict[str, float]:
     source, target, label = ids[:, : SHAPE[1]], ids[:, :-1][:, : SHAPE[1]], ids[:, 1:][:, : SHAPE[1]].flatten()
     theirs = jadore.Transformer(vocabulary, vocabulary, PAD_ID, PAD_ID)
     ours = Transformer(TransformerConfig.preset("base", vocabulary, attention_dropout=0.1))
-    found = {}
+    found, products = {}, {}
     for name in ("bf16", "fp32"):
 
         def step(model, name=name):
@@ -108,7 +109,8 @@ def program(seconds: float) -> dict[str, float]:
             return run
 
         found[name] = ratio({"ours": step(ours), "theirs": step(theirs)}, seconds)["theirs"]
-    return found
+        products[name] = shares(step(ours), updates)["matrix products"]
+    return found, products
 
 
 def losses(seconds: float) -> dict[str, float]:
@@ -192,7 +194,13 @@ def tables(results: dict[str, Any]) -> str:
         f"| {part} | {' | '.join(f'{shares[part]:.0%}' for shares in of_shares.values())} |" for part in (*PARTS, REST)
     ]
     lines += ["", "| beside ours | time over ours |", "| --- | --- |"]
-    lines += [f"| jadore801120's step, {name} | {value:.2f} |" for name, value in results["program"].items()]
+    products = {
+        name: f"; {share:.0%} of ours are matrix products" for name, share in results.get("products", {}).items()
+    }
+    lines += [
+        f"| jadore801120's step, {name} | {value:.2f}{products.get(name, '')} |"
+        for name, value in results["program"].items()
+    ]
     lines += [f"| the loss: {name} | {value:.2f} |" for name, value in results["losses"].items()]
     if found := results.get("packing"):
         lines += [
@@ -219,6 +227,7 @@ def main() -> None:
     tokenizer, text = verses()
     sentences = Sentences(random_ids(256, SHAPE[1]))
     even = ParallelText(sentences, sentences)
+    beside, products = program(options.seconds, options.updates)
     base = trainer("base", VOCABULARY, even, SHAPE[0] * SHAPE[1])
     tiny = trainer("tiny", tokenizer.vocab_size, text, TrainingConfig.of_preset("tiny").batch_tokens)
     results = {
@@ -226,7 +235,8 @@ def main() -> None:
             f"`{of.config.precision}`, {name}": shares(of.update, options.updates)
             for name, of in (("`base`, 32 x 48 tokens", base), ("`tiny`, 2048 tokens", tiny))
         },
-        "program": program(options.seconds),
+        "program": beside,
+        "products": products,
         "losses": losses(options.seconds),
         "packing": packing(tokenizer, text, 4 * options.seconds),
     }

@@ -5,6 +5,7 @@
 #include "../common/attention.h"
 #include "few_queries.h"
 #include "kernels.h"
+#include "prefetch.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -15,35 +16,6 @@ constexpr int kTaskPanels = 128 / kBlockM;  // at most; they share the packed ke
 // Unnormalised results over some of the keys, merged afterwards.
 struct Partial {
   float *out, *row_max, *row_sum;  // (rows, value_width), (rows), (rows)
-};
-
-// Software prefetch of the next task's operands and output, a few cache lines between products of this one: each short
-// sequence is read once, too briefly for the hardware prefetcher.
-struct Prefetcher {
-  static constexpr int64_t kLine = 64;
-
-  struct Operand {
-    const char* data;
-    int64_t stride, rows, bytes;  // bytes: of a row
-  } operand[4];
-  int left = 0;  // operands
-  int64_t row = 0, byte = 0;
-
-  void prefetch(int64_t lines) {
-    while (lines > 0 && left > 0) {
-      const Operand& o = operand[left - 1];
-      const int64_t count = min(lines, ceil_div(o.bytes - byte, kLine));
-      const char* from = o.data + row * o.stride + byte;
-      for (int64_t i = 0; i < count; ++i) __builtin_prefetch(from + i * kLine, 0, 2);
-      lines -= count;
-      byte += count * kLine;
-      if (byte < o.bytes) return;
-      byte = 0;
-      if (++row < o.rows) continue;
-      row = 0;
-      --left;
-    }
-  }
 };
 
 template <class T>
@@ -233,50 +205,29 @@ struct Forward {
   // Prefetches the operands of task `index`; nothing where tasks are few or long.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
-    constexpr int64_t kMaxBytes = 128 << 10;
-    const int64_t key_row = a.head_dim * (int64_t)sizeof(T), value_row = a.value_head_dim * (int64_t)sizeof(T);
-    if (index >= tasks || blocks > 1 || num_splits > 1 || a.seqlen_k * (key_row + value_row) > kMaxBytes) return next;
+    if (index >= tasks || blocks > 1 || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;
     const int64_t head = index % a.num_heads, kv_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / a.num_heads);
     if (s.seqlen_q <= 0 || s.length() <= 0) return next;
-    const auto of = [&](const Heads& heads, int64_t h, int64_t first, int64_t rows, int64_t bytes) {
-      const char* data = (const char*)row_pointer<T>(heads, s.index, h, first);
-      const int64_t stride = heads.row * (int64_t)sizeof(T);
-      return stride == bytes ? Prefetcher::Operand{data, 0, 1, rows * bytes}
-                             : Prefetcher::Operand{data, stride, rows, bytes};
-    };
-    next.operand[3] = of(a.query, head, s.first_query, s.seqlen_q, key_row);
-    next.operand[2] = of(a.key, kv_head, s.first_key, s.length(), key_row);
-    next.operand[1] = of(a.value, kv_head, s.first_key, s.length(), value_row);
-    next.operand[0] = of(a.out, head, s.first_query, s.seqlen_q, value_row);
-    next.left = 4;
+    next.add<T>(a.out, s.index, head, s.first_query, s.seqlen_q, a.value_head_dim);
+    next.add<T>(a.value, s.index, kv_head, s.first_key, s.length(), a.value_head_dim);
+    next.add<T>(a.key, s.index, kv_head, s.first_key, s.length(), a.head_dim);
+    next.add<T>(a.query, s.index, head, s.first_query, s.seqlen_q, a.head_dim);
     return next;
-  }
-
-  // multiply_rows(first row, rows) for all rows, a few at a time while there is something to prefetch between them. In
-  // short bursts: a long one stalls, and the product with it.
-  template <class MultiplyRows>
-  FASTATTN_INLINE void interleave_prefetch(Prefetcher* next, int rows, const MultiplyRows& multiply_rows) const {
-    constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : kMicroRows, kLines = 48;
-    for (int row = 0, count; row < rows; row += count) {
-      next->prefetch(kLines);
-      count = next->left ? min(kRows, rows - row) : rows - row;
-      multiply_rows(row, count);
-    }
   }
 
   void step(const Sequence& s, int64_t head, const Tile& t, Matrix key, Matrix value, const Scratch& scratch,
             const Panel& panel, bool first, Prefetcher* next) const {
-    interleave_prefetch(next, t.keys, [&](int row, int rows) {
-      multiply<false, Beta::zero>(t.vectors, Product<Unit>{.rows = rows,
-                                                           .depth = depth,
-                                                           .a = {key.data + row * key.stride, key.stride},
-                                                           .b = panel.query,
-                                                           .b_stride = kBlockM,
-                                                           .c = scratch.score + row * kBlockM,
-                                                           .c_stride = kBlockM,
-                                                           .alpha = a.scale});
-    });
+    multiply<false, Beta::zero>(t.vectors,
+                                Product<Unit>{.rows = t.keys,
+                                              .depth = depth,
+                                              .a = key,
+                                              .b = panel.query,
+                                              .b_stride = kBlockM,
+                                              .c = scratch.score,
+                                              .c_stride = kBlockM,
+                                              .alpha = a.scale},
+                                next);
     if (!t.full(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
@@ -284,21 +235,18 @@ struct Forward {
     } else {
       softmax<false>(t, scratch, panel);
     }
-    interleave_prefetch(next, kColumns ? a.value_head_dim : value_width, [&](int row, int rows) {
-      const Product<Unit> p = {
-          .rows = rows,
-          .depth = depth_of<Unit>(t.keys),
-          .a = {value.data + row * (kColumns ? (int64_t)sizeof(Unit) : value.stride), value.stride},
-          .b = (const Unit*)scratch.score,
-          .b_stride = kBlockM,
-          .c = panel.out + row * kBlockM,
-          .c_stride = kBlockM,
-          .beta = scratch.rescale};
-      if (first)
-        multiply<kColumns, Beta::zero>(t.vectors, p);
-      else
-        multiply<kColumns, Beta::vector>(t.vectors, p);
-    });
+    const Product<Unit> p = {.rows = kColumns ? a.value_head_dim : value_width,
+                             .depth = depth_of<Unit>(t.keys),
+                             .a = value,
+                             .b = (const Unit*)scratch.score,
+                             .b_stride = kBlockM,
+                             .c = panel.out,
+                             .c_stride = kBlockM,
+                             .beta = scratch.rescale};
+    if (first)
+      multiply<kColumns, Beta::zero>(t.vectors, p, next);
+    else
+      multiply<kColumns, Beta::vector>(t.vectors, p, next);
   }
 
   void write_stats(int64_t row, float row_max, float row_sum) const {

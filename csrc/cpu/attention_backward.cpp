@@ -6,6 +6,7 @@
 #include "../common/attention.h"
 #include "few_queries.h"
 #include "kernels.h"
+#include "prefetch.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -251,7 +252,7 @@ struct Backward {
 
   template <class Use>
   FASTATTN_INLINE void compute(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, const Scratch& scratch,
-                               const Use& use) const {
+                               Prefetcher* next, const Use& use) const {
     Product<Unit> p = {.rows = t.keys,
                        .depth = depth,
                        .a = keys.key,
@@ -260,10 +261,10 @@ struct Backward {
                        .c = scratch.score,
                        .c_stride = kBlockM,
                        .alpha = a.scale};
-    multiply<false, Beta::zero>(t.vectors, p);
+    multiply<false, Beta::zero>(t.vectors, p, next);
     p.depth = value_depth, p.a = keys.value, p.b = scratch.grad, p.c = scratch.grad_score;
     p.alpha = a.threshold ? dropout_scale(a.threshold) : 1.0f;
-    multiply<false, Beta::zero>(t.vectors, p);
+    multiply<false, Beta::zero>(t.vectors, p, next);
     if (!t.full(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
@@ -274,20 +275,22 @@ struct Backward {
   }
 
   // C (rows, columns) += A (rows, depth) B (depth, columns), for any number of columns.
-  void accumulate(int rows, int depth, Matrix left, const Unit* right, int columns, float* c) const {
+  void accumulate(int rows, int depth, Matrix left, const Unit* right, int columns, float* c, Prefetcher* next) const {
     for (int n = 0; n < columns; n += kBlockM)
-      multiply<false, Beta::one>(min(columns - n, kBlockM) / kLanes, Product<Unit>{.rows = rows,
-                                                                                   .depth = depth,
-                                                                                   .a = left,
-                                                                                   .b = right + n,
-                                                                                   .b_stride = columns,
-                                                                                   .c = c + n,
-                                                                                   .c_stride = columns});
+      multiply<false, Beta::one>(min(columns - n, kBlockM) / kLanes,
+                                 Product<Unit>{.rows = rows,
+                                               .depth = depth,
+                                               .a = left,
+                                               .b = right + n,
+                                               .b_stride = columns,
+                                               .c = c + n,
+                                               .c_stride = columns},
+                                 next);
   }
 
-  void step(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, int64_t slot,
-            const Scratch& scratch) const {
-    compute(s, head, t, keys, scratch, [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both) {
+  void step(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, int64_t slot, const Scratch& scratch,
+            Prefetcher* next) const {
+    compute(s, head, t, keys, scratch, next, [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both) {
       const int at = j * kBlockM + v * kLanes;
       if constexpr (kPairs) {
         store((bfloat16*)scratch.probability_left + at, p0);
@@ -315,16 +318,18 @@ struct Backward {
       }
     }
     accumulate(t.keys, queries, {(const char*)scratch.probability_left, stride}, scratch.grad_right, value_width,
-               scratch.grad_value + slot * value_width);
+               scratch.grad_value + slot * value_width, next);
     accumulate(t.keys, queries, {(const char*)scratch.grad_left, stride}, scratch.query_right, width,
-               scratch.grad_key + slot * width);
-    multiply<kColumns, Beta::one>(t.vectors, Product<Unit>{.rows = kColumns ? a.head_dim : width,
-                                                           .depth = count,
-                                                           .a = keys.left,
-                                                           .b = scratch.grad_score_right,
-                                                           .b_stride = kBlockM,
-                                                           .c = scratch.grad_query,
-                                                           .c_stride = kBlockM});
+               scratch.grad_key + slot * width, next);
+    multiply<kColumns, Beta::one>(t.vectors,
+                                  Product<Unit>{.rows = kColumns ? a.head_dim : width,
+                                                .depth = count,
+                                                .a = keys.left,
+                                                .b = scratch.grad_score_right,
+                                                .b_stride = kBlockM,
+                                                .c = scratch.grad_query,
+                                                .c_stride = kBlockM},
+                                  next);
   }
 
   // End of a chunk: total += sum, sum = 0; the first time there is no total yet.
@@ -365,7 +370,26 @@ struct Backward {
     }
   }
 
+  // Prefetches the operands of task `index`, of the first of its heads; nothing where tasks are few or long.
+  Prefetcher ahead(int64_t index) const {
+    Prefetcher next;
+    if (index >= tasks() || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;
+    const int64_t kv_head = index % a.num_kv_heads, head = kv_head * group_of(a);
+    const Sequence s = find_sequence(a, index / a.num_kv_heads);
+    if (s.seqlen_q <= 0 || s.length() <= 0) return next;
+    next.add<T>(a.grad_value, s.index, kv_head, s.first_key, s.length(), a.value_head_dim);
+    next.add<T>(a.grad_key, s.index, kv_head, s.first_key, s.length(), a.head_dim);
+    next.add<T>(a.grad_query, s.index, head, s.first_query, s.seqlen_q, a.head_dim);
+    next.add<T>(a.value, s.index, kv_head, s.first_key, s.length(), a.value_head_dim);
+    next.add<T>(a.key, s.index, kv_head, s.first_key, s.length(), a.head_dim);
+    next.add<T>(a.out, s.index, head, s.first_query, s.seqlen_q, a.value_head_dim);
+    next.add<T>(a.grad_out, s.index, head, s.first_query, s.seqlen_q, a.value_head_dim);
+    next.add<T>(a.query, s.index, head, s.first_query, s.seqlen_q, a.head_dim);
+    return next;
+  }
+
   void task(int64_t index, const Scratch& scratch) const {
+    Prefetcher next = ahead(index + 1);
     const int64_t split = index % num_splits, kv_head = index / num_splits % a.num_kv_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / num_splits / a.num_kv_heads);
     const int64_t begin = split * range, end = min(begin + range, s.length()), stored = min(begin + range, s.seqlen_k);
@@ -394,7 +418,7 @@ struct Backward {
           if (t.empty()) continue;
           if (!started) start(s, head, query, scratch);
           started = true;
-          step(s, head, t, find_keys(s, kv_head, key, key - begin, scratch), key - begin, scratch);
+          step(s, head, t, find_keys(s, kv_head, key, key - begin, scratch), key - begin, scratch, &next);
           if (!is_end_of_chunk(key, first, last)) continue;
           end_chunk(!several, width * kBlockM, scratch.grad_query, scratch.query_total);
           several = true;
@@ -537,6 +561,7 @@ struct Backward {
     const int64_t panels = m.rows == 1 ? 1 : mask.panels, panel = index % panels;
     const int64_t mask_head = index / panels % m.heads, mask_batch = index / panels / m.heads, group = group_of(a);
     clear_row(sums, round_up(m.columns, kBlockN) * kBlockM);
+    Prefetcher none;
     for (int64_t batch = m.batches == 1 ? 0 : mask_batch; batch < (m.batches == 1 ? a.batch : mask_batch + 1); ++batch)
       for (int64_t head = m.heads == 1 ? 0 : mask_head; head < (m.heads == 1 ? a.num_heads : mask_head + 1); ++head) {
         const Sequence s = find_sequence(a, batch);
@@ -548,7 +573,7 @@ struct Backward {
             const Tile t(a, s, mask, head, query, key);
             if (t.empty()) continue;
             pack_keys(s, kv_head, kv_head * group, (kv_head + 1) * group, key, t.keys, 0, scratch);
-            compute(s, head, t, find_keys(s, kv_head, key, 0, scratch), scratch,
+            compute(s, head, t, find_keys(s, kv_head, key, 0, scratch), scratch, &none,
                     [&](int j, int v, vf, vf ds0, vf, vf ds1, bool both) {
                       float* at = sums + (m.columns == 1 ? 0 : key + j) * kBlockM + v * kLanes;
                       store(at, load(at) + ds0);

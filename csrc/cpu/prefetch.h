@@ -1,0 +1,65 @@
+// Software prefetch of the next task's operands and results, a few cache lines between rows of this task's products:
+// each short sequence is read once, too briefly for the hardware prefetcher.
+#pragma once
+#include "product.h"
+#include "sequence.h"
+
+namespace fastattn {
+namespace {
+
+struct Prefetcher {
+  static constexpr int64_t kLine = 64, kMaxBytes = 128 << 10;  // of a head's keys and values: more serve long enough
+
+  struct Operand {
+    const char* data;
+    int64_t stride, rows, bytes;  // bytes: of a row
+  } operand[8];
+  int left = 0;  // operands; the last one comes first
+  int64_t row = 0, byte = 0;
+
+  // Whether heads are short enough.
+  template <class T>
+  static bool serves(const Attention& a) {
+    return max(a.seqlen_q, a.seqlen_k) * (a.head_dim + a.value_head_dim) * (int64_t)sizeof(T) <= kMaxBytes;
+  }
+
+  template <class T>
+  void add(const Heads& heads, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t length) {
+    const char* data = (const char*)row_pointer<T>(heads, batch, head, first);
+    const int64_t stride = heads.row * (int64_t)sizeof(T), bytes = length * (int64_t)sizeof(T);
+    operand[left++] = stride == bytes ? Operand{data, 0, 1, rows * bytes} : Operand{data, stride, rows, bytes};
+  }
+
+  void prefetch(int64_t lines) {
+    while (lines > 0 && left > 0) {
+      const Operand& o = operand[left - 1];
+      const int64_t count = min(lines, ceil_div(o.bytes - byte, kLine));
+      const char* from = o.data + row * o.stride + byte;
+      for (int64_t i = 0; i < count; ++i) __builtin_prefetch(from + i * kLine, 0, 2);
+      lines -= count;
+      byte += count * kLine;
+      if (byte < o.bytes) return;
+      byte = 0;
+      if (++row < o.rows) continue;
+      row = 0;
+      --left;
+    }
+  }
+};
+
+// A product, a few rows at a time while there is something to prefetch between them. In short bursts: a long one
+// stalls, and the product with it.
+template <bool by_columns, Beta beta, class Unit>
+FASTATTN_INLINE void multiply(int vectors, Product<Unit> p, Prefetcher* next) {
+  constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : kMicroRows, kLines = 48;
+  while (p.rows > 0) {
+    next->prefetch(kLines);
+    Product<Unit> part = p;
+    if (next->left) part.rows = min(kRows, p.rows);
+    multiply<by_columns, beta>(vectors, part);
+    p.advance(part.rows, by_columns ? (int64_t)sizeof(Unit) : p.a.stride);
+  }
+}
+
+}  // namespace
+}  // namespace fastattn
