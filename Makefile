@@ -31,7 +31,7 @@ demo:  ## every operation checked and timed, then a small translator trained and
 	fastattn demo
 
 slow:  ## the longer tests, two at a time: every instruction set, sanitizers, fresh installs
-	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist loadfile --no-loadscope-reorder  # few tests take longest
 
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
 	pytest -m triton
