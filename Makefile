@@ -30,8 +30,9 @@ tables:  ## the tables and pictures of the pages, from benchmarks/results
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
+# In the order of the files: by the number of their tests, the longest file would come last, and alone.
 slow:  ## the longer tests, two at a time: every instruction set, sanitizers, fresh installs
-	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist loadfile --no-loadscope-reorder  # few tests take longest
+	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist loadfile --no-loadscope-reorder
 
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
 	pytest -m triton

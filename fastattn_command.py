@@ -5,10 +5,8 @@ version and what is misspelt are answered at once. What the commands do is in `f
 """
 
 import argparse
-import ctypes
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +16,6 @@ from typing import NoReturn
 # spinning thread keeps its processor from the very thread that it waits for; without any spinning, each parallel region
 # pays for waking a thread. A short spin, longer than the gaps between a model's operations, serves both.
 SPIN = "1000"  # iterations, about a hundredth of a millisecond
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")
@@ -42,27 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN
-    if options.command != "bench":  # which measures what programs get that set nothing
-        keep_freed_memory()
     from fastattn import cli
 
     return cli.run(options)
-
-
-def keep_freed_memory() -> None:
-    """Have freed memory serve the next allocations of this process, in huge pages where the system has them.
-
-    By default GNU's malloc gives large blocks back to the system, which clears fresh pages for the next tensor, 4 KiB
-    at a time: a part of each training step (docs/training.md). Variables that the user has set go first, and nothing
-    changes under another allocator.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch with its first tensor
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

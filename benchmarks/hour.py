@@ -21,7 +21,6 @@ from fastattn.translation.data import read_parallel
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
 from fastattn.translation.train import read_metrics, train
-from fastattn_command import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSES = Path(fastattn.__file__).parent / "verses"
@@ -80,7 +79,6 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     options = vars(parser.parse_args())
     minutes, keep_result = options.pop("minutes"), options.pop("record")
-    keep_freed_memory()  # as the command does
     with tempfile.TemporaryDirectory() as folder:
         neighbours = Neighbours()
         result = run(Path(folder), minutes, options)

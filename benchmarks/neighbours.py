@@ -1,5 +1,5 @@
-"""What the command sets for its process: target tokens a second of `fastattn train`, alone and beside two busy
-processes, for several bounds on how long OpenMP's threads spin, and with malloc left alone.
+"""What `fastattn train` sets for its process: its target tokens a second, alone and beside two busy processes, for
+several bounds on how long OpenMP's threads spin, and with malloc left alone.
 
     python benchmarks/neighbours.py --record
 
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSES = Path(fastattn.__file__).parent / "verses"
 SETTINGS = {
     "the command's": {},
-    "malloc's own": {"MALLOC_ARENA_TEST": "8", "THP_MEM_ALLOC_ENABLE": "0"},  # its defaults
+    "malloc's own": {"MALLOC_ARENA_TEST": "8"},  # a default: what is set has the command leave malloc alone
     "OpenMP's own": {"GOMP_SPINCOUNT": "300000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
-SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_", "THP_")  # beginnings of variables
+SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_", "GLIBC_TUNABLES")  # beginnings of variables
 
 
 def main() -> None:

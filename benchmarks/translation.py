@@ -26,7 +26,7 @@ import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.bench import contest, plots, report
 from fastattn.bench.timer import Neighbours
-from fastattn.translation import precision
+from fastattn.translation import memory, precision
 from fastattn.translation.config import PRESETS, TrainingConfig
 from fastattn.translation.data import LENGTH_MULTIPLE, Batch, ParallelText, Sentences, read_parallel
 from fastattn.translation.evaluate import held_out, scores
@@ -34,7 +34,6 @@ from fastattn.translation.model import Packed, SinusoidalPositions
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
-from fastattn_command import keep_freed_memory
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,7 +260,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
-    keep_freed_memory()  # as the command does
+    memory.keep_freed()  # as `fastattn train` does
     runs = {kind: run(kind, arguments.minutes) for kind in arguments.models}
     for kind, result in runs.items():
         print(kind, {name: value for name, value in result.items() if name != "curve"})

@@ -1,6 +1,5 @@
 """The `fastattn` command: what it does, what it says of bad input, and that a killed run resumes to the same bits."""
 
-import ctypes
 import errno
 import functools
 import gzip
@@ -8,7 +7,6 @@ import io
 import json
 import os
 import pkgutil
-import platform
 import random
 import re
 import shlex
@@ -18,7 +16,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -669,57 +666,6 @@ def test_the_command_bounds_spinning_unless_the_user_has(given):
     process = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[-1] == str(given or {"GOMP_SPINCOUNT": "1000"})
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep their own habits")
-def test_freed_memory_serves_the_next_tensor():
-    """Where the command asks for it: without, each of these tensors is made of fresh pages."""
-    program = """
-import resource, torch, fastattn_command
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(8):
-        torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-torch.empty(1)
-fresh = faults()
-fastattn_command.keep_freed_memory()
-for _ in range(4):  # the first few leave gaps between the blocks
-    faults()
-print(fresh, faults())
-"""
-    root = Path(fastattn.__file__).parent.parent
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_"))}
-    fresh, kept = map(
-        int, subprocess.check_output([sys.executable, "-c", program], cwd=root, env=environment, text=True).split()
-    )
-    assert kept < fresh / 10
-
-
-@pytest.mark.parametrize(("command", "kept"), [("info", True), ("bench", False)])
-def test_every_command_but_bench_keeps_freed_memory(command, kept, monkeypatch):
-    calls = []
-    monkeypatch.setattr(cli, "keep_freed_memory", lambda: calls.append(command))
-    monkeypatch.setattr("fastattn.cli.run", lambda options: 0)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    assert cli.main([command]) == 0
-    assert bool(calls) == kept
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-@pytest.mark.parametrize("given", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "0"}])
-def test_memory_is_kept_unless_the_user_has_set_it(given, monkeypatch):
-    called = []
-    library = types.SimpleNamespace(mallopt=lambda *arguments: called.append(arguments))
-    monkeypatch.setattr(os, "environ", given.copy())
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    cli.keep_freed_memory()
-    assert os.environ == {"THP_MEM_ALLOC_ENABLE": "1"} | given
-    assert bool(called) != bool(given)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())  # musl's
-    cli.keep_freed_memory()
 
 
 def test_no_traceback_reaches_the_user(tmp_path):

@@ -1,5 +1,6 @@
 """Data, tokenizer, loss, schedule, training on either backend, search, checkpoints, scores."""
 
+import ctypes
 import dataclasses
 import errno
 import gzip
@@ -8,8 +9,12 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
 import struct
+import subprocess
+import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -23,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
-from fastattn.translation import checkpoint, plots
+from fastattn.translation import checkpoint, memory, plots
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import (
     Batch,
@@ -311,6 +316,45 @@ def test_smoothed_loss_waits_for_no_gpu():
         features, weight = (torch.empty(rows, 32, requires_grad=True) for rows in (600, 50))
         found = smoothed_loss(features, weight, None, torch.empty(600, dtype=torch.int64), 0.1, PAD_ID)
     assert [value.shape for value in found] == [()] * 3
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="not glibc's malloc")
+def test_freed_memory_serves_the_next_tensor():
+    """Each of these tensors would be made of fresh pages, which the system clears."""
+    program = """
+import resource, torch
+from fastattn.translation import memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+fresh = faults()
+memory.keep_freed()
+for _ in range(4):  # the first few leave gaps between the blocks
+    faults()
+print(fresh, faults())
+"""
+    root = Path(fastattn.__file__).parent.parent
+    others = ("MALLOC", "GLIBC_TUNABLES", "LD_PRELOAD")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    output = subprocess.check_output([sys.executable, "-c", program], cwd=root, env=environment, text=True)
+    fresh, kept = map(int, output.split())
+    assert kept < fresh / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+@pytest.mark.parametrize(
+    "given", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
+)
+def test_settings_of_malloc_in_the_environment_go_first(given, monkeypatch):
+    called = []
+    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *pair: called.append(pair)))
+    memory.keep_freed()
+    assert called == ([] if given else [(-4, 0), (-1, -1)])
 
 
 def test_the_schedule_is_the_papers(text):
@@ -906,11 +950,13 @@ def files(tmp_path):
     return files, config
 
 
-def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys):
-    files, _ = files
+def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys, monkeypatch):
+    files, kept = files[0], []
+    monkeypatch.setattr(memory, "keep_freed", lambda: kept.append(True))
     options = {"vocab_size": 300, "batch_tokens": 1000, "precision": "fp32"}
     best = train(files, files, tmp_path / "run", max_steps=2, seed=1, **options)
     assert best == tmp_path / "run/best"
+    assert kept
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2]
     for name in ("loss", "perplexity", "accuracy", "tokens_per_second", "learning_rate", "valid_loss"):

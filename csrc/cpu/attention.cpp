@@ -202,7 +202,7 @@ struct Forward {
     }
   }
 
-  // Prefetches the operands of task `index`; nothing where tasks are few or long.
+  // What task `index` reads and writes; nothing where tasks are few or long.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     if (index >= tasks || blocks > 1 || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;

@@ -370,7 +370,7 @@ struct Backward {
     }
   }
 
-  // Prefetches the operands of task `index`, of the first of its heads; nothing where tasks are few or long.
+  // What task `index` reads and writes, of the first of its query heads; nothing where tasks are few or long.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     if (index >= tasks() || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;

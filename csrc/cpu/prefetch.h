@@ -8,7 +8,7 @@ namespace fastattn {
 namespace {
 
 struct Prefetcher {
-  static constexpr int64_t kLine = 64, kMaxBytes = 128 << 10;  // of a head's keys and values: more serve long enough
+  static constexpr int64_t kLine = 64, kMaxBytes = 128 << 10;
 
   struct Operand {
     const char* data;
@@ -17,7 +17,7 @@ struct Prefetcher {
   int left = 0;  // operands; the last one comes first
   int64_t row = 0, byte = 0;
 
-  // Whether heads are short enough.
+  // Whether heads are short: a long one's rows serve so many products that fetching them hardly counts.
   template <class T>
   static bool serves(const Attention& a) {
     return max(a.seqlen_q, a.seqlen_k) * (a.head_dim + a.value_head_dim) * (int64_t)sizeof(T) <= kMaxBytes;

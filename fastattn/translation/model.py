@@ -401,7 +401,7 @@ class FeedForward(nn.Module):
         self.outer = nn.Linear(config.d_ff, config.d_model, **factory)
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        return self.outer(self.dropout(F.relu(self.inner(x), inplace=True), seed))
+        return self.outer(self.dropout(F.relu(self.inner(x)), seed))
 
 
 class SinusoidalPositions(nn.Module):

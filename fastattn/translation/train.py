@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastattn.translation import checkpoint, distributed
+from fastattn.translation import checkpoint, distributed, memory
 from fastattn.translation import precision as precisions
 from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
 from fastattn.translation.data import (
@@ -294,6 +294,8 @@ def train(
         run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid, valid_pairs, text_digest)
         if newest is not None:
             run.load_state(newest, state)
+        if world.device.type == "cpu":
+            memory.keep_freed()  # not that of learning the vocabulary
         run.train()
         return world.on_main(lambda: checkpoint.find(out))
 
