@@ -1,6 +1,7 @@
 """Writes what the pages show of benchmarks/results: the tables between their markers, and the pictures. `make tables`
 runs it."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,13 @@ MACHINES = ("amd-epyc-*-avx512-bf16-2-threads", "intel-*-threads")
 OTHER_SETS = tuple(f"amd-epyc-family-26-model-2-{isa}-2-threads" for isa in ("avx512", "avx2", "generic"))
 
 
+def files(*names: str) -> list[Path]:
+    return [path for name in names for path in sorted(RESULTS.glob(f"{name}.json"))]
+
+
 def recorded(name: str) -> list[dict[str, Any]]:
     """What a script recorded, by machine."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
+    return [json.loads(path.read_text()) for path in files(f"{name}-*")]
 
 
 def newest(name: str, suits: Callable[[dict[str, Any]], bool] = lambda data: True) -> dict[str, Any]:
@@ -33,7 +38,7 @@ def newest(name: str, suits: Callable[[dict[str, Any]], bool] = lambda data: Tru
 
 def reports(*names: str) -> list[report.Report]:
     """What the benchmarks of pytest and of `fastattn bench` recorded."""
-    return [report.Report.read(path) for name in names for path in sorted(RESULTS.glob(f"{name}.json"))]
+    return list(map(report.Report.read, files(*names)))
 
 
 def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
@@ -59,14 +64,28 @@ def tables() -> dict[tuple[str, str], str]:
     }
 
 
+PICTURES: dict[str, tuple[tuple[str, ...], Callable[[], Any]]] = {  # of which files, and how
+    "speed": (MACHINES, lambda: plots.picture(reports(*MACHINES))),
+    "lengths": (("lengths-*",), lambda: plots.picture(reports("lengths-*"))),
+    "accuracy": (("accuracy-*",), lambda: accuracy.picture(newest("accuracy"))),
+    "loss": (
+        ("translation-*",),
+        lambda: translation.picture(newest("translation", lambda data: len(data["runs"]) == 2)),
+    ),
+}
+
+
+def source(name: str) -> str:
+    """The state of the files that a picture is drawn from, which it keeps."""
+    content = b"".join(path.read_bytes() for path in files(*PICTURES[name][0]))
+    return f"benchmarks/results, SHA-256 {hashlib.sha256(content).hexdigest()[:16]}"
+
+
 def main() -> None:
     for (page, name), text in tables().items():
         report.insert(ROOT / page, name, text)
-    images = ROOT / "docs/images"
-    plots.draw(reports(*MACHINES), images / "speed")
-    plots.draw(reports("lengths-*"), images / "lengths")
-    plots.save(accuracy.picture(newest("accuracy")), images / "accuracy")
-    plots.save(translation.picture(newest("translation", lambda data: len(data["runs"]) == 2)), images / "loss")
+    for name, (_, draw) in PICTURES.items():
+        plots.save(draw(), ROOT / "docs/images" / name, source(name))
 
 
 if __name__ == "__main__":

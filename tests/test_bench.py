@@ -806,7 +806,7 @@ def test_pictures_of_ratios_and_of_lengths(tmp_path):
     ]
     for stem, results in (("ratios", known), ("lengths", over_length)):
         found = report.Report.new(results, {"float32": 500.0, "bfloat16": None})
-        plots.draw([found], tmp_path / stem)
+        plots.save(plots.picture([found]), tmp_path / stem)
         assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{stem}.svg").read_text()
     (axes, *_) = plots.over_length(found).axes
@@ -817,4 +817,4 @@ def test_pictures_of_ratios_and_of_lengths(tmp_path):
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     disturbed = report.Report.new([replace(entry, disturbed="by a neighbour") for entry in known], {})
     with pytest.raises(InputError, match="nothing to draw"):
-        plots.draw([disturbed], tmp_path / "none")
+        plots.picture([disturbed])

@@ -172,6 +172,15 @@ def test_pages_show_the_recorded_results(monkeypatch):
     assert stale == [], "`make tables` writes them"
 
 
+def test_pictures_show_the_recorded_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pages = importlib.import_module("pages")
+    drawn = {name: (DOCS / "images" / f"{name}.svg").read_text() for name in pages.PICTURES}
+    stale = [name for name, text in drawn.items() if f"<dc:source>{pages.source(name)}</dc:source>" not in text]
+    assert len(drawn) == 4
+    assert stale == [], "`make tables` draws them"
+
+
 def test_the_variables_of_the_environment_are_in_one_table():
     """Every one that the code reads."""
     folders = [ROOT / name for name in ("fastattn", "csrc", "tests", "tools", "benchmarks")]

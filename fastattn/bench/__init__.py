@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if args.table:
         report.insert_known(args.table, texts)
     if args.plot:
-        plots.draw(found, args.plot)
+        plots.save(plots.picture(found), args.plot)
     if args.sources and not args.table and not args.plot:
         print(next(iter(texts.values())))
     return 0

@@ -43,33 +43,34 @@ def require() -> None:
     errors.require("matplotlib")
 
 
-def draw(reports: Sequence[Report], stem: Path) -> None:
-    """STEM.png and STEM.svg: over sequence length where the first report was measured so, else the ratios to torch."""
+def picture(reports: Sequence[Report]) -> Any:
+    """Over sequence length where the first report was measured so, else the ratios to torch."""
     first = reports[0]
     measured = [first.results[case.name] for case in lengths() if case.name in first.results]
     if any(len(result.ratios) > 1 or result.memory for result in measured):
-        save(over_length(first), stem)
-    elif any(_ratios(report) for report in reports):
-        save(ratios(reports), stem)
-    else:
-        raise errors.InputError("nothing to draw: expected results of `fastattn bench`, or of its --plot")
+        return over_length(first)
+    if any(_ratios(report) for report in reports):
+        return ratios(reports)
+    raise errors.InputError("nothing to draw: expected results of `fastattn bench`, or of its --plot")
 
 
 def figure(width: float, height: float) -> Any:
     return errors.require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
-FORMATS: dict[str, dict[str, Any]] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}
-
-
-def save(picture: Any, stem: Path) -> None:
-    """STEM.png and STEM.svg, each whole or not at all; the same files for the same figure."""
+def save(drawn: Any, stem: Path, source: str | None = None) -> None:
+    """STEM.png and STEM.svg of a figure, each whole or not at all; the same files for the same figure. They keep
+    ``source``: what the figure was drawn from."""
+    formats: dict[str, dict[str, Any]] = {
+        "png": {"dpi": 150, "metadata": {} if source is None else {"Source": source}},
+        "svg": {"metadata": {"Date": None, "Source": source}},
+    }
     stem.parent.mkdir(parents=True, exist_ok=True)
     with errors.require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
-        for kind, options in FORMATS.items():
-            drawn = io.BytesIO()
-            picture.savefig(drawn, format=kind, **options)
-            write_file(stem.with_name(f"{stem.name}.{kind}"), drawn.getvalue())
+        for kind, options in formats.items():
+            content = io.BytesIO()
+            drawn.savefig(content, format=kind, **options)
+            write_file(stem.with_name(f"{stem.name}.{kind}"), content.getvalue())
 
 
 def caption(picture: Any, text: str) -> None:
