@@ -58,18 +58,19 @@ def figure(width: float, height: float) -> Any:
     return errors.require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
+FORMATS = ("png", "svg")
+
+
 def save(drawn: Any, stem: Path, source: str | None = None) -> None:
     """STEM.png and STEM.svg of a figure, each whole or not at all; the same files for the same figure. They keep
     ``source``: what the figure was drawn from."""
-    formats: dict[str, dict[str, Any]] = {
-        "png": {"dpi": 150, "metadata": {} if source is None else {"Source": source}},
-        "svg": {"metadata": {"Date": None, "Source": source}},
-    }
+    metadata: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
     stem.parent.mkdir(parents=True, exist_ok=True)
     with errors.require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
-        for kind, options in formats.items():
+        for kind in FORMATS:
+            kept = metadata[kind] | ({} if source is None else {"Source": source})
             content = io.BytesIO()
-            drawn.savefig(content, format=kind, **options)
+            drawn.savefig(content, format=kind, dpi=150, metadata=kept)
             write_file(stem.with_name(f"{stem.name}.{kind}"), content.getvalue())
 
 
