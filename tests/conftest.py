@@ -23,6 +23,9 @@ if DEVICE == "cpu":
 else:
     torch.set_default_device(DEVICE)
 
+# Malloc's default. Where it is set, training leaves the malloc of its process alone, which is that of other tests.
+os.environ.setdefault("MALLOC_ARENA_TEST", "8")
+
 settings.register_profile(
     "fixed",
     deadline=None,
