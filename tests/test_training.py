@@ -347,14 +347,20 @@ print(fresh, faults())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 @pytest.mark.parametrize(
-    "given", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
+    ("given", "expected"),
+    [
+        ({}, [(-4, 0), (-1, -1)]),
+        ({"PYTHONMALLOC": "debug", "GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, [(-4, 0), (-1, -1)]),  # not malloc's
+        ({"MALLOC_TRIM_THRESHOLD_": "131072"}, []),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, []),
+    ],
 )
-def test_settings_of_malloc_in_the_environment_go_first(given, monkeypatch):
+def test_settings_of_malloc_in_the_environment_go_first(given, expected, monkeypatch):
     called = []
     monkeypatch.setattr(os, "environ", given)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *pair: called.append(pair)))
     memory.keep_freed()
-    assert called == ([] if given else [(-4, 0), (-1, -1)])
+    assert called == expected
 
 
 def test_the_schedule_is_the_papers(text):

@@ -13,7 +13,8 @@ def keep_freed() -> None:
     By default large blocks go back to the system, which clears fresh pages for the next tensor: on a CPU a part of each
     update (docs/training.md). Settings of malloc's in the environment go first.
     """
-    if sys.platform != "linux" or any("MALLOC" in name for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
+    is_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if sys.platform != "linux" or is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
