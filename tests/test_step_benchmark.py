@@ -1,8 +1,10 @@
-"""What benchmarks/step.py trains beside packed batches: the same mathematics on padded ones."""
+"""What benchmarks/step.py trains beside packed batches, the same mathematics on padded ones; and its shares of time."""
 
 import importlib.util
+import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from fastattn import Transformer, TransformerConfig
@@ -13,11 +15,33 @@ from fastattn.translation.tokenizer import PAD_ID
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_padded_batches_have_the_loss_of_packed_ones(monkeypatch):
+@pytest.fixture
+def step(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # it imports the other's batches
     specification = importlib.util.spec_from_file_location("step", ROOT / "benchmarks/step.py")
-    step = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(step)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_shares_are_of_the_time_that_passes(step):
+    """A floor of docs/design.md is a share of products: time between operations must lower it."""
+    a = torch.ones(300, 300)
+
+    def update(pause):
+        for _ in range(5):
+            a @ a
+        time.sleep(pause)
+
+    busy, idle = (step.shares(lambda pause=pause: update(pause), 3) for pause in (0.0, 0.3))
+    for found in (busy, idle):
+        assert sum(found.values()) == pytest.approx(1.0)
+        assert found["matrix products"] > 0
+    assert busy["matrix products"] > 0.2
+    assert idle["matrix products"] < 0.2 < idle[step.REST]
+
+
+def test_padded_batches_have_the_loss_of_packed_ones(step):
     model = Transformer(TransformerConfig(50, 16, 32, 2, 2, 2, dropout=0.0))
     lengths = (3, 9, 5), (7, 2, 4)
     text = ParallelText(*(Sentences([[4 + (7 * n + k) % 46 for k in range(n)] for n in side]) for side in lengths))
