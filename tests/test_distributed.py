@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_cli import assert_same_run, failure, train_arguments, until
 from test_training import small_model, text, verses  # noqa: F401 (fixtures)
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ import fastattn
 import fastattn_command as cli
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
+from fastattn.translation.distributed import REFUSED, joined
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
@@ -353,6 +355,24 @@ def test_what_cannot_be_done_is_refused_once(files, config, tmp_path):
     assert checkpoint.newest(run) == newest
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert not (tmp_path / "new").exists()
+
+
+def test_a_process_without_a_gpu_is_refused_once(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(store, 1, 3)]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "launch"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="1"), joined():
+        pass
+    assert not store.check([REFUSED])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(InputError, match="there is no GPU for process 2 here: at most 1 processes"), joined():
+        pass
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(SystemExit), joined():
+        pass
 
 
 @pytest.mark.slow

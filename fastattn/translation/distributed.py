@@ -118,27 +118,34 @@ def joined() -> Iterator[World]:
     if size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         yield World(0, 1, torch.device("cuda" if cuda else "cpu"))
         return
-    if cuda and local >= torch.cuda.device_count():
-        raise InputError(f"there is no GPU for process {local + 1} here: at most {torch.cuda.device_count()} processes")
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     whole_launch, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     if restarts() and whole_launch.check([REFUSED]):
         raise SystemExit(1)
     launch = whole_launch.compare_set(LAUNCH, "", uuid.uuid4().hex).decode()
     # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
     store = dist.PrefixStore(f"start {restarts()}", whole_launch)
-    if size > 1:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
+        device = _own_gpu(local) if cuda else torch.device("cpu")
+        if size > 1:
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         yield World(rank, size, device, store if size > 1 else None, launch)
     except InputError:
         whole_launch.set(REFUSED, "")
         raise
     if size > 1:
         dist.destroy_process_group()
+
+
+def _own_gpu(local: int) -> torch.device:
+    """The GPU of this machine's process number ``local``, which becomes the current one."""
+    count = torch.cuda.device_count()
+    if local > count:
+        raise SystemExit(1)  # the first process that lacks one says so
+    if local == count:
+        raise InputError(f"there is no GPU for process {local + 1} here: at most {count} processes")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def sharded(module: nn.Module, layers: list[nn.Module], world: World) -> nn.Module:
