@@ -10,7 +10,7 @@ from torch import nn
 
 import fastattn
 from fastattn.bench import contest
-from fastattn.bench.cases import Floor
+from fastattn.bench.cases import PATCHED
 from fastattn.bench.timer import interleave
 
 VOCABULARY, PAD = 8000, 0
@@ -33,17 +33,13 @@ def encoder_step():
     return nn.TransformerEncoder(layer, 6), lambda model: model(x).float().square().mean()
 
 
-STEPS = {
-    "patched step of jadore801120's base model, bfloat16 32x48": (jadore_step, 1.25),
-    "patched step of torch.nn.TransformerEncoder, bfloat16 16x512x512": (encoder_step, 1.5),
-}
+STEPS = dict(zip(PATCHED, (jadore_step, encoder_step), strict=True))
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_patched_step(name, judge):
-    make, floor = STEPS[name]
     torch.manual_seed(0)
-    original, loss = make()
+    original, loss = STEPS[name]()
     patched = copy.deepcopy(original)
     fastattn.patch(patched)
 
@@ -62,7 +58,7 @@ def test_patched_step(name, judge):
             name=name,
             seconds={contestant: timing.seconds(contestant) for contestant in timing.samples},
             ratios={"torch": ratio},
-            floor=Floor(floor),
+            floor=PATCHED[name],
             disturbed=contest.disturbance(timing, ratio),
         )
     )

@@ -23,6 +23,7 @@ from fastattn.bench.timer import Ratio, Timing, interleave
 from fastattn.translation import checkpoint
 from fastattn.translation.errors import InputError
 
+RECORDED = sorted((Path(__file__).parent.parent / "benchmarks/results").glob("*.json"))
 SMALL = [
     Case("attention", (2, 3, 20, 16)),
     Case("attention", (2, 3, 20, 16), backward=True, causal=True),
@@ -611,7 +612,7 @@ def test_the_readme_shows_a_column_per_dtype_and_the_slowest_of_the_sweep():
     text = report.tables(report.Report.new(results, limit))
     assert f"| {case.name.replace(' float32', '')} | 2.50x, 80% | 3.25x |" in text
     assert "500 GFLOP/s float32, copy 4.0 GB/s into fresh memory, 90 GB/s in cache" in text
-    assert "Of 2 further cases 1 are at least as fast as torch. The slowest: swept (0.90)." in text
+    assert "Of 2 cases of the sweep 1 are at least as fast as torch. The slowest: swept (0.90)." in text
 
 
 @pytest.mark.parametrize(
@@ -639,8 +640,37 @@ def test_disturbed_results_are_shown_as_such():
     found = report.Report.new([known, replace(known, name="swept")], {})
     assert "by a neighbour" in report.table([known])
     assert "| disturbed |" in report.comparison([found])
-    assert "further cases" not in report.tables(found)
+    assert "of the sweep" not in report.tables(found)
     assert report.weakest([known]) == []
+
+
+@pytest.mark.parametrize(
+    ("isa", "ratio", "words"),
+    [
+        ("avx512_bf16", 1.2, "Floors missed: {} (1.20 times as fast as torch, at least 1.25)."),
+        ("amx_bf16", 1.3, "Every floor is reached."),
+        ("avx2", 1.2, ""),
+    ],
+)
+def test_a_page_names_the_floors_that_a_machine_misses(isa, ratio, words):
+    name = next(iter(cases.PATCHED))
+    of_products = "attention bfloat16 1x8x2048x64 forward"
+    results = [replace(result(ratio), name=name), replace(result(3.9, fraction=0.8), name=of_products)]
+    found = replace(report.Report.new(results, {}), machine=report.machine() | {"isa": isa})
+    text = report.tables(found)
+    assert words.format(name) in text
+    assert ("floor" in text.lower()) == bool(words)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDED if "limits" in json.loads(path.read_text())], ids=lambda path: path.stem
+)
+def test_no_disturbed_result_is_kept(path):
+    for kept in report.Report.read(path).results.values():
+        ratio, share = kept.ratios["torch"], kept.fraction
+        assert not kept.disturbed
+        assert ratio.high - ratio.low <= contest.SPREAD * ratio.median, kept.name
+        assert share is None or share.median <= contest.IMPLAUSIBLE[kept.limited_by], kept.name
 
 
 def test_a_machine_has_a_row_for_each_dtype():
@@ -665,11 +695,11 @@ def test_a_disturbed_figure_is_no_figure_of_a_row():
 
 
 def test_patched_models_that_exist_are_in_the_table():
-    """They are no cases: pytest benchmarks names them."""
-    known = [replace(result(2.5), name=name) for name in (listed()[0].name, "patched step of a model")]
+    patched = next(iter(cases.PATCHED))
+    known = [replace(result(2.5), name=name) for name in (listed()[0].name, patched)]
     found = report.Report.new(known, {})
-    assert "| patched step of a model | 2.50x |" in report.comparison([found])
-    assert "further cases" not in report.comparison([found])
+    assert f"| {patched} | 2.50x |" in report.comparison([found])
+    assert "of the sweep" not in report.comparison([found])
 
 
 def test_instruction_sets_stand_side_by_side():

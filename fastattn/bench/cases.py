@@ -247,30 +247,36 @@ BYTES = {
 # --- the lists ---
 
 
-def _of_products(ratio: float, fraction: float) -> Floor:
-    """The floor of a bfloat16 case whose time goes into products; into other things, where AMX makes the products."""
-    library = native.library("cpu")
-    return Floor() if library is not None and library.isa() == "amx_bf16" else Floor(ratio, fraction)
+FLOORED = ("avx512_bf16", "amx_bf16")
+"""Instruction sets whose floors docs/design.md states."""
 
 
-def headline() -> list[Case]:
-    """The cases with a floor of their own, which README's tables show.
+def headline(isa: str | None = None) -> list[Case]:
+    """The cases with a floor of their own, which README's tables show. The floors are those of an instruction set, this
+    machine's unless it is given: where AMX makes the products, a bfloat16 case's time goes into other things.
 
     Fractions beside a ratio that the design states alone are what that ratio stood for on the machine where it was
     set (500 and 940 GFLOP/s): 2.5 x 119 / 500 for (32, 8, 64, 64) in float32, and so on. LayerNorm's in float32 is what
     remains where torch itself takes less than 1.3 times as long as a copy of the bytes.
     """
+    library = native.library("cpu")
+    if isa is None and library is not None:
+        isa = library.isa()
+
+    def products(ratio: float, fraction: float) -> Floor:
+        return Floor() if isa == "amx_bf16" else Floor(ratio, fraction)
+
     single, half = torch.float32, torch.bfloat16
     long, wide, short = (1, 8, 2048, 64), (1, 8, 2048, 128), (32, 8, 64, 64)
     cases = [
         Case("attention", long, single, floor=Floor(2.1, fraction=0.78)),
         Case("attention", wide, single, floor=Floor(2.1, fraction=0.82)),
-        Case("attention", long, half, floor=_of_products(3.7, 0.70)),
-        Case("attention", wide, half, floor=_of_products(3.7, 0.78)),
+        Case("attention", long, half, floor=products(3.7, 0.70)),
+        Case("attention", wide, half, floor=products(3.7, 0.78)),
         Case("attention", short, single, floor=Floor(2.5, fraction=0.59)),
-        Case("attention", short, half, floor=_of_products(4.0, 0.44)),
+        Case("attention", short, half, floor=products(4.0, 0.44)),
         Case("attention", long, single, backward=True, floor=Floor(2.0, fraction=0.64)),
-        Case("attention", long, half, backward=True, floor=_of_products(2.3, 0.56)),
+        Case("attention", long, half, backward=True, floor=products(2.3, 0.56)),
         Case("attention", long, single, backward=True, dropout=0.1, floor=Floor(own=1.15)),
         Case("attention", long, half, backward=True, dropout=0.1, floor=Floor(own=1.25)),
     ]
@@ -307,9 +313,16 @@ def dispatch() -> list[Case]:
     ]
 
 
-def listed() -> list[Case]:
+def listed(isa: str | None = None) -> list[Case]:
     """All cases but the sweep's, in the order of README's table."""
-    return [*headline(), *training(), *dispatch()]
+    return [*headline(isa), *training(), *dispatch()]
+
+
+PATCHED = {
+    "patched step of jadore801120's base model, bfloat16 32x48": Floor(1.25),
+    "patched step of torch.nn.TransformerEncoder, bfloat16 16x512x512": Floor(1.5),
+}
+"""Training steps of models that exist, which `benchmarks/test_patch.py` makes, and their floors."""
 
 
 def lengths() -> list[Case]:

@@ -21,8 +21,8 @@ import torch
 import fastattn
 from fastattn.backends import native
 from fastattn.bench import limits, peers
-from fastattn.bench.cases import listed
-from fastattn.bench.contest import Result, disturbed_by
+from fastattn.bench.cases import FLOORED, PATCHED, listed, sweep
+from fastattn.bench.contest import Result, disturbed_by, failures
 from fastattn.translation.checkpoint import write_file
 from fastattn.translation.errors import InputError
 
@@ -275,11 +275,11 @@ def origin_of(report: Report, *programs: str, with_limits: bool = True) -> str:
 
 
 def _shown(reports: Sequence[Report]) -> list[str]:
-    """Names of the results that the tables show: the listed cases, and models that exist, patched."""
+    """Names of the results that the tables show: the listed cases, and patched models."""
     known = dict.fromkeys(name for report in reports for name in report.results)
     return [
         *(case.name for case in listed() if case.name in known),
-        *sorted(name for name in known if name.startswith("patched step")),
+        *(name for name in PATCHED if name in known),
     ]
 
 
@@ -288,7 +288,7 @@ def tables(report: Report) -> str:
     sections = [
         f"{origin_of(report)}. {CELL}",
         _by_dtype([report.results[name] for name in _shown([report])]),
-        _swept(report),
+        _summed_up(report),
     ]
     return "\n\n".join(filter(None, sections))
 
@@ -299,9 +299,26 @@ def _swept(report: Report) -> str:
     if not swept:
         return ""
     slow = [result for result in swept if result.ratios["torch"].median < 1]
-    text = f"Of {len(swept)} further cases {len(swept) - len(slow)} are at least as fast as torch."
+    text = f"Of {len(swept)} cases of the sweep {len(swept) - len(slow)} are at least as fast as torch."
     slowest = ", ".join(f"{result.name} ({result.ratios['torch'].median:.2f})" for result in weakest(slow))
     return f"{text} The slowest: {slowest}." if slow else text
+
+
+def _missed(report: Report) -> str:
+    """The floors that are out of reach, of the instruction sets that have any of their own."""
+    if report.machine["isa"] not in FLOORED:
+        return ""
+    floors = {case.name: case.floor for case in (*sweep(), *listed(report.machine["isa"]))} | PATCHED
+    missed = [
+        f"{name} ({'; '.join(words)})"
+        for name, result in report.results.items()
+        if name in floors and not result.disturbed and (words := failures(replace(result, floor=floors[name])))
+    ]
+    return f"Floors missed: {', '.join(missed)}." if missed else "Every floor is reached."
+
+
+def _summed_up(report: Report) -> str:
+    return " ".join(filter(None, (_swept(report), _missed(report))))
 
 
 def comparison(reports: Sequence[Report]) -> str:
@@ -313,10 +330,10 @@ def comparison(reports: Sequence[Report]) -> str:
     rows = [["", *names]]
     for name in _shown(reports):
         rows.append([name, *(_cell(result) if (result := r.results.get(name)) else "" for r in reports)])
-    swept = "\n".join(
-        f"- {name}: {text}" for name, report in zip(names, reports, strict=True) if (text := _swept(report))
+    summed_up = "\n".join(
+        f"- {name}: {text}" for name, report in zip(names, reports, strict=True) if (text := _summed_up(report))
     )
-    return "\n\n".join(filter(None, (where, CELL, markdown(rows), swept)))
+    return "\n\n".join(filter(None, (where, CELL, markdown(rows), summed_up)))
 
 
 SUMMARY = {
