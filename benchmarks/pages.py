@@ -20,6 +20,7 @@ from fastattn.bench import plots, report
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 MACHINES = ("amd-epyc-*-avx512-bf16-2-threads", "intel-*-threads")
+NEWEST_TORCH = "torch-2.14.1"  # a folder: pytest benchmarks --results benchmarks/results/torch-2.14.1
 OTHER_SETS = tuple(f"amd-epyc-family-26-model-2-{isa}-2-threads" for isa in ("avx512", "avx2", "generic"))
 
 
@@ -46,6 +47,14 @@ def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
     return "\n\n".join(map(section, recorded(name)))
 
 
+def beside_newest_torch() -> str:
+    """What each machine has recorded with it, beside what it has with the torch of all other results."""
+    return "\n\n".join(
+        report.comparison([report.Report.read(RESULTS / path.name), report.Report.read(path)])
+        for path in sorted(RESULTS.glob(f"{NEWEST_TORCH}/*.json"))
+    )
+
+
 def tables() -> dict[tuple[str, str], str]:
     """What stands between which markers of which page."""
     machines = reports(*MACHINES)
@@ -58,6 +67,7 @@ def tables() -> dict[tuple[str, str], str]:
         (performance, "decoding"): sections("decoding", decoding.section),
         (performance, "table1"): sections("table1", table1.section),
         (performance, "instruction-sets"): report.comparison(reports(*OTHER_SETS)),
+        (performance, "newest-torch"): beside_newest_torch(),
         (training, "hour"): sections("hour", hour.section),
         (training, "neighbours"): sections("neighbours", neighbours.section),
         ("docs/accuracy.md", "accuracy"): accuracy.section(newest("accuracy")),

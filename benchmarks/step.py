@@ -134,6 +134,11 @@ def losses(seconds: float) -> dict[str, float]:
         "ours": run(lambda: smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)[0]),
         "whole logits": run(lambda: F.cross_entropy(F.linear(features, weight).float(), labels, **smoothing)),
     }
+    if hasattr(nn, "LinearCrossEntropyOptions"):
+        chunks = {"reduction": "sum", "options": nn.LinearCrossEntropyOptions()}
+        programs["torch's chunks, without label smoothing"] = run(
+            lambda: F.linear_cross_entropy(features, weight.bfloat16(), labels, **chunks)
+        )
     return ratio(programs, seconds)
 
 

@@ -23,7 +23,7 @@ from fastattn.bench.timer import Ratio, Timing, interleave
 from fastattn.translation import checkpoint
 from fastattn.translation.errors import InputError
 
-RECORDED = sorted((Path(__file__).parent.parent / "benchmarks/results").glob("*.json"))
+RECORDED = sorted((Path(__file__).parent.parent / "benchmarks/results").glob("**/*.json"))
 SMALL = [
     Case("attention", (2, 3, 20, 16)),
     Case("attention", (2, 3, 20, 16), backward=True, causal=True),
@@ -717,6 +717,12 @@ def test_instruction_sets_stand_side_by_side():
     assert "|  | avx2 | generic |" in text
     assert f"| {name} | 2.50x, 80%, 0.50 of plain | 0.50x |" in text
     assert [line.split(":")[0] for line in text.splitlines()[:2]] == ["- avx2", "- generic"]
+
+
+def test_versions_of_torch_stand_side_by_side():
+    found = report.Report.new([replace(result(2.5), name=listed()[0].name)], {})
+    reports = [replace(found, versions=found.versions | {"torch": torch}) for torch in ("2.13.0+cpu", "2.14.1")]
+    assert "|  | torch 2.13.0 | torch 2.14.1 |" in report.comparison(reports)
 
 
 def test_tables_go_between_the_markers(tmp_path):

@@ -322,10 +322,13 @@ def _summed_up(report: Report) -> str:
 
 
 def comparison(reports: Sequence[Report]) -> str:
-    """The listed cases, a column for each machine; of one machine, for each instruction set, to which torch is held."""
+    """The listed cases, a column for each machine; of one machine, for each instruction set, to which torch is held; of
+    one instruction set of it, for each version of torch."""
     names = [f"{processor(report.machine)}, {report.machine['isa']}" for report in reports]
     if len({report.machine["cpu"] for report in reports}) == 1:
         names = [report.machine["isa"] for report in reports]
+        if len(set(names)) == 1:
+            names = [f"torch {report.versions['torch'].split('+')[0]}" for report in reports]
     where = "\n".join(f"- {name}: {origin_of(report)}." for name, report in zip(names, reports, strict=True))
     rows = [["", *names]]
     for name in _shown(reports):
