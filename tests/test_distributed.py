@@ -5,9 +5,11 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ import fastattn
 import fastattn_command as cli
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
-from fastattn.translation.distributed import REFUSED, joined
+from fastattn.translation.distributed import LAUNCH, REFUSED, START, _agreed_start, joined
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
@@ -52,13 +54,14 @@ def config(tmp_path_factory):
     return path
 
 
-def torchrun(processes, arguments, restarts=0):
-    """`fastattn` in so many processes on this machine; they use a thread each."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", *launcher, "-m", "fastattn", *map(str, arguments)]
+def torchrun(processes, arguments, restarts=0, program=None, launch=("--standalone",), stderr=subprocess.PIPE):
+    """`fastattn`, or a program, in so many processes on this machine; they use a thread each."""
+    launcher = ["torch.distributed.run", *launch, f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    started = ["-m", "fastattn"] if program is None else [str(program)]
+    command = [sys.executable, "-m", *launcher, *started, *map(str, arguments)]
     root = Path(fastattn.__file__).parent.parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
+    return subprocess.Popen(command, stderr=stderr, cwd=root, env=environment, text=True)
 
 
 def finish(process):
@@ -153,13 +156,14 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     # torchrun repeats the command that began the run, on fewer processes if some are lost: never that of another one.
     begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3", "--accumulate", "1")
     assert "exists already" in failure(begun, capsys)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    lock = second / checkpoint.LOCK
-    this_launch = lock.read_text()
-    lock.write_text("process 1 on another\nlaunch")
-    assert "exists already" in failure(begun, capsys)
-    lock.write_text(this_launch)
-    assert cli.main(begun) == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    for launch, status in (("another", 1), ("this", 0)):
+        store = dist.HashStore()
+        store.set(LAUNCH, "this")
+        monkeypatch.setattr(dist, "rendezvous", lambda *args, store=store, **options: iter([(store, 0, 1)]))
+        (second / checkpoint.LOCK).write_text(f"process 1 on a machine\n{launch}")
+        assert cli.main(begun) == status
+        assert ("exists already" in capsys.readouterr().err) == (status == 1)
     assert_same_run(first, second)
     monkeypatch.undo()
 
@@ -370,9 +374,69 @@ def test_a_process_without_a_gpu_is_refused_once(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(InputError, match="there is no GPU for process 2 here: at most 1 processes"), joined():
         pass
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(SystemExit), joined():
         pass
+
+
+def test_processes_agree_on_their_start():
+    """Whoever comes first, however many there are, and whatever an earlier start has left in the store."""
+    store, starts = dist.HashStore(), []
+    store.set(START, "of a start whose processes never met")
+    for size, ranks in ((2, (1, 0)), (2, (0, 1)), (3, (2, 1, 0)), (2, (1, 0))):
+        with futures.ThreadPoolExecutor(size) as pool:
+            found = []
+            for rank in ranks:
+                found.append(pool.submit(_agreed_start, store, rank, size))
+                time.sleep(0.2)
+            starts.append({future.result(timeout=60) for future in found})
+    assert all(len(names) == 1 for names in starts)
+    assert len(set.union(*starts)) == 4
+
+
+@pytest.mark.slow
+def test_the_state_of_a_sharded_model_is_gathered_by_the_first_process(tmp_path):
+    """That of all parameters there; the other keeps none of a tensor when the next one is gathered."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import torch
+from torch.distributed.tensor import DTensor
+from test_training import small_model
+from fastattn.translation.config import TrainingConfig
+from fastattn.translation.data import ParallelText, Sentences
+from fastattn.translation.distributed import joined
+from fastattn.translation.train import Trainer
+
+sentences = Sentences([[5, 6, 7]] * 20)
+with joined() as world:
+    text, config = ParallelText(sentences, sentences), TrainingConfig(micro_batches=2, precision="fp32")
+    trainer = Trainer(small_model(), text, config, world, shard=True)
+    trainer.update()
+    shapes = [parameter.shape for parameter in trainer.model.parameters()]
+    moments = trainer.state()["optimizer"]["state"]
+    for number, shape in enumerate(shapes):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert moments[number][name].shape == (shape if world.main else (0,))
+            assert not isinstance(moments[number][name], DTensor)
+            assert moments[number][name].untyped_storage().nbytes() == (4 * shape.numel() if world.main else 0)
+""")
+    finish(torchrun(2, [], program=program))
+
+
+@pytest.mark.slow
+def test_fewer_validation_sentences_than_processes(files, config, tmp_path):
+    """A process that has none of them takes part in validation and BLEU."""
+    valid = [tmp_path / "en", tmp_path / "es"]
+    for path, lines in zip(valid, map(read_lines, files), strict=True):
+        path.write_text(f"{lines[5]}\n")
+    runs = tmp_path / "one", tmp_path / "two"
+    for processes, run in enumerate(runs, 1):
+        options = ["--config", config, "--accumulate", 2 // processes, "--max-steps", "2", "--bleu-every", "2"]
+        finish(torchrun(processes, [*train_arguments(files, run, *options), "--valid", *valid]))
+    one, two = (read_metrics(run)[-1] for run in runs)
+    for metric in ("valid_loss", "valid_accuracy", "valid_bleu"):
+        assert two[metric] == pytest.approx(one[metric], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -415,11 +479,51 @@ def test_killed_workers_are_started_again(files, config, tmp_path):
     assert_same_run(whole, broken)
 
 
-def workers(launcher):
-    """The process ids of what `torchrun` runs, as soon as there are two."""
+@pytest.mark.slow
+def test_machines_that_count_their_starts_differently(files, config, tmp_path):
+    """A `torchrun` counts a start again only where a process of its own has failed, not where it ends one because
+    another machine begins again. Two of them here, of one worker each."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    launch = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
+    run, said = tmp_path / "run", tmp_path / "said"
+    arguments = train_arguments(files, run, "--save-every", "2", "--max-steps", "100000", "--config", config)
+
+    def newest():
+        return int(checkpoint.newest(run).name.removeprefix("step-")) if checkpoint.steps(run) else 0
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+
+    with open(said, "w") as stderr:
+        machines = [torchrun(1, arguments, restarts=3, launch=launch, stderr=stderr) for _ in range(2)]
+    try:
+        for times, (failing, other) in enumerate((machines, machines[::-1]), 1):
+            step = newest()
+            wait_for(lambda step=step: newest() >= step + 4)
+            (stopped,) = workers(other.pid, 1)
+            os.kill(stopped, signal.SIGSTOP)  # before it can fail for the lack of the one that is killed
+            os.kill(workers(failing.pid, 1)[0], signal.SIGKILL)
+            wait_for(lambda times=times: said.read_text().count("closing signal SIGTERM") >= times)
+            os.kill(stopped, signal.SIGCONT)
+        step = newest()
+        wait_for(lambda: newest() >= step + 4)
+    finally:
+        for machine in machines:
+            machine.terminate()
+        for machine in machines:
+            machine.communicate(timeout=120)
+
+
+def workers(launcher, number=2):
+    """The process ids of what `torchrun` runs, as soon as there are so many."""
     while True:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         found = [int(child) for child in children if b"\0-m\0fastattn\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
-        if len(found) == 2:
+        if len(found) == number:
             return found
         time.sleep(0.05)

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -47,7 +48,7 @@ from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights
 from fastattn.translation.precision import DTYPES
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
-from fastattn.translation.train import Trainer, dropout_seeds, train
+from fastattn.translation.train import Trainer, dropout_seeds, read_metrics, train
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 OPTIONS = TrainingConfig(batch_tokens=150, warmup=40, precision="fp32", seed=3)
@@ -974,6 +975,29 @@ def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys, monkeypat
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("update 2: loss ")
     assert "\r" not in "".join(lines)
+
+
+def test_ctrl_c_cuts_bleu_short(files, tmp_path, monkeypatch):
+    """Not validation: the checkpoint is saved at once, and may be the best."""
+    files, config = files
+
+    def interrupted(model, tokenizer, lines, search, advance):
+        signal.raise_signal(signal.SIGINT)
+        advance(1)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr("fastattn.translation.train.translate", interrupted)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    try:
+        for name, saved, most in (("due", 1, 9), ("not due", 9, 9), ("last", 9, 1)):
+            with pytest.raises(KeyboardInterrupt, match="after update 1, which is saved"):
+                train(files, files, tmp_path / name, config=config(bleu_every=1, save_every=saved), max_steps=most)
+            assert checkpoint.newest(tmp_path / name).name == "step-00000001"
+            (row,) = read_metrics(tmp_path / name)
+            assert "valid_bleu" not in row
+            assert ("valid_loss" in row) == (tmp_path / name / "best").exists() == (name != "not due")
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_weights_that_are_no_numbers_end_a_run(files, tmp_path):

@@ -10,6 +10,7 @@ import datetime
 import itertools
 import os
 import pickle
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -25,8 +26,9 @@ from fastattn.translation.errors import InputError
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; a process that dies is noticed at once, by torchrun
 PREPARATION = datetime.timedelta(hours=12)  # of a corpus by the first process, while no collective waits
-# In the store of a launch: its name; whether what it was asked for cannot be done.
-LAUNCH, REFUSED = "fastattn/launch", "fastattn/refused"
+# In the store of a launch: its name; the name of the start whose processes are to meet; whether what it was asked for
+# cannot be done.
+LAUNCH, START, REFUSED = "fastattn/launch", "fastattn/start", "fastattn/refused"
 T = TypeVar("T")
 
 
@@ -97,11 +99,6 @@ class World:
         return whole
 
 
-def restarts() -> int:
-    """How often `torchrun` has started the processes again, after one had failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
     """This process among those of its run, as `torchrun` describes them in the environment; without it, alone.
@@ -119,22 +116,45 @@ def joined() -> Iterator[World]:
         yield World(0, 1, torch.device("cuda" if cuda else "cpu"))
         return
     whole_launch, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    if restarts() and whole_launch.check([REFUSED]):
+    if whole_launch.check([REFUSED]):
         raise SystemExit(1)
     launch = whole_launch.compare_set(LAUNCH, "", uuid.uuid4().hex).decode()
-    # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
-    store = dist.PrefixStore(f"start {restarts()}", whole_launch)
+    store: dist.Store | None = None
     try:
         device = _own_gpu(local) if cuda else torch.device("cpu")
         if size > 1:
+            # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
+            store = dist.PrefixStore(f"start {_agreed_start(whole_launch, rank, size)}", whole_launch)
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        yield World(rank, size, device, store if size > 1 else None, launch)
+        yield World(rank, size, device, store, launch)
     except InputError:
         whole_launch.set(REFUSED, "")
         raise
     if size > 1:
         dist.destroy_process_group()
+
+
+def _agreed_start(store: dist.Store, rank: int, size: int) -> str:
+    """The name of this start of the processes: the first gives it, and all have met when it is returned.
+
+    It cannot be torchrun's count of starts, which is of a machine: one that starts its processes again because another
+    machine's failed does not count.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set(START, name)
+        store.wait([f"{name}/{other}" for other in range(1, size)], TIMEOUT)
+        store.set(START, "")  # who comes later waits for the next start
+        store.set(f"{name}/met", "")
+        return name
+    name = ""
+    while not (name and store.check([f"{name}/met"])):  # the processes of an earlier start may have died before
+        name = store.get(START).decode() or name
+        if name:
+            store.set(f"{name}/{rank}", "")
+        time.sleep(0.05)
+    return name
 
 
 def _own_gpu(local: int) -> torch.device:
@@ -173,6 +193,15 @@ def unsummed(module: nn.Module) -> Iterator[None]:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded: takes all processes if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def collected(tensor: Tensor, world: World) -> Tensor:
+    """All of a tensor that may be sharded: takes all processes if it is, and lies then in the first one's memory, on
+    the CPU. The others are left with an empty one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered = tensor.full_tensor()
+    return gathered.cpu() if world.main else gathered.new_empty(0)
 
 
 def local(tensor: Tensor) -> Tensor:

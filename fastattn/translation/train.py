@@ -97,10 +97,14 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict:
-        """All that, beside the weights, the next updates depend on; takes all processes."""
+        """All that, beside the weights, the next updates depend on; takes all processes.
+
+        Of a model that is sharded, the first process alone has the optimizer's state, on the CPU: twice the size of the
+        parameters, which are gathered one at a time.
+        """
         optimizer = self.optimizer.state_dict()
         moments = {
-            number: {name: distributed.whole(tensor) for name, tensor in tensors.items()}
+            number: {name: distributed.collected(tensor, self.world) for name, tensor in tensors.items()}
             for number, tensors in optimizer["state"].items()
         }
         place = {"step": self.step, "epoch": self.epoch, "batch": self.place}
@@ -227,7 +231,8 @@ def train(
         config: a checkpoint's config.json, or a file like it, in the place of a preset.
         accumulate: parts in which a process computes its share of an update, one after the other.
         shard: divide the model among the processes, for one that does not fit a device. Validation and checkpoints
-            still take all of its parameters, those alone, on each.
+            still take all of its parameters, those alone, on each; a checkpoint takes the optimizer's state, too, in
+            the main memory of the first.
         resume: continue the run in ``out`` from its newest checkpoint, whose configuration it has.
         changes: ``vocab_size`` and fields of :class:`~fastattn.translation.config.TrainingConfig`, in the place of the
             preset's or the file's. Of a run that is resumed, ``CHANGEABLE`` alone may change.
@@ -247,7 +252,7 @@ def train(
                 raise InputError("a model is sharded among several processes: start them with torchrun")
             if resume and config is not None:
                 raise InputError("a run is resumed with its own configuration: leave --config out")
-            again = bool(distributed.restarts() and checkpoint.steps(out)) and checkpoint.locked_by(out) == world.launch
+            again = bool(world.launch and checkpoint.steps(out)) and checkpoint.locked_by(out) == world.launch
             if resume or again:
                 newest = checkpoint.newest(out)
                 stack.enter_context(checkpoint.locked(out, world.launch))
@@ -294,6 +299,7 @@ def train(
         run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid, valid_pairs, text_digest)
         if newest is not None:
             run.load_state(newest, state)
+        del state  # of a sharded model it is all of it, in every process
         if world.device.type == "cpu":
             memory.keep_freed()  # not that of learning the vocabulary
         run.train()
@@ -470,7 +476,9 @@ class _Run:
                         row |= held_out(model, self.valid, trainer.autocast(), world.sum)
                         self._expect_finite(row["valid_loss"])
                     if translating:
-                        row["valid_bleu"] = self._bleu(model)
+                        bleu = self._bleu(model, interrupt)
+                        row |= {} if bleu is None else {"valid_bleu": bleu}
+                        interrupted = interrupted or bleu is None
                     if world.main:
                         with open(self.out / METRICS, "a", encoding="utf-8") as metrics:
                             metrics.write(json.dumps(row) + "\n")
@@ -508,13 +516,24 @@ class _Run:
             f"the loss is {loss} at update {self.trainer.step}: start again with another seed, a lower rate or fp32"
         )
 
-    def _bleu(self, model: Transformer) -> float:
-        """Of the validation text, translated greedily, each process a share of it."""
+    def _bleu(self, model: Transformer, interrupt: threading.Event) -> float | None:
+        """Of the validation text, translated greedily, each process a share of it; None if Ctrl-C cuts that short:
+        `torchrun` kills processes half a minute after it, and the checkpoint is still to be written."""
         sources, references = self.valid_pairs
+        share: list[str] = []
+
+        def go_on(sentences: int) -> None:
+            if interrupt.is_set():
+                raise _CutShort
+
         model.eval()
-        with self.trainer.autocast():
-            share = translate(model, self.tokenizer, sources[self.world.rank :: self.world.size], Search(beam=1))
+        with self.trainer.autocast(), contextlib.suppress(_CutShort):
+            own = sources[self.world.rank :: self.world.size]
+            share = translate(model, self.tokenizer, own, Search(beam=1), go_on)
         model.train()
+        (interrupted,) = self.world.any(interrupt.is_set())
+        if interrupted:
+            return None
         return scores(self.world.interleaved(share), references).bleu
 
     def _save(self, model: Transformer, valid_loss: float = math.inf) -> None:
@@ -531,6 +550,10 @@ class _Run:
         if improved:
             checkpoint.mark_best(saved)
         checkpoint.prune(self.out, self.config.keep)
+
+
+class _CutShort(Exception):
+    """Ends a translation between two of its batches."""
 
 
 @contextlib.contextmanager
