@@ -763,6 +763,21 @@ def test_the_average_of_checkpoints(tmp_path, verses):
         checkpoint.average(tmp_path / "run", 1, tmp_path / "mean")
 
 
+def test_an_older_best_is_not_averaged(tmp_path, verses):
+    """What was kept beside the newest; but one more checkpoint between two, as Ctrl-C writes it, is one of them."""
+    _, _, tokenizer = verses
+    training = TrainingConfig(save_every=10, keep=3)
+    for step in (0, 10, 20, 30, 40, 43, 50):
+        saved = checkpoint.save(tmp_path / "run", step, small_model(), tokenizer, {}, training)
+        if step == 20:
+            checkpoint.mark_best(saved)
+        checkpoint.prune(tmp_path / "run", training.keep)
+    assert [path.name[-2:] for path in checkpoint.steps(tmp_path / "run")] == ["20", "40", "43", "50"]
+    with pytest.raises(InputError, match="last is 4, expected 1 to 3: as many trained checkpoints in a row as"):
+        checkpoint.average(tmp_path / "run", 4, tmp_path / "mean")
+    checkpoint.average(tmp_path / "run", 3, tmp_path / "mean")
+
+
 def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
     _, _, tokenizer = verses
     model = small_model()

@@ -16,6 +16,7 @@ One of :func:`save_int8` has no training.pt.
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pickle
 import shutil
@@ -78,7 +79,8 @@ def save_model(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
 def average(run: Path, last: int, out: Path) -> None:
     """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) as the new folder ``out``.
 
-    The one of before the first update does not count.
+    The one of before the first update does not count, nor does an older one that was kept because it is the best, after
+    which others have been removed.
 
     Raises:
         InputError: ``out`` exists, or the run has fewer checkpoints.
@@ -87,9 +89,13 @@ def average(run: Path, last: int, out: Path) -> None:
     trained = [path for path in steps(run) if updates(path) != 0]
     if not trained:
         raise InputError(f"{run} holds no trained checkpoint: expected the folder of a run of `fastattn train`")
-    if not 1 <= last <= len(trained):
-        raise InputError(f"last is {last}, expected 1 to {len(trained)}: as many trained checkpoints as {run} holds")
-    found = trained[-last:]
+    gaps = [i for i, pair in enumerate(itertools.pairwise(trained), 1) if _removed_between(*pair)]
+    found = trained[max(gaps, default=0) :]
+    if not 1 <= last <= len(found):
+        raise InputError(
+            f"last is {last}, expected 1 to {len(found)}: as many trained checkpoints in a row as {run} holds"
+        )
+    found = found[-last:]
     model, tokenizer = load(found[-1])
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
     for path in found:
@@ -100,6 +106,13 @@ def average(run: Path, last: int, out: Path) -> None:
             parameter.copy_(total / last)
     with written_whole(out) as partial:
         _write(partial, model, tokenizer, _parameters(model), updates(found[-1]))
+
+
+def _removed_between(earlier: Path, later: Path) -> bool:
+    """Whether a run has had checkpoints between these two."""
+    _, training = load_config(later)
+    first, last = (int(path.name.removeprefix("step-")) for path in (earlier, later))
+    return training is not None and last - first > training.save_every
 
 
 def _parameters(model: Transformer) -> dict[str, Tensor]:
