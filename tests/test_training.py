@@ -26,6 +26,7 @@ from conftest import require
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
@@ -309,6 +310,36 @@ def test_smoothed_loss_under_autocast():
     torch.testing.assert_close(loss.float(), wanted, rtol=2**-8, atol=0)
     for gradient, wanted_gradient in zip(ours, exact, strict=True):
         assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
+
+
+class Made(TorchDispatchMode):
+    """The sizes of the tensors that operations make, views of others left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        returned = zip(found if isinstance(found, tuple | list) else [found], function._schema.returns, strict=False)
+        self.sizes += [t.numel() for t, about in returned if isinstance(t, torch.Tensor) and not about.alias_info]
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_loss_holds_the_logits_of_a_few_rows(dtype):
+    """Nothing of the vocabulary's size for all tokens: a block of logits at a time, and 65 rows in float32."""
+    tokens, pieces = 2400, 8000
+    features, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(pieces, 32, requires_grad=True)
+    labels = torch.randint(0, pieces, (tokens,))
+    with Made() as made, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        loss, _, _ = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
+        loss.backward()
+    rows = 2**24 // (pieces * dtype.itemsize)
+    assert rows < tokens / 2
+    large = [size for size in made.sizes if size > 65 * pieces]
+    assert large == [min(rows, tokens - first) * pieces for first in range(0, tokens, rows)]
+    assert max(size for size in made.sizes if size not in large) == 65 * pieces
 
 
 def test_smoothed_loss_waits_for_no_gpu():
