@@ -1046,6 +1046,39 @@ def test_ctrl_c_cuts_bleu_short(files, tmp_path, monkeypatch):
         signal.signal(signal.SIGINT, previous)
 
 
+def test_a_run_is_resumed_with_its_validation_text(files, tmp_path):
+    """Unless the checkpoint does not say which that was."""
+    files, config = files
+    other, out = [tmp_path / "other.en", tmp_path / "other.es"], tmp_path / "run"
+    for path, lines in zip(other, map(read_lines, files), strict=True):
+        path.write_text("\n".join(lines[:50]))
+    train(files, files, out, config=config(), max_steps=1)
+    with pytest.raises(InputError, match=r"the validation text is not the one that .*step-00000001 was scored on"):
+        train(files, other, out, resume=True, max_steps=2)
+    state = checkpoint.load_training(checkpoint.newest(out))
+    del state["valid_text"]
+    torch.save(state, checkpoint.newest(out) / "training.pt")
+    train(files, other, out, resume=True, max_steps=2)
+    with pytest.raises(InputError, match=r"the validation text is not the one that .*step-00000002 was scored on"):
+        train(files, files, out, resume=True, max_steps=3)
+
+
+def test_damaged_metrics(files, tmp_path):
+    """A last line that was not written to its end is left out, and a resumed run goes on behind the one before."""
+    files, config = files
+    out = tmp_path / "run"
+    train(files, files, out, config=config(), max_steps=1)
+    metrics = out / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole + b'{"step": 2, "lo')
+    train(files, files, out, resume=True, max_steps=2)
+    assert [row["step"] for row in read_metrics(out)] == [1, 2]
+    for damage in (b'{"step": 2, "lo\n', b"\0" * 9 + b"\n", b"\xff\n", b"\n"):
+        metrics.write_bytes(whole + damage + whole)
+        with pytest.raises(InputError, match=rf"line 2 of {metrics} is damaged"):
+            read_metrics(out)
+
+
 def test_weights_that_are_no_numbers_end_a_run(files, tmp_path):
     files, config = files
     with pytest.raises(InputError, match="the loss is nan at update 1: start again with another seed, a lower rate"):

@@ -265,10 +265,10 @@ def train(
         if training.bleu_every is not None:
             require("sacrebleu")
         valid_pairs = world.main_first(lambda: read_parallel(*valid_files))
-        text_digest = world.on_main(lambda: digest(*train_files))
+        text_digest, valid_digest = world.on_main(lambda: (digest(*train_files), digest(*valid_files)))
         state = {}
         if newest is not None:
-            state = world.main_first(lambda: _saved_state(newest, text_digest))
+            state = world.main_first(lambda: _saved_state(newest, text_digest, valid_digest))
             model, tokenizer = world.main_first(lambda: checkpoint.load(newest))
         else:
 
@@ -296,7 +296,8 @@ def train(
             world.on_main(warn)  # of a large text it takes longer than a collective waits
         if not shard:  # else it is moved a layer at a time
             model = model.to(world.device)
-        run = _Run(out, Trainer(model, text, training, world, shard), tokenizer, valid, valid_pairs, text_digest)
+        trainer = Trainer(model, text, training, world, shard)
+        run = _Run(out, trainer, tokenizer, valid, valid_pairs, text_digest, valid_digest)
         if newest is not None:
             run.load_state(newest, state)
         del state  # of a sharded model it is all of it, in every process
@@ -394,13 +395,18 @@ def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
     return training
 
 
-def _saved_state(newest: Path, text_digest: str) -> dict:
-    """What the run that wrote ``newest`` had reached, on the same text."""
+def _saved_state(newest: Path, text_digest: str, valid_digest: str) -> dict:
+    """What the run that wrote ``newest`` had reached, on the same text, judged by the same validation text."""
     state = checkpoint.load_training(newest)
     if not {"optimizer", "step", "epoch", "batch", "text", "best_loss", "best_step", "seconds"} <= state.keys():
         raise _not_ours(newest)
     if state["text"] != text_digest:
         raise InputError(f"the training text is not the one that {newest} was trained on")
+    if state.get("valid_text", valid_digest) != valid_digest:  # some checkpoints do not say
+        raise InputError(
+            f"the validation text is not the one that {newest} was scored on: expected the same, since the best "
+            "checkpoint is the one of lowest loss on it"
+        )
     return state
 
 
@@ -419,8 +425,10 @@ class _Run:
         valid: ParallelText,
         valid_pairs: tuple[list[str], list[str]],
         text_digest: str,
+        valid_digest: str,
     ):
-        self.out, self.trainer, self.tokenizer, self.text_digest = out, trainer, tokenizer, text_digest
+        self.out, self.trainer, self.tokenizer = out, trainer, tokenizer
+        self.text_digest, self.valid_digest = text_digest, valid_digest
         self.config, self.world = trainer.config, trainer.world
         self.valid_pairs = valid_pairs
         batches = valid.batches(self.config.batch_tokens // self.config.micro_batches)
@@ -543,7 +551,7 @@ class _Run:
         if improved:
             self.best_loss, self.best_step = valid_loss, trainer.step
         progress = {"best_loss": self.best_loss, "best_step": self.best_step, "seconds": self.seconds}
-        state = {**trainer.state(), **progress, "text": self.text_digest}
+        state = {**trainer.state(), **progress, "text": self.text_digest, "valid_text": self.valid_digest}
         if not self.world.main:
             return
         saved = checkpoint.save(self.out, trainer.step, model, self.tokenizer, state, self.config)
@@ -637,7 +645,15 @@ class _Progress:
 
 
 def read_metrics(out: str | Path) -> list[dict[str, float]]:
-    """The rows of a run's ``metrics.jsonl``; a last line cut short by an interruption is left out."""
-    path = Path(out) / METRICS
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    """The rows of a run's ``metrics.jsonl``; a last line cut short by an interruption is left out.
+
+    Raises:
+        InputError: another line is damaged.
+    """
+    path, rows = Path(out) / METRICS, []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise InputError(f"line {number} of {path} is damaged: expected a row of numbers; remove it") from None
+    return rows
