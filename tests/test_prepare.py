@@ -1,5 +1,6 @@
 """WMT14 from archives like its own, but small: what is fetched, checked and written; docs/reproduce.md, run whole."""
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -230,17 +231,21 @@ def test_a_disk_that_is_full(known, tmp_path, monkeypatch):
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Sends one file, in pieces of a connection each, and keeps from where it was asked for it."""
+    """Sends one file, in pieces of a connection each, and keeps from where it was asked for it; ``page`` in its place,
+    where there is one."""
 
-    data, piece, ranges, asked = b"", 10**9, True, None
+    data, piece, ranges, asked, page, shift = b"", 10**9, True, None, None, 0
 
     def do_GET(self):
         first = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.ranges else 0
         self.asked.append(first)
+        content = self.data[first:] if self.page is None else self.page
         self.send_response(206 if self.ranges else 200)
-        self.send_header("Content-Length", str(len(self.data) - first))
+        self.send_header("Content-Length", str(len(content)))
+        if self.ranges:
+            self.send_header("Content-Range", f"bytes {first + self.shift}-{len(self.data) - 1}/{len(self.data)}")
         self.end_headers()
-        self.wfile.write(self.data[first : first + self.piece])
+        self.wfile.write(content[: self.piece])
 
     def log_message(self, *_):
         pass
@@ -270,7 +275,7 @@ def test_an_archive_is_fetched_once(serve, tmp_path):
     for _ in range(2):
         prepare.fetch(archive, tmp_path)
     assert asked == [0]
-    assert [path.name for path in tmp_path.iterdir()] == ["dev.tgz"]
+    assert {path.name for path in tmp_path.iterdir()} == {"dev.tgz", checkpoint.LOCK}
 
 
 def test_an_interrupted_download_goes_on(serve, tmp_path):
@@ -291,6 +296,54 @@ def test_a_server_that_knows_no_ranges_sends_it_whole(serve, tmp_path):
     assert (tmp_path / "dev.tgz").read_bytes() == data
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({"ranges": False, "page": b"<html>Log in</html>"}, "Content-Length 19, expected 2500"),
+        ({"shift": 7}, "Content-Range bytes 307-2499/2500, expected bytes 300-2499/2500"),
+    ],
+    ids=["page", "range"],
+)
+def test_an_answer_of_something_else_leaves_what_there_is(serve, tmp_path, behaviour, message):
+    """A page that a network's gate sends in the place of all, and a part that begins elsewhere."""
+    data = os.urandom(2500)
+    archive, asked = serve(data, **behaviour)
+    part = tmp_path / "dev.tgz.part"
+    part.write_bytes(data[:300])
+    with pytest.raises(prepare.InputError, match=f"cannot fetch http.*: the answer is something else, of {message}; r"):
+        prepare.fetch(archive, tmp_path)
+    assert len(asked) == 1
+    assert part.read_bytes() == data[:300]
+
+
+def test_two_do_not_download_into_one_folder(serve, tmp_path):
+    """The second is told so; what is there it may use."""
+    data = os.urandom(2500)
+    archive, asked = serve(data)
+    with checkpoint.locked(tmp_path):
+        with pytest.raises(prepare.InputError, match=f"{tmp_path} is being written by process {os.getpid()} on .*: wai"):
+            prepare.fetch(archive, tmp_path)
+        assert asked == []
+        (tmp_path / "dev.tgz").write_bytes(data)
+        prepare.fetch(archive, tmp_path)
+    assert asked == []
+
+
+def test_what_another_process_has_just_fetched_is_not_fetched_again(serve, tmp_path, monkeypatch):
+    """It was missing before the lock was free, and is there after."""
+    data = os.urandom(2500)
+    archive, asked = serve(data)
+
+    @contextlib.contextmanager
+    def locked(folder):
+        (folder / "dev.tgz").write_bytes(data)
+        yield
+
+    monkeypatch.setattr(checkpoint, "locked", locked)
+    prepare.fetch(archive, tmp_path)
+    assert asked == []
+
+
 def test_a_server_that_sends_nothing(serve, tmp_path):
     archive, asked = serve(b"x" * 100, piece=0)
     with pytest.raises(
@@ -306,7 +359,7 @@ def test_a_download_of_something_else_is_removed(serve, tmp_path):
     message = f"^{archive.url} has sha256 .* expected sha256 0000.*; run this again, or put the file into {tmp_path}$"
     with pytest.raises(prepare.InputError, match=message):
         prepare.fetch(other, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.LOCK]
 
 
 def test_where_there_is_no_network(tmp_path):

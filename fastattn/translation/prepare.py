@@ -159,26 +159,33 @@ def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
 def fetch(archive: Archive, folder: Path) -> None:
     """Have ``folder`` hold the archive, with the size and the checksum that are expected.
 
-    A download goes into a file of its own, NAME.part, from whose end the next one continues.
+    A download goes into a file of its own, NAME.part, from whose end the next one continues. One process at a time
+    downloads into a folder.
 
     Raises:
-        InputError: it cannot be fetched, or is another.
+        InputError: it cannot be fetched, or is another, or another process downloads into the folder.
     """
     path = folder / archive.name
-    if path.exists():
-        if difference := _difference(archive, path):
-            raise InputError(f"{path} {difference}: it is not {archive.url}; remove it to fetch that")
-        return
-    part = path.with_name(f"{path.name}.part")
-    _download(archive, part)
-    if difference := _difference(archive, part):
-        part.unlink()  # to continue would not mend it
-        raise InputError(f"{archive.url} {difference}; run this again, or put the file into {folder}")
-    part.rename(path)
+    with contextlib.ExitStack() as stack:
+        if not path.exists():
+            stack.enter_context(checkpoint.locked(folder))
+        if path.exists():  # asked under the lock, since who held it before may have fetched it
+            if difference := _difference(archive, path):
+                raise InputError(f"{path} {difference}: it is not {archive.url}; remove it to fetch that")
+            return
+        part = path.with_name(f"{path.name}.part")
+        _download(archive, part)
+        if difference := _difference(archive, part):
+            part.unlink()  # to continue would not mend it
+            raise InputError(f"{archive.url} {difference}; run this again, or put the file into {folder}")
+        part.rename(path)
 
 
 def _download(archive: Archive, part: Path) -> None:
-    """Continue ``part`` to the archive's size; a connection that breaks is opened again as long as it brought any."""
+    """Continue ``part`` to the archive's size; a connection that breaks is opened again as long as it brought any.
+
+    An answer that is not of the rest or the whole of so many bytes, as a proxy's page is, leaves ``part`` as it is.
+    """
     bar = require("tqdm").tqdm(
         total=archive.size, unit="B", unit_scale=True, desc=archive.name, ncols=80, disable=not sys.stderr.isatty()
     )
@@ -190,10 +197,16 @@ def _download(archive: Archive, part: Path) -> None:
             try:
                 with contextlib.ExitStack() as stack:
                     response = stack.enter_context(urllib.request.urlopen(request, timeout=PATIENCE))
-                    file = stack.enter_context(open(part, "ab" if response.status == 206 else "wb"))
-                    while block := response.read(BLOCK):
-                        file.write(block)
-                        bar.update(len(block))
+                    mode, header, wanted = "wb", "Content-Length", str(archive.size)
+                    if response.status == 206:
+                        mode, header, wanted = "ab", "Content-Range", f"bytes {have}-{archive.size - 1}/{archive.size}"
+                    if (given := response.headers.get(header, "none")) == wanted:
+                        file = stack.enter_context(open(part, mode))
+                        while block := response.read(BLOCK):
+                            file.write(block)
+                            bar.update(len(block))
+                    else:
+                        problem = f"the answer is something else, of {header} {given}, expected {wanted}"
             except urllib.error.URLError as error:
                 problem = error.reason
             except (OSError, http.client.HTTPException) as error:
