@@ -106,6 +106,21 @@ def test_unreadable_text(tmp_path, name, content, message):
         read_lines(tmp_path / name)
 
 
+def test_text_of_a_pipe_is_read_once(tmp_path):
+    """What is read again, as training does, is refused before it is begun."""
+    (tmp_path / "text").write_text("one\n")
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"uno\n")
+        os.close(writer)
+        pipe = f"/dev/fd/{reader}"
+        with pytest.raises(InputError, match=f"^{pipe} is no regular file, and training reads its text again and agai"):
+            digest(tmp_path / "text", pipe)
+        assert read_parallel(tmp_path / "text", pipe) == (["one"], ["uno"])
+    finally:
+        os.close(reader)
+
+
 def test_lines_must_pair_up(tmp_path):
     (tmp_path / "a").write_text("one\ntwo\n")
     (tmp_path / "b").write_text("uno\n")

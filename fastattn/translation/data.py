@@ -133,7 +133,14 @@ def read_parallel(source: str | Path, target: str | Path) -> tuple[list[str], li
 
 
 def digest(source: str | Path, target: str | Path) -> str:
-    """A checksum of the text of two files, gzipped or not."""
+    """A checksum of the text of two files, gzipped or not, which are to be read again.
+
+    Raises:
+        InputError: as :func:`pairs_of`, or one is a pipe or the like, whose text is gone once it is read.
+    """
+    for path in map(Path, (source, target)):
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is no regular file, and training reads its text again and again: write it to one")
     found = hashlib.sha256()
     for pair in pairs_of(source, target):
         found.update("{}\n{}\n".format(*pair).encode())
