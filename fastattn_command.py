@@ -324,12 +324,6 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="show result files instead of measuring; several, of machines or of instruction sets, side by side",
     )
-    command.add_argument(
-        "--table",
-        type=Path,
-        metavar="PAGE",
-        help="insert the tables into PAGE, between its markers (speed, machines, instruction-sets)",
-    )
 
 
 def _stem(text: str) -> Path:

@@ -748,23 +748,6 @@ def test_a_filter_that_matches_nothing_is_an_error():
         bench.main(options)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"no markers", "expected the lines <!-- machines:begin --> or <!-- speed:begin -->"),
-        (b"<!-- speed:begin -->", "expected the lines '<!-- speed:begin -->' and '<!-- speed:end -->'"),
-        (b"<!-- instruction-sets:begin -->\n<!-- instruction-sets:end -->", "expected the lines <!-- machines:begin"),
-        (b"<!-- speed:begin -->\xff", "it is not UTF-8"),
-    ],
-)
-def test_a_page_without_markers_is_refused_before_measuring(tmp_path, monkeypatch, text, message):
-    page = tmp_path / "page.md"
-    page.write_bytes(text)
-    monkeypatch.setattr(contest, "run", None)
-    with pytest.raises(InputError, match=re.escape(message)):
-        bench.main(fastattn_command.parse(["bench", "--filter", "32 keys", "--table", str(page)]))
-
-
 @pytest.mark.parametrize("stem", [".", "/"])
 def test_a_picture_has_a_name(stem, capsys):
     with pytest.raises(SystemExit):

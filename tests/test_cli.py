@@ -604,7 +604,6 @@ def test_python_m(tmp_path):
         ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "."],
         ["bench", "--from", "missing", "--output", "."],
         ["bench", "--from", "missing", "--plot", "missing/speed"],
-        ["bench", "--from", "missing", "--table", "missing/page.md"],
     ],
     ids=lambda arguments: f"{arguments[0]} {' '.join(arguments[-2:])}",
 )

@@ -32,28 +32,23 @@ def main(args: argparse.Namespace) -> int:
     """`fastattn bench`: measures, or reads, and shows tables and pictures. Returns the exit status.
 
     Raises:
-        InputError: no case has the text of ``--filter``, a file of ``--from`` is no result file, the page of
-            ``--table`` has no markers, there is nothing to draw, or a file cannot be written.
+        InputError: no case has the text of ``--filter``, a file of ``--from`` is no result file, there is nothing to
+            draw, or a file cannot be written.
     """
     if args.plot:
         plots.require()
     pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in plots.FORMATS] if args.plot else []
-    for path in filter(None, (args.output, args.table, *pictures)):
+    for path in filter(None, (args.output, *pictures)):
         check_file(path)
-    if args.table and not args.sources:
-        report.tables_of(args.table, report.MEASURED)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
-    texts = report.texts(found)
     if args.output:
         found[0].write(args.output)
-    if args.table:
-        report.insert_known(args.table, texts)
     if args.plot:
         plots.save(plots.picture(found), args.plot)
-    if args.sources and not args.table and not args.plot:
-        print(next(iter(texts.values())))
+    elif args.sources:
+        print(report.tables(found[0]) if len(found) == 1 else report.comparison(found))
     return 0
 
 

@@ -363,14 +363,6 @@ def summary(reports: Iterable[Report]) -> str:
     return markdown(rows)
 
 
-def texts(reports: Sequence[Report]) -> dict[str, str]:
-    """What goes between which markers of a page."""
-    if len(reports) == 1:
-        return {"machines": tables(reports[0]), "speed": summary(reports)}
-    one_machine = len({report.machine["cpu"] for report in reports}) == 1
-    return {"instruction-sets" if one_machine else "machines": comparison(reports), "speed": summary(reports)}
-
-
 def _cell(result: Result) -> str:
     """Times torch, the share of the limit, our time over our plain time, as far as they are known."""
     if result.disturbed:
@@ -390,43 +382,12 @@ def _by_dtype(results: Iterable[Result]) -> str:
     )
 
 
-MEASURED = ("machines", "speed")
-"""The tables of one report."""
-
-
-def tables_of(page: Path, names: Iterable[str]) -> list[str]:
-    """The names between whose markers tables go; raises InputError where the page has none, or half of some."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {page}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"cannot read {page}: it is not UTF-8") from None
-    found = [name for name in names if f"<!-- {name}:begin -->" in text]
-    if not found:
-        raise InputError(f"{page}: expected the lines {' or '.join(f'<!-- {name}:begin -->' for name in names)}")
-    for name in found:
-        _between(page, text, name)
-    return found
-
-
-def _between(page: Path, text: str, name: str) -> tuple[int, int]:
-    """Where the part of a page begins and ends."""
+def insert(page: Path, name: str, text: str) -> None:
+    """Replaces what stands between the lines `<!-- NAME:begin -->` and `<!-- NAME:end -->` in `page`; raises InputError
+    where it has not both."""
+    old = page.read_text(encoding="utf-8")
     first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    begin, end = text.find(first), text.find(last)
+    begin, end = old.find(first), old.find(last)
     if not 0 <= begin < end:
         raise InputError(f"{page}: expected the lines {first!r} and {last!r}, between which the tables go")
-    return begin + len(first), end
-
-
-def insert_known(page: Path, texts: dict[str, str]) -> None:
-    """Inserts those of `texts` whose markers `page` has; raises InputError where it has none of them."""
-    for name in tables_of(page, texts):
-        insert(page, name, texts[name])
-
-
-def insert(page: Path, name: str, text: str) -> None:
-    """Replaces what stands between the lines `<!-- NAME:begin -->` and `<!-- NAME:end -->` in `page`."""
-    old = page.read_text(encoding="utf-8")
-    begin, end = _between(page, old, name)
-    write_file(page, f"{old[:begin]}\n{text}\n{old[end:]}".encode())
+    write_file(page, f"{old[: begin + len(first)]}\n{text}\n{old[end:]}".encode())
