@@ -53,6 +53,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         unknown := [w for w in re.findall(r"[^\W\d]+", options.filter) if w not in CASES]
     ):
         error(f"argument --filter: no case has {unknown[0]!r} in its name, which is made of: {CASES}")
+    if options.command == "bench" and options.sources:
+        for option in ("filter", "sweep", "peers", "threads", "seconds", "output"):
+            if getattr(options, option):
+                error(f"argument --{option}: goes with a measurement, in whose place --from shows files: leave one out")
     if options.command == "translate" and options.attention is None:
         for option in ("attention_kind", "attention_layer"):
             if getattr(options, option) is not None:
@@ -311,9 +315,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "installed, zentorch and ONNX Runtime",
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
-    command.add_argument(
-        "--seconds", type=_positive(float), default=1.0, help="time per contestant and case (default: %(default)s)"
-    )
+    command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 1)")
     command.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
     command.add_argument(
         "--from",

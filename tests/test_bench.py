@@ -748,6 +748,38 @@ def test_a_filter_that_matches_nothing_is_an_error():
         bench.main(options)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--filter", "float32"],
+        ["--sweep"],
+        ["--peers"],
+        ["--threads", "2"],
+        ["--seconds", "1"],
+        ["--output", "copy.json"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_what_measures_is_refused_beside_what_was_measured(option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        fastattn_command.parse(["bench", "--from", "results.json", *option])
+    assert stopped.value.code == 2
+    assert (
+        f"argument {option[0]}: goes with a measurement, in whose place --from shows files" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--plot", "speed"]])
+def test_what_was_measured_is_shown(options, tmp_path, capsys):
+    """As text, or else as a picture."""
+    known = report.Report.new([replace(result(2.5), name=listed()[0].name)], {"float32": 500.0, "bfloat16": None})
+    source, stem = tmp_path / "results.json", tmp_path / "speed"
+    known.write(source)
+    given = [word.replace("speed", str(stem)) for word in options]
+    assert bench.main(fastattn_command.parse(["bench", "--from", str(source), *given])) == 0
+    assert ("2.50x" in capsys.readouterr().out, stem.with_suffix(".svg").exists()) == (not given, bool(given))
+
+
 @pytest.mark.parametrize("stem", [".", "/"])
 def test_a_picture_has_a_name(stem, capsys):
     with pytest.raises(SystemExit):

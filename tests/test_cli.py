@@ -602,7 +602,7 @@ def test_python_m(tmp_path):
             "2",
         ],
         ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "."],
-        ["bench", "--from", "missing", "--output", "."],
+        ["bench", "--output", "."],
         ["bench", "--from", "missing", "--plot", "missing/speed"],
     ],
     ids=lambda arguments: f"{arguments[0]} {' '.join(arguments[-2:])}",

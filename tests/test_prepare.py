@@ -321,7 +321,7 @@ def test_two_do_not_download_into_one_folder(serve, tmp_path):
     data = os.urandom(2500)
     archive, asked = serve(data)
     with checkpoint.locked(tmp_path):
-        with pytest.raises(prepare.InputError, match=f"{tmp_path} is being written by process {os.getpid()} on .*: wai"):
+        with pytest.raises(prepare.InputError, match=f"{tmp_path} is being written by process {os.getpid()} on .*: w"):
             prepare.fetch(archive, tmp_path)
         assert asked == []
         (tmp_path / "dev.tgz").write_bytes(data)

@@ -66,7 +66,7 @@ def _measure(args: argparse.Namespace) -> report.Report:
     for case in chosen:
         result = contest.run(
             case,
-            budget=args.seconds,
+            budget=args.seconds or 1.0,
             rounds=(3, 100) if over_length else (6, 100),
             everyone=everyone,
             with_memory=over_length and case.backward,
