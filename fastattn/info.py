@@ -1,6 +1,7 @@
 """What `fastattn info` prints: versions, device, compiled libraries, and why what is missing is missing."""
 
 import platform
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,13 +12,18 @@ from fastattn.backends import TABLE, native
 
 
 def cpu_name() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """The processor's name, with the family and the model that tell those of one name apart; the architecture where the
+    system does not tell."""
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        wanted = r"^(model name|cpu family|model|CPU implementer|CPU part)\s*: (.*)$"
+        fields = dict(re.findall(wanted, information.read_text(), re.MULTILINE))
+        arm = f"{fields.get('CPU implementer', '')} {fields.get('CPU part', '')}"
+        cpu = fields.get("model name", arm).strip() or cpu
+        if "cpu family" in fields:
+            cpu += f" (family {fields['cpu family']}, model {fields['model']})"
+    return cpu
 
 
 def report() -> str:

@@ -25,6 +25,7 @@ import tqdm
 
 import fastattn
 import fastattn_command as cli
+from fastattn.bench import report
 from fastattn.cli import COMMANDS
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
@@ -216,7 +217,9 @@ def test_a_picture_of_no_run(tmp_path, capsys, folder):
 
 def test_info(capsys):
     assert cli.main(["info"]) == 0
-    assert "_cpu library" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "_cpu library" in out
+    assert report.machine()["cpu"] in out  # as the benchmarks' results name it
 
 
 @pytest.mark.parametrize(

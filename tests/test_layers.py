@@ -19,7 +19,8 @@ LAYERS = (
     ("fastattn.nn", "fastattn.registry"),
     ("fastattn.patching", "fastattn.translation"),
     ("fastattn",),  # the public names
-    ("fastattn.info", "fastattn.bench"),
+    ("fastattn.info",),
+    ("fastattn.bench",),
     ("fastattn.demo",),
     ("fastattn.__main__", "fastattn.cli", "fastattn.huggingface"),
 )

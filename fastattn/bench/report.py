@@ -23,6 +23,7 @@ from fastattn.backends import native
 from fastattn.bench import limits, peers
 from fastattn.bench.cases import FLOORED, PATCHED, listed, sweep
 from fastattn.bench.contest import Result, disturbed_by, failures
+from fastattn.info import cpu_name
 from fastattn.translation.checkpoint import write_file
 from fastattn.translation.errors import InputError
 
@@ -118,21 +119,8 @@ def record(folder: Path, name: str, data: dict[str, Any], disturbed: str = "", *
 def machine() -> dict[str, Any]:
     """The processor, the instruction set that the kernels use (torch's, where there are none), the threads in use."""
     library = native.library("cpu")
-    cpu = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        fields = dict(
-            re.findall(
-                r"^(model name|cpu family|model|CPU implementer|CPU part)\s*: (.*)$", information.read_text(), re.M
-            )
-        )
-        cpu = (
-            fields.get("model name", f"{fields.get('CPU implementer', '')} {fields.get('CPU part', '')}").strip() or cpu
-        )
-        if "cpu family" in fields:
-            cpu += f" (family {fields['cpu family']}, model {fields['model']})"
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "architecture": platform.machine(),
         "isa": library.isa.default() if library else f"torch {torch.backends.cpu.get_cpu_capability()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
