@@ -219,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
     command = add(
         "demo",
         "check and time every operation, then train and use a small translator",
-        "It takes under four minutes on two cores.",
+        "It takes two to four minutes on two free cores.",
         "fastattn demo --out demo",
     )
     command.add_argument("--out", metavar="DIR", help="a new folder for what it makes (default: one named by the time)")

@@ -66,7 +66,7 @@ def run(out: str | None = None) -> int:
     _title("Speed beside torch's own operations")
     print(bench.speed_table())
 
-    _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two minutes on two free cores)")
+    _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two to three minutes on two free cores)")
     best = train(text, dev, folder, max_steps=UPDATES, save_every=UPDATES)
     _title("The same sentences")
     model, tokenizer, translations = _show(best, sources, references, shown)
