@@ -115,13 +115,44 @@ def test_the_reference_lists_every_public_name():
     assert sorted((*listed, alias)) == sorted(public | {"Transformer", "TransformerConfig"})
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "CONTRIBUTING.md"])
+def test_pages_name_what_ci_requires(page):
+    names = re.search(r"FASTATTN_REQUIRE=(\S+)", (ROOT / ".ci/run").read_text())[1].split(",")
+    (line,) = (line for line in (ROOT / page).read_text().splitlines() if "`FASTATTN_REQUIRE" in line)
+    assert sorted(set(re.findall(r"[a-z0-9]+", line)) & set(names)) == sorted(names)
+
+
+def anchors(page):
+    """Those of a page's headings, as mkdocs makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def broken_links(page):
+    """Those to a file that there is not, or to none of its headings."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize(
+    "page", [str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))]
+)
 def test_links_of_the_repository_exist(page):
-    """Those between the pages of docs/ are checked by `make docs`."""
-    text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert broken_links(ROOT / page) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `name`, and more\n[a](#a-name-and-more) [b](#b) [c](other.md) [d](page.md#name) [e](https://e/#e)\n"
+    )
+    assert broken_links(page) == ["#b", "other.md", "page.md#name"]
 
 
 @pytest.mark.parametrize(
