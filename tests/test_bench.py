@@ -57,7 +57,7 @@ def result(
 
     return contest.Result(
         "case",
-        seconds={"ours": torch_seconds / ratio, "torch": torch_seconds, "arithmetic": limit_seconds},
+        seconds={"ours": torch_seconds / ratio, "torch": torch_seconds, limited_by: limit_seconds},
         ratios={"torch": exactly(ratio)},
         fraction=exactly(fraction),
         limited_by=limited_by if fraction is not None else "",
