@@ -106,6 +106,18 @@ def test_unreadable_text(tmp_path, name, content, message):
         read_lines(tmp_path / name)
 
 
+@pytest.mark.parametrize("piped", ["training", "validation"])
+def test_training_refuses_a_pipe_without_opening_it(tmp_path, piped):
+    """To open one that nobody writes to would wait for ever."""
+    (tmp_path / "text").write_text("one\n")
+    os.mkfifo(tmp_path / "pipe")
+    files = {"training": [tmp_path / "text"] * 2, "validation": [tmp_path / "text"] * 2}
+    files[piped] = [tmp_path / "text", tmp_path / "pipe"]
+    with pytest.raises(InputError, match="pipe is no regular file"):
+        train(files["training"], files["validation"], tmp_path / "run", preset="tiny", max_steps=1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_text_of_a_pipe_is_read_once(tmp_path):
     """What is read again, as training does, is refused before it is begun."""
     (tmp_path / "text").write_text("one\n")

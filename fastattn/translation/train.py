@@ -264,8 +264,9 @@ def train(
         newest, model_config, training = world.on_main(begin)
         if training.bleu_every is not None:
             require("sacrebleu")
+        valid_digest = world.on_main(lambda: digest(*valid_files))
         valid_pairs = world.main_first(lambda: read_parallel(*valid_files))
-        text_digest, valid_digest = world.on_main(lambda: (digest(*train_files), digest(*valid_files)))
+        text_digest = world.on_main(lambda: digest(*train_files))
         state = {}
         if newest is not None:
             state = world.main_first(lambda: _saved_state(newest, text_digest, valid_digest))
