@@ -13,10 +13,9 @@ from fastattn.translation.data import Batch
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
-# Bytes of logits made at a time: a block that the C library keeps when it is freed. Larger ones go back to the system,
-# and each update would pay a page fault for every 4 KB of them.
-LOGIT_BYTES = 2**24
-# Elements of them that a CPU takes through the softmax at a time: float32 that its cache holds over ten passes.
+# Rows of logits made at a time. For each such part the weight's gradient is read and written once more.
+LOGIT_ROWS = 2048
+# Elements of them that a CPU takes through the softmax at a time: float32 that its cache holds over the passes.
 CACHED = 2**19
 COMPOUND = re.compile(r"(\S)-(\S)")
 
@@ -44,43 +43,56 @@ def smoothed_loss(
 
 
 class _SmoothedLoss(torch.autograd.Function):
-    """The gradients are made with the loss, rows by rows: (softmax - target distribution) times what the rows met."""
+    """The gradients are made with the loss, rows by rows: (softmax - target distribution) times what the rows met.
+
+    The uniform part of the target distribution is not taken from the softmax, element by element, but from the
+    products: of every row it meets the mean of the weights, and of every piece the sum of the rows.
+    """
 
     @staticmethod
     def forward(ctx, features, weight, bias, labels, smoothing, pad_id, recorded):
         device, pieces = features.device.type, weight.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-        x, w = features.to(dtype), weight.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        is_padding = labels == pad_id
+        x, w = features.to(dtype).masked_fill(is_padding[:, None], 0.0), weight.to(dtype)
+        mean_weight, mean_bias = w.mean(0, dtype=wide), 0.0 if bias is None else bias.mean(dtype=wide)
         wanted = recorded and any(ctx.needs_input_grad)
-        grad_features, grad_weight = (torch.empty_like(x), torch.zeros_like(weight)) if wanted else (None, None)
-        grad_bias = torch.zeros_like(bias) if wanted and bias is not None else None
-        rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
-        at_once = max(1, CACHED // pieces) if device == "cpu" else rows
-        kept, found = labels != pad_id, [torch.zeros(3, 0, device=features.device)]
+        grad_features = grad_weight = grad_bias = None
+        if wanted:
+            grad_features = torch.empty_like(x)
+            uniform = -smoothing / pieces
+            grad_weight = (uniform * x.sum(0, dtype=wide)).to(weight.dtype).repeat(pieces, 1)
+            if bias is not None:
+                grad_bias = (uniform * (~is_padding).sum()).to(bias.dtype).repeat(pieces)
+        at_once = max(1, CACHED // pieces) if device == "cpu" else LOGIT_ROWS // 4
+        found = [torch.zeros(3, 0, device=features.device)]
         with torch.autocast(device, enabled=False):
-            for first in range(0, len(labels), rows):
-                part = slice(first, first + rows)
+            for first in range(0, len(labels), LOGIT_ROWS):
+                part = slice(first, first + LOGIT_ROWS)
                 logits = F.linear(x[part], w, None if bias is None else bias.to(dtype))
-                blocks = (tensor.split(at_once) for tensor in (logits, labels[part, None], kept[part, None]))
-                for block, label, is_kept in zip(*blocks, strict=True):
+                blocks = (tensor.split(at_once) for tensor in (logits, labels[part, None], is_padding[part]))
+                for block, label, skipped in zip(*blocks, strict=True):
                     scores = block.float()
                     p = scores.softmax(-1)
                     highest, of_label = scores.amax(-1), scores.gather(1, label)[:, 0]
                     log_sum = highest - p.amax(-1).log()
-                    nll = log_sum - of_label
-                    loss = (1 - smoothing) * nll + smoothing * (log_sum - scores.mean(-1))
-                    found.append(torch.stack((loss, nll, of_label >= highest)))
+                    found.append(torch.stack((log_sum, of_label, of_label >= highest)))
                     if wanted:  # the logits' own takes their place
-                        p.sub_(smoothing / pieces).scatter_add_(1, label, p.new_full(label.shape, smoothing - 1))
-                        block.copy_(p.mul_(is_kept))
+                        block.copy_(p.scatter_add_(1, label, p.new_full(label.shape, smoothing - 1)))
                         if grad_bias is not None:
-                            grad_bias += p.sum(0)
+                            grad_bias += (~skipped).to(p.dtype) @ p
                 if wanted:
-                    grad_features[part] = logits @ w
+                    torch.mm(logits, w, out=grad_features[part])
                     grad_weight += logits.t() @ x[part]
+            mean = x.to(wide) @ mean_weight + mean_bias
         if wanted:
+            grad_features.sub_(smoothing * mean_weight).masked_fill_(is_padding[:, None], 0.0)
             ctx.save_for_backward(grad_features.to(features.dtype), grad_weight, grad_bias)
-        loss, nll, correct = torch.cat(found, 1).masked_fill(~kept, 0.0).double().sum(1)
+        log_sum, of_label, correct = torch.cat(found, 1)
+        nll = log_sum - of_label
+        loss = (1 - smoothing) * nll + smoothing * (log_sum - mean)
+        loss, nll, correct = torch.stack((loss, nll, correct)).masked_fill(is_padding, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)
         return loss, nll, correct
 

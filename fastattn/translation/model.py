@@ -32,7 +32,7 @@ class AttentionWeights:
 
 
 # Packed sentences are filled up to a multiple of this: the matrix library prepares code for every new number of rows.
-ROW_MULTIPLE = 64
+ROW_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +401,7 @@ class FeedForward(nn.Module):
         self.outer = nn.Linear(config.d_ff, config.d_model, **factory)
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        return self.outer(self.dropout(F.relu(self.inner(x)), seed))
+        return self.outer(self.dropout(F.relu(self.inner(x), inplace=True), seed))
 
 
 class SinusoidalPositions(nn.Module):
