@@ -628,11 +628,14 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         self.p = p
         self.prenorm = prenorm
 
-    def forward(self, input: Tensor, residual: Tensor, seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """input, residual: (..., D). Returns the normalised sum, with ``prenorm`` also the sum."""
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor, seed: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """input, residual: (..., D). Returns the normalised sum in ``out_dtype``, the sum's where it is not given; with
+        ``prenorm`` also the sum."""
         return dropout_add_layer_norm(
             input, residual, self.weight, self.bias, self.p if self.training else 0.0, self.eps, prenorm=self.prenorm,
-            seed=seed,
+            seed=seed, out_dtype=out_dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -64,7 +64,7 @@ CALLS = {
         lambda n: (torch.randn(2, n, 16), torch.randn(16), torch.randn(16)),
     ),
     "dropout_add_layer_norm": (
-        lambda x, r, w, b: dropout_add_layer_norm(x, r, w, b, 0.2, prenorm=True, seed=SEED),
+        lambda x, r, w, b: dropout_add_layer_norm(x, r, w, b, 0.2, prenorm=True, seed=SEED, out_dtype=x.dtype),
         lambda n: (torch.randn(2, n, 16).bfloat16(), torch.randn(2, n, 16), torch.randn(16), torch.randn(16)),
     ),
     "dropout": (lambda x: dropout(x, 0.2, seed=SEED), lambda n: (torch.randn(n, 3, 4).transpose(0, 1),)),

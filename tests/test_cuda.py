@@ -185,7 +185,9 @@ def test_launches(columns):
         before = controls.launches()
         return functions[name](*args), controls.launches() - before
 
-    (_, total, mean, rstd), forward = launches("dropout_add_layer_norm", x, x, weight, weight, seed, 6554, 1e-5, True)
+    (_, total, mean, rstd), forward = launches(
+        "dropout_add_layer_norm", x, x, weight, weight, seed, 6554, 1e-5, True, x.dtype
+    )
     _, backward = launches(
         "dropout_add_layer_norm_backward", x, x, total, mean, rstd, weight, seed, 6554, *[x.dtype] * 3
     )

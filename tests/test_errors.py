@@ -131,6 +131,9 @@ BAD = [
     (lambda: attention(Q, K, V, return_lse="yes"), "return_lse", "yes"),
     (lambda: varlen(return_lse="yes"), "return_lse", "yes"),
     (lambda: dropout_add_layer_norm(X, X, prenorm="yes"), "prenorm", "yes"),
+    (lambda: dropout_add_layer_norm(X, X, out_dtype=torch.float64), "out_dtype", "float64", "float32"),
+    (lambda: dropout_add_layer_norm(X, X, out_dtype="half"), "out_dtype", "half"),
+    (lambda: dropout_add_layer_norm(X.half(), X.half(), out_dtype=torch.float32), "out_dtype", "float32", "float16"),
     (lambda: softmax_dropout(X, 0.1, seed=SEED.int()), "seed", "int32", "int64"),
     # layer_norm
     (lambda: layer_norm(3, (8,)), "input", "int"),

@@ -62,6 +62,14 @@ def check_fused(input, residual, weight=None, bias=None, p=0.0, eps=1e-5):
         assert [g.dtype for g in ours[1]] == [t.dtype for t in tensors if t is not None]
         names = [*["out", "sum"][:count], "grad_input", "grad_residual", "grad", "grad"]
         compare(ours, wanted, peer, names, dtype, total, total.shape[-1:], weight, eps)
+        for low in DTYPES[1:] if dtype == torch.float32 else []:  # the same numbers, rounded once more
+            (out, *rest), grads = gradients(
+                lambda *t, n=count, d=low: dropout_add_layer_norm(*t, p, eps, seed=SEED, prenorm=n == 2, out_dtype=d),
+                tensors,
+            )
+            assert out.dtype == low
+            exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close([out, *rest, *grads], [ours[0][0].to(low), *ours[0][1:], *ours[1]], **exactly)
 
 
 def compare(ours, wanted, peer, names, dtype, total, normalized_shape, weight, eps):

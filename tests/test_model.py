@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation.errors import InputError
+from fastattn.translation.evaluate import smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights, Packed, SinusoidalPositions
 from fastattn.translation.tokenizer import BOS_ID
 
@@ -242,13 +243,19 @@ def test_parameter_counts():
         assert parameters(dataclasses.replace(base, tying=tying)) - parameters(base) == matrices * 37000 * 512
 
 
+@pytest.mark.parametrize("through", ["logits", "loss"])
 @pytest.mark.parametrize("tying", ["all", "output", "none"])
-def test_the_padding_embedding_is_zero_and_frozen(tying):
+def test_the_padding_embedding_is_zero_and_frozen(tying, through):
     model = Transformer(dataclasses.replace(SMALL, tying=tying))
     embeddings = {model.source_embedding.weight, model.target_embedding.weight}
     assert len(embeddings) == (1 if tying == "all" else 2)
     assert (model.output.weight in embeddings) == (tying != "none")
-    model(*batch()).square().sum().backward()
+    if through == "logits":
+        model(*batch()).square().sum().backward()
+    else:
+        features = model.features(*batch()).flatten(0, 1)
+        labels = torch.randint(1, SMALL.vocab_size, (len(features),))
+        smoothed_loss(*model.projection(features), labels, 0.1, 0, model.fixed_id)[0].backward()
     for weight in embeddings:
         assert torch.equal(weight[0], torch.zeros(32))
         assert torch.equal(weight.grad[0], torch.zeros(32))

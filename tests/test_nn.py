@@ -852,6 +852,8 @@ def test_dropout_add_layer_norm_module(backend, training, prenorm, options):
     got = module(x, residual, seed=SEED)
     for a, e in zip(got if prenorm else (got,), (norm(total), total)[: 2 if prenorm else 1], strict=True):
         torch.testing.assert_close(a, e, **CLOSE)
+    low = module(x, residual, seed=SEED, out_dtype=torch.bfloat16)
+    assert torch.equal(low[0] if prenorm else low, (got[0] if prenorm else got).bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -128,10 +128,13 @@ def _layer_norm(dtype: torch.dtype, columns: int) -> None:
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
     input, parameter, seed = empty(8, 64, columns, dtype=dtype), empty(columns), empty(2, dtype=torch.int64)
     residual = empty(8, 64, columns)
-    out, total, mean, rstd = dropout_add_layer_norm(input, residual, parameter, parameter, seed, threshold, 1e-5, True)
-    dropout_add_layer_norm_backward(
-        out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
-    )
+    for out_dtype in {dtype, residual.dtype}:
+        out, total, mean, rstd = dropout_add_layer_norm(
+            input, residual, parameter, parameter, seed, threshold, 1e-5, True, out_dtype
+        )
+        dropout_add_layer_norm_backward(
+            out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
+        )
 
 
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:

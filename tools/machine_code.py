@@ -74,7 +74,7 @@ def layer_norm(columns: int) -> None:
 def dropout_add_layer_norm(columns: int) -> None:
     input, residual, grad = (_rows(columns) for _ in range(3))
     parameter, seed = aot_gate.empty(columns), aot_gate.empty(2, dtype=torch.int64)
-    arguments = input, residual, parameter, parameter, seed, THRESHOLD, 1e-5, True
+    arguments = input, residual, parameter, parameter, seed, THRESHOLD, 1e-5, True, DTYPE
     out, total, mean, rstd = FUNCTIONS["dropout_add_layer_norm"](*arguments)
     FUNCTIONS["dropout_add_layer_norm_backward"](
         out, grad, total, mean, rstd, parameter, seed, THRESHOLD, DTYPE, torch.float32, torch.float32

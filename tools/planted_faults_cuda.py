@@ -30,7 +30,7 @@ def layer_norm(functions):
         weight, bias = torch.randn(2, columns)
         for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
             out, total, mean, rstd = f["dropout_add_layer_norm"](
-                input, residual, weight, bias, SEED, THRESHOLD, 1e-5, True
+                input, residual, weight, bias, SEED, THRESHOLD, 1e-5, True, torch.float32
             )
             grads = f["dropout_add_layer_norm_backward"](
                 grad, None, total, mean, rstd, weight, SEED, THRESHOLD, *[torch.float32] * 3

@@ -62,7 +62,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias,
                                                           const std::optional<Tensor>& seed, int64_t threshold,
-                                                          double eps, bool keep_sum) {
+                                                          double eps, bool keep_sum,
+                                                          std::optional<ScalarType> out_dtype) {
   const Backend backend(input);
   const Sizes sizes = input.sizes(), outer(sizes.data(), sizes.size() - 1);
   const Rows x(input, "input");
@@ -79,7 +80,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
   const int64_t none = 0;
   const Tensor sum = empty(keep_sum ? sizes : Sizes(&none, 1), problem.dtype, backend.device);
   problem.sum = keep_sum ? sum.mutable_data_ptr() : nullptr;
-  const Tensor out = empty(sizes, problem.dtype, backend.device);
+  problem.out_dtype = out_dtype ? dtype_from(*out_dtype) : problem.dtype;
+  const Tensor out = empty(sizes, problem.out_dtype, backend.device);
   const Tensor mean = empty(outer, Dtype::float32, backend.device), rstd = empty(outer, Dtype::float32, backend.device);
   problem.weight = data_of<void>(w), problem.weight_dtype = dtype_or_float32(w, "weight");
   problem.bias = data_of<void>(b), problem.bias_dtype = dtype_or_float32(b, "bias");
@@ -93,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
-  auto [out, sum, mean, rstd] = run_layer_norm(input, nullptr, weight, bias, std::nullopt, 0, eps, false);
+  auto [out, sum, mean, rstd] = run_layer_norm(input, nullptr, weight, bias, std::nullopt, 0, eps, false, std::nullopt);
   return {out, mean, rstd};
 }
 
@@ -114,8 +116,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
                                                                   const std::optional<Tensor>& weight,
                                                                   const std::optional<Tensor>& bias,
                                                                   const std::optional<Tensor>& seed, int64_t threshold,
-                                                                  double eps, bool keep_sum) {
-  return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum);
+                                                                  double eps, bool keep_sum, ScalarType out_dtype) {
+  return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype);
 }
 
 // A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
@@ -132,11 +134,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     const std::optional<ScalarType>& bias_grad_dtype) {
   const Backend backend(x);
   const Rows dy(grad_out, "grad_out"), normalised(x, "input");
-  check_dtype(grad_out, "grad_out", normalised.dtype);
+  if (normalised.dtype != Dtype::float32) check_dtype(grad_out, "grad_out", normalised.dtype);
   const std::optional<Tensor> w = contiguous(weight);
   LayerNormBackward problem = {};
   set_shape(problem, x.sizes(), !input_dtype);
-  problem.grad_out = dy.data, problem.grad_out_row = dy.stride;
+  problem.grad_out = dy.data, problem.grad_out_dtype = dy.dtype, problem.grad_out_row = dy.stride;
   problem.x = normalised.data, problem.x_row = normalised.stride;
   problem.dtype = problem.input_dtype = normalised.dtype;
   std::optional<Rows> more;

@@ -16,7 +16,8 @@ struct LayerNorm {
   Dtype weight_dtype, bias_dtype;
   void* sum;  // residual + dropout(input), where there is a residual
   void* out;
-  Dtype dtype;         // of sum and out; input's where there is no residual
+  Dtype dtype;         // of sum; input's where there is no residual
+  Dtype out_dtype;     // dtype, or a 16-bit one beside a sum in float32
   float *mean, *rstd;  // (matrices * rows,)
   int64_t matrices, rows, columns;
   float eps;
@@ -28,7 +29,8 @@ struct LayerNorm {
 //   grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat)), grad_weight = sum grad_out * xhat, grad_bias = sum grad_out
 struct LayerNormBackward {
   const void *grad_out, *x;  // x: the input, or the sum
-  Dtype dtype;               // of grad_out, x, grad_sum, grad_x
+  Dtype grad_out_dtype;      // dtype, or a 16-bit one beside float32
+  Dtype dtype;               // of x, grad_sum, grad_x
   int64_t grad_out_row, x_row;
   const void* grad_sum;  // added to grad_x, or null
   int64_t grad_sum_row;

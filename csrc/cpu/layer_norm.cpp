@@ -75,7 +75,7 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
 constexpr int64_t kConverted = 4096;
 
 // The first pass, for the mean. 16-bit rows that fit the L1 cache stay in float32 for the other passes.
-template <class T>
+template <class T, class Out>
 void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   float converted[kConverted];
   const bool convert = sizeof(T) < sizeof(float) && p.columns <= kConverted;
@@ -94,12 +94,21 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
   });
   const float about = (float)(total / (double)p.columns);
-  const bool in_place = x == (const T*)p.out + row * p.columns;  // in cache: a streaming store would evict it
-  const OutputRow<T> out(p.out, row * p.columns, in_place ? 0 : p.matrices * p.rows * p.columns);
+  const bool in_place = (const void*)x == (const Out*)p.out + row * p.columns;  // a streaming store would evict it
+  const OutputRow<Out> out(p.out, row * p.columns, in_place ? 0 : p.matrices * p.rows * p.columns);
   if (convert)
     normalize_around(p, converted, about, row, out);
   else
     normalize_around(p, x, about, row, out);
+}
+
+// f(Other{}) of the type that the output, or its gradient, has beside a sum of T: T, or any beside float32.
+template <class T, class F>
+void with_output_type(Dtype dtype, const F& f) {
+  if constexpr (sizeof(T) == sizeof(float))
+    with_type(dtype, f);
+  else
+    f(T{});
 }
 
 // sum = residual + dropout(input); keep is null without dropout.
@@ -119,7 +128,7 @@ void normalize(const LayerNorm& p, const Parallel& parallel) {
     for (int r = 0; r < block.rows; ++r) {
       if (!block.has(r)) continue;
       const int64_t row = block.z * p.rows + block.first + r;
-      normalize_row(p, (const T*)p.input + row * p.input_row, row);
+      normalize_row<T, T>(p, (const T*)p.input + row * p.input_row, row);
     }
   });
 }
@@ -127,6 +136,8 @@ void normalize(const LayerNorm& p, const Parallel& parallel) {
 template <class Input, class Residual, class Sum>
 void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
   const float scale = dropout_scale(p.threshold);
+  void (*normalize_sum)(const LayerNorm&, const Sum*, int64_t) = nullptr;
+  with_output_type<Sum>(p.out_dtype, [&](auto out) { normalize_sum = &normalize_row<Sum, decltype(out)>; });
   for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
     const int64_t first = block.z * p.rows + block.first;
     KeepChunk keep;
@@ -139,7 +150,7 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
         add_row((const Input*)p.input + (first + r) * p.input_row + column,
                 (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
                 p.threshold > 0 ? keep.bits[r] : nullptr, scale);
-        if (column + n == p.columns) normalize_row(p, sum, first + r);
+        if (column + n == p.columns) normalize_sum(p, sum, first + r);
       }
     }
   });
@@ -213,12 +224,12 @@ struct Chunks {
 };
 
 // One row: interleaved loads of several would defeat the hardware prefetcher.
-template <class T, class Input>
+template <class T, class Input, class Grad>
 void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
                   float* bias_sum) {
   const int64_t row = block.z * p.rows + block.first + r, elements = p.matrices * p.rows * p.columns;
   const float *weight = (const float*)p.weight, mean = p.mean[row], rstd = p.rstd[row];
-  const T* dy = (const T*)p.grad_out + row * p.grad_out_row;
+  const Grad* dy = (const Grad*)p.grad_out + row * p.grad_out_row;
   const T* x = (const T*)p.x + row * p.x_row;
   double g_total = 0, gx_total = 0;
   for_each_part(p.columns, [&](int64_t begin, int64_t end) {
@@ -269,7 +280,7 @@ void from_float32(const float* values, Dtype dtype, int64_t count, void* out, in
 }
 
 // workspace: (chunks, 2, columns), a row of grad_weight and of grad_bias, those that are wanted.
-template <class T, class Input>
+template <class T, class Input, class Grad>
 void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* workspace) {
   const Chunks chunks(p);
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
@@ -289,7 +300,7 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
       block.line_end = block.line_begin + (int)chunks.part_lines;
       KeepChunk keep;
       for (int r = 0; r < block.rows; ++r)
-        if (block.has(r)) backward_row<T, Input>(p, block, r, keep, weight_sum, bias_sum);
+        if (block.has(r)) backward_row<T, Input, Grad>(p, block, r, keep, weight_sum, bias_sum);
     }
     finish_stream();
   });
@@ -329,8 +340,11 @@ void backward(const LayerNormBackward& problem, const Parallel& parallel, char* 
   char* converted = workspace + sum_bytes(p);
   p.weight = as_float32(problem.weight, problem.weight_dtype, p.columns, &converted);
   with_type(p.dtype, [&](auto type) {
-    with_type(p.input_dtype,
-              [&](auto input) { backward_of<decltype(type), decltype(input)>(p, parallel, (float*)workspace); });
+    with_type(p.input_dtype, [&](auto input) {
+      with_output_type<decltype(type)>(p.grad_out_dtype, [&](auto grad) {
+        backward_of<decltype(type), decltype(input), decltype(grad)>(p, parallel, (float*)workspace);
+      });
+    });
   });
 }
 

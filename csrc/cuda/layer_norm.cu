@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
           load(p.bias, p.bias_dtype, 0, wide, column, p.columns, parameter);
           for (int e = 0; e < kVector; ++e) x[f][e] += parameter[e];
         }
-        store(p.out, p.dtype, to, wide, column, p.columns, x[f]);
+        store(p.out, p.out_dtype, to, wide, column, p.columns, x[f]);
       }
     }
   }
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
         for (int f = 0; f < kFragments; ++f) {
           const int64_t column = team.column(piece, f);
           load(p.x, p.dtype, row * p.x_row, wide, column, p.columns, xhat[f]);
-          load(p.grad_out, p.dtype, row * p.grad_out_row, wide, column, p.columns, grad[f]);
+          load(p.grad_out, p.grad_out_dtype, row * p.grad_out_row, wide, column, p.columns, grad[f]);
           for (int e = 0; e < kVector; ++e) xhat[f][e] = (xhat[f][e] - mean) * rstd;
         }
       };
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const float mean = p.mean[row], rstd = p.rstd[row];
     float x[kVector], grad[kVector];
     load(p.x, p.dtype, row * p.x_row, wide, column, p.columns, x);
-    load(p.grad_out, p.dtype, row * p.grad_out_row, wide, column, p.columns, grad);
+    load(p.grad_out, p.grad_out_dtype, row * p.grad_out_row, wide, column, p.columns, grad);
     for (int e = 0; e < kVector; ++e) {
       total[0][e] += grad[e] * ((x[e] - mean) * rstd);
       total[1][e] += grad[e];
@@ -288,7 +288,7 @@ void run(const LayerNorm& p, cudaStream_t stream) {
   const bool wide = is_wide(p.input, p.input_dtype, p.columns, p.input_row) &&
                     is_wide(p.residual, p.residual_dtype, p.columns, p.residual_row) &&
                     is_wide(p.weight, p.weight_dtype, p.columns) && is_wide(p.bias, p.bias_dtype, p.columns) &&
-                    is_wide(p.sum, p.dtype, p.columns) && is_wide(p.out, p.dtype, p.columns);
+                    is_wide(p.sum, p.dtype, p.columns) && is_wide(p.out, p.out_dtype, p.columns);
   const Spread spread(p.columns);
   const auto kernel = spread.pick(&normalise<Span::warp>, &normalise<Span::block>, &normalise<Span::pieces>);
   launch(kernel, ceil_div(p.matrices * pairs_of(p.rows), spread.teams), spread.threads, stream, p, wide);
@@ -299,7 +299,7 @@ int64_t workspace(const LayerNormBackward& p) {
 }
 
 void run(const LayerNormBackward& p, float* workspace, cudaStream_t stream) {
-  const bool wide = is_wide(p.grad_out, p.dtype, p.columns, p.grad_out_row) &&
+  const bool wide = is_wide(p.grad_out, p.grad_out_dtype, p.columns, p.grad_out_row) &&
                     is_wide(p.x, p.dtype, p.columns, p.x_row) &&
                     is_wide(p.grad_sum, p.dtype, p.columns, p.grad_sum_row) &&
                     is_wide(p.weight, p.weight_dtype, p.columns) && is_wide(p.grad_x, p.dtype, p.columns) &&

@@ -26,6 +26,7 @@ Results:
   lse alone would not do: of a row all at finfo.min it loses the log of the sum. Where the reference leaves float64 to
   torch, which returns lse alone, and no row is such a one, they are lse and 1: P is the same.
 - sum is an empty tensor of shape (0,) without keep_sum: nobody reads it, and to write it is a third of the time.
+- out_dtype is the sum's dtype, or a 16-bit one of a float32 sum that is kept. grad_out has it, or the sum's.
 - Gradients have their operand's dtype; an unwanted one is an empty tensor of shape (0,). weight_grad_dtype and
   bias_grad_dtype are None where that gradient is not wanted.
 """
@@ -77,7 +78,7 @@ _STEMS = {
         ),
         "dropout_add_layer_norm": (
             "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps, "
-            "bool keep_sum) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
+            "bool keep_sum, ScalarType out_dtype) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
         ),
         "dropout_add_layer_norm_backward": (
             "(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, "

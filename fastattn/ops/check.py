@@ -24,6 +24,7 @@ _AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "mps", "xpu", "mtia", "hpu", "xla") if torch.amp.is_autocast_available(device)
 )
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class BadValue(ValueError, RuntimeError, AssertionError):

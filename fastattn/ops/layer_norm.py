@@ -80,6 +80,7 @@ def dropout_add_layer_norm(
     *,
     prenorm: bool = False,
     seed: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """layer_norm(residual + dropout(input)) over the last dimension: the end of every sub-layer, in one pass.
 
@@ -94,9 +95,11 @@ def dropout_add_layer_norm(
         eps: added to the variance.
         prenorm: also return the sum, the residual of the next sub-layer in a pre-norm Transformer.
         seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
+        out_dtype: of the normalised sum: the sum's dtype, or beside a float32 sum the 16-bit one of the product that
+            reads it, which would cast it.
 
     Returns:
-        The normalised sum in the sum's dtype, contiguous; with ``prenorm`` also the sum.
+        The normalised sum, contiguous, in the sum's dtype or ``out_dtype``; with ``prenorm`` also the sum.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
@@ -117,8 +120,18 @@ def dropout_add_layer_norm(
     check.check_seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
     seed = check.draw_seed(seed, threshold, input.device)
-    keep_sum = prenorm or may_want_gradient(input, residual, weight, bias)
-    out, total, _, _ = dropout_add_layer_norm_op(input, residual, weight, bias, seed, threshold, eps, keep_sum)
+    sum_dtype = torch.promote_types(input.dtype, residual.dtype)
+    if out_dtype is None:
+        out_dtype = sum_dtype
+    elif out_dtype != sum_dtype and (sum_dtype != torch.float32 or out_dtype not in check.HALVES):
+        raise check.BadValue(
+            f"{name}: out_dtype must be the sum's dtype, {str(sum_dtype)[6:]}, or beside float32 bfloat16 or "
+            f"float16, got {str(out_dtype).removeprefix('torch.')}"
+        )
+    keep_sum = prenorm or out_dtype != sum_dtype or may_want_gradient(input, residual, weight, bias)
+    out, total, _, _ = dropout_add_layer_norm_op(
+        input, residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype
+    )
     return (out, total) if prenorm else out
 
 
@@ -192,9 +205,10 @@ def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def _fake_residual(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, keep_sum, out_dtype = rest
     sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
     out, mean, rstd = _fake_layer_norm(sum)
-    return out, sum if rest[-1] else sum.new_empty(0), mean, rstd
+    return out.to(out_dtype), sum if keep_sum else sum.new_empty(0), mean, rstd
 
 
 def _fake_residual_backward(
@@ -233,12 +247,12 @@ def _residual_backward(
 
 def _decompose_residual(
     input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float, keep_sum: bool,
+    eps: float, keep_sum: bool, out_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
     sum = input.to(stat_dtype(dtype)) + residual
     out, mean, rstd = _decompose_layer_norm(sum, weight, bias, eps)
-    return out.to(dtype), sum.to(dtype) if keep_sum else sum.new_empty(0, dtype=dtype), mean, rstd
+    return out.to(out_dtype), sum.to(dtype) if keep_sum else sum.new_empty(0, dtype=dtype), mean, rstd
 
 
 dropout_add_layer_norm_op = Op(

@@ -21,7 +21,13 @@ COMPOUND = re.compile(r"(\S)-(\S)")
 
 
 def smoothed_loss(
-    features: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, pad_id: int
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    smoothing: float,
+    pad_id: int,
+    fixed_id: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label-smoothed cross-entropy (section 5.4) of the logits ``linear(features, weight, bias)``.
 
@@ -34,72 +40,67 @@ def smoothed_loss(
         weight: (V, d_model).
         bias: (V,) or None.
         labels: int64 (N,).
+        fixed_id: the piece whose row of ``weight`` receives no gradient.
 
     Returns:
         Summed over the labels other than ``pad_id``: the loss, and without gradient the plain cross-entropy, both in
         nats, and the number of labels above whose logit there is none.
     """
-    return _SmoothedLoss.apply(features, weight, bias, labels, smoothing, pad_id, torch.is_grad_enabled())
+    return _SmoothedLoss.apply(features, weight, bias, labels, smoothing, pad_id, fixed_id, torch.is_grad_enabled())
 
 
 class _SmoothedLoss(torch.autograd.Function):
-    """The gradients are made with the loss, rows by rows: (softmax - target distribution) times what the rows met.
-
-    The uniform part of the target distribution is not taken from the softmax, element by element, but from the
-    products: of every row it meets the mean of the weights, and of every piece the sum of the rows.
-    """
+    """The gradients are made with the loss, rows by rows: (softmax - target distribution) times what the rows met."""
 
     @staticmethod
-    def forward(ctx, features, weight, bias, labels, smoothing, pad_id, recorded):
+    def forward(ctx, features, weight, bias, labels, smoothing, pad_id, fixed_id, recorded):
         device, pieces = features.device.type, weight.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-        wide = torch.promote_types(dtype, torch.float32)
         is_padding = labels == pad_id
+        # Rows of padding are 0: they add nothing to the weight's gradient.
         x, w = features.to(dtype).masked_fill(is_padding[:, None], 0.0), weight.to(dtype)
-        mean_weight, mean_bias = w.mean(0, dtype=wide), 0.0 if bias is None else bias.mean(dtype=wide)
         wanted = recorded and any(ctx.needs_input_grad)
-        grad_features = grad_weight = grad_bias = None
-        if wanted:
-            grad_features = torch.empty_like(x)
-            uniform = -smoothing / pieces
-            grad_weight = (uniform * x.sum(0, dtype=wide)).to(weight.dtype).repeat(pieces, 1)
-            if bias is not None:
-                grad_bias = (uniform * (~is_padding).sum()).to(bias.dtype).repeat(pieces)
+        grad_features, grad_weight = torch.empty_like(x) if wanted else None, None
+        grad_bias = torch.zeros_like(bias) if wanted and bias is not None else None
         at_once = max(1, CACHED // pieces) if device == "cpu" else LOGIT_ROWS // 4
-        found = [torch.zeros(3, 0, device=features.device)]
+        found = [torch.zeros(4, 0, device=features.device)]
         with torch.autocast(device, enabled=False):
-            for first in range(0, len(labels), LOGIT_ROWS):
+            for first in range(0, max(1, len(labels)), LOGIT_ROWS):
                 part = slice(first, first + LOGIT_ROWS)
                 logits = F.linear(x[part], w, None if bias is None else bias.to(dtype))
                 blocks = (tensor.split(at_once) for tensor in (logits, labels[part, None], is_padding[part]))
                 for block, label, skipped in zip(*blocks, strict=True):
                     scores = block.float()
                     p = scores.softmax(-1)
-                    highest, of_label = scores.amax(-1), scores.gather(1, label)[:, 0]
-                    log_sum = highest - p.amax(-1).log()
-                    found.append(torch.stack((log_sum, of_label, of_label >= highest)))
+                    of_label = scores.gather(1, label)[:, 0]
+                    found.append(torch.stack((scores.amax(-1), p.amax(-1), scores.mean(-1), of_label)))
                     if wanted:  # the logits' own takes their place
-                        block.copy_(p.scatter_add_(1, label, p.new_full(label.shape, smoothing - 1)))
+                        p.sub_(smoothing / pieces).scatter_add_(1, label, p.new_full(label.shape, smoothing - 1))
+                        block.copy_(p)
                         if grad_bias is not None:
                             grad_bias += (~skipped).to(p.dtype) @ p
                 if wanted:
                     torch.mm(logits, w, out=grad_features[part])
-                    grad_weight += logits.t() @ x[part]
-            mean = x.to(wide) @ mean_weight + mean_bias
+                    of_part = (logits.t() @ x[part]).to(weight.dtype)
+                    grad_weight = of_part if grad_weight is None else grad_weight.add_(of_part)
         if wanted:
-            grad_features.sub_(smoothing * mean_weight).masked_fill_(is_padding[:, None], 0.0)
-            ctx.save_for_backward(grad_features.to(features.dtype), grad_weight, grad_bias)
-        log_sum, of_label, correct = torch.cat(found, 1)
+            if fixed_id is not None:
+                grad_weight[fixed_id] = 0.0
+            grad_features = grad_features.masked_fill_(is_padding[:, None], 0.0).to(features.dtype)
+            ctx.save_for_backward(grad_features, grad_weight, grad_bias)
+        highest, most, mean, of_label = torch.cat(found, 1)
+        log_sum = highest - most.log()
         nll = log_sum - of_label
         loss = (1 - smoothing) * nll + smoothing * (log_sum - mean)
-        loss, nll, correct = torch.stack((loss, nll, correct)).masked_fill(is_padding, 0.0).double().sum(1)
+        rows = torch.stack((loss, nll, of_label >= highest))
+        loss, nll, correct = rows.masked_fill(is_padding, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)
         return loss, nll, correct
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
-        return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 4
+        return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 5
 
 
 @torch.no_grad()

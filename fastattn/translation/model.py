@@ -241,17 +241,21 @@ class Transformer(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """Scores (..., vocab_size) of features (..., d_model)."""
-        return F.linear(*self.projection(features))
+        features, weight, bias = self.projection(features)
+        if self.fixed_id is not None and torch.is_grad_enabled():
+            weight = weight.index_fill(0, weight.new_full((), self.fixed_id, dtype=torch.int64), 0.0)
+        return F.linear(features, weight, bias)
+
+    @property
+    def fixed_id(self) -> int | None:
+        """The piece whose row of the last product's matrix is not trained: the padding's, of a shared embedding."""
+        return None if self.config.tying == "none" else self.config.pad_id
 
     def projection(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The arguments of the product that gives :meth:`logits`: input, weight and bias of ``linear``."""
-        weight = self.output.weight
-        if self.config.tying != "none" and torch.is_grad_enabled():
-            # A copy without the padding's row gives that row of the shared matrix an exactly zero gradient.
-            weight = weight.index_fill(0, weight.new_full((), self.config.pad_id, dtype=torch.int64), 0.0)
         if self.config.scale_logits:
             features = features * self.config.d_model**-0.5
-        return features, weight, self.output.bias
+        return features, self.output.weight, self.output.bias
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens before the padding of each row of (B, L): int64 (B,)."""
@@ -468,7 +472,7 @@ def _norm(config: TransformerConfig, factory: dict) -> DropoutAddLayerNorm:
 
 def _add_norm(norm: DropoutAddLayerNorm, output: Tensor, residual: Tensor, seed) -> tuple[Tensor, Tensor]:
     """(input of the next sub-layer, residual stream) after a sub-layer's ``output``."""
-    if norm.prenorm:
-        return norm(output, residual, seed)
+    if norm.prenorm:  # a product is what reads the normalised sum, in the dtype of the product that made the output
+        return norm(output, residual, seed, out_dtype=output.dtype)
     x = norm(output, residual, seed)
     return x, x

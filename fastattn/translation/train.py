@@ -191,7 +191,7 @@ class _Loss(nn.Module):
     def forward(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         model = self.model
         projection = model.projection(model.packed_features(batch.source, batch.target, seeds=seeds))
-        return smoothed_loss(*projection, batch.labels, self.smoothing, model.config.pad_id)
+        return smoothed_loss(*projection, batch.labels, self.smoothing, model.config.pad_id, model.fixed_id)
 
 
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:

@@ -29,11 +29,13 @@ _SCORES = (
     " s.lower_right = false, s.input.row = columns, p.threshold = THRESHOLD"
 )
 _NORM = (
-    f"{_ROWS}, p.dtype = p.input_dtype = p.residual_dtype = Dtype::bfloat16, p.input_row = p.residual_row = columns,"
+    f"{_ROWS}, p.dtype = p.out_dtype = p.input_dtype = p.residual_dtype = Dtype::bfloat16,"
+    " p.input_row = p.residual_row = columns,"
     " p.weight_dtype = p.bias_dtype = Dtype::float32"
 )
 _NORM_BACKWARD = (
-    f"{_ROWS}, p.dtype = p.input_dtype = Dtype::bfloat16, p.grad_out_row = p.x_row = p.grad_sum_row = columns,"
+    f"{_ROWS}, p.dtype = p.grad_out_dtype = p.input_dtype = Dtype::bfloat16,"
+    " p.grad_out_row = p.x_row = p.grad_sum_row = columns,"
     " p.weight_dtype = p.grad_weight_dtype = p.grad_bias_dtype = Dtype::float32"
 )
 # By operation: its file, and by the type of its kernels' problems what is set there.

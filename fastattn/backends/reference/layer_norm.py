@@ -79,12 +79,12 @@ def layer_norm_backward(
 
 def dropout_add_layer_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float, keep_sum: bool,
+    eps: float, keep_sum: bool, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(input.dtype, residual.dtype)
     total = drop(opmath(input), seed, threshold) + opmath(residual)
     out, mean, rstd = _layer_norm(total, weight, bias, eps)
-    return out.to(dtype), total.to(dtype) if keep_sum else total.new_empty(0), mean, rstd
+    return out.to(out_dtype), total.to(dtype) if keep_sum else total.new_empty(0), mean, rstd
 
 
 def dropout_add_layer_norm_backward(

@@ -86,7 +86,7 @@ def _forward(
     residual_rows = None
     if residual is not None:
         residual_rows = residual + row * residual_stride
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = (out if total is None else total).dtype.element_ty
     if ROW_FITS:
         inside = valid & exists(column, columns, ALIGNED)
         x = _residual_sum(
@@ -346,10 +346,10 @@ def layer_norm_backward(
 
 def dropout_add_layer_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float, keep_sum: bool,
+    eps: float, keep_sum: bool, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype = torch.promote_types(input.dtype, residual.dtype)
-    out, total = empty_like(input, dtype), empty_like(input, dtype) if keep_sum else None
+    out = empty_like(input, out_dtype)
+    total = empty_like(input, torch.promote_types(input.dtype, residual.dtype)) if keep_sum else None
     mean, rstd = _run_forward(input, residual, weight, bias, dropout_of(seed, threshold), out, total, eps)
     return out, out.new_empty(0) if total is None else total, mean, rstd
 
