@@ -154,7 +154,9 @@ class PaddedLoss(nn.Module):
         sides = padded(source.tokens, source), padded(target.tokens, target)
         features = self.model.features(*sides, lengths(source), lengths(target), seeds=seeds)
         labels = padded(batch.labels, target).flatten()
-        return smoothed_loss(*self.model.projection(features.flatten(0, 1)), labels, self.smoothing, PAD_ID)
+        return smoothed_loss(
+            *self.model.projection(features.flatten(0, 1)), labels, self.smoothing, PAD_ID, self.model.fixed_id
+        )
 
 
 def packing(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> dict[str, float]:

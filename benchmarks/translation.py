@@ -1,6 +1,6 @@
 """Trains the preset `tiny` on the verses: `fastattn.Transformer`, and `torch.nn.Transformer` of the same size with
 `torch.nn.functional.cross_entropy`, on the same text and schedule. Ours takes packed batches, torch's padded ones of
-sentences of like length. Then both translate the test text greedily.
+sentences of like length. They train by turns, and then translate the test text greedily.
 
     python benchmarks/translation.py fastattn torch --minutes 20 --record
 
@@ -14,7 +14,7 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,28 @@ def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batc
     return found
 
 
-def run(kind: str, minutes: float) -> dict[str, Any]:
-    """Trains for so many minutes, validation not counted; returns what README's table and the curves need."""
+TURN = 10.0  # seconds
+
+
+def by_turns(programs: dict[str, Generator[None, None, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What the programs return, each advanced for a turn at a time: a machine that changes its speed changes it for
+    all."""
+    waiting, results = dict(programs), {}
+    while waiting:
+        for kind, program in list(waiting.items()):
+            end = time.monotonic() + TURN
+            try:
+                while time.monotonic() < end:
+                    next(program)
+            except StopIteration as finished:
+                results[kind] = finished.value
+                del waiting[kind]
+    return {kind: results[kind] for kind in programs}
+
+
+def run(kind: str, minutes: float) -> Generator[None, None, dict[str, Any]]:
+    """Trains for so many minutes, validation not counted, an update between two yields; returns what README's table and
+    the curves need."""
     train, dev, test = (
         read_parallel(VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
         for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
@@ -187,6 +207,7 @@ def run(kind: str, minutes: float) -> dict[str, Any]:
             on_dev = held_out(model, held_out_batches, trainer.autocast())
             curve.append({"update": trainer.step, "seconds": round(seconds, 1), "tokens": tokens, **on_dev})
             print(kind, curve[-1], flush=True)
+        yield
     disturbed = contest.disturbed_by(neighbours.share())
     model.eval()
     translations = (
@@ -261,7 +282,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     memory.keep_freed()  # as `fastattn train` does
-    runs = {kind: run(kind, arguments.minutes) for kind in arguments.models}
+    runs = by_turns({kind: run(kind, arguments.minutes) for kind in arguments.models})
     for kind, result in runs.items():
         print(kind, {name: value for name, value in result.items() if name != "curve"})
     disturbed = {kind: words for kind, result in runs.items() if (words := result.pop("disturbed"))}

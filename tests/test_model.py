@@ -395,6 +395,25 @@ def test_autocast_keeps_the_residual_stream_in_float32():
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+def test_autocast_casts_what_a_product_reads_once(monkeypatch):
+    """With the norm first, the normalised sums are written in bfloat16, but for each stack's last: the same numbers."""
+    model = Transformer(dataclasses.replace(SMALL, norm_first=True)).eval()
+    forward, asked = fastattn.DropoutAddLayerNorm.forward, []
+
+    def in_float32(self, *args, out_dtype):
+        asked.append(out_dtype)
+        return forward(self, *args)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, features = model(*batch()), model.features(*batch())
+        monkeypatch.setattr(fastattn.DropoutAddLayerNorm, "forward", in_float32)
+        assert torch.equal(logits, model(*batch()))
+    assert features.dtype == torch.float32
+    norms = sum(isinstance(module, fastattn.DropoutAddLayerNorm) for module in model.modules())
+    assert asked.count(None) == 2
+    assert asked.count(torch.bfloat16) == norms - 2
+
+
 def test_a_copy_is_independent_and_a_state_dict_restores_it():
     model = Transformer(SMALL).eval()
     other = copy.deepcopy(model)

@@ -300,7 +300,7 @@ def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
 def test_smoothed_loss(monkeypatch, smoothing, with_bias):
     """Against torch's, and against the cross-entropy with the smoothed distribution written out; in two parts, of
     several blocks each."""
-    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_ROWS", 512)
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 0)
     monkeypatch.setattr("fastattn.translation.evaluate.CACHED", 1100)
     labels = torch.randint(0, 11, (700,))
     operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
@@ -339,6 +339,23 @@ def test_smoothed_loss_under_autocast():
         assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
 
 
+def test_smoothed_loss_reads_no_row_of_padding():
+    labels = torch.tensor([3, PAD_ID, 5, PAD_ID])
+    operands = [torch.randn(4, 6), torch.randn(11, 6), torch.randn(11)]
+
+    def found(rows, features):
+        leaves = [tensor.clone().requires_grad_() for tensor in (features, *operands[1:])]
+        loss, nll, correct = smoothed_loss(leaves[0][rows], *leaves[1:], labels[rows], 0.1, PAD_ID)
+        return torch.stack((loss, nll, correct)), *torch.autograd.grad(loss, leaves)
+
+    wanted = found(labels != PAD_ID, operands[0])
+    features = operands[0].clone()
+    features[labels == PAD_ID] = torch.nan
+    torch.testing.assert_close(found(slice(None), features), wanted)
+    nothing = found(slice(0), features)
+    assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in nothing)
+
+
 class Made(TorchDispatchMode):
     """The sizes of the tensors that operations make, views of others left out."""
 
@@ -354,14 +371,17 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_loss_holds_the_logits_of_a_few_rows(dtype):
-    """Nothing of the vocabulary's size for all tokens: 2,048 rows of logits at a time, and 65 rows in float32."""
-    tokens, pieces, rows = 4800, 8000, 2048
+def test_the_loss_holds_the_logits_of_a_few_rows(dtype, monkeypatch):
+    """Nothing of the vocabulary's size for all tokens: a block of logits at a time, and 65 rows in float32."""
+    tokens, pieces = 2400, 8000
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 2**24)
     features, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(pieces, 32, requires_grad=True)
     labels = torch.randint(0, pieces, (tokens,))
     with Made() as made, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         loss, _, _ = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
         loss.backward()
+    rows = 2**24 // (pieces * dtype.itemsize)
+    assert rows < tokens / 2
     large = [size for size in made.sizes if size > 65 * pieces]
     assert large == [min(rows, tokens - first) * pieces for first in range(0, tokens, rows)]
     assert max(size for size in made.sizes if size not in large) == 65 * pieces

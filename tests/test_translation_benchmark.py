@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,19 @@ def test_every_recorded_run_has_a_row():
     assert len(lines) == 2 + sum(len(data["runs"]) for data in recorded)
     assert len({line.count("|") for line in lines}) == 1
     assert "\n".join(lines) in (ROOT / "README.md").read_text()
+
+
+def test_programs_train_by_turns(monkeypatch):
+    clock, seen = itertools.count(), []
+    monkeypatch.setattr(translation, "TURN", 3)
+    monkeypatch.setattr(translation, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def program(name, updates):
+        for _ in range(updates):
+            seen.append(name)
+            yield
+        return {"updates": updates}
+
+    found = translation.by_turns({"a": program("a", 5), "b": program("b", 2)})
+    assert list(found.items()) == [("a", {"updates": 5}), ("b", {"updates": 2})]
+    assert "".join(seen) == "aabbaaa"

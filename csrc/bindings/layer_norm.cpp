@@ -81,6 +81,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
   const Tensor sum = empty(keep_sum ? sizes : Sizes(&none, 1), problem.dtype, backend.device);
   problem.sum = keep_sum ? sum.mutable_data_ptr() : nullptr;
   problem.out_dtype = out_dtype ? dtype_from(*out_dtype) : problem.dtype;
+  STD_TORCH_CHECK(problem.out_dtype == problem.dtype || (keep_sum && problem.dtype == Dtype::float32),
+                  "fastattn: out_dtype must be the sum's, or a 16-bit one of a float32 sum that is kept");
   const Tensor out = empty(sizes, problem.out_dtype, backend.device);
   const Tensor mean = empty(outer, Dtype::float32, backend.device), rstd = empty(outer, Dtype::float32, backend.device);
   problem.weight = data_of<void>(w), problem.weight_dtype = dtype_or_float32(w, "weight");

@@ -46,6 +46,7 @@ void test_layer_norm(int cases) {
     const int64_t all = matrices * rows, count = all * columns;
     const Dtype input_dtype = any_float(random), residual_dtype = fused ? any_float(random) : input_dtype;
     const Dtype dtype = promoted(input_dtype, residual_dtype);
+    const Dtype out_dtype = fused && dtype == Dtype::float32 ? any_float(random) : dtype;
     const int threshold = fused ? random.pick({0, 6554, 32768, 65536}) : 0;
     const double mean = random.pick({0.0, 3.0, 1e4}),
                  keep_scale = threshold < 65536 ? 65536.0 / (65536 - threshold) : 0;
@@ -60,13 +61,13 @@ void test_layer_norm(int cases) {
     Rows input(random, input_dtype, all, columns, mean), residual(random, residual_dtype, fused ? all : 0, columns, 0);
     p.weight_dtype = any_float(random), p.bias_dtype = any_float(random);
     Rows weight(random, p.weight_dtype, 1, columns, 1), bias(random, p.bias_dtype, 1, columns, 0);
-    Buffer sum(dtype, fused ? count : 0, random.chance(50)), out(dtype, count, random.chance(50));
+    Buffer sum(dtype, fused ? count : 0, random.chance(50)), out(out_dtype, count, random.chance(50));
     Buffer means(Dtype::float32, all), rstds(Dtype::float32, all);
     p.input = input.buffer.data, p.input_dtype = input_dtype, p.input_row = input.stride;
     if (fused) p.residual = residual.buffer.data, p.residual_dtype = residual_dtype, p.residual_row = residual.stride;
     if (random.chance(70)) p.weight = weight.buffer.data;
     if (random.chance(70)) p.bias = bias.buffer.data;
-    p.sum = sum.data, p.out = out.data, p.dtype = dtype;
+    p.sum = sum.data, p.dtype = dtype, p.out = out.data, p.out_dtype = out_dtype;
     p.mean = (float*)means.data, p.rstd = (float*)rstds.data;
     run_on_threads({&sum, &out, &means, &rstds}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
 
@@ -102,7 +103,8 @@ void test_layer_norm(int cases) {
     q.matrices = matrices, q.rows = rows, q.columns = columns;
     q.seed = p.seed, q.threshold = threshold, q.dtype = dtype, q.input_dtype = input_dtype;
     q.x = fused ? sum.data : input.buffer.data, q.x_row = fused ? columns : input.stride;
-    Rows grad_out(random, dtype, all, columns, 0), grad_sum(random, dtype, all, columns, 0);
+    q.grad_out_dtype = out_dtype;
+    Rows grad_out(random, out_dtype, all, columns, 0), grad_sum(random, dtype, all, columns, 0);
     const bool add = fused && random.chance(50);
     q.grad_out = grad_out.buffer.data, q.grad_out_row = grad_out.stride;
     if (add) q.grad_sum = grad_sum.buffer.data, q.grad_sum_row = grad_sum.stride;

@@ -13,8 +13,8 @@ from fastattn.translation.data import Batch
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
-# Rows of logits made at a time. For each such part the weight's gradient is read and written once more.
-LOGIT_ROWS = 2048
+# Bytes of logits made at a time. For each such part the weight's gradient is read and written once more.
+LOGIT_BYTES = 2**27
 # Elements of them that a CPU takes through the softmax at a time: float32 that its cache holds over the passes.
 CACHED = 2**19
 COMPOUND = re.compile(r"(\S)-(\S)")
@@ -62,11 +62,12 @@ class _SmoothedLoss(torch.autograd.Function):
         wanted = recorded and any(ctx.needs_input_grad)
         grad_features, grad_weight = torch.empty_like(x) if wanted else None, None
         grad_bias = torch.zeros_like(bias) if wanted and bias is not None else None
-        at_once = max(1, CACHED // pieces) if device == "cpu" else LOGIT_ROWS // 4
+        rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
+        at_once = max(1, CACHED // pieces) if device == "cpu" else 512
         found = [torch.zeros(4, 0, device=features.device)]
         with torch.autocast(device, enabled=False):
-            for first in range(0, max(1, len(labels)), LOGIT_ROWS):
-                part = slice(first, first + LOGIT_ROWS)
+            for first in range(0, max(1, len(labels)), rows):
+                part = slice(first, first + rows)
                 logits = F.linear(x[part], w, None if bias is None else bias.to(dtype))
                 blocks = (tensor.split(at_once) for tensor in (logits, labels[part, None], is_padding[part]))
                 for block, label, skipped in zip(*blocks, strict=True):
@@ -92,8 +93,8 @@ class _SmoothedLoss(torch.autograd.Function):
         log_sum = highest - most.log()
         nll = log_sum - of_label
         loss = (1 - smoothing) * nll + smoothing * (log_sum - mean)
-        rows = torch.stack((loss, nll, of_label >= highest))
-        loss, nll, correct = rows.masked_fill(is_padding, 0.0).double().sum(1)
+        of_rows = torch.stack((loss, nll, of_label >= highest))
+        loss, nll, correct = of_rows.masked_fill(is_padding, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)
         return loss, nll, correct
 

@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         """Scores (..., vocab_size) of features (..., d_model)."""
         features, weight, bias = self.projection(features)
         if self.fixed_id is not None and torch.is_grad_enabled():
-            weight = weight.index_fill(0, weight.new_full((), self.fixed_id, dtype=torch.int64), 0.0)
+            weight = weight.select_scatter(weight[self.fixed_id].detach(), 0, self.fixed_id)
         return F.linear(features, weight, bias)
 
     @property
@@ -319,7 +319,7 @@ class _Stack(nn.Module):
     def __init__(self, config: TransformerConfig, count: int, layer: type[nn.Module], factory: dict):
         super().__init__()
         self.norm = LayerNorm(config.d_model, eps=config.norm_eps, **factory) if config.norm_first else nn.Identity()
-        self.layers = nn.ModuleList(layer(config, factory) for _ in range(count))
+        self.layers = nn.ModuleList(layer(config, factory, is_last=number == count - 1) for number in range(count))
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm(x), x
@@ -334,8 +334,9 @@ class EncoderLayer(nn.Module):
 
     SITES = 4
 
-    def __init__(self, config: TransformerConfig, factory: dict):
+    def __init__(self, config: TransformerConfig, factory: dict, *, is_last: bool):
         super().__init__()
+        self.is_last = is_last
         self.window_size = config.window_size
         self.self_attention = _attention(config, factory)
         self.self_attention_norm = _norm(config, factory)
@@ -351,7 +352,7 @@ class EncoderLayer(nn.Module):
         if weights is not None:
             weights.encoder.append(attention)
         y = self.feed_forward(x, next(sites))
-        return _add_norm(self.feed_forward_norm, y, residual, next(sites))
+        return _add_norm(self.feed_forward_norm, y, residual, next(sites), self.is_last)
 
 
 class DecoderLayer(nn.Module):
@@ -359,8 +360,9 @@ class DecoderLayer(nn.Module):
 
     SITES = 6
 
-    def __init__(self, config: TransformerConfig, factory: dict):
+    def __init__(self, config: TransformerConfig, factory: dict, *, is_last: bool):
         super().__init__()
+        self.is_last = is_last
         self.window_size = (config.window_size[0], 0)
         self.self_attention = _attention(config, factory)
         self.self_attention_norm = _norm(config, factory)
@@ -381,7 +383,7 @@ class DecoderLayer(nn.Module):
             weights.decoder.append(self_weights)
             weights.cross.append(cross_weights)
         y = self.feed_forward(x, next(sites))
-        return _add_norm(self.feed_forward_norm, y, residual, next(sites))
+        return _add_norm(self.feed_forward_norm, y, residual, next(sites), self.is_last)
 
     def step(self, x, residual, blocked, memory, memory_lengths, self_cache, cross_cache):
         """:meth:`forward` of one token of each hypothesis, x and residual (B, W, d_model): the hypotheses of a sentence
@@ -392,7 +394,7 @@ class DecoderLayer(nn.Module):
             x, memory, memory, need_weights=False, key_lengths=memory_lengths, cache=cross_cache
         )
         x, residual = _add_norm(self.cross_attention_norm, y, residual, None)
-        return _add_norm(self.feed_forward_norm, self.feed_forward(x), residual, None)
+        return _add_norm(self.feed_forward_norm, self.feed_forward(x), residual, None, self.is_last)
 
 
 class FeedForward(nn.Module):
@@ -405,7 +407,7 @@ class FeedForward(nn.Module):
         self.outer = nn.Linear(config.d_ff, config.d_model, **factory)
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        return self.outer(self.dropout(F.relu(self.inner(x), inplace=True), seed))
+        return self.outer(self.dropout(F.relu(self.inner(x)), seed))
 
 
 class SinusoidalPositions(nn.Module):
@@ -470,9 +472,15 @@ def _norm(config: TransformerConfig, factory: dict) -> DropoutAddLayerNorm:
     )
 
 
-def _add_norm(norm: DropoutAddLayerNorm, output: Tensor, residual: Tensor, seed) -> tuple[Tensor, Tensor]:
-    """(input of the next sub-layer, residual stream) after a sub-layer's ``output``."""
-    if norm.prenorm:  # a product is what reads the normalised sum, in the dtype of the product that made the output
-        return norm(output, residual, seed, out_dtype=output.dtype)
+def _add_norm(
+    norm: DropoutAddLayerNorm, output: Tensor, residual: Tensor, seed, is_last: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(input of the next sub-layer, residual stream) after a sub-layer's ``output``.
+
+    The normalised sum that only the next sub-layer's product reads has the dtype of such products; that of the last
+    sub-layer, the stack's output, has the stream's.
+    """
+    if norm.prenorm:
+        return norm(output, residual, seed, out_dtype=None if is_last else output.dtype)
     x = norm(output, residual, seed)
     return x, x
