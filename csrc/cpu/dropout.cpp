@@ -14,9 +14,8 @@ FASTATTN_INLINE void expand(uint8_t* out, int64_t n, const uint32_t* keep) {
 }
 
 // row(outer, inner, row, column, n, keep) for pieces of n columns of every row, so that threads share a long one.
-// operand(outer, inner, row, column): what the rows will read.
-template <class Row, class... Operand>
-void for_each_piece(const Dropout& p, const Parallel& parallel, const Row& row, const Operand&... operand) {
+template <class Row>
+void for_each_piece(const Dropout& p, const Parallel& parallel, const Row& row) {
   const int64_t blocks = ceil_div(p.rows, kTileRows), chunks = ceil_div(p.columns, kChunk);
   const int64_t matrices = p.outer * p.inner;
   const Seed seed = make_seed(p.seed);
@@ -33,8 +32,7 @@ void for_each_piece(const Dropout& p, const Parallel& parallel, const Row& row, 
                    const int n = (int)min(kChunk, p.columns - column);
                    uint32_t keep[kTileRows][kChunkTiles];
                    keep_block(seed, p.threshold, block, column / kTileColumns, ceil_div(column + n, kTileColumns),
-                              keep[0], kChunkTiles,
-                              [&](int r, int64_t j) { return operand(z / p.inner, z % p.inner, first + r, j); }...);
+                              keep[0], kChunkTiles);
                    for (int r = 0; r < block.rows; ++r) row(z / p.inner, z % p.inner, first + r, column, n, keep[r]);
                  }
                  finish_stream();
@@ -45,17 +43,13 @@ template <class T>
 void dropout_of(const Dropout& p, const Parallel& parallel) {
   const float scale = dropout_scale(p.threshold);
   const int64_t elements = p.outer * p.inner * p.rows * p.columns;
-  const auto input = [&](int64_t o, int64_t i, int64_t row, int64_t column) {
-    return (const T*)p.input + o * p.input_outer + i * p.input_inner + row * p.input_row + column;
-  };
-  const auto drop = [&](int64_t o, int64_t i, int64_t row, int64_t column, int n, const uint32_t* keep) {
-    const T* x = input(o, i, row, column);
+  for_each_piece(p, parallel, [&](int64_t o, int64_t i, int64_t row, int64_t column, int n, const uint32_t* keep) {
+    const T* input = (const T*)p.input + o * p.input_outer + i * p.input_inner + row * p.input_row + column;
     const OutputRow<T> out(p.out, o * p.out_outer + i * p.out_inner + row * p.out_row + column, elements);
     for_each_vector(n, [&](int64_t j, int lanes) {
-      out.put(j, keep_bits(keep[j / 32] >> j % 32, load_ahead(x + j, lanes) * scale), lanes);
+      out.put(j, keep_bits(keep[j / 32] >> j % 32, load_ahead(input + j, lanes) * scale), lanes);
     });
-  };
-  for_each_piece(p, parallel, drop, input);
+  });
 }
 
 void dropout_mask(const Dropout& p, const Parallel& parallel) {

@@ -16,11 +16,11 @@ struct KeepChunk {
   uint32_t bits[kTileRows][kChunkTiles];
   int64_t loaded = -1;
 
-  template <class Problem, class... Operand>
-  FASTATTN_INLINE void load(const Problem& p, const RowBlock& block, int64_t column, const Operand&... operand) {
+  template <class Problem>
+  FASTATTN_INLINE void load(const Problem& p, const RowBlock& block, int64_t column) {
     if (p.threshold == 0 || loaded == column) return;
     keep_block(make_seed(p.seed), p.threshold, block, column / kTileColumns,
-               ceil_div(min(p.columns, column + kChunk), kTileColumns), bits[0], kChunkTiles, operand...);
+               ceil_div(min(p.columns, column + kChunk), kTileColumns), bits[0], kChunkTiles);
     loaded = column;
   }
 };
@@ -140,19 +140,16 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
   with_output_type<Sum>(p.out_dtype, [&](auto out) { normalize_sum = &normalize_row<Sum, decltype(out)>; });
   for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
     const int64_t first = block.z * p.rows + block.first;
-    const auto input = [&](int r, int64_t j) { return (const Input*)p.input + (first + r) * p.input_row + j; };
-    const auto residual = [&](int r, int64_t j) {
-      return (const Residual*)p.residual + (first + r) * p.residual_row + j;
-    };
     KeepChunk keep;
     for (int64_t column = 0; column < p.columns; column += kChunk) {
       const int64_t n = min(kChunk, p.columns - column);
-      keep.load(p, block, column, input, residual);
+      keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r) {
         if (!block.has(r)) continue;
         Sum* sum = (Sum*)(p.sum ? p.sum : p.out) + (first + r) * p.columns;
-        add_row(input(r, column), residual(r, column), sum + column, n, p.threshold > 0 ? keep.bits[r] : nullptr,
-                scale);
+        add_row((const Input*)p.input + (first + r) * p.input_row + column,
+                (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
+                p.threshold > 0 ? keep.bits[r] : nullptr, scale);
         if (column + n == p.columns) normalize_sum(p, sum, first + r);
       }
     }
@@ -230,12 +227,10 @@ struct Chunks {
 template <class T, class Input, class Grad>
 void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
                   float* bias_sum) {
-  const int64_t first = block.z * p.rows + block.first, row = first + r, elements = p.matrices * p.rows * p.columns;
+  const int64_t row = block.z * p.rows + block.first + r, elements = p.matrices * p.rows * p.columns;
   const float *weight = (const float*)p.weight, mean = p.mean[row], rstd = p.rstd[row];
-  const auto grads = [&](int r, int64_t j) { return (const Grad*)p.grad_out + (first + r) * p.grad_out_row + j; };
-  const auto rows = [&](int r, int64_t j) { return (const T*)p.x + (first + r) * p.x_row + j; };
-  const Grad* dy = grads(r, 0);
-  const T* x = rows(r, 0);
+  const Grad* dy = (const Grad*)p.grad_out + row * p.grad_out_row;
+  const T* x = (const T*)p.x + row * p.x_row;
   double g_total = 0, gx_total = 0;
   for_each_part(p.columns, [&](int64_t begin, int64_t end) {
     vf g_part = {}, gx_part = {};
@@ -257,13 +252,10 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
   const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
   const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
-  const bool one_chunk = p.columns <= kChunk;
-  if (!one_chunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row could not reuse the bits
+  if (p.columns > kChunk)
+    block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row could not reuse the bits
   for (int64_t column = 0; column < p.columns; column += kChunk) {
-    if (one_chunk)
-      keep.load(p, block, column, grads, rows);
-    else
-      keep.load(p, block, column);
+    keep.load(p, block, column);
     const uint32_t* bits = keep.bits[r];
     for_each_vector(min(kChunk, p.columns - column), [&](int64_t k, int n) {
       const int64_t j = column + k;

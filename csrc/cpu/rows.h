@@ -92,27 +92,11 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
                });
 }
 
-constexpr int64_t kPrefetchedBytes = 256 << 10;  // of a block's operands: a part of the L2 cache
-
-template <class T>
-FASTATTN_INLINE void prefetch_tile_row(const T* p) {
-  for (uintptr_t byte = 0; byte < kTileColumns * sizeof(T); byte += 64)
-    __builtin_prefetch((const void*)((uintptr_t)p + byte), 0, 2);  // to the L2 cache
-}
-
-// The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin]. What the
-// rows will read, operand(row, column) for each operand, is prefetched meanwhile: arithmetic alone would leave memory
-// idle.
-template <class... Operand>
+// The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin].
 FASTATTN_INLINE void keep_block(Seed seed, int threshold, const RowBlock& block, int64_t tile_begin, int64_t tile_end,
-                                uint32_t* keep, int64_t stride, const Operand&... operand) {
-  const int64_t bytes_per_column = (0 + ... + (int64_t)sizeof(*operand(0, 0)));
-  const int64_t elements = (tile_end - tile_begin) * kTileColumns * 2 * (block.line_end - block.line_begin);
-  const bool prefetch = elements * bytes_per_column <= kPrefetchedBytes;
+                                uint32_t* keep, int64_t stride) {
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t bits[kTileRows];
-    for (int row = 0; prefetch && row < block.rows; ++row)
-      if (block.has(row)) (prefetch_tile_row(operand(row, tile * kTileColumns)), ...);
     keep_tile(seed, threshold, (uint32_t)block.z, block.first / kTileRows, tile, block.line_begin,
               (int)min(block.line_end, block.rows), bits);
     for (int row = 0; row < block.rows; ++row)

@@ -127,17 +127,9 @@ struct Scratch {
         tiles(ceil_div(columns, kTileColumns)) {}
 };
 
-// Where an operand has row r of a block, from column j on: what keep_block() prefetches.
-template <class T>
-FASTATTN_INLINE auto rows_of(const Heads& operand, int64_t b, int64_t h, const RowBlock& block) {
-  const T* first = (const T*)operand.data + row_offset(operand, b, h, block.first);
-  return [first, stride = operand.row](int r, int64_t j) { return first + r * stride + j; };
-}
-
 // Compute the keep bits of the columns that some row of the block sees.
-template <class... Operand>
 FASTATTN_INLINE void fill_keep(const Scores& scores, const int64_t* seed, int threshold, const RowBlock& block,
-                               int64_t b, const Scratch& scratch, const Operand&... operand) {
+                               int64_t b, const Scratch& scratch) {
   if (threshold == 0) return;
   int64_t begin = scores.columns, end = 0;
   for (int r = 0; r < block.rows; ++r) {
@@ -147,8 +139,7 @@ FASTATTN_INLINE void fill_keep(const Scores& scores, const int64_t* seed, int th
     end = max(end, range.end);
   }
   const int64_t tile = begin / kTileColumns;
-  keep_block(make_seed(seed), threshold, block, tile, ceil_div(end, kTileColumns), scratch.keep + tile, scratch.tiles,
-             operand...);
+  keep_block(make_seed(seed), threshold, block, tile, ceil_div(end, kTileColumns), scratch.keep + tile, scratch.tiles);
 }
 
 // ---- forward ----
@@ -188,7 +179,7 @@ void forward_of(const SoftmaxDropout& p, const Parallel& parallel, char* workspa
   for_each_block(s.batch * s.heads, s.rows, s.columns, parallel, [&](const RowBlock& block, int worker) {
     const Scratch scratch(workspace, worker, s.columns, p.threshold);
     const int64_t b = block.z / s.heads, h = block.z % s.heads;
-    fill_keep(s, p.seed, p.threshold, block, b, scratch, rows_of<T>(s.input, b, h, block));
+    fill_keep(s, p.seed, p.threshold, block, b, scratch);
     for (int r = 0; r < block.rows; ++r)
       if (block.has(r))
         forward_row<T>(p, b, h, block.first + r, p.threshold > 0 ? scratch.keep + r * scratch.tiles : nullptr,
@@ -239,8 +230,7 @@ void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, cons
                     int64_t mask_sum_row) {
   const Scores& s = p.scores;
   const int64_t b = block.z / s.heads, h = block.z % s.heads;
-  fill_keep(s, p.seed, p.threshold, block, b, scratch, rows_of<T>(s.input, b, h, block),
-            rows_of<T>(p.grad_out, b, h, block));
+  fill_keep(s, p.seed, p.threshold, block, b, scratch);
   for (int r = 0; r < block.rows; ++r)
     if (block.has(r))
       backward_row<T>(p, b, h, block.first + r, p.threshold > 0 ? scratch.keep + r * scratch.tiles : nullptr,
