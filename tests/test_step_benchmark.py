@@ -47,7 +47,7 @@ def test_padded_batches_have_the_loss_of_packed_ones(step):
     text = ParallelText(*(Sentences([[4 + (7 * n + k) % 46 for k in range(n)] for n in side]) for side in lengths))
     batch = text.batch(torch.tensor([2, 0, 1]))
     packed = smoothed_loss(
-        *model.projection(model.packed_features(batch.source, batch.target)), batch.labels, 0.1, PAD_ID
+        *model.projection(model.packed_features(batch.source, batch.target)), batch.labels, 0.1, PAD_ID, model.fixed_id
     )
     found = []
     for loss, nll, correct in (packed, step.PaddedLoss(model, 0.1)(batch, None)):
