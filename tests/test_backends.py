@@ -240,6 +240,22 @@ def test_the_sum_is_written_where_somebody_reads_it(wanted, prenorm, monkeypatch
         assert normalised(monkeypatch, "dropout_add_layer_norm", low)["keep_sum"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "keep_sum"),
+    [
+        (torch.float32, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_the_library_refuses_an_output_without_room_for_the_sum(dtype, out_dtype, keep_sum):
+    """Called past the public function, it would write beyond the output, or bits of another dtype."""
+    x = torch.randn(4, 8).to(dtype)
+    with pytest.raises(RuntimeError, match="out_dtype must be the sum's"):
+        torch.ops.fastattn.dropout_add_layer_norm(x, x, None, None, None, 0, 1e-5, keep_sum, out_dtype, "cpu")
+
+
 OTHERWISE = {
     "a mask": lambda t: scaled_dot_product_attention(t, t, t, torch.ones(5, 5).bool()),
     "dropout": lambda t: scaled_dot_product_attention(t, t, t, dropout_p=0.1),

@@ -128,7 +128,7 @@ def _layer_norm(dtype: torch.dtype, columns: int) -> None:
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
     input, parameter, seed = empty(8, 64, columns, dtype=dtype), empty(columns), empty(2, dtype=torch.int64)
     residual = empty(8, 64, columns)
-    for out_dtype in {dtype, residual.dtype}:
+    for out_dtype in dict.fromkeys((dtype, residual.dtype)):  # in this order
         out, total, mean, rstd = dropout_add_layer_norm(
             input, residual, parameter, parameter, seed, threshold, 1e-5, True, out_dtype
         )
