@@ -344,6 +344,44 @@ def test_what_another_process_has_just_fetched_is_not_fetched_again(serve, tmp_p
     assert asked == []
 
 
+def test_two_do_not_write_one_folder(tmp_path):
+    """The second is told so, and does not touch what the first writes; what a killed one left is removed."""
+    out, partial = tmp_path / "out", tmp_path / ".partial-out"
+    partial.mkdir()
+    (partial / "of a killed one").touch()
+    with checkpoint.written_whole(out) as folder:
+        (folder / "train.en").touch()
+        with pytest.raises(prepare.InputError, match=f"{out} is being written by another process: name another f"):
+            checkpoint.written_whole(out).__enter__()
+    assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
+
+
+@pytest.mark.parametrize("step", ["mkdir", "flock"])
+def test_the_other_finishes_while_the_second_begins(tmp_path, monkeypatch, step):
+    """Before the second makes its hidden folder, or when it has opened the first one's."""
+    out, partial = tmp_path / "out", tmp_path / ".partial-out"
+
+    def finish():
+        partial.mkdir(exist_ok=True)
+        (partial / "train.en").touch()
+        partial.rename(out)
+
+    module, name, original = {
+        "mkdir": (checkpoint.Path, "mkdir", checkpoint.Path.mkdir),
+        "flock": (checkpoint.fcntl, "flock", checkpoint.fcntl.flock),
+    }[step]
+
+    def with_another(*args, **options):
+        monkeypatch.undo()
+        finish()
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, name, with_another)
+    with pytest.raises(prepare.InputError, match="exists already|is being written"):
+        checkpoint.written_whole(out).__enter__()
+    assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
+
+
 def test_a_server_that_sends_nothing(serve, tmp_path):
     archive, asked = serve(b"x" * 100, piece=0)
     with pytest.raises(

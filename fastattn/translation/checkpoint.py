@@ -158,26 +158,50 @@ def _writable(path: Path) -> Iterator[None]:
 def written_whole(final: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``final`` when all is written.
 
-    It has a hidden name until then, and reaches the disk before it is renamed.
+    It has a hidden name until then, and reaches the disk before it is renamed. One process at a time writes it.
 
     Raises:
-        InputError: ``final`` exists, or cannot be written. Nothing is left then.
+        InputError: ``final`` exists, or cannot be written, or is being written by another process. Nothing of this one
+            is left then.
     """
     expect_absent(final)
     partial = final.with_name(f"{PARTIAL}{final.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            _flush(path)
-        partial.rename(final)
-        _flush(final.parent)
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
+    with contextlib.ExitStack() as stack:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_held(partial))
+        except BlockingIOError:
+            raise InputError(f"{final} is being written by another process: name another folder") from None
+        except OSError as error:
             raise InputError(f"cannot write {final}: {error.strerror or error}") from None
-        raise
+        try:
+            expect_absent(final)  # which another process may have finished meanwhile
+            for left_behind in partial.iterdir():
+                left_behind.unlink()
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _flush(path)
+            partial.rename(final)
+            _flush(final.parent)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise InputError(f"cannot write {final}: {error.strerror or error}") from None
+            raise
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The kernel's lock of the folder itself; raises BlockingIOError where another process has it, or had it and has
+    renamed the folder since."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())):
+            raise BlockingIOError
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
