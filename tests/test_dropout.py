@@ -252,7 +252,7 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
 @pytest.mark.representative
 def test_every_operation_drops_the_same_elements(backend):
     """softmax_dropout then a product drops what fused attention drops; both drop what dropout_mask says."""
-    b, h, n = 2, 3, 70
+    b, h, n = 2, 3, 40 if interpreted(backend) else 70
     seed = SEED.repeat_interleave(2)[::2]  # any strides
     zeros = torch.zeros(b, h, n, n)
     kept = dropout_mask((b, h, n, n), 0.4, SEED)

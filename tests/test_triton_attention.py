@@ -178,7 +178,7 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
         {},
         pytest.param({"window": (200, 0), "lower_right": True}, marks=pytest.mark.slow),
         pytest.param(
-            {"attn_mask": lambda: torch.randn(1, 4, 1, 300).masked_fill(torch.rand(4, 1, 300) < 0.5, -math.inf)},
+            {"attn_mask": lambda: torch.randn(1, 2, 1, 300).masked_fill(torch.rand(2, 1, 300) < 0.5, -math.inf)},
             marks=pytest.mark.slow,
         ),
         pytest.param({"seed": SEED, "p": 0.3}, marks=pytest.mark.slow),
@@ -188,7 +188,7 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
 def test_splits_of_the_keys_merge(options, dtype, monkeypatch):
     """Few queries against many keys: each program takes a split of the keys, which may be empty."""
     monkeypatch.setattr(tiles, "num_splits", lambda programs, key_tiles, device: 3)
-    query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((4, 5, 32), (2, 300, 32), (2, 300, 24)))
+    query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((2, 5, 32), (1, 300, 32), (1, 300, 24)))
     lengths = torch.tensor([300, 0, 130])
     key[2, :, 130:] = math.nan
     value[2, :, 130:] = math.nan
@@ -271,13 +271,13 @@ def test_tensor_descriptors(options, sizes, described):
 )
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
     """The gradients through descriptors are those through pointers, whatever the strides of the output's gradient."""
-    query, key, value = (torch.randn(2, 4, n, 64).bfloat16() for n in (80, 150, 150))
+    query, key, value = (torch.randn(1, 2, n, 64).bfloat16() for n in (80, 150, 150))
     settings = None, None, None, 0.125, 80, 150, False, 0
     grad = {
-        "heads within rows": lambda: torch.randn(2, 80, 4, 64).bfloat16().transpose(1, 2),
-        "one for all heads": lambda: torch.randn(2, 1, 80, 64).bfloat16().expand(2, 4, 80, 64),
-        "odd rows": lambda: torch.randn(2, 4, 80, 65).bfloat16()[..., 1:],
-        "every other column": lambda: torch.randn(2, 4, 80, 128).bfloat16()[..., ::2],
+        "heads within rows": lambda: torch.randn(1, 80, 2, 64).bfloat16().transpose(1, 2),
+        "one for all heads": lambda: torch.randn(1, 1, 80, 64).bfloat16().expand(1, 2, 80, 64),
+        "odd rows": lambda: torch.randn(1, 2, 80, 65).bfloat16()[..., 1:],
+        "every other column": lambda: torch.randn(1, 2, 80, 128).bfloat16()[..., ::2],
     }[layout]()
     with strict():
         out, _, stats = attention(query, key, value, *settings)

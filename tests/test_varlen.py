@@ -83,7 +83,7 @@ def test_window_0_is_causal(backend):
 def test_seqused_k(backend, options):
     """Only the first seqused_k keys of each sequence take part; the diagonal ends at the last of them."""
     used = torch.tensor([3, 4, 40, 0, 16], dtype=torch.int32)
-    query, key, value = packed(QUERIES, 4, 16), packed(KEYS, 2, 16), packed(KEYS, 2, 16)
+    query, key, value = packed(QUERIES, 2, 16), packed(KEYS, 1, 16), packed(KEYS, 1, 16)
     starts = boundaries(KEYS)[:-1]
     for start, length, n in zip(starts, KEYS, used, strict=True):
         key[start + n : start + length] = math.nan
