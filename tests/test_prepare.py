@@ -377,7 +377,7 @@ def test_the_other_finishes_while_the_second_begins(tmp_path, monkeypatch, step)
         return original(*args, **options)
 
     monkeypatch.setattr(module, name, with_another)
-    with pytest.raises(prepare.InputError, match="exists already|is being written"):
+    with pytest.raises(prepare.InputError, match=r"exists already|is being written"):
         checkpoint.written_whole(out).__enter__()
     assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
 
