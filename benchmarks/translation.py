@@ -246,14 +246,16 @@ def record(runs: dict[str, dict[str, Any]]) -> None:
 
 def table(recorded: list[dict[str, Any]]) -> str:
     """A row for each run on each machine."""
-    head = ["processor", "model", "loss", "precision", "minutes", "updates", "target tokens/s", "validation loss"]
-    rows = [[*head, "greedy BLEU", "measured"]]
+    head = ["processor", "model", "loss", "precision", "minutes", "updates", "target tokens/s", "beside torch"]
+    rows = [[*head, "validation loss", "greedy BLEU", "measured"]]
     for data in recorded:
+        torchs = data["runs"].get("torch", {}).get("tokens_per_second")
         rows += [
             [
                 report.processor(data["machine"]), f"`{NAMES[kind]}`", run["loss"], run["precision"],
                 f"{run['minutes']:g}", str(run["updates"]), f"{run['tokens_per_second']:.0f}",
-                f"{run['valid_loss']:.2f}", f"{run['bleu']:.1f}", run["date"][:10],
+                f"{run['tokens_per_second'] / torchs:.2f}x" if torchs else "", f"{run['valid_loss']:.2f}",
+                f"{run['bleu']:.1f}", run["date"][:10],
             ]
             for kind, run in sorted(data["runs"].items())
         ]  # fmt: skip

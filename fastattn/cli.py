@@ -136,11 +136,13 @@ def _n_best_lines(found: list[list[Any]], first: int) -> str:
 def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.data import ParallelText, read_parallel, training_sources
+    from fastattn.translation.errors import require
     from fastattn.translation.evaluate import held_out, scores
     from fastattn.translation.sanity import evaluation_warnings, overlap_warnings
     from fastattn.translation.search import translate
 
     search, dtype = _search(options)
+    require("sacrebleu")  # before anything is translated
     sources, references = read_parallel(*options.test)
     model, tokenizer = _load(options, dtype)
     trained_on = training_sources(options.model, tokenizer)
@@ -152,7 +154,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
         checkpoint.write_file(Path(options.output), "".join(f"{line}\n" for line in translations).encode())
-    _warn(options, *evaluation_warnings(sources, translations, references))
+    _warn(options, *evaluation_warnings(sources, translations, references, text))
     found = scores(translations, references)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
     if options.json:

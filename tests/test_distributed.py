@@ -28,7 +28,7 @@ from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID
-from fastattn.translation.train import Trainer, TrainingConfig, dropout_seeds, read_metrics, train
+from fastattn.translation.train import Trainer, TrainingConfig, _configured, dropout_seeds, read_metrics, train
 
 VERSES = Path(fastattn.__file__).parent / "verses"
 STEPS = 3
@@ -334,6 +334,26 @@ def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
     assert err.count("an update of 3 micro-batches cannot be divided among 2 processes") == 1
     finish(torchrun(1, train_arguments(files, broken, *options, "--max-steps", 5, "--resume")))
     assert checkpoint.newest(broken).name == "step-00000005"
+
+
+@pytest.mark.parametrize(("said", "processes", "parts"), [({}, 2, 2), ({"micro_batches": 4}, 2, 4), ({}, 1, 1)])
+def test_a_file_may_say_how_an_update_is_divided(config, tmp_path, said, processes, parts):
+    content = json.loads(config.read_text())
+    content["training"] = {**content["training"], "precision": "fp32", **said}
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(content))
+    assert _configured(None, given, None, {}, processes)[1].micro_batches == parts
+
+
+def test_the_file_of_a_run_of_one_process_is_not_another_run_on_two(config, tmp_path):
+    """Another number of parts has other batches and other dropout: it is asked for, by --accumulate."""
+    content = json.loads(config.read_text())
+    content["training"]["micro_batches"] = 1
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"an update of 1 micro-batches cannot be divided among 2 .* --accumulate"):
+        _configured(None, given, None, {}, 2)
+    assert _configured(None, given, 1, {}, 2)[1].micro_batches == 2
 
 
 @pytest.mark.slow

@@ -95,8 +95,8 @@ COMMAND_LINES = [
 
 @pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
 def test_commands_are_understood(page, line):
-    """They parse, with the options that the page shows."""
-    assert fastattn_command.parser().parse_args(shlex.split(line)).command in COMMANDS
+    """With the options that the page shows, and together."""
+    assert fastattn_command.parse(shlex.split(line)).command in COMMANDS
 
 
 def test_the_commands_page_names_and_shows_them():

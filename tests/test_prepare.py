@@ -26,7 +26,7 @@ from test_cli import failure, snapshot
 import fastattn
 import fastattn_command as cli
 import hours
-from fastattn.translation import checkpoint, prepare
+from fastattn.translation import checkpoint, config, prepare
 from fastattn.translation.data import read_lines, read_parallel
 from fastattn.translation.train import read_metrics
 
@@ -415,6 +415,7 @@ SMALL = {
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--preset base": "--config small.json",
     "--preset big": "--config small.json",
+    "--config big-fr.json": "--config small.json",
 }
 
 
@@ -452,9 +453,17 @@ def test_the_road_of_the_page(archives, tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         if "fastattn evaluate" in command:
             assert "the kind that the paper reports" in done.stdout
-    for run in ("base", "big"):
+    for run in ("base", "big", "big-fr"):
         assert read_metrics(tmp_path / run)[-1]["step"] == 20
         assert checkpoint.updates(tmp_path / f"{run}-average") == 20
+
+
+def test_the_file_of_the_page_is_the_papers_big_model_of_french():
+    """Section 6.1 and the note on Table 2: a dropout of 0.1 in the place of 0.3."""
+    (block,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    model, training = config.from_json(block)
+    assert model == config.TransformerConfig.preset("big", 32_000, dropout=0.1)
+    assert training == config.TrainingConfig.of_preset("big")
 
 
 def test_every_hour_of_the_page_is_a_prediction():

@@ -32,10 +32,15 @@ def warned(train, valid, tokenizer):
     return training_warnings(zip(*train, strict=True), valid, ParallelText.encoded(tokenizer, *train), tokenizer)
 
 
+def evaluated(sources, translations, references, tokenizer):
+    text = ParallelText.encoded(tokenizer, sources, references)
+    return evaluation_warnings(sources, translations, references, text)
+
+
 def test_the_enclosed_corpus_is_sane(corpus, tokenizer):
     assert warned(*corpus, tokenizer) == []
     (sources, targets), _ = corpus
-    assert evaluation_warnings(sources, targets[1:] + targets[:1], targets) == []
+    assert evaluated(sources, targets[1:] + targets[:1], targets, tokenizer) == []
 
 
 def overlap(train, valid):
@@ -154,10 +159,17 @@ def test_a_line_longer_than_training_has_them(tokenizer):
     assert translation_warnings([*long[:1], "x" * 200], 1, tokenizer) == []
 
 
-def test_translations_in_the_language_of_their_sources(corpus):
+def test_translations_in_the_language_of_their_sources(corpus, tokenizer):
     (english, spanish), _ = corpus
-    (copying,) = evaluation_warnings(english, english[1:] + english[:1], spanish)
+    (copying,) = evaluated(english, english[1:] + english[:1], spanish, tokenizer)
     assert copying.startswith("the translations have more words of the sources than of the references")
+
+
+def test_pairs_that_the_perplexity_leaves_out(corpus, tokenizer):
+    (english, spanish), _ = corpus
+    references = [*spanish[:2], "", spanish[3] * 100, *spanish[4:]]
+    (warning,) = evaluated(english, spanish, references, tokenizer)
+    assert f"leave out 2 of {len(english)} test pairs, the first in line 3: a side is empty or longer than" in warning
 
 
 def test_the_cost_is_linear_in_the_lines(corpus, tokenizer):

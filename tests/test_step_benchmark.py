@@ -53,3 +53,17 @@ def test_padded_batches_have_the_loss_of_packed_ones(step):
     for loss, nll, correct in (packed, step.PaddedLoss(model, 0.1)(batch, None)):
         found.append((loss.detach(), nll, correct, *torch.autograd.grad(loss, list(model.parameters()))))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)  # float32 sums of 16 tokens, of size 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "products", "words"),
+    [
+        (1.5, None, ""),
+        (1.4, 0.5, "; 50% of ours are matrix products"),
+        (1.2, 0.8, "; 80% of ours are matrix products, which does for the floor of 1.4"),
+        (1.2, 0.79, "; 79% of ours are matrix products; misses the floor of 1.4"),
+        (1.2, None, "; misses the floor of 1.4"),
+    ],
+)
+def test_a_floor_that_is_missed_is_named(step, ratio, products, words):
+    assert step.judged("bf16", ratio, products) == words

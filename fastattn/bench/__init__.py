@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
     if args.output:
-        found[0].write(args.output)
+        found[0].beside(None).write(args.output)  # without what was disturbed
     if args.plot:
         plots.save(plots.picture(found), args.plot)
     elif args.sources:

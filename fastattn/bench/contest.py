@@ -35,7 +35,11 @@ OTHERS = 0.10
 """The share of the processors that other programs may take of a measurement: half of its rounds do not count anyway."""
 
 SPREAD = 0.30
-"""How far apart the quartiles of the ratio to torch may be, relative to its median; on a quiet machine 5 % is usual."""
+"""How far apart the quartiles of a ratio may be, relative to its median; on a quiet machine 5 % is usual."""
+
+LESS_THAN_LEFT = 0.98
+"""How much less than its share of the plain case's arithmetic a case's time may be, in 3 of 4 samples: keys that are
+skipped leave more of the cache to the others."""
 
 IMPLAUSIBLE = {"arithmetic": 1.1, "copy": 10.0}
 """Shares of a limit beyond which it was the limit that was disturbed. A copy into fresh memory, which pays for its page
@@ -160,28 +164,34 @@ def summarise(case: Case, timing: Timing) -> Result:
     limit = max((name for name in bounds if bounds[name] > VISIBLE_LIMIT), key=bounds.__getitem__, default="")
     rivals = [name for name in timing.samples if name not in ("ours", "plain", *bounds)]
     ratios = {name: timing.ratio(name, "ours") for name in rivals}
-    fraction = timing.ratio(limit, "ours") if limit else None
-    disturbed = disturbance(timing, ratios["torch"])
-    if fraction and not disturbed and fraction.median > IMPLAUSIBLE[limit]:
-        disturbed = f"{limit}, the limit, took {fraction.median:.1f} times as long as ours"
-    return Result(
+    result = Result(
         name=case.name,
         seconds={name: timing.seconds(name) for name in timing.samples},
         ratios=ratios,
-        fraction=fraction,
+        fraction=timing.ratio(limit, "ours") if limit else None,
         limited_by=limit,
         own=timing.ratio("ours", "plain") if "plain" in timing.samples else None,
         floor=case.floor,
-        disturbed=disturbed,
     )
+    return replace(result, disturbed=disturbance(result, timing.others, case.left))
 
 
-def disturbance(timing: Timing, ratio: Ratio) -> str:
-    """What disturbed a measurement, or "": other programs at work, or samples of our ratio to torch that disagree."""
-    if by_others := disturbed_by(timing.others):
+def disturbance(result: Result, others: float | None = None, left: float = 0.0) -> str:
+    """What disturbed a measurement, or "": other programs at work, samples that disagree, or a figure that cannot be.
+
+    Args:
+        others: the share of the processors that other programs took.
+        left: of the arithmetic of the case without its features, what they leave.
+    """
+    if by_others := disturbed_by(others):
         return by_others
-    if ratio.high - ratio.low > SPREAD * ratio.median:
-        return f"quartiles of the ratio to torch: {ratio.low:.2f} and {ratio.high:.2f}"
+    for peer, ratio in (("torch", result.ratios["torch"]), ("our time without the features", result.own)):
+        if ratio and ratio.high - ratio.low > SPREAD * ratio.median:
+            return f"quartiles of the ratio to {peer}: {ratio.low:.2f} and {ratio.high:.2f}"
+    if result.own and result.own.high < LESS_THAN_LEFT * left:
+        return f"{left:.0%} of the arithmetic took {result.own.median:.0%} of our time without the features"
+    if result.fraction and result.fraction.median > IMPLAUSIBLE[result.limited_by]:
+        return f"{result.limited_by}, the limit, took {result.fraction.median:.1f} times as long as ours"
     return ""
 
 
@@ -194,7 +204,7 @@ def failures(result: Result, baseline: Result | None = None) -> list[str]:
     """What of its floor, and of the ratio recorded before on a machine of this kind, `result` does not reach."""
     found = []
     floor, torch_ratio = result.floor, result.ratios["torch"].median
-    if floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
+    if floor.both and floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
         found.append(f"{result.fraction.median:.0%} of the limit ({result.limited_by}), at least {floor.fraction:.0%}")
     if floor.ratio is not None and torch_ratio < (least := attainable_ratio(result)):
         found.append(f"{torch_ratio:.2f} times as fast as torch, at least {least:.2f}")

@@ -137,7 +137,7 @@ class TrainingConfig:
         batch_tokens: tokens a side of an update, at most (section 5.1); its parts have equal shares of it, and a
             sentence that is longer than a share is a part of its own.
         micro_batches: parts of an update, each a packed batch with dropout of its own. They are computed by several
-            processes, or one after the other. A new run of 1 has one a process.
+            processes, or one after the other. None: one a process; a run's own configuration has their number.
         warmup, rate: of the schedule.
         label_smoothing: probability spread over all pieces (section 5.4).
         clip_norm: the largest norm of the gradient; a longer one is scaled down. None: whatever it is, as in the paper.
@@ -154,7 +154,7 @@ class TrainingConfig:
 
     preset: str = "base"
     batch_tokens: int = 25_000
-    micro_batches: int = 1
+    micro_batches: int | None = None
     warmup: int = 4000
     rate: float = 1.0
     label_smoothing: float = 0.1
@@ -170,7 +170,7 @@ class TrainingConfig:
     def __post_init__(self):
         for name in ("batch_tokens", "micro_batches", "warmup", "max_steps", "save_every", "bleu_every", "keep"):
             value = getattr(self, name)
-            optional = name == "bleu_every" and value is None
+            optional = name in ("micro_batches", "bleu_every") and value is None
             self._expect(name, optional or _is_size(value), SIZE)
         for name in ("rate", "clip_norm", "max_minutes"):
             value = getattr(self, name)
@@ -183,7 +183,7 @@ class TrainingConfig:
             self._expect(name, isinstance(getattr(self, name), str), "a name")
         self._expect(
             "batch_tokens",
-            self.batch_tokens >= self.micro_batches,
+            self.micro_batches is None or self.batch_tokens >= self.micro_batches,
             f"at least one for each of the {self.micro_batches} parts of an update",
         )
 

@@ -76,9 +76,16 @@ def overlap_warnings(sources: list[str], tokenizer: Tokenizer, training: Sentenc
     return _overlap(training.hold(tokenizer.encode(sources)), "test")
 
 
-def evaluation_warnings(sources: list[str], translations: list[str], references: list[str]) -> list[str]:
-    """What is suspicious in translations beside their references."""
+def evaluation_warnings(
+    sources: list[str], translations: list[str], references: list[str], text: ParallelText
+) -> list[str]:
+    """What is suspicious in translations beside their references, which ``text`` holds encoded with their sources."""
     found = [*_pairing((sources, references), "test"), *_encoding((sources, references), "test")]
+    if text.left_out:
+        found.append(
+            f"perplexity and accuracy leave out {text.left_out} of {len(sources)} test pairs, the first in line "
+            f"{text.first_left_out}: a side is empty or longer than {MAX_TRAINING_PIECES} pieces"
+        )
     if _fit(sources, translations) > _fit(references, translations):
         found.append(
             "the translations have more words of the sources than of the references: "

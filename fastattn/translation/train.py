@@ -81,6 +81,7 @@ class Trainer:
         self.config = config
         self.world = world or World(0, 1, model.output.weight.device)
         self.device = self.world.device
+        self.micro_batches = config.micro_batches or self.world.size
         self.shard = shard
         self.step, self.epoch, self.place = 0, 0, 0  # updates done; where the next batch is
         self._batches: Iterator[tuple[int, int, Tensor]] | None = None
@@ -149,15 +150,15 @@ class Trainer:
         """
         config, world = self.config, self.world
         if self._batches is None:
-            budget = config.batch_tokens // config.micro_batches
+            budget = config.batch_tokens // self.micro_batches
             self._batches = self.text.epochs(budget, config.seed, self.epoch, self.place)
-        parts = list(itertools.islice(self._batches, config.micro_batches))
+        parts = list(itertools.islice(self._batches, self.micro_batches))
         self.epoch, self.place, _ = parts[-1]
         self.step, self.place = self.step + 1, self.place + 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step)
         tokens = sum(int(self.text.targets.lengths_of(index).sum()) for _, _, index in parts)
-        *first, last = range(world.rank, config.micro_batches, world.size)
+        *first, last = range(world.rank, self.micro_batches, world.size)
         sums = torch.zeros(6, dtype=torch.float64, device=self.device)
         for number in first:
             with distributed.unsummed(self.loss):
@@ -351,7 +352,7 @@ def _configured(
         model = TransformerConfig.preset(preset, PRESETS[preset].vocab_size if vocab_size is None else vocab_size)
     if accumulate is not None:
         changes["micro_batches"] = _at_least_one(accumulate) * processes
-    elif training.micro_batches == 1:
+    elif training.micro_batches is None:
         changes["micro_batches"] = processes
     training = dataclasses.replace(training, **changes)
     training = dataclasses.replace(training, precision=precisions.resolve(training.precision))
@@ -388,10 +389,11 @@ def _at_least_one(accumulate: int) -> int:
 
 
 def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
-    if training.micro_batches % processes:
+    parts = training.micro_batches or processes
+    if parts % processes:
         raise InputError(
-            f"an update of {training.micro_batches} micro-batches cannot be divided among {processes} processes: "
-            f"expected a number of processes that divides {training.micro_batches}, or for a new run --accumulate"
+            f"an update of {parts} micro-batches cannot be divided among {processes} processes: expected a number of "
+            f"processes that divides {parts}, or for a new run --accumulate"
         )
     return training
 
@@ -432,7 +434,7 @@ class _Run:
         self.text_digest, self.valid_digest = text_digest, valid_digest
         self.config, self.world = trainer.config, trainer.world
         self.valid_pairs = valid_pairs
-        batches = valid.batches(self.config.batch_tokens // self.config.micro_batches)
+        batches = valid.batches(self.config.batch_tokens // trainer.micro_batches)
         share = itertools.islice(batches, self.world.rank, None, self.world.size)
         self.valid = [valid.batch(index).to(trainer.device) for index in share]
         self.best_loss, self.best_step = math.inf, 0
@@ -597,7 +599,7 @@ class _Progress:
         until = f"{config.max_steps} updates"
         if config.max_minutes is not None:
             until += f" or {config.max_minutes:g} min"
-        parts = f" in {config.micro_batches} parts" if config.micro_batches > 1 else ""
+        parts = f" in {run.trainer.micro_batches} parts" if run.trainer.micro_batches > 1 else ""
         own = ""
         if run.trainer.shard:
             held = sum(distributed.local(p).numel() for p in run.trainer.model.parameters())
