@@ -316,7 +316,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
     command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 1)")
-    command.add_argument("--output", type=Path, metavar="FILE", help="write a result file")
+    command.add_argument("--output", type=Path, metavar="FILE", help="write a result file, of what was not disturbed")
     command.add_argument(
         "--from",
         dest="sources",

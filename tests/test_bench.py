@@ -837,6 +837,22 @@ def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsy
     assert report.Report.read(output).limits == {"float32": 200.0, "bfloat16": None}
 
 
+def test_the_output_leaves_out_what_was_disturbed(monkeypatch, capsys, tmp_path):
+    """The rows say so."""
+    monkeypatch.setattr(limits, "measure", lambda: {"float32": 100.0, "bfloat16": None})
+    monkeypatch.setattr(
+        contest,
+        "run",
+        lambda case, **options: replace(
+            result(2.0), name=case.name, disturbed="by a neighbour" if case.dtype == torch.bfloat16 else ""
+        ),
+    )
+    output = tmp_path / "results.json"
+    assert bench.main(fastattn_command.parse(["bench", "--filter", "1x64 32 keys", "--output", str(output)])) == 0
+    assert "disturbed" in capsys.readouterr().out
+    assert list(report.Report.read(output).results) == ["attention float32 1x8x1x64 32 keys forward"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"results": [1]}', '{"machine": {}, "results": []}'])
 def test_a_file_that_is_no_result_file_is_named(tmp_path, text):
     path = tmp_path / "results.json"

@@ -166,6 +166,13 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(run):
     assert (process.returncode, err) == (128 + signal.SIGPIPE, "")
 
 
+def test_evaluate_asks_for_sacrebleu_before_it_translates(run, small, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    monkeypatch.setattr("fastattn.translation.search.translate", lambda *args: pytest.fail("translated"))
+    monkeypatch.setattr("fastattn.translation.evaluate.held_out", lambda *args: pytest.fail("computed a perplexity"))
+    assert "sacrebleu" in failure(["evaluate", run, "--test", *small], capsys)
+
+
 def test_evaluate(run, small, tmp_path, capsys):
     arguments = ["evaluate", str(run), "--test", *small, "--beam", "1", "--output", str(tmp_path / "hypotheses")]
     assert cli.main(arguments) == 0

@@ -85,7 +85,7 @@ class Case:
 
     @property
     def left(self) -> float:
-        """The share of the plain case's arithmetic that the features leave."""
+        """The share of the plain case's arithmetic that the features leave; 0 where none is counted."""
         return self.flops / self.plain.flops if self.plain.flops else 0.0
 
     @property
