@@ -47,10 +47,10 @@ FLOORS, ENOUGH_PRODUCTS = {"bf16": 1.4, "fp32": 1.15}, 0.8
 PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("fastattn_cpu::attention", "fastattn_cpu::varlen_attention"),
+    "softmax and sums of the loss": ("fastattn_cpu::softmax_dropout",),
     "dropout, residual, LayerNorm": ("fastattn_cpu::",),
     "copies, most of them casts of autocast's": ("aten::copy_", "aten::cat"),
     "Adam": ("aten::_fused_adam_",),
-    "softmax and sums of the loss": ("aten::_softmax", "aten::softmax", "aten::amax", "aten::mean", "aten::gather"),
     "embeddings": ("aten::embedding", "aten::index_select"),
 }
 REST = "other elementwise operations, Python"

@@ -297,28 +297,30 @@ def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_smoothed_loss(monkeypatch, smoothing, with_bias):
-    """Against torch's, and against the cross-entropy with the smoothed distribution written out; in two parts, of
-    several blocks each."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_smoothed_loss(monkeypatch, dtype, smoothing, with_bias):
+    """Against torch's in float64, and against the cross-entropy with the smoothed distribution written out; in two
+    parts."""
     monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 0)
-    monkeypatch.setattr("fastattn.translation.evaluate.CACHED", 1100)
     labels = torch.randint(0, 11, (700,))
     operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
-    operands = [tensor.double().requires_grad_() for tensor in operands]
+    given, operands = ([tensor.to(of).requires_grad_() for tensor in operands] for of in (dtype, torch.float64))
     logits = F.linear(*operands)
-    loss, nll, correct = smoothed_loss(*operands, *([] if with_bias else [None]), labels, smoothing, PAD_ID)
+    loss, nll, correct = smoothed_loss(*given, *([] if with_bias else [None]), labels, smoothing, PAD_ID)
     wanted = F.cross_entropy(logits, labels, ignore_index=PAD_ID, label_smoothing=smoothing, reduction="sum")
     kept = labels != PAD_ID
-    target = (1 - smoothing) * F.one_hot(labels, 11) + smoothing / 11
+    target = (1 - smoothing) * F.one_hot(labels, 11).double() + smoothing / 11
     by_hand = -(target * logits.log_softmax(-1))[kept].sum()
     plain = F.cross_entropy(logits[kept], labels[kept], reduction="sum")
-    # Ours has a float32 softmax: log-probabilities of order 10, at 2**-24.
+    # Log-probabilities of order 10, and gradients that are sums of 700 products of order 1.
+    eps = torch.finfo(dtype).eps
     for value, exact in ((loss, wanted), (loss, by_hand), (nll, plain)):
-        torch.testing.assert_close(value, exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(value, exact, rtol=10 * eps, atol=0)
     assert correct == (logits.argmax(-1) == labels)[kept].sum()
-    ours, exact = (torch.autograd.grad(value / 700, operands) for value in (loss, wanted))
-    for gradient, wanted_gradient in zip(ours, exact, strict=True):
-        torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(loss / 700, given)
+    for gradient, exact in zip(ours, torch.autograd.grad(wanted / 700, operands), strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), exact, rtol=100 * eps, atol=10 * eps)
     assert ours[0][~kept].abs().max() == 0
 
 
@@ -337,6 +339,48 @@ def test_smoothed_loss_under_autocast():
     torch.testing.assert_close(loss.float(), wanted, rtol=2**-8, atol=0)
     for gradient, wanted_gradient in zip(ours, exact, strict=True):
         assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
+
+
+@pytest.mark.parametrize(("mean", "sharpness"), [(0, 1), (1, 1), (1, 4)])
+def test_smoothed_loss_is_as_near_as_torchs(mean, sharpness):
+    """In bfloat16, against float64; of pieces that are nobody's label too, whose gradient is the small difference of
+    their probability and its target."""
+    features, weight = torch.randn(512, 64) + mean * torch.randn(64), torch.randn(2000, 64) * sharpness / 8
+    labels = (features @ weight.t() + 3 * torch.randn(512, 2000)).argmax(-1).clamp(min=1)
+
+    def found(dtype, loss):
+        given = [tensor.to(dtype).requires_grad_() for tensor in (features, weight)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            value = loss(*given)
+        grad_features, grad_weight = torch.autograd.grad(value, given)
+        unseen = grad_weight[1:].clone()
+        unseen[labels - 1] = 0
+        return [tensor.detach().double() for tensor in (value, grad_features, grad_weight, unseen)]
+
+    def torchs(x, w):
+        return F.cross_entropy(F.linear(x, w), labels, label_smoothing=0.1, reduction="sum")
+
+    exact, peer = found(torch.float64, torchs), found(torch.float32, torchs)
+    ours = found(torch.float32, lambda x, w: smoothed_loss(x, w, None, labels, 0.1, PAD_ID)[0])
+    for value, of_torch, wanted in zip(ours, peer, exact, strict=True):
+        assert (value - wanted).norm() <= 2 * (of_torch - wanted).norm() + 1e-6 * wanted.norm()
+
+
+def test_smoothed_loss_of_labels_without_probability():
+    """A thousand nats below the best: its probability is 0 in any format, its loss is not."""
+    features, weight = torch.eye(2, requires_grad=True), torch.tensor([[0.0, 0.0], [1000.0, 0.0], [0.0, 1000.0]])
+    loss, nll, correct = smoothed_loss(features, weight, None, torch.tensor([2, 2]), 0.0, PAD_ID)
+    assert [loss.item(), nll.item(), correct.item()] == [1000.0, 1000.0, 1.0]
+    assert torch.autograd.grad(loss, features)[0].tolist() == [[1000.0, -1000.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_smoothed_loss_that_is_not_finite(value):
+    """Says so, instead of a number that looks like a loss: a run ends there."""
+    weight = torch.randn(11, 6)
+    weight[3, 2] = value
+    loss, _, _ = smoothed_loss(torch.randn(4, 6).abs(), weight, None, torch.tensor([3, 4, 5, 6]), 0.1, PAD_ID)
+    assert not loss.isfinite()
 
 
 def test_smoothed_loss_reads_no_row_of_padding():
@@ -372,7 +416,7 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_loss_holds_the_logits_of_a_few_rows(dtype, monkeypatch):
-    """Nothing of the vocabulary's size for all tokens: a block of logits at a time, and 65 rows in float32."""
+    """Nothing of the vocabulary's size for all tokens: a part of the logits at a time, and of their softmax."""
     tokens, pieces = 2400, 8000
     monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 2**24)
     features, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(pieces, 32, requires_grad=True)
@@ -382,9 +426,9 @@ def test_the_loss_holds_the_logits_of_a_few_rows(dtype, monkeypatch):
         loss.backward()
     rows = 2**24 // (pieces * dtype.itemsize)
     assert rows < tokens / 2
-    large = [size for size in made.sizes if size > 65 * pieces]
-    assert large == [min(rows, tokens - first) * pieces for first in range(0, tokens, rows)]
-    assert max(size for size in made.sizes if size not in large) == 65 * pieces
+    parts = [min(rows, tokens - first) for first in range(0, tokens, rows)]
+    large = [size for size in made.sizes if size > 32 * pieces]
+    assert large == [part * pieces for part in parts for _ in ("logits", "softmax")]
 
 
 def test_smoothed_loss_waits_for_no_gpu():

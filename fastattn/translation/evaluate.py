@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastattn.backends.common import stat_dtype
+from fastattn.ops.softmax_dropout import softmax_dropout_op
 from fastattn.translation.data import Batch
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
-# Bytes of logits made at a time. For each such part the weight's gradient is read and written once more.
-LOGIT_BYTES = 2**27
-# Elements of them that a CPU takes through the softmax at a time: float32 that its cache holds over the passes.
-CACHED = 2**19
+# Bytes of logits made at a time, and of their softmax. Each such part reads and writes the weight's gradient once more.
+LOGIT_BYTES = 2**26
 COMPOUND = re.compile(r"(\S)-(\S)")
 
 
@@ -32,8 +32,8 @@ def smoothed_loss(
     """Label-smoothed cross-entropy (section 5.4) of the logits ``linear(features, weight, bias)``.
 
     The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
-    ``torch.nn.functional.cross_entropy``. The logits exist a few rows at a time, in the dtype that autocast gives them;
-    their softmax is float32.
+    ``torch.nn.functional.cross_entropy``. The logits exist a few rows at a time, in the dtype that autocast gives them,
+    as does their softmax, which is computed in float32.
 
     Args:
         features: (N, d_model).
@@ -50,50 +50,59 @@ def smoothed_loss(
 
 
 class _SmoothedLoss(torch.autograd.Function):
-    """The gradients are made with the loss, rows by rows: (softmax - target distribution) times what the rows met."""
+    """The gradients are made with the loss, part by part: (softmax - target distribution) times what the rows met.
+
+    The uniform part of the target, smoothing / V on every piece, is taken from the products instead: that of all pieces
+    is a sum over ``weight``, that of all rows a sum over ``features``.
+    """
 
     @staticmethod
     def forward(ctx, features, weight, bias, labels, smoothing, pad_id, fixed_id, recorded):
         device, pieces = features.device.type, weight.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+        sums, uniform = stat_dtype(dtype), smoothing / pieces
         is_padding = labels == pad_id
         # Rows of padding are 0: they add nothing to the weight's gradient.
         x, w = features.to(dtype).masked_fill(is_padding[:, None], 0.0), weight.to(dtype)
+        b = None if bias is None else bias.to(dtype)
         wanted = recorded and any(ctx.needs_input_grad)
-        grad_features, grad_weight = torch.empty_like(x) if wanted else None, None
-        grad_bias = torch.zeros_like(bias) if wanted and bias is not None else None
+        grad_features, grad_weight, grad_bias = torch.empty_like(x) if wanted else None, None, None
         rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
-        at_once = max(1, CACHED // pieces) if device == "cpu" else 512
-        found = [torch.zeros(4, 0, device=features.device)]
+        found = []
         with torch.autocast(device, enabled=False):
             for first in range(0, max(1, len(labels)), rows):
                 part = slice(first, first + rows)
-                logits = F.linear(x[part], w, None if bias is None else bias.to(dtype))
-                blocks = (tensor.split(at_once) for tensor in (logits, labels[part, None], is_padding[part]))
-                for block, label, skipped in zip(*blocks, strict=True):
-                    scores = block.float()
-                    p = scores.softmax(-1)
-                    of_label = scores.gather(1, label)[:, 0]
-                    found.append(torch.stack((scores.amax(-1), p.amax(-1), scores.mean(-1), of_label)))
-                    if wanted:  # the logits' own takes their place
-                        p.sub_(smoothing / pieces).scatter_add_(1, label, p.new_full(label.shape, smoothing - 1))
-                        block.copy_(p)
-                        if grad_bias is not None:
-                            grad_bias += (~skipped).to(p.dtype) @ p
-                if wanted:
-                    torch.mm(logits, w, out=grad_features[part])
-                    of_part = (logits.t() @ x[part]).to(weight.dtype)
+                logits = F.linear(x[part], w, b)
+                label = torch.arange(len(logits), device=logits.device), labels[part]
+                of_label = logits[label].to(sums)
+                p, (row_max, row_sum) = _softmax(logits)
+                found.append(torch.stack((row_max, row_sum, of_label)))
+                if wanted:  # the softmax becomes the logits' gradient
+                    p[label] = ((of_label - row_max).exp() / row_sum - (1 - smoothing)).to(dtype)
+                    torch.mm(p, w, out=grad_features[part])
+                    of_part = (p.t() @ x[part]).to(weight.dtype)
                     grad_weight = of_part if grad_weight is None else grad_weight.add_(of_part)
+                    if b is not None:
+                        of_part = ((~is_padding[part]).to(dtype) @ p).to(bias.dtype)
+                        grad_bias = of_part if grad_bias is None else grad_bias.add_(of_part)
+            of_pieces = w.sum(0, dtype=sums)
+            mean = x.to(sums) @ of_pieces / pieces
+            if b is not None:
+                mean += b.mean(dtype=sums)
         if wanted:
+            grad_features = grad_features.to(features.dtype).sub_(of_pieces, alpha=uniform)
+            grad_features.masked_fill_(is_padding[:, None], 0.0)
+            grad_weight.sub_(x.sum(0, dtype=sums), alpha=uniform)
             if fixed_id is not None:
                 grad_weight[fixed_id] = 0.0
-            grad_features = grad_features.masked_fill_(is_padding[:, None], 0.0).to(features.dtype)
+            if grad_bias is not None:
+                grad_bias.sub_((~is_padding).sum(), alpha=uniform)
             ctx.save_for_backward(grad_features, grad_weight, grad_bias)
-        highest, most, mean, of_label = torch.cat(found, 1)
-        log_sum = highest - most.log()
+        row_max, row_sum, of_label = torch.cat(found, 1)
+        log_sum = row_max + row_sum.log()
         nll = log_sum - of_label
         loss = (1 - smoothing) * nll + smoothing * (log_sum - mean)
-        of_rows = torch.stack((loss, nll, of_label >= highest))
+        of_rows = torch.stack((loss, nll, of_label >= row_max))
         loss, nll, correct = of_rows.masked_fill(is_padding, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)
         return loss, nll, correct
@@ -102,6 +111,12 @@ class _SmoothedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
         return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 5
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax of each row, and each row's maximum and sum of exponentials, (2, rows)."""
+    p, statistics = softmax_dropout_op(logits[None, None], None, None, None, 1.0, *logits.shape, False, 0)
+    return p[0, 0], statistics[:, 0, 0]
 
 
 @torch.no_grad()
