@@ -28,8 +28,8 @@ PRESETS = (
 
 # What the names of benchmark cases are made of, beside numbers.
 CASES = (
-    "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 keys causal "
-    "padding by uneven lengths mask forward+backward"
+    "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 float64 keys "
+    "causal padding by uneven lengths mask forward+backward"
 )
 
 

@@ -2,6 +2,7 @@
 runs it."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import table1
 import translation
 
 from fastattn.bench import plots, report
+from fastattn.bench.cases import PATCHED, listed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -47,6 +49,19 @@ def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
     return "\n\n".join(map(section, recorded(name)))
 
 
+def of_machines() -> str:
+    """Their results side by side, and what the file of each has none of."""
+    found = reports(*MACHINES)
+    lacking = {
+        report.processor(of.machine): [
+            name for name in (*(case.name for case in listed(of.machine["isa"])), *PATCHED) if name not in of.results
+        ]
+        for of in found
+    }
+    lines = [f"- {processor}, not recorded: {', '.join(names)}." for processor, names in lacking.items() if names]
+    return "\n\n".join(filter(None, (report.comparison(found), "\n".join(lines))))
+
+
 def beside_newest_torch() -> str:
     """What each machine has recorded with it, beside what it has with the torch of all other results."""
     return "\n\n".join(
@@ -57,12 +72,11 @@ def beside_newest_torch() -> str:
 
 def tables() -> dict[tuple[str, str], str]:
     """What stands between which markers of which page."""
-    machines = reports(*MACHINES)
     performance, training = "docs/performance.md", "docs/training.md"
     return {
-        ("README.md", "speed"): report.summary(machines),
+        ("README.md", "speed"): report.summary(reports(*MACHINES)),
         ("README.md", "translation"): translation.table(recorded("translation")),
-        (performance, "machines"): report.comparison(machines),
+        (performance, "machines"): of_machines(),
         (performance, "step"): sections("step", step.section),
         (performance, "decoding"): sections("decoding", decoding.section),
         (performance, "table1"): sections("table1", table1.section),
@@ -74,28 +88,31 @@ def tables() -> dict[tuple[str, str], str]:
     }
 
 
-PICTURES: dict[str, tuple[tuple[str, ...], Callable[[], Any]]] = {  # of which files, and how
-    "speed": (MACHINES, lambda: plots.picture(reports(*MACHINES))),
-    "lengths": (("lengths-*",), lambda: plots.picture(reports("lengths-*"))),
-    "accuracy": (("accuracy-*",), lambda: accuracy.picture(newest("accuracy"))),
+PICTURES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any], Callable[[], Any]]] = {  # of which files, how, of what
+    "speed": (MACHINES, plots.picture, lambda: reports(*MACHINES)),
+    "lengths": (("lengths-*",), plots.picture, lambda: reports("lengths-*")),
+    "accuracy": (("accuracy-*",), accuracy.picture, lambda: newest("accuracy")),
     "loss": (
         ("translation-*",),
-        lambda: translation.picture(newest("translation", lambda data: len(data["runs"]) == 2)),
+        translation.picture,
+        lambda: newest("translation", lambda data: len(data["runs"]) == 2),
     ),
 }
 
 
 def source(name: str) -> str:
-    """The state of the files that a picture is drawn from, which it keeps."""
-    content = b"".join(path.read_bytes() for path in files(*PICTURES[name][0]))
+    """The state of the files that a picture is drawn from, and of the code that draws it. The picture keeps it."""
+    patterns, draw, _ = PICTURES[name]
+    content = b"".join(path.read_bytes() for path in files(*patterns))
+    content += "".join(map(inspect.getsource, (plots, draw))).encode()
     return f"benchmarks/results, SHA-256 {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def main() -> None:
     for (page, name), text in tables().items():
         report.insert(ROOT / page, name, text)
-    for name, (_, draw) in PICTURES.items():
-        plots.save(draw(), ROOT / "docs/images" / name, source(name))
+    for name, (_, draw, data) in PICTURES.items():
+        plots.save(draw(data()), ROOT / "docs/images" / name, source(name))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fastattn.bench.cases import headline
+from fastattn.bench.cases import double, headline
 
 
-@pytest.mark.parametrize("case", headline(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*headline(), *double()], ids=lambda case: case.name)
 def test_floor(gate, case):
     gate(case)

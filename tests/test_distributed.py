@@ -23,7 +23,7 @@ import fastattn
 import fastattn_command as cli
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
-from fastattn.translation.distributed import LAUNCH, REFUSED, START, _agreed_start, joined
+from fastattn.translation.distributed import LAUNCH, REFUSED, START, World, _agreed_start, joined
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
@@ -103,6 +103,26 @@ def test_an_update_in_parts(text):  # noqa: F811
             ours, wanted = ours[PAD_ID + 1 :], wanted[PAD_ID + 1 :]
         assert (ours - wanted).norm() <= 1e-5 * wanted.norm(), name
         assert not torch.equal(parameter, start[name])
+
+
+def test_a_process_reads_its_share_of_an_update(text, monkeypatch):  # noqa: F811
+    """Every second of its batches, and none of the other's."""
+    config = TrainingConfig(batch_tokens=600, micro_batches=4, warmup=1, precision="fp32")
+    make, read = type(text).batch, {}
+
+    def batch(self, index):
+        read[rank, size].append(index.tolist())
+        return make(self, index)
+
+    monkeypatch.setattr(type(text), "batch", batch)
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        read[rank, size] = []
+        trainer = Trainer(small_model(), text, config)
+        trainer.world = World(rank, size, torch.device("cpu"))
+        trainer.update()
+    whole = read[0, 1]
+    assert len(whole) == 4
+    assert [read[0, 2], read[1, 2]] == [whole[0::2], whole[1::2]]
 
 
 def test_an_update_goes_on_into_the_next_epoch(text):  # noqa: F811

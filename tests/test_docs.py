@@ -3,6 +3,7 @@ and the design list what there is."""
 
 import importlib
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_importing
 import torch
 from conftest import require_package
 from public_models import annotated, jadore, notebook
@@ -164,30 +166,78 @@ def test_tables_of_programs_have_both_ends(page):
     assert all(end == "end" for _, end in ends[1::2])
 
 
-@pytest.mark.slow
-def test_readmes_commands_run(tmp_path):
-    """The block under "Translate", as it stands, on fewer sentences and for fewer updates."""
-    block = re.search(r"## Translate\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    short = block.replace("--max-minutes 10", "--max-steps 2 --save-every 1")
-    assert short != block
-    verses = tmp_path / "fastattn/verses"
+# Lines that install, which `.ci/run` does, and that show or measure something for minutes, which `make demo` and the
+# tests of the benchmarks do.
+APART = re.compile(r"-m venv|pip install|fastattn (demo|bench)")
+# For a test: fewer updates, fewer processes, a smaller model.
+SHORTER = (
+    ("--max-minutes 10", "--max-steps 2 --save-every 1"),
+    ("--nproc-per-node 8", "--nproc-per-node 2"),
+    ("--preset base", "--preset tiny --max-steps 2"),
+)
+MADE = {
+    "README.md": [
+        *("runs/model/best", "runs/model/loss.png", "runs/model-mean", "runs/model-int8", "runs/heads.svg"),
+        *("runs/test.es", "runs/dev.es"),
+    ],
+    "docs/quickstart.md": [],
+    "docs/translate.md": [
+        *("test.es", "sampled.es", "heads.svg", "model/best", "loss.svg", "model-mean", "model-ct2", "model-int8"),
+        "imported",
+    ],
+    "docs/training.md": ["run/best"],
+    "docs/migrate.md": ["imported"],
+}
+
+
+def given_files(folder):
+    """What the pages' commands read: the verses, text of a user's own, a checkpoint of another program."""
+    verses = folder / "fastattn/verses"
     verses.mkdir(parents=True)
     for path in (ROOT / "fastattn/verses").iterdir():
         if path.suffix == ".gz":
             (verses / path.name).symlink_to(path)
         else:
             (verses / path.name).write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
-    shell = f'fastattn() {{ "{sys.executable}" -m fastattn "$@"; }}\n{short}'
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for name, source in itertools.product(("train", "dev"), (("en", "en"), ("de", "es"))):
+        text = (ROOT / f"fastattn/verses/dev.{source[1]}").read_text().splitlines(keepends=True)
+        (folder / f"{name}.{source[0]}").write_text("".join(text[: 400 if name == "train" else 8]))
+    test_importing.program("jadore", folder / "trained.chkpt")
+    (folder / "model.chkpt").symlink_to("trained.chkpt")
+    source, target = test_importing.word_files("jadore", folder)
+    (folder / "words.de").symlink_to(source)
+    (folder / "words.en").symlink_to(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", MADE)
+def test_commands_of_a_page_run(page, tmp_path):
+    """Its shell blocks one after the other in one folder, as they stand but for what makes them short."""
+    text = (ROOT / page).read_text().replace("\\\n", " ").replace("&&\n", "&& ")
+    lines = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
+    script = "\n".join(line for line in lines if not APART.search(line))
+    for long, short in SHORTER:
+        script = script.replace(long, short)
+    if "ctranslate2" in script:
+        require_package("ctranslate2")
+    given_files(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, module in (("fastattn", "fastattn"), ("torchrun", "torch.distributed.run")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{programs}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, text=True
+        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "En el principio" in done.stdout
-    runs = tmp_path / "runs"
-    made = ("model/best", "model/loss.png", "model-mean", "model-int8", "heads.svg", "test.es", "dev.es")
-    assert all((runs / name).exists() for name in made)
-    assert len((runs / "test.es").read_text().splitlines()) >= 8
+    assert ("En el principio" in done.stdout) == ("In the beginning" in script)
+    assert [name for name in MADE[page] if not (tmp_path / name).exists()] == []
+
+
+def test_every_page_with_commands_has_them_run():
+    """Those of docs/reproduce.md by a test of its own, on archives of its own (tests/test_prepare.py)."""
+    assert {page for page, _ in COMMAND_LINES} == {*MADE, "docs/reproduce.md"}
 
 
 def test_pages_show_the_recorded_results(monkeypatch):

@@ -67,8 +67,9 @@ def test_the_papers_hyper_parameters(name):
     assert (attention.head_dim, attention.value_head_dim) == (wanted["d_k"], wanted["d_v"])
     assert model.positions == ("learned" if name == "E-learned" else "sinusoidal")
     assert (training.label_smoothing, training.max_steps) == (wanted["eps_ls"], 1000 * wanted["steps"])
-    # Sections 3.4, 5.1, 5.3, 6.1: the same in every row.
+    # Sections 3.4, 5.1, 5.3, 5.4, 6.1: the same in every row.
     assert (model.tying, model.scale_embeddings, model.norm_first, model.attention_bias) == ("all", True, False, False)
+    assert (model.output_bias, model.scale_logits, model.attention_dropout, model.ffn_dropout) == (False, False, 0, 0)
     assert (training.batch_tokens, training.warmup, training.rate, training.clip_norm) == (25000, 4000, 1.0, None)
     assert training.keep == (20 if name == "big" else 5)
     # The paper gives no count in the rows that change no matrix, nor in (A), where h * d_k stays.

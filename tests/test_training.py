@@ -24,6 +24,7 @@ import pytest
 import torch
 from conftest import require
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -301,7 +302,7 @@ def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
 def test_smoothed_loss(monkeypatch, dtype, smoothing, with_bias):
     """Against torch's in float64, and against the cross-entropy with the smoothed distribution written out; in two
     parts."""
-    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 0)
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 400 * 11 * dtype.itemsize)
     labels = torch.randint(0, 11, (700,))
     operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
     given, operands = ([tensor.to(of).requires_grad_() for tensor in operands] for of in (dtype, torch.float64))
@@ -341,29 +342,37 @@ def test_smoothed_loss_under_autocast():
         assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("mean", "sharpness"), [(0, 1), (1, 1), (1, 4)])
-def test_smoothed_loss_is_as_near_as_torchs(mean, sharpness):
-    """In bfloat16, against float64; of pieces that are nobody's label too, whose gradient is the small difference of
-    their probability and its target."""
+def test_smoothed_loss_is_as_near_as_torchs(monkeypatch, mean, sharpness, smoothing):
+    """In bfloat16, against float64, in two parts; of pieces that are nobody's label too, whose gradient is the small
+    difference of their probability and its target."""
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 300 * 2000 * 2)
     features, weight = torch.randn(512, 64) + mean * torch.randn(64), torch.randn(2000, 64) * sharpness / 8
-    labels = (features @ weight.t() + 3 * torch.randn(512, 2000)).argmax(-1).clamp(min=1)
+    bias = torch.randn(2000)
+    labels = (features @ weight.t() + bias + 3 * torch.randn(512, 2000)).argmax(-1).clamp(min=1)
 
     def found(dtype, loss):
-        given = [tensor.to(dtype).requires_grad_() for tensor in (features, weight)]
+        given = [tensor.to(dtype).requires_grad_() for tensor in (features, weight, bias)]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             value = loss(*given)
-        grad_features, grad_weight = torch.autograd.grad(value, given)
-        unseen = grad_weight[1:].clone()
-        unseen[labels - 1] = 0
-        return [tensor.detach().double() for tensor in (value, grad_features, grad_weight, unseen)]
+        gradients = torch.autograd.grad(value, given)
+        unseen = [gradient[1:].index_fill(0, labels - 1, 0.0) for gradient in gradients[1:]]
+        return [tensor.detach().double() for tensor in (value, *gradients, *unseen)]
 
-    def torchs(x, w):
-        return F.cross_entropy(F.linear(x, w), labels, label_smoothing=0.1, reduction="sum")
+    def torchs(*operands):
+        return F.cross_entropy(F.linear(*operands), labels, label_smoothing=smoothing, reduction="sum")
 
     exact, peer = found(torch.float64, torchs), found(torch.float32, torchs)
-    ours = found(torch.float32, lambda x, w: smoothed_loss(x, w, None, labels, 0.1, PAD_ID)[0])
+    ours = found(torch.float32, lambda *operands: smoothed_loss(*operands, labels, smoothing, PAD_ID)[0])
     for value, of_torch, wanted in zip(ours, peer, exact, strict=True):
         assert (value - wanted).norm() <= 2 * (of_torch - wanted).norm() + 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("label", [-100, 11])
+def test_smoothed_loss_of_a_label_that_is_no_piece(label):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        smoothed_loss(torch.randn(2, 6), torch.randn(11, 6), None, torch.tensor([3, label]), 0.1, PAD_ID)
 
 
 def test_smoothed_loss_of_labels_without_probability():
@@ -379,8 +388,9 @@ def test_smoothed_loss_that_is_not_finite(value):
     """Says so, instead of a number that looks like a loss: a run ends there."""
     weight = torch.randn(11, 6)
     weight[3, 2] = value
-    loss, _, _ = smoothed_loss(torch.randn(4, 6).abs(), weight, None, torch.tensor([3, 4, 5, 6]), 0.1, PAD_ID)
+    loss, nll, _ = smoothed_loss(torch.randn(4, 6).abs(), weight, None, torch.tensor([3, 4, 5, 6]), 0.1, PAD_ID)
     assert not loss.isfinite()
+    assert not nll.isfinite()
 
 
 def test_smoothed_loss_reads_no_row_of_padding():
@@ -401,33 +411,40 @@ def test_smoothed_loss_reads_no_row_of_padding():
 
 
 class Made(TorchDispatchMode):
-    """The sizes of the tensors that operations make, views of others left out."""
+    """The sizes of the tensors that operations make, views of others left out; the most elements that those larger than
+    ``large`` had at a time."""
 
-    def __init__(self):
+    def __init__(self, large=0):
         super().__init__()
-        self.sizes = []
+        self.sizes, self.large, self.most = [], large, 0
+        self._alive = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         returned = zip(found if isinstance(found, tuple | list) else [found], function._schema.returns, strict=False)
-        self.sizes += [t.numel() for t, about in returned if isinstance(t, torch.Tensor) and not about.alias_info]
+        made = [t for t, about in returned if isinstance(t, torch.Tensor) and not about.alias_info]
+        self.sizes += [t.numel() for t in made]
+        self._alive += [(StorageWeakRef(t.untyped_storage()), t.numel()) for t in made if t.numel() > self.large]
+        self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
+        self.most = max(self.most, sum(size for _, size in self._alive))
         return found
 
 
+@pytest.mark.parametrize("most", [2**24, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_loss_holds_the_logits_of_a_few_rows(dtype, monkeypatch):
+def test_the_loss_holds_the_logits_of_a_few_rows(dtype, most, monkeypatch):
     """Nothing of the vocabulary's size for all tokens: a part of the logits at a time, and of their softmax."""
     tokens, pieces = 2400, 8000
-    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 2**24)
+    monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", most)
     features, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(pieces, 32, requires_grad=True)
     labels = torch.randint(0, pieces, (tokens,))
-    with Made() as made, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+    with Made(32 * pieces) as made, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         loss, _, _ = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
         loss.backward()
-    rows = 2**24 // (pieces * dtype.itemsize)
-    assert rows < tokens / 2
+    rows = min(most // (pieces * dtype.itemsize), tokens // 2)
     parts = [min(rows, tokens - first) for first in range(0, tokens, rows)]
-    large = [size for size in made.sizes if size > 32 * pieces]
+    large = [size for size in made.sizes if size > made.large]
+    assert made.most == 2 * rows * pieces <= tokens * pieces
     assert large == [part * pieces for part in parts for _ in ("logits", "softmax")]
 
 
@@ -1192,7 +1209,7 @@ def test_held_out_text_is_moved_to_the_model(text, monkeypatch):
 
 def test_the_loss_makes_gradients_only_where_they_are_wanted():
     """Validation has none: a tensor of the vocabulary's size less."""
-    features, weight = torch.randn(8, 4), torch.randn(30, 4, requires_grad=True)
+    features, weight = torch.randn(8, 5), torch.randn(30, 5, requires_grad=True)
     labels = torch.arange(8) + 4
     with torch.no_grad(), Made() as made:
         wanted = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)

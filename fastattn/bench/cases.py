@@ -18,7 +18,7 @@ from torch import Tensor
 import fastattn
 from fastattn.backends import native
 
-WIDTH = {torch.float32: 4, torch.bfloat16: 2}
+DTYPES = (torch.float32, torch.bfloat16)
 SWEEP_CAP = 100 * 10**9
 OVERHEAD = {False: 1e-6, True: 100e-6}
 """Seconds that a call may take longer than torch's, without and with a gradient: torch's way is in C++, ours has checks
@@ -162,7 +162,7 @@ def _attention_bytes(case: Case) -> int:
     """Forward q, k, v, out; backward those and grad_out read, three gradients written."""
     batch, heads, length, size = case.shape
     queries, keys = (6, 6) if case.backward else (2, 2)
-    return WIDTH[case.dtype] * heads * size * (queries * batch * length + keys * sum(key_lengths(case)))
+    return case.dtype.itemsize * heads * size * (queries * batch * length + keys * sum(key_lengths(case)))
 
 
 # --- row operations ---
@@ -170,16 +170,17 @@ def _attention_bytes(case: Case) -> int:
 
 def _rows_bytes(forward: int, backward: int) -> Callable[[Case], int]:
     """Bytes of an operation that passes over so many tensors of the input's size."""
-    return lambda case: WIDTH[case.dtype] * prod(case.shape) * (forward + backward * case.backward)
+    return lambda case: case.dtype.itemsize * prod(case.shape) * (forward + backward * case.backward)
 
 
 def _input(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return [random(0, *case.shape, dtype=case.dtype)], {}
 
 
-def _affine(columns: int) -> list[Tensor]:
-    """LayerNorm's weight and bias, float32 beside any input, as under autocast."""
-    return [1 + random(1, columns, dtype=torch.float32) / 8, random(2, columns, dtype=torch.float32)]
+def _affine(columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """LayerNorm's weight and bias, float32 beside a 16-bit input, as under autocast."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    return [1 + random(1, columns, dtype=dtype) / 8, random(2, columns, dtype=dtype)]
 
 
 def _softmax_dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
@@ -191,7 +192,7 @@ def _dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
 
 
 def _layer_norm_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    return [random(0, *case.shape, dtype=case.dtype), *_affine(case.shape[1])], {}
+    return [random(0, *case.shape, dtype=case.dtype), *_affine(case.shape[1], case.dtype)], {}
 
 
 def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None = None) -> Tensor:
@@ -201,7 +202,7 @@ def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tenso
 def _residual_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """The input in the case's dtype, the residual in float32, as under autocast."""
     residual = random(3, *case.shape, dtype=torch.float32)
-    return [random(0, *case.shape, dtype=case.dtype), residual, *_affine(case.shape[1])], {}
+    return [random(0, *case.shape, dtype=case.dtype), residual, *_affine(case.shape[1], case.dtype)], {}
 
 
 def _dropout_add_layer_norm(
@@ -212,7 +213,7 @@ def _dropout_add_layer_norm(
 
 def _residual_bytes(case: Case) -> int:
     """Forward input, residual, out; backward also the sum written and read, grad_out, and both gradients."""
-    own, single = WIDTH[case.dtype], WIDTH[torch.float32]
+    own, single = case.dtype.itemsize, torch.float32.itemsize
     return prod(case.shape) * ((2 * own + 6 * single) if case.backward else (own + 2 * single))
 
 
@@ -319,9 +320,19 @@ def dispatch() -> list[Case]:
     ]
 
 
+def double() -> list[Case]:
+    """float64, which has no kernels of ours: the reference leaves it to torch where it can, and copies what torch
+    returns into the layout of its operand."""
+    shapes = {"attention": (4, 8, 512, 64), "layer_norm": (4096, 512)}
+    return [
+        Case(operation, shape, torch.float64, backward, floor=Floor(0.9, overhead=OVERHEAD[True]))
+        for (operation, shape), backward in product(shapes.items(), (False, True))
+    ]
+
+
 def listed(isa: str | None = None) -> list[Case]:
     """All cases but the sweep's, in the order of README's table."""
-    return [*headline(isa), *training(), *dispatch()]
+    return [*headline(isa), *training(), *dispatch(), *double()]
 
 
 PATCHED = {
@@ -335,7 +346,7 @@ def lengths() -> list[Case]:
     """Attention over sequence length, in inference and in training, for the plots of speed and memory."""
     return [
         Case("attention", (1, 8, 2**power, 64), dtype, backward, dropout=0.1 * backward, floor=Floor(None))
-        for dtype, (backward, longest) in product(WIDTH, ((False, 13), (True, 12)))
+        for dtype, (backward, longest) in product(DTYPES, ((False, 13), (True, 12)))
         for power in range(8, longest + 1)
     ]
 
@@ -344,16 +355,16 @@ def sweep() -> Iterator[Case]:
     """Everything a user may bring: no case of it may be slower than torch, but for the overhead."""
     floors = {backward: Floor(overhead=seconds) for backward, seconds in OVERHEAD.items()}
     for batch, heads, length, size, dtype, backward, causal in product(
-        (1, 8, 64), (1, 16), (1, 7, 32, 128, 512, 4096), (32, 64, 128, 256), WIDTH, (False, True), (False, True)
+        (1, 8, 64), (1, 16), (1, 7, 32, 128, 512, 4096), (32, 64, 128, 256), DTYPES, (False, True), (False, True)
     ):
         case = Case("attention", (batch, heads, length, size), dtype, backward, causal=causal, floor=floors[backward])
         if case.flops <= SWEEP_CAP and (size == 64 or not causal):
             yield case
-    for keys, batch, dtype in product((16, 256, 4096), (1, 8, 64), WIDTH):
+    for keys, batch, dtype in product((16, 256, 4096), (1, 8, 64), DTYPES):
         yield Case("attention", (batch, 8, 1, 64), dtype, keys=keys, floor=floors[False])
     for shape, dtype, backward in product(
         ((16, 65536), (1024, 4096), (16384, 1024), (4096, 512), (512, 512), (8192, 64), (1000, 77)),
-        WIDTH,
+        DTYPES,
         (False, True),
     ):
         yield Case("layer_norm", shape, dtype, backward, floor=floors[backward])

@@ -361,10 +361,11 @@ def _cell(result: Result) -> str:
 
 def _by_dtype(results: Iterable[Result]) -> str:
     rows: dict[str, dict[str, str]] = {}
+    dtypes = ("float32", "bfloat16", "float64")
     for result in results:
-        dtype = "bfloat16" if "bfloat16" in result.name else "float32"
+        dtype = next(name for name in dtypes if f" {name}" in result.name)
         rows.setdefault(result.name.replace(f" {dtype}", ""), {})[dtype] = _cell(result)
-    columns = ("float32", "bfloat16")
+    columns = [dtype for dtype in dtypes if any(dtype in cells for cells in rows.values())]
     return markdown(
         [["", *columns], *([name, *(cells.get(dtype, "") for dtype in columns)] for name, cells in rows.items())]
     )

@@ -15,7 +15,8 @@ from fastattn.translation.data import Batch
 from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
-# Bytes of logits made at a time, and of their softmax. Each such part reads and writes the weight's gradient once more.
+# The most bytes of logits at a time, and of their softmax. Each such part reads and writes the weight's gradient once
+# more.
 LOGIT_BYTES = 2**26
 COMPOUND = re.compile(r"(\S)-(\S)")
 
@@ -32,8 +33,8 @@ def smoothed_loss(
     """Label-smoothed cross-entropy (section 5.4) of the logits ``linear(features, weight, bias)``.
 
     The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
-    ``torch.nn.functional.cross_entropy``. The logits exist a few rows at a time, in the dtype that autocast gives them,
-    as does their softmax, which is computed in float32.
+    ``torch.nn.functional.cross_entropy``. The logits exist for half of the rows at a time at most, in the dtype that
+    autocast gives them, as does their softmax, which is computed in float32.
 
     Args:
         features: (N, d_model).
@@ -67,24 +68,26 @@ class _SmoothedLoss(torch.autograd.Function):
         b = None if bias is None else bias.to(dtype)
         wanted = recorded and any(ctx.needs_input_grad)
         grad_features, grad_weight, grad_bias = torch.empty_like(x) if wanted else None, None, None
-        rows = max(512, LOGIT_BYTES // (pieces * dtype.itemsize))
+        # Logits and softmax of half of the rows are no more than the logits of all.
+        rows = max(1, min(LOGIT_BYTES // (pieces * dtype.itemsize), (len(labels) + 1) // 2))
         found = []
         with torch.autocast(device, enabled=False):
             for first in range(0, max(1, len(labels)), rows):
                 part = slice(first, first + rows)
                 logits = F.linear(x[part], w, b)
-                label = torch.arange(len(logits), device=logits.device), labels[part]
-                of_label = logits[label].to(sums)
+                of_label = logits.gather(1, labels[part, None])[:, 0].to(sums)
                 p, (row_max, row_sum) = _softmax(logits)
                 found.append(torch.stack((row_max, row_sum, of_label)))
                 if wanted:  # the softmax becomes the logits' gradient
-                    p[label] = ((of_label - row_max).exp() / row_sum - (1 - smoothing)).to(dtype)
+                    missing = (of_label - row_max).exp() / row_sum - (1 - smoothing)
+                    p[torch.arange(len(p), device=p.device), labels[part]] = missing.to(dtype)
                     torch.mm(p, w, out=grad_features[part])
                     of_part = (p.t() @ x[part]).to(weight.dtype)
                     grad_weight = of_part if grad_weight is None else grad_weight.add_(of_part)
                     if b is not None:
                         of_part = ((~is_padding[part]).to(dtype) @ p).to(bias.dtype)
                         grad_bias = of_part if grad_bias is None else grad_bias.add_(of_part)
+                del logits, p  # before the next part's are made
             of_pieces = w.sum(0, dtype=sums)
             mean = x.to(sums) @ of_pieces / pieces
             if b is not None:
