@@ -25,10 +25,11 @@ def test_ci_runs_the_test_command():
 
 
 def test_the_range_of_speeds_is_the_tables():
-    """That of all machines in docs/performance.md."""
+    """That of all machines in docs/performance.md, in the dtypes that have kernels."""
     page = (ROOT / "docs/performance.md").read_text()
     table = page.partition("<!-- machines:begin -->")[2].partition("<!-- machines:end -->")[0]
-    ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x[ ,]", table)]
+    rows = "\n".join(row for row in table.splitlines() if "float64" not in row)
+    ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x[ ,]", rows)]
     low, high = re.search(r"run ([\d.]+) to (\d+) times as fast as torch", README).groups()
     assert (float(low), int(high)) == (min(ratios), int(max(ratios)))
 
