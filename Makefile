@@ -78,7 +78,7 @@ torch-versions:  ## what depends on torch's version, on the oldest and the newes
 ci: lint docs dist demo slow torch-versions report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
-	pytest benchmarks --report -k "dispatch or floor"
+	pytest benchmarks --report -k "dispatch or floor or memory"
 
 .PHONY: help install lint format test bench tables demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
 	planted-faults docs dist presets hours launch-cost torch-versions ci report

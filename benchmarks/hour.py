@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import fastattn
+from fastattn import TransformerConfig
 from fastattn.bench import contest, report
 from fastattn.bench.timer import Neighbours
 from fastattn.translation import checkpoint, precision
+from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import read_parallel
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
@@ -27,15 +29,17 @@ VERSES = Path(fastattn.__file__).parent / "verses"
 AVERAGED = (1, 5, 10, 20)
 
 
-def run(folder: Path, minutes: float, recipe: dict[str, Any]) -> dict[str, Any]:
+def run(folder: Path, minutes: float, vocab_size: int, dropout: float, recipe: dict[str, Any]) -> dict[str, Any]:
     """Trains and translates in ``folder``."""
     files = {
         split: (VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
         for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
     }
-    out, search = folder / "run", Search(beam=4)
+    out, config, search = folder / "run", folder / "config.json", Search(beam=4)
+    model_config = TransformerConfig.preset("tiny", vocab_size, dropout=dropout)
+    config.write_text(model_config.to_json(TrainingConfig.of_preset("tiny")))
     limits = {"max_minutes": minutes, "max_steps": 10**6}  # the minutes end it, on whatever machine
-    train(files["train"], files["dev"], out, preset="tiny", keep=max(AVERAGED), **limits, **recipe)
+    train(files["train"], files["dev"], out, config=config, keep=max(AVERAGED), **limits, **recipe)
     _, training = checkpoint.load_config(checkpoint.newest(out))
     dtype = precision.DTYPES[training.precision]
 
@@ -73,15 +77,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--vocab-size", type=int, default=8000)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rate", type=float, default=0.7)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--record", action="store_true")
     options = vars(parser.parse_args())
-    minutes, keep_result = options.pop("minutes"), options.pop("record")
+    keep_result = options.pop("record")
+    minutes, vocab_size, dropout = (options.pop(name) for name in ("minutes", "vocab_size", "dropout"))
     with tempfile.TemporaryDirectory() as folder:
         neighbours = Neighbours()
-        result = run(Path(folder), minutes, options)
+        result = run(Path(folder), minutes, vocab_size, dropout, options)
     print(json.dumps({name: value for name, value in result.items() if name != "curve"}, indent=1))
     if keep_result:
         report.record(ROOT / "benchmarks/results", "hour", result, contest.disturbed_by(neighbours.share()))
@@ -90,9 +96,10 @@ def main() -> None:
 def section(data: dict[str, Any]) -> str:
     """One machine's part of the page: a row for each tenth of the time."""
     curve, found = data["curve"], data["test"]
+    how = f"{data['training']['precision']}, dropout {data['model']['dropout']}"
     head = (
-        f"{report.origin(data)}, {data['training']['precision']}. On the test text, by the mean of the last "
-        f"{data['averaged']} checkpoints and beam {data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
+        f"{report.origin(data)}, {how}. On the test text, by the mean of the last {data['averaged']} checkpoints and beam "
+        f"{data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
     )
     lines = ["| minutes | updates | validation loss | accuracy |", "| --- | --- | --- | --- |"]
     for tenth in range(1, 11):

@@ -52,11 +52,15 @@ def test_patched_step(name, judge):
 
         return run
 
-    timing = interleave({"ours": step(patched), "torch": step(original)}, budget=10.0, rounds=(4, 8))
-    result = contest.Result(
-        name=name,
-        seconds={contestant: timing.seconds(contestant) for contestant in timing.samples},
-        ratios={"torch": timing.ratio("torch", "ours")},
-        floor=PATCHED[name],
-    )
-    judge(replace(result, disturbed=contest.disturbance(result, timing.others)))
+    for _ in range(contest.ATTEMPTS):
+        timing = interleave({"ours": step(patched), "torch": step(original)}, budget=10.0, rounds=(4, 8))
+        result = contest.Result(
+            name=name,
+            seconds={contestant: timing.seconds(contestant) for contestant in timing.samples},
+            ratios={"torch": timing.ratio("torch", "ours")},
+            floor=PATCHED[name],
+        )
+        result = replace(result, disturbed=contest.disturbance(result, timing.others))
+        if not result.disturbed:
+            break
+    judge(result)

@@ -104,7 +104,7 @@ def ratios(reports: Sequence[Report]) -> Any:
         axes.xaxis.label.set_fontsize(8)
         axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
         axes.minorticks_off()
-        axes.set_xlim(0.75, 33)
+        axes.set_xlim(0.75, 45)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
     panels[0].set_yticks([place + 0.2 for place in range(len(RATIOS))], list(RATIOS), fontsize=9)

@@ -208,7 +208,7 @@ def share(result: Result) -> str:
     value = result.fraction.median
     if result.limited_by == "copy":
         return f"{value:.0%} of a copy" if value <= 1 else "faster than a copy"
-    return f"{value:.0%}" if value <= 1 else ""
+    return f"{value:.0%}" if value <= 1 else "at the limit"
 
 
 CELL = (
