@@ -98,8 +98,8 @@ def section(data: dict[str, Any]) -> str:
     curve, found = data["curve"], data["test"]
     how = f"{data['training']['precision']}, dropout {data['model']['dropout']}"
     head = (
-        f"{report.origin(data)}, {how}. On the test text, by the mean of the last {data['averaged']} checkpoints and beam "
-        f"{data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
+        f"{report.origin(data)}, {how}. On the test text, by the mean of the last {data['averaged']} checkpoints and "
+        f"beam {data['beam']}: BLEU {found['bleu']:.1f}, chrF {found['chrf']:.1f}."
     )
     lines = ["| minutes | updates | validation loss | accuracy |", "| --- | --- | --- | --- |"]
     for tenth in range(1, 11):
