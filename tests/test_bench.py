@@ -1,5 +1,6 @@
 """The benchmark framework: what it times, what it counts, what it lets through, what it writes."""
 
+import importlib
 import json
 import os
 import re
@@ -656,6 +657,27 @@ def test_no_share_of_a_limit_is_above_it(fraction, limited_by, shown):
     cell = f"| {', '.join(filter(None, ('2.00x', shown)))} |"
     assert all(cell in text for text in (report.tables(found), report.comparison([found, found])))
     assert report.share(replace(known, disturbed="by a neighbour")) == ""
+
+
+def test_float64_has_a_column_of_its_own_and_no_copy_as_the_limit_of_products():
+    dtypes = ("float32", "bfloat16", "float64")
+    known = [replace(result(2.0), name=f"layer_norm {dtype} 4096x512 forward") for dtype in dtypes]
+    found = replace(report.Report.new(known, {}), machine=report.machine() | {"isa": "isa"})
+    assert "| layer_norm 4096x512 forward | 2.00x | 2.00x | 2.00x |" in report._by_dtype(found.results.values())
+    attention, layer_norm = (Case(*of, torch.float64) for of in (("attention", (1, 1, 8, 8)), ("layer_norm", (8, 8))))
+    assert contest.contestants(attention).keys() == {"ours", "torch"}
+    assert contest.contestants(layer_norm).keys() == {"ours", "torch", "copy"}
+
+
+def test_the_page_names_what_a_machines_file_lacks(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    pages = importlib.import_module("pages")
+    names = [*(case.name for case in listed()), *cases.PATCHED]
+    for lacking in ([], names[1::7]):
+        found = report.Report.new([replace(result(2.0), name=name) for name in names if name not in lacking], {})
+        monkeypatch.setattr(pages, "reports", lambda *patterns, found=found: [found])
+        _, word, said = pages.of_machines().partition(", not recorded: ")
+        assert (bool(word), said) == (bool(lacking), f"{', '.join(lacking)}." if lacking else "")
 
 
 def test_disturbed_results_are_shown_as_such():
