@@ -44,7 +44,7 @@ VOCABULARY = 16_000
 SOURCE_TOKENS = 25
 CASES = {"32 sentences, beam 4": (32, 4), "1 sentence, greedy": (1, 1)}
 RIVALS = {"ctranslate2 float32": "fastattn fp32", "ctranslate2 int8": "fastattn bf16"}  # of like precision
-SECONDS = 3.0  # a measurement takes at least
+HAS_RIVAL = find_spec("ctranslate2") is not None
 # What a step's time goes into: the functions that do it. The rest is the search itself and Python.
 PARTS = {
     "matrix products": [(F, "linear")],
@@ -59,16 +59,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=25, help="target tokens")
+    parser.add_argument("--seconds", type=float, default=3.0, help="that a measurement takes at least")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(child(*options.child, options.tokens)))
+        print(json.dumps(child(*options.child, options.tokens, options.seconds)))
         return
     neighbours = Neighbours()
     dtypes = ["fp32"] if precision.resolve("auto") == "fp32" else ["bf16", "fp32"]
     programs = [f"fastattn {dtype}" for dtype in dtypes]
-    if find_spec("ctranslate2"):
+    if HAS_RIVAL:
         programs += RIVALS
     else:
         print("ctranslate2 is not installed: ours alone", file=sys.stderr)
@@ -77,7 +78,8 @@ def main() -> None:
         write_model(Path(folder))
         for turn in range(options.rounds):
             for program in programs:
-                command = [sys.executable, __file__, "--tokens", str(options.tokens), "--child", program, folder]
+                command = [sys.executable, __file__, "--tokens", str(options.tokens), "--seconds", str(options.seconds)]
+                command += ["--child", program, folder]
                 lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 found[program].append(json.loads(lines.splitlines()[-1]))
                 print(turn, program, found[program][-1]["tokens_per_second"], file=sys.stderr, flush=True)
@@ -102,11 +104,11 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(1)
     model = Transformer(TransformerConfig.preset("base", tokenizer.vocab_size)).eval()
     checkpoint.save(folder, 0, model, tokenizer, {})
-    if find_spec("ctranslate2"):
+    if HAS_RIVAL:
         to_ctranslate2(model, tokenizer, folder / "ctranslate2")
 
 
-def child(program: str, folder: str, tokens: int) -> dict[str, Any]:
+def child(program: str, folder: str, tokens: int, seconds: float) -> dict[str, Any]:
     """Tokens a second of each case, and for ours the shares of a step."""
     name, kind = program.split()
     generator = torch.Generator().manual_seed(2)
@@ -137,20 +139,21 @@ def child(program: str, folder: str, tokens: int) -> dict[str, Any]:
 
     speeds, shares = {}, {}
     for case, (batch, beam) in CASES.items():
-        speeds[case] = speed(decode, batch, beam)
+        speeds[case] = speed(decode, batch, beam, seconds)
         if name == "fastattn":
             with timed_parts() as parts:
                 start = time.perf_counter()
-                speed(decode, batch, beam)
-                seconds = time.perf_counter() - start
-            shares[case] = {part: spent / seconds for part, spent in parts.items()}
+                speed(decode, batch, beam, seconds)
+                elapsed = time.perf_counter() - start
+            shares[case] = {part: spent / elapsed for part, spent in parts.items()}
     return {"tokens_per_second": speeds, "shares": shares}
 
 
-def speed(decode: Callable[[int, int], int], batch: int, beam: int) -> float:
+def speed(decode: Callable[[int, int], int], batch: int, beam: int, seconds: float) -> float:
+    """Tokens a second of calls that take so many seconds at least."""
     decode(batch, beam)
     tokens, start = 0, time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
+    while time.perf_counter() - start < seconds:
         tokens += decode(batch, beam)
     return tokens / (time.perf_counter() - start)
 
@@ -201,17 +204,16 @@ def table(results: dict[str, Any]) -> list[str]:
 
 def record(results: dict[str, Any], tokens: int, disturbed: str) -> None:
     data = {"tokens": tokens, "results": results}
-    versions = {"ctranslate2": version("ctranslate2")} if find_spec("ctranslate2") else {}
+    versions = {"ctranslate2": version("ctranslate2")} if HAS_RIVAL else {}
     report.record(ROOT / "benchmarks/results", "decoding", data, disturbed, **versions)
 
 
 def section(data: dict[str, Any]) -> str:
     """One machine's part of the page."""
-    head = (
-        f"{report.origin(data, 'ctranslate2')}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens. Behind "
-        "figures of CTranslate2: fastattn's speed over them, of fp32 over float32, of bf16 over int8.\n\n"
-    )
-    return head + "\n".join(table(data["results"]))
+    head = f"{report.origin(data, 'ctranslate2')}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens."
+    if RIVALS.keys() & data["results"]:
+        head += " Behind figures of CTranslate2: fastattn's speed over them, of fp32 over float32, of bf16 over int8."
+    return "\n".join((head, "", *table(data["results"])))
 
 
 if __name__ == "__main__":

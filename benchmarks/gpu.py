@@ -1,10 +1,12 @@
 """Times the operations on this GPU beside what a user would pick instead: ``python benchmarks/gpu.py results.json``.
 
-Calls are captured into CUDA graphs and replayed, so that the launches of small cases do not count. Written are
+Calls are captured into CUDA graphs and replayed, so that the launches of small cases do not count; "eager" are
+milliseconds of the same calls one after the other from Python, where the host bounds small cases. Written are
 milliseconds per call, the ratio of each peer's time to ours, and shares of a large copy's and a large product's speed
 measured in the same run.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -81,7 +83,8 @@ def contestants(case):
     if case.operation == "training_step":
         yield "fastattn", lambda: training.contestants(case, DEVICE)["ours"]
         yield "torch", lambda: training.contestants(case, DEVICE)["torch"]
-        yield "compiled", lambda: training.compiled(case, DEVICE)
+        yield "compiled", lambda: training.compiled(case, DEVICE)["torch"]
+        yield "fastattn compiled", lambda: training.compiled(case, DEVICE)["ours"]
         return
     tensors, others = operands(case)
     seed = {"seed": torch.tensor([1, 2], device=DEVICE)} if case.dropout else {}
@@ -101,14 +104,17 @@ def contestants(case):
             raise MemoryError(f"its scores would take {size / 1e9:.1f} GB in float32")
         return bind(function, **arguments)
 
-    def forced(*arguments, **options):
-        with fastattn.backend("triton"):
-            return OPERATIONS[case.operation].call(*arguments, **options)
-
     ours = OPERATIONS[case.operation].call
+
+    def forced(backend, *arguments, **options):
+        with fastattn.backend(backend):
+            return ours(*arguments, **options)
+
     yield "fastattn", functools.partial(bind, ours, **seed, **others)
-    if fastattn.explain(ours, case, *tensors, **seed, **others).backend != "triton":
-        yield "fastattn triton", functools.partial(bind, forced, **seed, **others)
+    explanation = fastattn.explain(ours, case, *tensors, **seed, **others)
+    for backend in ("triton", "cuda"):  # the other of the two, if it serves the case
+        if explanation.reasons.get(backend, "").endswith("is faster"):
+            yield f"fastattn {backend}", functools.partial(bind, functools.partial(forced, backend), **seed, **others)
     if case.operation != "attention":
         yield from ((name, functools.partial(bind, peer)) for name, peer in PEERS[case.operation].items())
         return
@@ -155,15 +161,27 @@ def replay(function, repeats):
     return start.elapsed_time(end) / 1000 / repeats
 
 
+def eager(function, repeats):
+    """Seconds of one call, the mean over ``repeats`` calls from Python."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
 def limits():
-    """Bytes a second of a large copy, and operations a second of a large product of bfloat16."""
-    source = torch.empty(LARGE, dtype=torch.int8, device=DEVICE)
+    """Bytes a second of a large copy, and operations a second of a large product of bfloat16. A kernel copies: a memory
+    copy as a node of a graph is slower (2.4 TB/s of 3.0 on H100)."""
+    source = torch.ones(LARGE // 4, device=DEVICE)
     target = torch.empty_like(source)
     size = math.isqrt(LARGE // 8)
     matrix = torch.randn(size, size, device=DEVICE, dtype=HALF)
-    timing = interleave({"copy": lambda: target.copy_(source), "product": lambda: matrix @ matrix}, measure=replay)
+    functions = {"copy": lambda: torch.neg(source, out=target), "product": lambda: matrix @ matrix}
+    timing = interleave(functions, measure=replay)
     captured.cache_clear()
-    return 2 * source.numel() / timing.seconds("copy"), 2 * size**3 / timing.seconds("product")
+    return 2 * source.nbytes / timing.seconds("copy"), 2 * size**3 / timing.seconds("product")
 
 
 def measure(case, bytes_a_second, operations_a_second):
@@ -184,8 +202,10 @@ def measure(case, bytes_a_second, operations_a_second):
     timing = interleave(functions, budget=BUDGET, measure=replay)
     seconds = {name: timing.seconds(name) for name in functions}
     ours = seconds["fastattn"]
+    by_hand = interleave(functions, budget=BUDGET / 3, rounds=(3, 30), measure=eager)
     return result | {
         "milliseconds": {name: 1000 * value for name, value in seconds.items()},
+        "eager_milliseconds": {name: 1000 * by_hand.seconds(name) for name in functions},
         "times_as_fast_as": {name: value / ours for name, value in seconds.items() if name != "fastattn"},
         "share_of_copy": case.bytes / ours / bytes_a_second,
         "share_of_product": case.flops / ours / operations_a_second,
@@ -212,5 +232,84 @@ def run(path, results, seconds):
     return [f"{result['case']}: {result['error']}" for result in results["cases"] if "error" in result]
 
 
+def section(data, predictions):
+    """The page's part: what was measured, and beside what was predicted of the kernels."""
+    limits = data["limits"]
+    head = (
+        f"Measured on one {data['device']} by `benchmarks/gpu.py` of commit {data['commit'][:7]}, with torch "
+        f"{data['torch']}, CUDA {data['cuda']} and Triton {data['triton']}. A large copy reaches "
+        f"{limits['copy GB/s'] / 1000:.2f} TB/s, a large product {limits['bfloat16 TFLOP/s']:.0f} TFLOP/s."
+    )
+    rows = [("case", "ms", "of the limit", "times as fast as", "from Python: ms", "times as fast as")]
+    for found in data["cases"]:
+        kind = "product" if found["share_of_product"] > found["share_of_copy"] else "copy"
+        share = found[f"share_of_{kind}"]
+        rows.append(
+            (
+                found["case"],
+                f"{found['milliseconds']['fastattn']:.3g}",
+                f"{share:.0%} of a {kind}" if share < 1 else f"at a {kind}'s",
+                *_beside(found["milliseconds"]),
+                f"{found['eager_milliseconds']['fastattn']:.3g}",
+                *_beside(found["eager_milliseconds"]),
+            )
+        )
+    kernels = [("kernel", "predicted", "measured", "measured of predicted")]
+    for line in predictions["kernels"]:
+        values = (f"{line[name]:.0f} {line['unit']}" for name in ("predicted", "measured"))
+        kernels.append((line["kernel"].removesuffix(" sm_90"), *values, f"{line['measured_of_predicted']:.2f}"))
+    asked = [("case", "asked", "found")]
+    for case, what, least, value in goals(data):
+        asked.append((case, f"{least:.4g} {what}", f"{value:.2f}" if value >= least else f"**{value:.2f}**"))
+    return "\n\n".join((head, report.markdown(rows), report.markdown(asked), report.markdown(kernels)))
+
+
+def goals(data):
+    """(case, what is asked for, the least, what was found), of the GPU lines of docs/design.md, section 7."""
+    results = {found["case"]: found for found in data["cases"]}
+    for case in cases():
+        if case.name not in results:
+            continue
+        found, peers = results[case.name], results[case.name]["times_as_fast_as"]
+        if case.operation == "training_step":
+            yield case.name, "times torch.nn.Transformer", 1.5, peers["torch"]
+            yield case.name, "times the same compiled", 1.2, peers["compiled"]
+        elif case.padding and case.backward:
+            best = min(peers[name] for name in (*SDPA, "math") if name in peers)
+            if found["share_of_copy"] < 0.7:
+                yield case.name, "times the best of SDPA, or 70 % of a copy", 3.0, best
+            else:
+                yield case.name, "of a copy, or 3 times the best of SDPA", 0.7, found["share_of_copy"]
+        elif case.operation == "attention" and not case.padding and case.keys is None:
+            forward = results.get(dataclasses.replace(case, backward=False).name)
+            if case.dropout and case.backward:
+                yield case.name, "times flash", 1.2, peers["flash"]
+            elif not (case.dropout or case.backward):
+                yield case.name, "times flash", 1.15, peers["flash"]
+            elif not case.dropout and forward:
+                ours, flash = (
+                    found["milliseconds"][name] - forward["milliseconds"][name] for name in ("fastattn", "flash")
+                )
+                yield case.name, "times flash, of the backward pass", 1.0, flash / ours
+        elif case.operation in ("layer_norm", "softmax_dropout") and case.shape[1] >= 1024:
+            yield case.name, "of a copy", 0.8 if case.backward else 0.9, found["share_of_copy"]
+
+
+def _beside(milliseconds):
+    """The peers' times over ours, the quickest first."""
+    ratios = {name: value / milliseconds["fastattn"] for name, value in milliseconds.items() if name != "fastattn"}
+    yield ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda pair: pair[1]))
+
+
+def compile_part(part):
+    """Calls the contestants of these cases once."""
+    for case in list(cases())[part]:
+        for name, make in contestants(case):
+            try:
+                make()()
+            except Exception as error:
+                print(f"{case.name}, {name}: {report.brief(error)}")
+
+
 if __name__ == "__main__":
-    report.on_gpu(__doc__, run)
+    report.on_gpu(__doc__, run, compile_part)

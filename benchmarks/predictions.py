@@ -9,11 +9,9 @@ the kernels' own on the device, as torch's profiler has them.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastattn.bench import report
+from fastattn.bench.timer import kernel_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import aot_gate
@@ -29,25 +28,11 @@ import machine_code
 from sass.rates import MACHINES
 
 DEVICE = "cuda"
-REPEATS = 10  # calls, of whose times the median counts
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     values = torch.randn(shape, device=DEVICE)
     return values.to(dtype)
-
-
-def durations(call: Callable[[], None]) -> dict[str, float]:
-    """Seconds of each kernel that a call starts, by its name."""
-    call()  # compiles
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(REPEATS):
-            call()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        found[event.name].append(event.time_range.elapsed_us() / 1e6)
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def predicted(line: dict[str, Any], capability: int) -> tuple[float, str]:
@@ -60,7 +45,7 @@ def predicted(line: dict[str, Any], capability: int) -> tuple[float, str]:
 def compared(case: machine_code.Case, lines: dict[str, Any], capability: int) -> Iterator[dict[str, Any]]:
     """For each kernel of a case: measurement beside prediction."""
     with mock.patch.object(aot_gate, "empty", random):
-        seconds = durations(case.call)
+        seconds = kernel_seconds(case.call)
     for kernel, name in case.names.items():
         if name not in lines:
             continue
@@ -105,5 +90,13 @@ def run(path: Path, results: dict[str, Any], seconds: float) -> list[str]:
     return failures
 
 
+def compile_part(part: slice) -> None:
+    """Calls these cases once."""
+    major, minor = torch.cuda.get_device_capability()
+    with mock.patch.object(aot_gate, "empty", random):
+        for case in list(machine_code.cases(10 * major + minor))[part]:
+            case.call()
+
+
 if __name__ == "__main__":
-    report.on_gpu(__doc__, run)
+    report.on_gpu(__doc__, run, compile_part)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; together under ten minutes.
 # usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
-# stages: build tests sanitizer benchmarks predictions tuning; default all
+# stages: build tests sanitizer compile benchmarks predictions tuning; default all
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
@@ -13,8 +13,10 @@ if [[ ${1:-} == --out ]]; then
   out=${2:?--out wants a folder}
   shift 2
 fi
-declare -A seconds=([build]=75 [tests]=165 [sanitizer]=80 [benchmarks]=125 [predictions]=60 [tuning]=80)
-[[ $# -gt 0 ]] || set -- build tests sanitizer benchmarks predictions tuning
+declare -A seconds=(
+  [build]=75 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [predictions]=35 [tuning]=65
+)
+[[ $# -gt 0 ]] || set -- build tests sanitizer compile benchmarks predictions tuning
 for stage; do
   if [[ -z ${seconds[$stage]:-} ]]; then
     echo "unknown stage $stage; stages: ${!seconds[*]}" >&2
@@ -25,7 +27,7 @@ out=$(realpath -m "$out")
 mkdir -p "$out"
 export PYTHONPATH=$PWD FASTATTN_TEST_DEVICE=cuda FASTATTN_REQUIRE=triton,cuda
 export PATH=$PATH:/usr/local/cuda/bin
-python=${PYTHON:-python3} shards=12 test_seconds=150 check_seconds=35
+python=${PYTHON:-python3} shards=12 test_seconds=120 check_seconds=33 compile_seconds=90
 
 build() { FASTATTN_BUILD=1 FASTATTN_CUDA=1 "$python" setup.py build_ext --inplace && "$python" -m fastattn info; }
 # Most of a test's time is Triton's compiler: many processes share the device, and each says what it has got through
@@ -63,9 +65,31 @@ check() {
     compute-sanitizer --error-exitcode 1 --tool "$1" "$python" -m pytest -q -m representative -k "$2" \
     tests/test_{dropout,softmax_dropout,layer_norm,attention,varlen,cuda_attention}.py
 }
+# What the later stages measure, compiled by all cores into the caches of Triton and torch.compile: most of their time.
+compile() {
+  local cores pids=() statuses=() number pid
+  cores=$(nproc)
+  for ((number = 1; number <= cores; ++number)); do
+    part "$number/$cores" &
+    pids+=("$!")
+  done
+  for pid in "${pids[@]}"; do
+    wait "$pid"
+    statuses+=("$?")
+  done
+  combined "${statuses[@]}"
+}
+part() {
+  local script
+  for script in benchmarks/gpu.py benchmarks/predictions.py tools/tune.py; do
+    ((SECONDS < compile_seconds)) || return 124
+    TORCHINDUCTOR_COMPILE_THREADS=1 timeout --kill-after=3 $((compile_seconds - SECONDS)) \
+      "$python" "$script" - --compile "$1" || return
+  done
+}
 benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
-predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 45; }
-tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 60; }
+predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 25; }
+tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 45; }
 # One exit status for several: a failure before the end of the time, which is timeout's 124 or 137, before success.
 combined() {
   local status all=0
@@ -77,8 +101,8 @@ combined() {
 # What the command prints becomes the summary, whole or not at all.
 summarise() { "$@" >"$out/summary.json.part" && mv "$out/summary.json.part" "$out/summary.json"; }
 
-export -f build tests shard sanitizer check benchmarks predictions tuning combined
-export python out shards test_seconds check_seconds
+export -f build tests shard sanitizer check compile part benchmarks predictions tuning combined
+export python out shards test_seconds check_seconds compile_seconds
 summarise "$python" - <<'PYTHON' || exit 1
 import importlib.util
 import json

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -212,14 +213,22 @@ def hopper(monkeypatch):
     monkeypatch.setattr(backends.triton, "MISSING", "")
 
 
-def test_cuda_is_taken_before_triton(hopper, monkeypatch):
-    """Where the library has the operation and serves the dtype; otherwise `explain` says why not."""
+def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
+    """Where the library has the operation and serves the dtype; otherwise `explain` says why not. What one of the two
+    lacks the other serves, whatever the size."""
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"layer_norm": None})
     with FakeTensorMode():
         x = torch.empty(2, 8, device="cuda")
         chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert chosen.backend == "cuda"
         assert chosen.reasons["triton"] == "cuda is faster"
+        large = fastattn.explain(fastattn.layer_norm, torch.empty(2**20 + 1, 8, device="cuda"), (8,))
+        assert large.backend == "triton"
+        assert large.reasons["cuda"] == "triton is faster"
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # the host's part is another
+            assert backends.choose("layer_norm", (x, None, None, 1e-5)) == "triton"
+        with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
+            assert backends.choose("layer_norm", (torch.empty(2**20 + 1, 8, device="cuda"), None, None, 1e-5)) == "cuda"
         fallback = fastattn.explain(fastattn.dropout, x)
         assert fallback.backend == "triton"
         assert fallback.reasons["cuda"] == "it has no dropout"

@@ -42,11 +42,13 @@ def small(case):
 def gpu(monkeypatch):
     """gpu.py on the CPU, timed by the clock, its peers not compiled."""
     module = load("benchmarks/gpu.py")
-    for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0, "replay": timer.wall_clock}.items():
+    for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0}.items():
         monkeypatch.setattr(module, name, value)
+    for name in ("replay", "eager"):
+        monkeypatch.setattr(module, name, timer.wall_clock)
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
-    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: types.SimpleNamespace(backend="triton"))
+    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: types.SimpleNamespace(reasons={}))
     return module
 
 
@@ -95,7 +97,8 @@ def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
     for peer in ("math", "compiled"):
         assert "its scores would take" in result["refused"][peer]
         assert peer not in result["milliseconds"]
-    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: types.SimpleNamespace(backend="cuda"))
+    other = types.SimpleNamespace(reasons={"cuda": "its attention has no dropout", "triton": "cuda is faster"})
+    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: other)
     monkeypatch.setattr(fastattn, "backend", mock.Mock(side_effect=RuntimeError("no such kernel\nat all")))
     result = gpu.measure(case, 1.0, 1.0)
     assert result["error"] == "fastattn triton: RuntimeError no such kernel"
@@ -123,14 +126,14 @@ def test_results_say_where_they_come_from(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.json"), "--seconds", "5"])
     monkeypatch.setattr(report.subprocess, "run", mock.Mock(side_effect=FileNotFoundError))  # no git
     monkeypatch.setenv("FASTATTN_COMMIT", "that one")
-    report.on_gpu("", lambda *arguments: given.append(arguments))
+    report.on_gpu("", lambda *arguments: given.append(arguments), lambda part: None)
     [(path, about, seconds)] = given
     assert (path, seconds) == (tmp_path / "results.json", 5)
     assert about["device"] == "a GPU"
     assert about["torch"] == torch.__version__
     assert about["commit"] == "that one"
     with pytest.raises(SystemExit, match="this case"):
-        report.on_gpu("", lambda *arguments: ["this case", "and that one"])
+        report.on_gpu("", lambda *arguments: ["this case", "and that one"], lambda part: None)
 
 
 @pytest.fixture
@@ -139,7 +142,7 @@ def predictions(monkeypatch):
     require("triton")
     module = load("benchmarks/predictions.py")
     kernels = "forward_kernel", "grad_query_kernel", "grad_key_value_kernel", "_forward", "_backward", "_dropout"
-    monkeypatch.setattr(module, "durations", lambda call: dict.fromkeys(kernels, 0.002))
+    monkeypatch.setattr(module, "kernel_seconds", lambda call: dict.fromkeys(kernels, 0.002))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an H100")
     return module
@@ -168,7 +171,7 @@ def test_measurements_beside_predictions(predictions, tmp_path, capsys):
 
 def test_a_prediction_without_its_kernel_fails(predictions, monkeypatch, tmp_path):
     """And does not stop the others."""
-    monkeypatch.setattr(predictions, "durations", lambda call: {"_forward": 0.002, "_backward": 0.002})
+    monkeypatch.setattr(predictions, "kernel_seconds", lambda call: {"_forward": 0.002, "_backward": 0.002})
     failures = predictions.run(tmp_path / "results.json", {}, seconds=1000)
     assert (
         "forward d64 sm_90: RuntimeError forward d64 sm_90: the profiler has no kernel 'forward_kernel'" in failures[0]
@@ -204,20 +207,52 @@ def test_what_is_predicted_can_be_called(predictions, monkeypatch):
     assert len(calls) == 2 * 2 * 2 + 4 * 4
 
 
-def test_durations_are_the_kernels_own(predictions, monkeypatch):
-    """The median of what the profiler has of each; the first call, which compiles, is not among them."""
-    monkeypatch.undo()
-    module, called = load("benchmarks/predictions.py"), []
-    profile = mock.MagicMock()
-    times = types.SimpleNamespace
+def test_seconds_are_the_kernels_own(monkeypatch):
+    """The median of what the profiler has of each on the device; the first call, which compiles, is not among them."""
+    profile, called, device = mock.MagicMock(), [], torch.autograd.DeviceType
+    events = ("a", 3), ("a", 5), ("a", 100), ("b", 7), ("cuLaunchKernel", 9)
     profile.__enter__.return_value.events.return_value = [
-        times(name=name, time_range=times(elapsed_us=lambda duration=duration: duration))
-        for name, duration in (("a", 3), ("a", 5), ("a", 100), ("b", 7))
+        types.SimpleNamespace(
+            name=name,
+            device_type=device.CPU if name.startswith("cu") else device.CUDA,
+            time_range=types.SimpleNamespace(elapsed_us=lambda duration=duration: duration),
+        )
+        for name, duration in events
     ]
     monkeypatch.setattr(torch.profiler, "profile", lambda **options: profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert module.durations(lambda: called.append(None)) == pytest.approx({"a": 5e-6, "b": 7e-6})
-    assert len(called) == 1 + module.REPEATS
+    assert timer.kernel_seconds(lambda: called.append(None), 4) == pytest.approx({"a": 5e-6, "b": 7e-6})
+    assert len(called) == 1 + 4
+
+
+def test_parts_to_compile(monkeypatch, tmp_path, capsys):
+    """All parts together are the whole, and nothing is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = []
+    for part in ("1/3", "2/3", "3/3"):
+        monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.json"), "--compile", part])
+        report.on_gpu("", lambda *arguments: pytest.fail("measured"), lambda part: done.extend(range(7)[part]))
+    assert sorted(done) == list(range(7))
+    for wrong in ("0/3", "4/3", "3", "a/b"):
+        monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.json"), "--compile", wrong])
+        with pytest.raises(SystemExit):
+            report.on_gpu("", lambda *arguments: [], lambda part: None)
+        assert f"such as 2/12, got '{wrong}'" in capsys.readouterr().err
+
+
+def test_each_script_compiles_its_part(gpu, predictions, monkeypatch):
+    """A contestant that fails does not stop the others."""
+    called = []
+    case = next(small(case) for case in gpu.cases() if case.operation == "attention")
+    monkeypatch.setattr(gpu, "cases", lambda: [case] * 5)
+    makes = {"a": lambda: functools.partial(called.append, "a"), "b": mock.Mock(side_effect=MemoryError)}
+    monkeypatch.setattr(gpu, "contestants", lambda case: makes.items())
+    gpu.compile_part(slice(1, None, 2))
+    assert called == ["a", "a"]
+    made = [types.SimpleNamespace(call=functools.partial(called.append, number)) for number in range(4)]
+    monkeypatch.setattr(predictions.machine_code, "cases", lambda capability: made)
+    predictions.compile_part(slice(0, None, 3))
+    assert called[2:] == [0, 3]
 
 
 @pytest.mark.slow
@@ -243,29 +278,33 @@ def test_tuner(monkeypatch, tmp_path):
         chosen.add(choose(*arguments))
         return choose(*arguments)
 
-    def time_once(call, **options):
+    def time_once(call):
         tried.append(call)
         call()
         if len(tried) % 5 == 4:
             raised.append(len(tried))
             raise RuntimeError("out of resource")
-        return 1.0 / len(tried)
+        return dict.fromkeys((f"{kernel}_kernel" for kernel in tune.KERNELS), 1.0 / len(tried))
 
-    for name, value in {"DEVICE": "cpu", "PROBLEM": (1, 1, 20), "ELEMENTS": 2**13, "BLOCK_ELEMENTS": (1024,)}.items():
+    small = {"DEVICE": "cpu", "LONG": (1, 1, 20), "SHORT": (1, 1, 9), "PACKED": (2, 1, 6), "ELEMENTS": 2**13}
+    for name, value in (small | {"BLOCK_ELEMENTS": (1024,), "WARP_ELEMENTS": (512,), "TILES": tune.TILES[:1]}).items():
         monkeypatch.setattr(tune, name, value)
-    monkeypatch.setattr(tune, "TILES", tune.TILES[:1])
-    monkeypatch.setattr(tune, "do_bench", time_once)
+    monkeypatch.setattr(tune, "kernel_seconds", time_once)
     monkeypatch.setattr(tiles, "capability", lambda device: (12, 0))
     monkeypatch.setattr(tiles, "choose", record)
     failures = tune.run(tmp_path / "results.json", {}, seconds=1000)
     found = json.loads((tmp_path / "results.json").read_text())["tiles"]
-    assert len(found) == 3 * 2 + 5 * 2
+    assert len(found) == 3 * 4 * 2 * 2 + 5 * 3
     timed = [[entry["milliseconds"] for entry in entries if "error" not in entry] for entries in found.values()]
     assert all(times == sorted(times) for times in timed)
     errors = [entry["error"] for entries in found.values() for entry in entries if "error" in entry]
     assert errors == ["RuntimeError out of resource"] * len(raised)
     assert 0 < len(failures) < len(errors)  # the present choices among them
     assert all("out of resource" in failure for failure in failures)
+    assert tune.TILES[0] in chosen
+    assert tables() == before
+    chosen.clear()
+    tune.compile_part(slice(1, None, 5))
     assert tune.TILES[0] in chosen
     assert tables() == before
 

@@ -413,6 +413,7 @@ def test_where_there_is_no_network(tmp_path):
 
 SMALL = {
     "--nproc-per-node 8": "--nproc-per-node 2",
+    "--preset base --vocab-size 32000": "--config small.json",
     "--preset base": "--config small.json",
     "--preset big": "--config small.json",
     "--config big-fr.json": "--config small.json",
@@ -453,7 +454,7 @@ def test_the_road_of_the_page(archives, tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         if "fastattn evaluate" in command:
             assert "the kind that the paper reports" in done.stdout
-    for run in ("base", "big", "big-fr"):
+    for run in ("base", "big", "base-fr", "big-fr"):
         assert read_metrics(tmp_path / run)[-1]["step"] == 20
         assert checkpoint.updates(tmp_path / f"{run}-average") == 20
 

@@ -1,41 +1,63 @@
 """Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/attention/tiles.py``
 and ``rows.py``: ``python tools/tune.py results.json``. Nothing is changed; a person takes over what is better.
+
+Times are those of the kernel alone, as torch's profiler has them.
 """
 
+import functools
 import itertools
 import json
+import random
 import time
 
 import torch
-from triton.testing import do_bench
 
 from fastattn.backends.triton import FUNCTIONS
 from fastattn.backends.triton.attention import tiles
-from fastattn.backends.triton.rows import LIMITS
+from fastattn.backends.triton.rows import LIMITS, row_tile
 from fastattn.bench import report
+from fastattn.bench.timer import kernel_seconds
 
 DEVICE = "cuda"
 THRESHOLD = 6554
-PROBLEM = (2, 16, 4096)  # batch, heads and length of the attention that is timed
+KERNELS = "forward", "grad_query", "grad_key_value"
+LONG = (2, 16, 4096)  # batch, heads and length of attention read by descriptors, and under a mask
+SHORT = (64, 8, 512)  # by pointers
+PACKED = (256, 8, 100)  # sequences, heads and their mean length
 ELEMENTS = 2**25  # of the rows that are timed
-TILES = [tiles.Tile(*tile) for tile in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))]
+# Queries, keys and warps, each with 1 to 3 stages.
+BLOCKS = ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+TILES = [tiles.Tile(*block, stages) for block, stages in itertools.product(BLOCKS, (3, 2, 1))]
 BLOCK_ELEMENTS = (1024, 2048, 4096, 8192)
+WARP_ELEMENTS = (512, 1024, 2048)
 
 
-def attention(dtype, size):
-    """Calls of the attention kernels by name, for the head size."""
-    query, key, value, grad = (torch.randn(*PROBLEM, size, device=DEVICE, dtype=dtype) for _ in range(4))
-    seed = torch.tensor([1, 2], device=DEVICE)
-    arguments = query, key, value, None, None, seed, size**-0.5, PROBLEM[2], 0, False, THRESHOLD
-    out, _, stats = FUNCTIONS["attention"](*arguments)
+def attention(kind, size, threshold):
+    """Calls of a forward and of a backward pass whose tiles are of the lines for this kind of operands."""
+    batch, heads, length = SHORT if kind == "pointers" else LONG
+    seed = torch.tensor([1, 2], device=DEVICE) if threshold else None
+    if kind == "irregular":
+        sequences, heads, length = PACKED
+        lengths = torch.tensor(random.Random(1).choices(range(length // 2, 3 * length // 2), k=sequences))
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(DEVICE)
+        shape, name = (int(lengths.sum()), heads, size), "varlen_attention"
+        longest = int(lengths.max())
+        rest = starts, starts, None, seed, longest, longest, size**-0.5, longest, longest, threshold
+    else:
+        shape, name = (batch, heads, length, size), "attention"
+        mask = torch.ones(batch, 1, 1, length, device=DEVICE, dtype=torch.bool) if kind == "masked" else None
+        rest = mask, None, seed, size**-0.5, length, length, False, threshold
+    *operands, out, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(5))
+    stats = torch.ones(2, *shape[:-1], device=DEVICE)  # any: time does not depend on values
+    mask_grad = () if kind == "irregular" else (False,)
 
     def forward():
-        FUNCTIONS["attention"](*arguments)
+        FUNCTIONS[name](*operands, *rest)
 
     def backward():
-        FUNCTIONS["attention_backward"](grad, None, out, stats, *arguments, False)
+        FUNCTIONS[f"{name}_backward"](grad, None, out, stats, *operands, *rest, *mask_grad)
 
-    return {"forward": forward, "grad_query": backward, "grad_key_value": backward}
+    return forward, backward
 
 
 def rows(columns):
@@ -43,9 +65,9 @@ def rows(columns):
     input, grad = (torch.randn(ELEMENTS // columns, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     scores, grad_weights = input[None, None], grad[None, None]
     weight, seed = torch.ones(columns, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
-    _, mean, rstd = FUNCTIONS["layer_norm"](input, weight, weight, 1e-5)
     arguments = scores, None, None, seed, 1.0, *scores.shape[2:], False, THRESHOLD
-    _, stats = FUNCTIONS["softmax_dropout"](*arguments)
+    stats = torch.ones(2, *scores.shape[:-1], device=DEVICE)
+    mean, rstd = stats[:, 0, 0]
     return {
         "dropout": lambda: FUNCTIONS["dropout"](input, seed, THRESHOLD),
         "layer_norm": lambda: FUNCTIONS["layer_norm"](input, weight, weight, 1e-5),
@@ -60,19 +82,38 @@ def rows(columns):
 
 
 def candidates():
-    """(name, table, its key, the values to try, the call to time), the narrowest choice first."""
+    """(name, table, its key, the values to try, the call to time, the kernel of it that counts, or None: all)."""
     table = tiles.table(torch.bfloat16, is_aligned=True, device=torch.device(DEVICE))
-    for size in (64, 128):
-        for kernel, call in attention(torch.bfloat16, size).items():
-            yield f"attention {kernel} bfloat16 {size}", table[kernel], size, TILES, call
-    for columns in (512, 4096):
+    kinds = "regular", "irregular", "pointers", "masked"
+    for kind, size, threshold in itertools.product(kinds, (64, 128), (0, THRESHOLD)):
+        forward, backward = attention(kind, size, threshold)
+        for kernel in KERNELS:
+            line = f"{kernel}_{kind}" if f"{kernel}_{kind}" in table else kernel
+            name = f"attention {kernel} {kind} bfloat16 {size}{' dropout' if threshold else ''}"
+            call = forward if kernel == "forward" else backward
+            yield name, table[line], size, TILES, call, f"{kernel}_kernel"
+    for columns in (512, 1024, 4096):
         for kernel, call in rows(columns).items():
-            now = LIMITS[kernel]
-            values = [now._replace(elements=elements) for elements in BLOCK_ELEMENTS]
-            yield f"{kernel} {columns} columns", LIMITS, kernel, values, call
+            yield f"{kernel} {columns} columns", LIMITS, kernel, row_limits(kernel, columns), call, None
 
 
-def best(table, key, values, call, deadline):
+def row_limits(kernel, columns):
+    """Limits of a row kernel that lead to different tiles, the present ones first."""
+    present = LIMITS[kernel]
+    by_tile = {}
+    try:
+        for elements, warp_elements in ((None, None), *itertools.product(BLOCK_ELEMENTS, WARP_ELEMENTS)):
+            values = present
+            if elements:
+                values = present._replace(elements=elements, warp_elements=warp_elements)
+            LIMITS[kernel] = values
+            by_tile.setdefault(row_tile(kernel, columns, is_aligned=True), values)
+    finally:
+        LIMITS[kernel] = present
+    return list(by_tile.values())
+
+
+def best(table, key, values, measure, deadline):
     """[(milliseconds, value)] in order, the present value among them, and {value: why it does not run}."""
     present, timed, failed = table[key], [], {}
     for value in dict.fromkeys((present, *values)):
@@ -80,7 +121,7 @@ def best(table, key, values, call, deadline):
             break
         table[key] = value
         try:
-            timed.append((do_bench(call, warmup=5, rep=20), value))
+            timed.append((1000 * measure(), value))
         except Exception as error:  # not enough shared memory or registers, most of all
             failed[value] = report.brief(error)
             print(f"  {value}: {failed[value]}")
@@ -88,17 +129,22 @@ def best(table, key, values, call, deadline):
     return sorted(timed, key=lambda pair: pair[0]), failed
 
 
+def seconds_of(call, kernel):
+    found = kernel_seconds(call)
+    return sum(found.values()) if kernel is None else found[kernel]
+
+
 def run(path, results, seconds):
     """Tries candidates until the time is up; what there is so far is in the file at any moment. Returns which present
     choices do not run."""
     deadline = time.monotonic() + seconds
     results["tiles"], broken = {}, []
-    for name, table, key, values, call in candidates():
+    for name, table, key, values, call, kernel in candidates():
         if time.monotonic() > deadline:
             print(f"time is up before {name}")
             break
         present = table[key]
-        timed, failed = best(table, key, values, call, deadline)
+        timed, failed = best(table, key, values, functools.partial(seconds_of, call, kernel), deadline)
         now = next((milliseconds for milliseconds, value in timed if value == present), None)
         if present in failed:
             broken.append(f"{name}: {present}, the present choice: {failed[present]}")
@@ -112,5 +158,22 @@ def run(path, results, seconds):
     return broken
 
 
+def compile_part(part):
+    """Starts these of all candidates once."""
+    every = itertools.chain.from_iterable(
+        ((table, key, value, call) for value in dict.fromkeys((table[key], *values)))
+        for _, table, key, values, call, _ in candidates()
+    )
+    for table, key, value, call in itertools.islice(every, part.start, None, part.step):
+        present = table[key]
+        table[key] = value
+        try:
+            call()
+        except Exception as error:
+            print(f"{value}: {report.brief(error)}")
+        finally:
+            table[key] = present
+
+
 if __name__ == "__main__":
-    report.on_gpu(__doc__, run)
+    report.on_gpu(__doc__, run, compile_part)

@@ -23,8 +23,17 @@ from fastattn.backends.common import device_of
 __all__ = ["backend", "explain"]
 
 TABLE: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}
-# The most specialised first, before the reference, which serves everything. Others are taken only where forced.
+# In order of preference, before the reference, which serves everything; the last serves whatever the others do. Others
+# are taken only where forced.
 _ORDER = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+
+
+def _order(op: str, args: tuple[Any, ...]) -> tuple[str, ...]:
+    """On a GPU `cuda` first for calls that take the host longest, `triton` first for the others."""
+    device = device_of(args).type
+    if device == "cuda" and not cuda.is_bound_by_host(op, args):
+        return _ORDER[device][::-1]
+    return _ORDER.get(device, ())
 
 
 class _Thread(threading.local):
@@ -76,11 +85,10 @@ def choose(op: str, args: tuple[Any, ...]) -> str:
         if reason is not None:
             raise RuntimeError(f'backend("{thread.forced}") cannot run {op}: {reason}')
         return thread.forced
-    device = device_of(args).type
-    for name in _ORDER.get(device, ()):
+    for name in _order(op, args):
         if TABLE[name].refusal(op, args) is None:
             return name
-    _warn_if_slow(device, op, args)
+    _warn_if_slow(device_of(args).type, op, args)
     return "reference"
 
 
@@ -94,7 +102,7 @@ def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:
     refusals = {name: backend.refusal(op, args) for name, backend in TABLE.items()}
     able = [name for name, reason in refusals.items() if reason is None]
     if thread.forced is None:
-        order = *_ORDER.get(device_of(args).type, ()), "reference"
+        order = *_order(op, args), "reference"
         chosen: str | None = next(name for name in order if name in able)
         otherwise = f"{chosen} is faster"
     else:

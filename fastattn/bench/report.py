@@ -152,20 +152,37 @@ def commit() -> str:
     return head + (" with changes" if changed else "")
 
 
-def on_gpu(description: str, run: Callable[[Path, dict[str, Any], float], list[str]]) -> None:
+def on_gpu(
+    description: str, run: Callable[[Path, dict[str, Any], float], list[str]], compile_part: Callable[[slice], None]
+) -> None:
     """A script's command line: calls ``run(path, about, seconds)`` with where its results go, what says where they come
-    from, and how long it may take. It returns what of ours failed, which makes the script fail."""
+    from, and how long it may take. It returns what of ours failed, which makes the script fail. ``compile_part`` makes
+    the calls of a part of the work, whose compiled kernels a run finds in the caches on disk."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("results", type=Path)
     parser.add_argument("--seconds", type=float, default=120, help="begin nothing further after so long")
+    parser.add_argument(
+        "--compile", type=_part, metavar="K/N", help="measure nothing: compile the K-th of N parts for a later run"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
+    if options.compile:
+        compile_part(options.compile)
+        return
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     about |= {"triton": importlib.import_module("triton").__version__, "commit": commit()}
     failures = run(options.results, about, options.seconds)
     if failures:
         sys.exit("\n".join(["failed:", *failures]))
+
+
+def _part(text: str) -> slice:
+    """The second of every twelve, for "2/12"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, such as 2/12, got {text!r}")
+    return slice(int(found[1]) - 1, None, int(found[2]))
 
 
 def brief(error: Exception) -> str:

@@ -86,17 +86,21 @@ def _step(case: Case, model: nn.Module, device: str = "cpu") -> Callable[[], tup
     return step
 
 
-def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
+def _models(case: Case) -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    models = {"ours": _ours(case), "torch": TorchTransformer(case.dropout, case.shape[1])}
+    return {"ours": _ours(case), "torch": TorchTransformer(case.dropout, case.shape[1])}
+
+
+def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
+    return {name: _step(case, model, device) for name, model in _models(case).items()}
+
+
+def compiled(case: Case, device: str) -> dict[str, Callable[[], Any]]:
+    """The contestants with torch.compile."""
+    models = _models(case)
+    for model in models.values():
+        model.compile(dynamic=False)
     return {name: _step(case, model, device) for name, model in models.items()}
-
-
-def compiled(case: Case, device: str) -> Callable[[], Any]:
-    """The step of torch.nn.Transformer with torch.compile."""
-    model = TorchTransformer(case.dropout, case.shape[1])
-    model.compile(dynamic=False)
-    return _step(case, model, device)
 
 
 def check(case: Case) -> list[str]:

@@ -18,6 +18,21 @@ MAX_QUERIES = 16
 MAX_KEYS = 2**29  # counted in 32 bits, and so are rows of queries
 MAX_ROWS = 2**31 - 1
 
+# Elements up to which an H100 takes less time for a call than its host, of a row operation and of attention's keys and
+# values. The host starts a call here in half the time that it takes through Triton, whose kernels are the faster ones
+# (docs/gpu.md).
+HOST_BOUND_ELEMENTS = 2**23
+HOST_BOUND_CACHE = 2**25
+
+
+def is_bound_by_host(op: str, args: tuple) -> bool:
+    """Whether a call takes the host longer than the GPU; in compiled code the host's part is another."""
+    if torch.compiler.is_compiling():
+        return False
+    if op == "attention":
+        return args[1].numel() + args[2].numel() <= HOST_BOUND_CACHE
+    return args[0].numel() <= HOST_BOUND_ELEMENTS
+
 
 def refusal(op: str, args: tuple) -> str | None:
     """Why this backend does not serve ``op(*args)``, or None."""

@@ -31,11 +31,11 @@ class Tile(NamedTuple):
 # Compute capability 9.0: wgmma reads its operands from shared memory.
 HALF = {
     "forward": {
-        64: Tile(128, 64, 8, 3, 120),  # predicted 556 TFLOP/s, with dropout 336
-        128: Tile(128, 64, 4, 2, register_usage_level=0),  # predicted 636 TFLOP/s, with dropout 505
+        64: Tile(64, 128, 4, 3),
+        128: Tile(64, 64, 4, 3),
         256: Tile(64, 64, 8, 2),
     },
-    "forward_pointers": {64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "forward_pointers": {64: Tile(64, 32, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_irregular": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_masked": {
         64: Tile(128, 64, 4, 2),  # predicted 421 TFLOP/s, with dropout 259
@@ -44,10 +44,11 @@ HALF = {
     },
     "forward_few": {64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2, 255)},
     "grad_query": {
-        64: Tile(128, 64, 4, 2),  # predicted 714 TFLOP/s, with dropout 545
-        128: Tile(128, 64, 8, 2),  # predicted 692 TFLOP/s, with dropout 642
+        64: Tile(64, 64, 4, 3),
+        128: Tile(128, 64, 8, 3),
         256: Tile(64, 32, 8, 1),
     },
+    "grad_query_pointers": {64: Tile(64, 32, 4, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_query_masked": {
         64: Tile(64, 64, 4, 2, 255),  # predicted 523 TFLOP/s, with dropout 464
         128: Tile(128, 64, 8, 2),  # predicted 712 TFLOP/s, with dropout 611
@@ -55,10 +56,11 @@ HALF = {
     },
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_key_value": {
-        64: Tile(64, 64, 4, 2),  # predicted 459 TFLOP/s, with dropout 349
-        128: Tile(64, 128, 8, 2),  # predicted 561 TFLOP/s, with dropout 444
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 64, 4, 2, 255),
         256: Tile(16, 64, 8, 1),
     },
+    "grad_key_value_pointers": {64: Tile(64, 64, 4, 1), 128: Tile(64, 128, 8, 2), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_masked": {
         64: Tile(64, 64, 4, 2),  # predicted 427 TFLOP/s, with dropout 285
         128: Tile(32, 128, 8, 2),  # predicted 422 TFLOP/s, with dropout 317
@@ -83,6 +85,7 @@ HALF_10 = HALF | {
     "grad_key_value_masked": {64: Tile(32, 128, 8, 1, 255), 128: Tile(32, 128, 8, 1), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tile(32, 128, 8, 2, 255), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
 }
+HALF_10 |= {f"{kernel}_pointers": HALF_10[kernel] for kernel in ("grad_query", "grad_key_value")}
 # Elsewhere the operands of mma are in registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Warps divide a
 # tile by rows, which dropout needs, only if it has at least as many rows as a head has columns.
 HALF_SMALL = {
