@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import time
+from statistics import quantiles
 
 import torch
 import torch.nn.functional as F
@@ -232,36 +233,69 @@ def run(path, results, seconds):
     return [f"{result['case']}: {result['error']}" for result in results["cases"] if "error" in result]
 
 
-def section(data, predictions):
-    """The page's part: what was measured, and beside what was predicted of the kernels."""
+def section(data, predictions, tuning, host, training):
+    """The page's part, of the files in benchmarks/results/gpu."""
     limits = data["limits"]
     head = (
-        f"Measured on one {data['device']} by `benchmarks/gpu.py` of commit {data['commit'][:7]}, with torch "
-        f"{data['torch']}, CUDA {data['cuda']} and Triton {data['triton']}. A large copy reaches "
-        f"{limits['copy GB/s'] / 1000:.2f} TB/s, a large product {limits['bfloat16 TFLOP/s']:.0f} TFLOP/s."
-    )
-    rows = [("case", "ms", "of the limit", "times as fast as", "from Python: ms", "times as fast as")]
+        f"One {data['device']}; torch {data['torch']}, CUDA {data['cuda']}, Triton {data['triton']}. A large copy "
+        f"reaches {limits['copy GB/s'] / 1000:.2f} TB/s, a large product {limits['bfloat16 TFLOP/s']:.0f} TFLOP/s. "
+        + data.get("about", "")
+    ).strip()
+    cases_head = f"Cases of commit {data['commit'][:7]}, replayed as CUDA graphs; peers' times over ours:"
+    cases_rows = [("case", "ms", "of the limit", "times as fast as")]
     for found in data["cases"]:
         kind = "product" if found["share_of_product"] > found["share_of_copy"] else "copy"
         share = found[f"share_of_{kind}"]
-        rows.append(
-            (
-                found["case"],
-                f"{found['milliseconds']['fastattn']:.3g}",
-                f"{share:.0%} of a {kind}" if share < 1 else f"at a {kind}'s",
-                *_beside(found["milliseconds"]),
-                f"{found['eager_milliseconds']['fastattn']:.3g}",
-                *_beside(found["eager_milliseconds"]),
-            )
+        share = f"{share:.0%} of a {kind}" if share < 1 else f"at a {kind}'s"
+        cases_rows.append(
+            (found["case"], f"{found['milliseconds']['fastattn']:.3g}", share, _beside(found["milliseconds"]))
+        )
+    asked = [("case", "asked", "found")]
+    for case, what, least, value in goals(data):
+        asked.append((case, f"{least:.4g} {what}", f"{value:.2f}" if value >= least else f"**{value:.2f}**"))
+    tiles = [("kernel", "tile before: ms", "quickest of those tried: ms", "times as fast")]
+    for name, entries in tuning["tiles"].items():
+        timed = [entry for entry in entries if "error" not in entry]
+        before, best = next(entry for entry in timed if entry["present"]), timed[0]
+        ratio = before["milliseconds"] / best["milliseconds"]
+        tiles.append(
+            (name, *(f"{_tile(entry)}: {entry['milliseconds']:.3f}" for entry in (before, best)), f"{ratio:.2f}")
         )
     kernels = [("kernel", "predicted", "measured", "measured of predicted")]
     for line in predictions["kernels"]:
         values = (f"{line[name]:.0f} {line['unit']}" for name in ("predicted", "measured"))
         kernels.append((line["kernel"].removesuffix(" sm_90"), *values, f"{line['measured_of_predicted']:.2f}"))
-    asked = [("case", "asked", "found")]
-    for case, what, least, value in goals(data):
-        asked.append((case, f"{least:.4g} {what}", f"{value:.2f}" if value >= least else f"**{value:.2f}**"))
-    return "\n\n".join((head, report.markdown(rows), report.markdown(asked), report.markdown(kernels)))
+    starts = [("a call takes the host, µs", "`cuda`", "`triton`", "torch")]
+    for name, values in host["microseconds"].items():
+        starts.append((name, *(f"{values[by]:.0f}" if by in values else "" for by in ("cuda", "triton", "torch"))))
+    runs = [("commit", "target tokens a second, median", "quartiles")]
+    for run in training["runs"]:
+        low, middle, high = quantiles(
+            [row["tokens_per_second"] for row in run["metrics"][1:]], n=4
+        )  # the first compiles
+        runs.append((run["commit"][:7], f"{middle:,.0f}", f"{low:,.0f} to {high:,.0f}"))
+    run = f"`fastattn train --preset {training['preset']}`, batches of {training['batch_tokens']:,} tokens a side:"
+    parts = [
+        (head, cases_head, cases_rows),
+        ("Asked for by design.md, section 7; missed in bold:", asked),
+        ("Tiles by `tools/tune.py`, the kernel's own time:", tiles),
+        (f"Kernels of commit {predictions['commit'][:7]} beside their predictions:", kernels),
+        ("Small calls, which the host bounds:", starts),
+        (run, runs),
+    ]
+    return "\n\n".join(text if isinstance(text, str) else report.markdown(text) for part in parts for text in part)
+
+
+def _tile(entry):
+    """A tile's numbers, without those that are left to the compiler."""
+    names = [name for name in entry if name not in ("milliseconds", "present")]
+    return "x".join(str(entry[name]) for name in names if entry[name] is not None)
+
+
+def _beside(milliseconds):
+    """The peers' times over ours, the quickest first."""
+    ratios = {name: value / milliseconds["fastattn"] for name, value in milliseconds.items() if name != "fastattn"}
+    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda pair: pair[1]))
 
 
 def goals(data):
@@ -293,12 +327,6 @@ def goals(data):
                 yield case.name, "times flash, of the backward pass", 1.0, flash / ours
         elif case.operation in ("layer_norm", "softmax_dropout") and case.shape[1] >= 1024:
             yield case.name, "of a copy", 0.8 if case.backward else 0.9, found["share_of_copy"]
-
-
-def _beside(milliseconds):
-    """The peers' times over ours, the quickest first."""
-    ratios = {name: value / milliseconds["fastattn"] for name, value in milliseconds.items() if name != "fastattn"}
-    yield ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda pair: pair[1]))
 
 
 def compile_part(part):

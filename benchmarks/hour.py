@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--vocab-size", type=int, default=8000)
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--rate", type=float, default=0.7)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--save-every", type=int, default=250)

@@ -10,6 +10,7 @@ from typing import Any
 
 import accuracy
 import decoding
+import gpu
 import hour
 import neighbours
 import step
@@ -70,6 +71,11 @@ def beside_newest_torch() -> str:
     )
 
 
+def on_gpu() -> str:
+    files = (RESULTS / f"gpu/{name}.json" for name in ("benchmarks", "predictions", "tuning", "host", "training"))
+    return gpu.section(*(json.loads(path.read_text()) for path in files))
+
+
 def tables() -> dict[tuple[str, str], str]:
     """What stands between which markers of which page."""
     performance, training = "docs/performance.md", "docs/training.md"
@@ -85,6 +91,7 @@ def tables() -> dict[tuple[str, str], str]:
         (training, "hour"): sections("hour", hour.section),
         (training, "neighbours"): sections("neighbours", neighbours.section),
         ("docs/accuracy.md", "accuracy"): accuracy.section(newest("accuracy")),
+        ("docs/gpu.md", "gpu"): on_gpu(),
     }
 
 

@@ -222,13 +222,13 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
         chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert chosen.backend == "cuda"
         assert chosen.reasons["triton"] == "cuda is faster"
-        large = fastattn.explain(fastattn.layer_norm, torch.empty(2**20 + 1, 8, device="cuda"), (8,))
+        large = fastattn.explain(fastattn.layer_norm, torch.empty(2**21, 8, device="cuda"), (8,))
         assert large.backend == "triton"
         assert large.reasons["cuda"] == "triton is faster"
         with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # the host's part is another
             assert backends.choose("layer_norm", (x, None, None, 1e-5)) == "triton"
         with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
-            assert backends.choose("layer_norm", (torch.empty(2**20 + 1, 8, device="cuda"), None, None, 1e-5)) == "cuda"
+            assert backends.choose("layer_norm", (torch.empty(2**21, 8, device="cuda"), None, None, 1e-5)) == "cuda"
         fallback = fastattn.explain(fastattn.dropout, x)
         assert fallback.backend == "triton"
         assert fallback.reasons["cuda"] == "it has no dropout"

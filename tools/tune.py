@@ -151,7 +151,7 @@ def run(path, results, seconds):
         if timed:
             print(f"{name}: {timed[0][1]} {timed[0][0]:.4f} ms, now {present} {now} ms", flush=True)
         results["tiles"][name] = [
-            *({"milliseconds": milliseconds, **value._asdict()} for milliseconds, value in timed),
+            *({"milliseconds": ms, **value._asdict(), "present": value == present} for ms, value in timed),
             *({"error": why, **value._asdict()} for value, why in failed.items()),
         ]
         path.write_text(json.dumps(results, indent=1) + "\n")

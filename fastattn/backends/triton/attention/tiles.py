@@ -25,18 +25,19 @@ class Tile(NamedTuple):
 
 # By kernel and the largest head size, padded to a power of 2, that an entry serves. Masks raise register pressure, and
 # so do irregular operands (packed sequences, head sizes that are not a power of 2) and pointers in the place of tensor
-# descriptors: where a kernel has a line for them, a warp's part of a tile is smaller. The figures are predictions of
-# ``tools/tune_dry.py``, for bfloat16 on A100 and H100, over full tiles.
+# descriptors: where a kernel has a line for them, a warp's part of a tile is smaller. Figures are predictions of
+# ``tools/tune_dry.py`` for bfloat16, over full tiles.
 
-# Compute capability 9.0: wgmma reads its operands from shared memory.
+# Compute capability 9.0: wgmma reads its operands from shared memory. Measured on an H100 (docs/gpu.md): up to a head
+# size of 128 the regular lines and those of pointers, up to 64 those of irregular and masked operands.
 HALF = {
     "forward": {
         64: Tile(64, 128, 4, 3),
         128: Tile(64, 64, 4, 3),
         256: Tile(64, 64, 8, 2),
     },
-    "forward_pointers": {64: Tile(64, 32, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    "forward_irregular": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "forward_pointers": {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 64, 8, 2)},
+    "forward_irregular": {64: Tile(64, 32, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_masked": {
         64: Tile(128, 64, 4, 2),  # predicted 421 TFLOP/s, with dropout 259
         128: Tile(128, 64, 8, 2),  # predicted 448 TFLOP/s, with dropout 338
@@ -48,13 +49,13 @@ HALF = {
         128: Tile(128, 64, 8, 3),
         256: Tile(64, 32, 8, 1),
     },
-    "grad_query_pointers": {64: Tile(64, 32, 4, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "grad_query_pointers": {64: Tile(64, 32, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)},
     "grad_query_masked": {
-        64: Tile(64, 64, 4, 2, 255),  # predicted 523 TFLOP/s, with dropout 464
+        64: Tile(64, 128, 4, 2),
         128: Tile(128, 64, 8, 2),  # predicted 712 TFLOP/s, with dropout 611
         256: Tile(64, 32, 8, 1),
     },
-    "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "grad_query_irregular": {64: Tile(64, 32, 4, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
     "grad_key_value": {
         64: Tile(64, 64, 4, 3),
         128: Tile(64, 64, 4, 2, 255),
@@ -66,13 +67,12 @@ HALF = {
         128: Tile(32, 128, 8, 2),  # predicted 422 TFLOP/s, with dropout 317
         256: Tile(16, 64, 8, 1),
     },
-    "grad_key_value_irregular": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
+    "grad_key_value_irregular": {64: Tile(64, 64, 4, 1), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
     "grad_mask": {256: Tile(64, 64, 8, 2)},
 }
 # What differs on 10.x: accumulators are in tensor memory, and what is read from there takes registers.
 HALF_10 = HALF | {
-    "forward": HALF["forward_irregular"],
-    "forward_pointers": HALF["forward_irregular"],
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_masked": {
         64: Tile(128, 64, 8, 2, register_usage_level=0),
         128: Tile(64, 32, 8, 2, 255),
@@ -85,7 +85,8 @@ HALF_10 = HALF | {
     "grad_key_value_masked": {64: Tile(32, 128, 8, 1, 255), 128: Tile(32, 128, 8, 1), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_irregular": {64: Tile(32, 128, 8, 2, 255), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
 }
-HALF_10 |= {f"{kernel}_pointers": HALF_10[kernel] for kernel in ("grad_query", "grad_key_value")}
+HALF_10 |= {f"{kernel}_pointers": HALF_10[kernel] for kernel in ("forward", "grad_query", "grad_key_value")}
+HALF_10["forward_irregular"] = HALF_10["forward"]
 # Elsewhere the operands of mma are in registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Warps divide a
 # tile by rows, which dropout needs, only if it has at least as many rows as a head has columns.
 HALF_SMALL = {
