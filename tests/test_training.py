@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import os
 import platform
 import random
@@ -239,6 +240,22 @@ def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
     for wanted, found in zip(text.batches(600), mapped.batches(600), strict=True):
         assert torch.equal(wanted, found)
         torch.testing.assert_close(*(dataclasses.asdict(t.batch(found)) for t in (mapped, text)), rtol=0, atol=0)
+
+
+def test_mapped_text_is_read_as_it_is_needed(tmp_path):
+    """Of 8 GB, here a hole in a file, a batch reads its sentences alone."""
+    length, count = 2**16, 2**15
+    with open(tmp_path / "source.tokens", "wb") as file:
+        file.truncate(4 * length * count)
+    (torch.arange(count + 1) * length).numpy().tofile(tmp_path / "source.offsets")
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    sentences, before = Sentences.mapped(tmp_path / "source"), resident()
+    packed = sentences.packed(torch.tensor([3, count - 1]))
+    assert packed.tokens.tolist() == [0] * 2 * length
+    assert resident() - before < 2**26
 
 
 @pytest.mark.parametrize("name", ["source.tokens", "target.offsets"])
