@@ -75,7 +75,9 @@ def run(folder: Path, minutes: float, vocab_size: int, dropout: float, recipe: d
 
 
 def better(kept: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The one that is better on the validation text, with what was tried in all."""
+    """The one that is better on the validation text, of as many minutes, with what was tried in all."""
+    if kept["minutes"] != result["minutes"]:
+        return result
     tried = [*kept.get("tried", [summary(kept)]), summary(result)]
     return max((kept, result), key=lambda found: max(found["dev_bleu"].values())) | {"tried": tried}
 
@@ -83,7 +85,8 @@ def better(kept: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """A result's recipe, and its BLEU on the validation text."""
     model, training = result["model"], result["training"]
-    recipe = {"dropout": model["dropout"]} | {name: training[name] for name in ("rate", "batch_tokens", "save_every")}
+    recipe = {name: model[name] for name in ("vocab_size", "dropout")}
+    recipe |= {name: training[name] for name in ("rate", "batch_tokens", "save_every")}
     return {"minutes": result["minutes"], **recipe, "dev_bleu": max(result["dev_bleu"].values())}
 
 
@@ -124,11 +127,14 @@ def section(data: dict[str, Any]) -> str:
         f"{training['save_every']} updates apart, and beam {data['beam']}: BLEU {found['bleu']:.1f}, chrF "
         f"{found['chrf']:.1f}."
     )
-    if others := [tried for tried in data.get("tried", []) if tried != summary(data)]:
+    own = summary(data)
+    if others := [tried for tried in data.get("tried", []) if tried != own]:
         head += (
-            f" On the validation text BLEU {summary(data)['dev_bleu']:.1f}; also tried: "
+            f" On the validation text BLEU {own['dev_bleu']:.1f}; also tried: "
             + ", ".join(
-                f"dropout {tried['dropout']}, rate {tried['rate']}, BLEU {tried['dev_bleu']:.1f}" for tried in others
+                "".join(f"{name} {tried[name]}, " for name in tried if name != "dev_bleu" and tried[name] != own[name])
+                + f"BLEU {tried['dev_bleu']:.1f}"
+                for tried in others
             )
             + "."
         )

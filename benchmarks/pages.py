@@ -72,8 +72,8 @@ def beside_newest_torch() -> str:
 
 
 def on_gpu() -> str:
-    files = (RESULTS / f"gpu/{name}.json" for name in ("benchmarks", "predictions", "tuning", "host", "training"))
-    return gpu.section(*(json.loads(path.read_text()) for path in files))
+    names = "benchmarks", "predictions", "tuning", "host", "training", "tests"
+    return gpu.section(*(json.loads((RESULTS / f"gpu/{name}.json").read_text()) for name in names))
 
 
 def tables() -> dict[tuple[str, str], str]:

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; together under ten minutes.
+# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about ten minutes.
 # usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
 # stages: build tests sanitizer compile benchmarks predictions tuning; default all
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
-# far ended, on which device, with which versions and commit; the stages' logs and results lie beside it.
+# far ended, on which device, with which versions and commit; the stages' logs and results lie beside it. The stages that
+# measure rely on `compile` before them for the time that they have. OUT is runs/gpu by default.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=benchmarks/results/gpu
+out=runs/gpu
 if [[ ${1:-} == --out ]]; then
   out=${2:?--out wants a folder}
   shift 2
@@ -80,12 +81,14 @@ compile() {
   combined "${statuses[@]}"
 }
 part() {
-  local script
+  local script statuses=()
   for script in benchmarks/gpu.py benchmarks/predictions.py tools/tune.py; do
     ((SECONDS < compile_seconds)) || return 124
     TORCHINDUCTOR_COMPILE_THREADS=1 timeout --kill-after=3 $((compile_seconds - SECONDS)) \
-      "$python" "$script" - --compile "$1" || return
+      "$python" "$script" - --compile "$1"
+    statuses+=("$?")
   done
+  combined "${statuses[@]}"
 }
 benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
 predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 25; }

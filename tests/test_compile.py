@@ -92,6 +92,12 @@ def recorded(name):
     return recorder.calls
 
 
+COMPILED = pytest.mark.parametrize(
+    "backend", [pytest.param("reference", marks=pytest.mark.slow), *BACKENDS[1:]], indirect=True
+)
+
+
+@COMPILED
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(backend, name):
     """Schema, autograd registration, fakes and the AOT path, on the very arguments that the public functions pass."""
@@ -120,9 +126,6 @@ def test_opcheck_covers_every_op():
 # What the compiler sees is the same for every backend, and with fixed sizes simpler than with symbols.
 DYNAMIC = pytest.mark.parametrize(
     "dynamic", [pytest.param(False, marks=pytest.mark.slow), True], ids=["static", "dynamic"]
-)
-COMPILED = pytest.mark.parametrize(
-    "backend", [pytest.param("reference", marks=pytest.mark.slow), *BACKENDS[1:]], indirect=True
 )
 
 

@@ -229,6 +229,9 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
             assert backends.choose("layer_norm", (x, None, None, 1e-5)) == "triton"
         with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
             assert backends.choose("layer_norm", (torch.empty(2**21, 8, device="cuda"), None, None, 1e-5)) == "cuda"
+        under = torch.empty(2**23 - 1, device="cuda")  # by bytes
+        assert backends.choose("layer_norm", (under, None, None, 1e-5)) == "cuda"
+        assert backends.choose("layer_norm", (torch.empty(2**23, device="cuda"), None, None, 1e-5)) == "triton"
         fallback = fastattn.explain(fastattn.dropout, x)
         assert fallback.backend == "triton"
         assert fallback.reasons["cuda"] == "it has no dropout"
@@ -243,6 +246,17 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
         missing = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert missing.backend == "triton"
         assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
+
+
+def test_a_large_cache_is_left_to_triton(hopper, monkeypatch):
+    """By the bytes of keys and values, not of the one query."""
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None})
+    with FakeTensorMode():
+        token = torch.empty(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+        for keys, wanted in ((2**16 - 1, "cuda"), (2**16, "triton")):
+            cache = torch.empty(1, 8, keys, 64, device="cuda", dtype=torch.bfloat16)
+            settings = None, None, None, 0.25, keys, keys, False, 0
+            assert backends.choose("attention", (token, cache, cache, *settings)) == wanted
 
 
 def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):

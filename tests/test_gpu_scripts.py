@@ -105,6 +105,47 @@ def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
     assert "fastattn" in result["milliseconds"]
 
 
+def test_the_page_of_an_imperfect_run(gpu):
+    """Cases that failed, peers that refused and tiles that do not run are left out; what section 7 asks is judged."""
+    full, half = (
+        next(c for c in gpu.cases() if c.name.endswith(f"2x16x8192x128 {end}"))
+        for end in ("forward", "forward+backward")
+    )
+    step, rows = (next(c for c in gpu.cases() if c.operation == name) for name in ("training_step", "layer_norm"))
+    shares = {"share_of_copy": 0.85, "share_of_product": 0.3}
+    results = [
+        {"case": full.name, "milliseconds": {"fastattn": 2.0, "flash": 3.0, "cudnn": 1.0}, **shares},
+        {"case": half.name, "milliseconds": {"fastattn": 6.0, "flash": 6.0}, **shares},
+        {"case": step.name, "milliseconds": {"fastattn": 4.0, "torch": 6.0}, **shares},
+        {"case": rows.name, "milliseconds": {"fastattn": 1.0}, **shares},
+        {"case": "one that failed", "error": "MemoryError"},
+    ]
+    assert [(case, value) for case, _, _, value in gpu.goals(results[:4])] == [
+        (full.name, 1.5), (rows.name, 0.85), (step.name, 1.5), (half.name, 0.75),
+    ]  # fmt: skip
+    about = {"device": "a GPU", "torch": "2", "cuda": "13", "triton": "3", "commit": "0123456789"}
+    tile = dict.fromkeys(("block_m", "block_n", "num_warps", "num_stages"), 4) | {"maxnreg": None}
+    tile |= {"register_usage_level": None, "present": True}
+    page = gpu.section(
+        about | {"limits": {"copy GB/s": 3000.0, "bfloat16 TFLOP/s": 700.0}, "cases": results},
+        about | {"kernels": []},
+        about | {"tiles": {"a kernel": [tile | {"milliseconds": 2.0}], "another": [tile | {"error": "x"}], "none": []}},
+        about | {"microseconds": {"a call": {"triton": 9.0}}},
+        about | {"preset": "base", "batch_tokens": 10, "runs": []},
+        about | {"seconds": 9, "of": 7, "passed": 5, "failed": 1, "failures": ["test_one"]},
+    )
+    assert f"| {full.name} | 2 | 85% of a copy | cudnn 0.50, flash 1.50 |" in page
+    assert f"| {half.name} | 1 times flash, of the backward pass | **0.75** |" in page
+    assert "| a kernel | 4x4, 4 warps, 4 stages: 2.000 | 4x4, 4 warps, 4 stages: 2.000 | 1.00 |" in page
+    assert "one that failed" not in page
+    assert "another" not in page
+    assert "5 of the 7 tests of the backends for CUDA tensors passed and 1 failed: `test_one`." in page
+    assert (
+        f"Not measured for want of time: {sorted({c.name for c in gpu.cases()} - {r['case'] for r in results})[0]}"
+        in page
+    )
+
+
 def test_calls_are_timed_as_replayed_graphs(monkeypatch):
     module, called = load("benchmarks/gpu.py"), []
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph", "Event"):

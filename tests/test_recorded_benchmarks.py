@@ -53,9 +53,10 @@ def test_an_hour_in_seconds(monkeypatch, tmp_path):
     worse = found | {"model": found["model"] | {"dropout": 0.5}, "dev_bleu": {1: -1.0}}
     kept = hour.better(found, worse)
     assert kept == found | {"tried": [hour.summary(found), hour.summary(worse)]}
-    assert "; also tried: dropout 0.5, rate 0.5, BLEU -1.0." in hour.section(about() | kept)
+    assert "; also tried: dropout 0.5, BLEU -1.0." in hour.section(about() | kept)
     assert hour.better(worse, found) == found | {"tried": [hour.summary(worse), hour.summary(found)]}
     assert len(hour.better(kept, worse)["tried"]) == 3
+    assert hour.better(found, worse | {"minutes": 60.0}) == worse | {"minutes": 60.0}  # of other minutes: not a rival
 
 
 @pytest.mark.slow

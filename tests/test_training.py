@@ -1239,7 +1239,7 @@ def test_the_loss_makes_gradients_only_where_they_are_wanted():
     assert [value.item() for value in found] == [value.item() for value in wanted]
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("positions", ["sinusoidal", pytest.param("learned", marks=pytest.mark.slow)])
 def test_the_same_update_has_the_same_bits(positions):
     """Of so many tokens that gradients of indexing are summed by several threads, in no order."""
     torch.set_num_threads(2)

@@ -43,7 +43,7 @@ class Report:
     def new(cls, results: Iterable[Result] = (), measured: dict[str, float | None] | None = None) -> Report:
         """A report of `results` on this machine, now; its limits are measured unless given. A result that was recorded
         before keeps its commit and date."""
-        head, date = commit(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        head, date = commit(), _now()
         return cls(
             machine(),
             {"fastattn": fastattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -171,7 +171,7 @@ def on_gpu(
         compile_part(options.compile)
         return
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    about |= {"triton": importlib.import_module("triton").__version__, "commit": commit()}
+    about |= {"triton": importlib.import_module("triton").__version__, "commit": commit(), "date": _now()}
     failures = run(options.results, about, options.seconds)
     if failures:
         sys.exit("\n".join(["failed:", *failures]))
@@ -183,6 +183,10 @@ def _part(text: str) -> slice:
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, such as 2/12, got {text!r}")
     return slice(int(found[1]) - 1, None, int(found[2]))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def brief(error: Exception) -> str:

@@ -18,20 +18,20 @@ MAX_QUERIES = 16
 MAX_KEYS = 2**29  # counted in 32 bits, and so are rows of queries
 MAX_ROWS = 2**31 - 1
 
-# Elements below which an H100 takes less time than its host, for both passes of a row operation and of attention's keys
-# and values. The host starts a call here in half the time that it takes through Triton, whose kernels are the faster
-# ones (docs/gpu.md).
-HOST_BOUND_ELEMENTS = 2**24
-HOST_BOUND_CACHE = 2**25
+# Bytes of a row operation's operand, and of attention's keys and values, below which a kernel here takes an H100 less
+# time than a launch through Triton takes its host. Triton's kernels are the faster ones, this library's launches
+# (docs/gpu.md).
+SMALL_ROWS = 2**25
+SMALL_CACHE = 2**27
 
 
 def is_bound_by_host(op: str, args: tuple) -> bool:
-    """Whether a call takes the host longer than the GPU; in compiled code the host's part is another."""
+    """Whether a call is so small that its launch counts for more than its kernel; not in compiled code."""
     if torch.compiler.is_compiling():
         return False
     if op == "attention":
-        return args[1].numel() + args[2].numel() < HOST_BOUND_CACHE
-    return args[0].numel() < HOST_BOUND_ELEMENTS
+        return args[1].nbytes + args[2].nbytes < SMALL_CACHE
+    return args[0].nbytes < SMALL_ROWS
 
 
 def refusal(op: str, args: tuple) -> str | None:

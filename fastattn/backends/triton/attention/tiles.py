@@ -25,11 +25,12 @@ class Tile(NamedTuple):
 
 # By kernel and the largest head size, padded to a power of 2, that an entry serves. Masks raise register pressure, and
 # so do irregular operands (packed sequences, head sizes that are not a power of 2) and pointers in the place of tensor
-# descriptors: where a kernel has a line for them, a warp's part of a tile is smaller. Figures are predictions of
-# ``tools/tune_dry.py`` for bfloat16, over full tiles.
+# descriptors: kernels have lines of their own for them. Figures are predictions of ``tools/tune_dry.py`` for bfloat16,
+# over full tiles.
 
-# Compute capability 9.0: wgmma reads its operands from shared memory. Measured on an H100 (docs/gpu.md): up to a head
-# size of 128 the regular lines and those of pointers, up to 64 those of irregular and masked operands.
+# Compute capability 9.0: wgmma reads its operands from shared memory. Measured on an H100 in bfloat16 (docs/gpu.md): up
+# to a head size of 128 the regular lines and those of pointers, up to 64 those of irregular operands (short packed
+# sequences) and of masked ones. Where calls with dropout and without want different tiles, both lose little by these.
 HALF = {
     "forward": {
         64: Tile(64, 128, 4, 3),
