@@ -159,6 +159,15 @@ def test_calls_are_timed_as_replayed_graphs(monkeypatch):
     assert torch.cuda.CUDAGraph.return_value.replay.call_count == 2
 
 
+def test_calls_are_timed_from_python(monkeypatch):
+    """From a device that has nothing to do until it has done all of them."""
+    module, events, clock = load("benchmarks/gpu.py"), [], iter((5.0, 11.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    assert module.eager(lambda: events.append("call"), 3) == 2.0
+    assert events == ["synchronize", "call", "call", "call", "synchronize"]
+
+
 def test_results_say_where_they_come_from(monkeypatch, tmp_path):
     require("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -382,6 +391,28 @@ def tool(path, script):
     path.write_text(f"#!/bin/bash\n{script}\n")
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "result"), [("", "passed"), ("exit 1", "failed")])
+def test_every_part_is_compiled(tmp_path, fault, result):
+    """Of each script, by as many processes as there are cores; a part that fails does not stop the others."""
+    (tmp_path / "bin").mkdir()
+    python = tool(
+        tmp_path / "bin/python",
+        f"""case "$*" in
+        *--compile*) echo "$1 $4" >>{tmp_path}/called; [[ "$1 $4" != *predictions.py*2/3 ]] || {fault or "exit 0"} ;;
+        *) exec {sys.executable} "$@" ;; esac""",
+    )
+    tool(tmp_path / "bin/nproc", "echo 3")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    status, output = stages(tmp_path / "out", "compile", PYTHON=python, PATH=path)
+    assert status == (result == "failed"), output
+    scripts = "benchmarks/gpu.py", "benchmarks/predictions.py", "tools/tune.py"
+    called = (tmp_path / "called").read_text().splitlines()
+    assert sorted(called) == sorted(f"{script} {part}/3" for script in scripts for part in (1, 2, 3))
+    found = json.loads((tmp_path / "out/summary.json").read_text())["stages"]
+    assert found["compile"]["result"] == result
 
 
 @pytest.mark.slow

@@ -323,6 +323,16 @@ def test_what_has_descriptors(monkeypatch):
     assert not is_described(torch.empty(2, 3, 40, 68, dtype=torch.bfloat16)[..., :64])
 
 
+def test_tiles_of_one_architecture_are_not_anothers():
+    """What 10.x takes over from 9.x, whose lines are chosen by measurement; and no kind of operands lacks a tile."""
+    shared = {name for name, line in tiles.HALF_10.items() if line == tiles.HALF.get(name)}
+    assert shared == {"forward_few", "grad_mask"}
+    for lines in (tiles.HALF, tiles.HALF_10):
+        for kernel in ("forward", "grad_query", "grad_key_value"):
+            for kind in ("regular", "pointers", "irregular", "masked"):
+                assert lines.get(f"{kernel}_{kind}", lines[kernel]).keys() == {64, 128, 256}
+
+
 def test_number_of_splits():
     device = torch.device("cpu")
     assert tiles.num_splits(1, 3, device) == 1  # few keys

@@ -25,9 +25,10 @@ LONG = (2, 16, 4096)  # batch, heads and length of attention read by descriptors
 SHORT = (64, 8, 512)  # by pointers
 PACKED = (256, 8, 100)  # sequences, heads and their mean length
 ELEMENTS = 2**25  # of the rows that are timed
-# Queries, keys and warps, each with 1 to 3 stages.
+# Queries, keys and warps, each with 1 to 3 stages; and all registers that there are where ptxas would take fewer.
 BLOCKS = ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8))
 TILES = [tiles.Tile(*block, stages) for block, stages in itertools.product(BLOCKS, (3, 2, 1))]
+TILES += [tiles.Tile(*block, 2, 255) for block in ((64, 64, 4), (128, 64, 8))]
 BLOCK_ELEMENTS = (1024, 2048, 4096, 8192)
 WARP_ELEMENTS = (512, 1024, 2048)
 
