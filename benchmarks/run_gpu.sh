@@ -33,20 +33,9 @@ python=${PYTHON:-python3} shards=12 test_seconds=120 check_seconds=33 compile_se
 build() { FASTATTN_BUILD=1 FASTATTN_CUDA=1 "$python" setup.py build_ext --inplace && "$python" -m fastattn info; }
 # Most of a test's time is Triton's compiler: many processes share the device, and each says what it has got through
 # when its time is up.
-tests() {
-  local pids=() statuses=() number pid
-  for ((number = 1; number <= shards; ++number)); do
-    shard "$number" &
-    pids+=("$!")
-  done
-  for pid in "${pids[@]}"; do
-    wait "$pid"
-    statuses+=("$?")
-  done
-  combined "${statuses[@]}"
-}
+tests() { parallel "$shards" shard; }
 shard() {
-  FASTATTN_TEST_SHARD=$1/$shards timeout --signal=INT --kill-after=5 "$test_seconds" \
+  FASTATTN_TEST_SHARD=$1/$2 timeout --signal=INT --kill-after=5 "$test_seconds" \
     "$python" -m pytest -q -m "slow or not slow" -k "triton or cuda" tests >"$out/tests-$1.log" 2>&1
   local status=$?
   grep -E "^(FAILED|ERROR) " "$out/tests-$1.log" && status=1 # whether or not its time was up later
@@ -67,11 +56,25 @@ check() {
     tests/test_{dropout,softmax_dropout,layer_norm,attention,varlen,cuda_attention}.py
 }
 # What the later stages measure, compiled by all cores into the caches of Triton and torch.compile: most of their time.
-compile() {
-  local cores pids=() statuses=() number pid
-  cores=$(nproc)
-  for ((number = 1; number <= cores; ++number)); do
-    part "$number/$cores" &
+compile() { parallel "$(nproc)" part; }
+part() {
+  local script statuses=()
+  for script in benchmarks/gpu.py benchmarks/predictions.py tools/tune.py; do
+    ((SECONDS < compile_seconds)) || return 124
+    TORCHINDUCTOR_COMPILE_THREADS=1 timeout --kill-after=3 $((compile_seconds - SECONDS)) \
+      "$python" "$script" - --compile "$1/$2"
+    statuses+=("$?")
+  done
+  combined "${statuses[@]}"
+}
+benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
+predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 25; }
+tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 45; }
+# parallel COUNT FUNCTION: FUNCTION NUMBER COUNT for every number up to COUNT, all at a time.
+parallel() {
+  local pids=() statuses=() number pid
+  for ((number = 1; number <= $1; ++number)); do
+    "$2" "$number" "$1" &
     pids+=("$!")
   done
   for pid in "${pids[@]}"; do
@@ -80,19 +83,6 @@ compile() {
   done
   combined "${statuses[@]}"
 }
-part() {
-  local script statuses=()
-  for script in benchmarks/gpu.py benchmarks/predictions.py tools/tune.py; do
-    ((SECONDS < compile_seconds)) || return 124
-    TORCHINDUCTOR_COMPILE_THREADS=1 timeout --kill-after=3 $((compile_seconds - SECONDS)) \
-      "$python" "$script" - --compile "$1"
-    statuses+=("$?")
-  done
-  combined "${statuses[@]}"
-}
-benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
-predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 25; }
-tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 45; }
 # One exit status for several: a failure before the end of the time, which is timeout's 124 or 137, before success.
 combined() {
   local status all=0
@@ -104,7 +94,7 @@ combined() {
 # What the command prints becomes the summary, whole or not at all.
 summarise() { "$@" >"$out/summary.json.part" && mv "$out/summary.json.part" "$out/summary.json"; }
 
-export -f build tests shard sanitizer check compile part benchmarks predictions tuning combined
+export -f build tests shard sanitizer check compile part benchmarks predictions tuning parallel combined
 export python out shards test_seconds check_seconds compile_seconds
 summarise "$python" - <<'PYTHON' || exit 1
 import importlib.util

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -57,6 +58,25 @@ def test_an_hour_in_seconds(monkeypatch, tmp_path):
     assert hour.better(worse, found) == found | {"tried": [hour.summary(worse), hour.summary(found)]}
     assert len(hour.better(kept, worse)["tried"]) == 3
     assert hour.better(found, worse | {"minutes": 60.0}) == worse | {"minutes": 60.0}  # of other minutes: not a rival
+
+
+def test_what_an_hour_keeps(monkeypatch, tmp_path):
+    """The first result, the better one after it, and that one still after a worse, with all that was tried."""
+    hour = load("hour")
+    monkeypatch.setattr(hour, "ROOT", tmp_path)
+    monkeypatch.setattr(hour.contest, "disturbed_by", lambda share: "")
+    monkeypatch.setattr(sys, "argv", ["hour.py", "--record"])
+    training = {"rate": 0.7, "batch_tokens": 2048, "save_every": 250}
+    for dropout, bleu, kept, tried in ((0.1, 30.0, 30.0, None), (0.2, 31.0, 31.0, 2), (0.3, 29.0, 31.0, 3)):
+        model = {"vocab_size": 8000, "dropout": dropout}
+        result = {"minutes": 60.0, "dev_bleu": {"5": bleu}, "model": model, "training": training, "curve": []}
+        monkeypatch.setattr(hour, "run", lambda *arguments, result=result: result)
+        hour.main()
+        (path,) = (tmp_path / "benchmarks/results").iterdir()
+        found = json.loads(path.read_text())
+        assert found["dev_bleu"] == {"5": kept}
+        assert len(found.get("tried", [])) == (tried or 0)
+    assert found["machine"] == report.machine()
 
 
 @pytest.mark.slow

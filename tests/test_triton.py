@@ -203,7 +203,7 @@ def test_planted_compile_faults():
     assert found["sound"] == [[]] * 4
     for name in (
         "tf32 asked for", "not converted", "spill beside the loop", "wide rows", "a sound loop",
-        "barriers of one stage", "known shared memory",
+        "a loop of one stage", "known shared memory",
     ):  # fmt: skip
         assert found[name] == [], name
     messages = {
@@ -223,6 +223,7 @@ def test_planted_compile_faults():
         "rows by 64 bits": "40% of what is loaded and stored is accessed by 128 bits",
         "barriers": "3 barriers in the main loop, at most 2",
         "drains": "2 waits for all products in the main loop, at most 1",
+        "shared memory of one stage": "1.20 times as long as products, at most 1.15",
         "shared memory": "1.20 times as long as products, at most 1.15",
         "narrow loads": "40% of what the main loop loads",
     }
