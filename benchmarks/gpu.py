@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import time
+from operator import itemgetter
 from statistics import quantiles
 
 import torch
@@ -255,7 +256,10 @@ def section(found, predicted, tuned, host, trained, tested):
                 result["case"],
                 f"{result['milliseconds']['fastattn']:.3g}",
                 f"{share:.0%} of a {kind}" if share < 1 else f"at a {kind}'s",
-                ", ".join(f"{name} {value:.2f}" for name, value in sorted(_ratios(result).items(), key=_second)),
+                ", ".join(
+                    f"{name} {value:.2f}"
+                    for name, value in sorted(result["times_as_fast_as"].items(), key=itemgetter(1))
+                ),
             )
         )
     missing = {case.name for case in cases()} - {result["case"] for result in measured}
@@ -302,19 +306,6 @@ def section(found, predicted, tuned, host, trained, tested):
     return "\n\n".join(filter(None, texts))
 
 
-def _second(pair):
-    return pair[1]
-
-
-def _ratios(result):
-    """Each peer's time over ours."""
-    return {
-        name: value / result["milliseconds"]["fastattn"]
-        for name, value in result["milliseconds"].items()
-        if name != "fastattn"
-    }
-
-
 def _tile(entry):
     """In words, without what is left to the compiler."""
     if "block_m" in entry:
@@ -331,7 +322,7 @@ def goals(measured):
     for case in cases():
         if case.name not in results:
             continue
-        found, peers = results[case.name], _ratios(results[case.name])
+        found, peers = results[case.name], results[case.name]["times_as_fast_as"]
         if case.operation == "training_step":
             asked = {"times torch.nn.Transformer": (1.5, "torch"), "times the same compiled": (1.2, "compiled")}
             yield from ((case.name, what, least, peers[peer]) for what, (least, peer) in asked.items() if peer in peers)
