@@ -12,11 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from conftest import DEVICE, REQUIRED, require
+from test_backends import CALLS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import emulation
 import fastattn
 from fastattn import backends
+from fastattn.backends.schema import SCHEMAS
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -246,6 +248,27 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
         missing = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert missing.backend == "triton"
         assert missing.reasons["cuda"] == "its library is not loaded: no nvcc"
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_every_operation_has_its_order(function, hopper, monkeypatch):
+    """Small calls of what the library has go to it, small calls of what it lacks to triton."""
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {name: None for name in SCHEMAS if "varlen" not in name})
+    with FakeTensorMode():
+        arguments = (
+            torch.empty(given.shape, dtype=given.dtype, device="cuda") if isinstance(given, torch.Tensor) else given
+            for given in CALLS[function]
+        )
+        chosen = fastattn.explain(function, *arguments).backend
+    assert chosen == ("triton" if function is fastattn.varlen_attn else "cuda")
+
+
+def test_a_large_mask_is_left_to_triton(hopper, monkeypatch):
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"dropout_mask": None})
+    with FakeTensorMode():
+        seed = torch.empty(2, dtype=torch.int64, device="cuda")
+        assert backends.choose("dropout_mask", ((2**10, 2**15 - 1), seed, 6554)) == "cuda"
+        assert backends.choose("dropout_mask", ((2**10, 2**15), seed, 6554)) == "triton"
 
 
 def test_a_large_cache_is_left_to_triton(hopper, monkeypatch):

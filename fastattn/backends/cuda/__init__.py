@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,8 @@ def is_bound_by_host(op: str, args: tuple) -> bool:
         return False
     if op == "attention":
         return args[1].nbytes + args[2].nbytes < SMALL_CACHE
-    return args[0].nbytes < SMALL_ROWS
+    rows = args[0]  # of dropout_mask a shape, a byte each
+    return (rows.nbytes if isinstance(rows, Tensor) else math.prod(rows)) < SMALL_ROWS
 
 
 def refusal(op: str, args: tuple) -> str | None:
