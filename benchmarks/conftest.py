@@ -9,8 +9,9 @@
 
     FASTATTN_CPU_ISA=avx2 pytest benchmarks/         on a machine of another instruction set, ours and torch's kernels
 
-A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios, and what it has no
-result of is named. A disturbed result passes no gate and is not recorded.
+A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios and the floors that it
+reached. A floor that it missed is reported, and what it has no result of is named. A disturbed result passes no gate
+and is not recorded.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ def _path(config) -> Path:
 @pytest.fixture
 def judge(request, baseline):
     """judge(result): keeps it; fails, or notes with --report, where it misses its floor or the recorded ratio, or was
-    disturbed."""
+    disturbed. A floor that the recorded result misses too is noted."""
 
     def judge(result: contest.Result) -> None:
         request.config.stash[FOUND][result.name] = result
-        missed = contest.failures(result, baseline and baseline.results.get(result.name))
+        missed, known = contest.judged(result, baseline and baseline.results.get(result.name))
         if result.disturbed:
             missed.append(f"disturbed, run it on a quiet machine ({result.disturbed})")
+        if known:
+            request.config.stash[MISSED].append(f"{result.name}, as recorded: {'; '.join(known)}")
         if missed and request.config.getoption("--report"):
             request.config.stash[MISSED].append(f"{result.name}: {'; '.join(missed)}")
         elif missed:
@@ -85,7 +88,7 @@ def gate(request, benchmark, judge, baseline):
         everyone, lenient = request.config.getoption("--peers"), request.config.getoption("--report")
         attempts = 1 if lenient else contest.ATTEMPTS
         result = contest.run(case, budget=budget, rounds=rounds, everyone=everyone, attempts=attempts)
-        if not (lenient or result.disturbed) and contest.failures(result, recorded):  # only a longer look condemns
+        if not (lenient or result.disturbed) and contest.judged(result, recorded)[0]:  # only a longer look condemns
             result = contest.run(case, budget=3 * budget, rounds=rounds, everyone=everyone)
         benchmark.extra_info.update(result.to_json())
         benchmark.pedantic(contest.ours(case), rounds=3, warmup_rounds=1)

@@ -280,7 +280,7 @@ def test_a_slow_ours_fails_the_gate(monkeypatch):
         return fastattn.dropout(x, case.dropout)
 
     spoil(monkeypatch, "dropout", slow)
-    (line,) = contest.failures(contest.run(Case("dropout", (30, 50), dropout=0.1), budget=0.0))
+    (line,) = contest.below_floor(contest.run(Case("dropout", (30, 50), dropout=0.1), budget=0.0))
     assert "as fast as torch, at least 0.97" in line
 
 
@@ -307,7 +307,7 @@ def test_a_slow_ours_fails_the_gate(monkeypatch):
     ],
 )
 def test_floors(floor, figures, failing):
-    found = contest.failures(result(**figures, floor=floor))
+    found = contest.below_floor(result(**figures, floor=floor))
     assert (failing in found[0] and len(found) == 1) if failing else found == []
 
 
@@ -322,10 +322,22 @@ def test_floor_of_bfloat16_products_is_torch_where_matrix_instructions_make_them
 def test_a_lost_ratio_fails_against_the_recorded_one_where_ours_is_slower_too():
     recorded = result(4.0)
     lost = "3.00 times as fast as torch, 4.00 when it was recorded; 333 ms a call, 250 then"
-    assert contest.failures(result(3.5), recorded) == []
-    assert contest.failures(result(3.0), recorded) == [lost]
-    assert contest.failures(result(3.0, torch_seconds=0.75), recorded) == []  # torch alone was faster
-    assert contest.failures(result(3.9, torch_seconds=3.0), recorded) == []  # both were slower: the machine
+    assert contest.judged(result(3.5), recorded) == ([], [])
+    assert contest.judged(result(3.0), recorded) == ([lost], [])
+    assert contest.judged(result(3.0, torch_seconds=0.75), recorded) == ([], [])  # torch alone was faster
+    assert contest.judged(result(3.9, torch_seconds=3.0), recorded) == ([], [])  # both were slower: the machine
+
+
+def test_a_floor_that_the_recorded_result_misses_too_is_known():
+    """A ratio that is lost on the way further down is not."""
+    slow = result(1.9, floor=Floor(2.0))
+    missed = ["1.90 times as fast as torch, at least 2.00"]
+    assert contest.judged(slow, None) == (missed, [])
+    assert contest.judged(slow, result(2.1)) == (missed, [])
+    assert contest.judged(slow, result(1.95)) == ([], missed)
+    lost, known = contest.judged(result(1.0, floor=Floor(2.0)), result(1.9))
+    assert lost == ["1.00 times as fast as torch, 1.90 when it was recorded; 1e+03 ms a call, 526 then"]
+    assert known == ["1.00 times as fast as torch, at least 2.00"]
 
 
 @pytest.mark.parametrize(
@@ -721,17 +733,22 @@ def test_no_disturbed_result_is_kept(path):
 
 
 def test_a_machine_has_a_row_for_each_dtype():
-    names = ["attention float32 1x8x2048x64 forward", "attention bfloat16 1x8x2048x64 forward"]
+    cases = ["attention float32 1x8x2048x64 forward", "attention bfloat16 1x8x2048x64 forward"]
     reports = [
         replace(
-            report.Report.new([replace(result(2.04), name=name) for name in names], {}),
+            report.Report.new([replace(result(2.04), name=case) for case in cases], {}),
             machine=report.machine() | {"cpu": cpu, "isa": "isa"},
         )
-        for cpu in ("AMD EPYC (family 25, model 17)", "Intel(R) Xeon(R) Processor (family 6, model 167)")
+        for cpu in (
+            "AMD EPYC (family 25, model 17)",
+            "Intel(R) Xeon(R) Processor (family 6, model 207)",
+            "Intel(R) Xeon(R) Processor (family 6, model 167)",
+        )
     ]
     rows = report.summary(reports).splitlines()[2:]
+    names = "AMD Zen 4", "Intel Emerald Rapids", "Intel Xeon"
     assert [row.split(" | ")[:3] for row in rows] == [
-        [f"| {name}, isa", dtype, "2.0x"] for name in ("AMD Zen 4", "Intel Xeon") for dtype in ("float32", "bfloat16")
+        [f"| {name}, isa", dtype, "2.0x"] for name in names for dtype in ("float32", "bfloat16")
     ]
 
 

@@ -203,8 +203,8 @@ def disturbed_by(others: float | None) -> str:
     return f"other programs took {others:.0%} of the processors" if others is not None and others > OTHERS else ""
 
 
-def failures(result: Result, baseline: Result | None = None) -> list[str]:
-    """What of its floor, and of the ratio recorded before on a machine of this kind, `result` does not reach."""
+def below_floor(result: Result) -> list[str]:
+    """What of its floor `result` does not reach."""
     found = []
     floor, torch_ratio = result.floor, result.ratios["torch"].median
     if floor.both and floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
@@ -213,14 +213,25 @@ def failures(result: Result, baseline: Result | None = None) -> list[str]:
         found.append(f"{torch_ratio:.2f} times as fast as torch, at least {least:.2f}")
     if floor.own is not None and result.own and result.own.median > floor.own:
         found.append(f"{result.own.median:.2f} of our time without the features, at most {floor.own:.2f}")
-    if baseline is not None:
-        before, now, then = baseline.ratios["torch"].median, result.seconds["ours"], baseline.seconds["ours"]
-        if torch_ratio < REGRESSION * before and now > SLOWER * then:
-            found.append(
-                f"{torch_ratio:.2f} times as fast as torch, {before:.2f} when it was recorded; "
-                f"{now * 1e3:.3g} ms a call, {then * 1e3:.3g} then"
-            )
     return found
+
+
+def judged(result: Result, recorded: Result | None) -> tuple[list[str], list[str]]:
+    """What condemns `result` beside what was recorded on a machine of this kind: a lost ratio, or a floor that was
+    reached. And what is known: a floor that the recorded result misses too."""
+    missed = below_floor(result)
+    if recorded is None:
+        return missed, []
+    before, now, then = recorded.ratios["torch"].median, result.seconds["ours"], recorded.seconds["ours"]
+    ratio, lost = result.ratios["torch"].median, []
+    if ratio < REGRESSION * before and now > SLOWER * then:
+        lost.append(
+            f"{ratio:.2f} times as fast as torch, {before:.2f} when it was recorded; "
+            f"{now * 1e3:.3g} ms a call, {then * 1e3:.3g} then"
+        )
+    if below_floor(replace(recorded, floor=result.floor)):
+        return lost, missed
+    return [*missed, *lost], []
 
 
 def attainable_ratio(result: Result) -> float:

@@ -22,7 +22,7 @@ import fastattn
 from fastattn.backends import native
 from fastattn.bench import limits, peers
 from fastattn.bench.cases import FLOORED, PATCHED, listed, sweep
-from fastattn.bench.contest import Result, disturbed_by, failures
+from fastattn.bench.contest import Result, below_floor, disturbed_by
 from fastattn.info import cpu_name
 from fastattn.translation.checkpoint import write_file
 from fastattn.translation.errors import InputError
@@ -249,7 +249,13 @@ def weakest(results: Iterable[Result], count: int = 10) -> list[Result]:
     return sorted(quiet, key=lambda result: result.ratios["torch"].median)[:count]
 
 
-GENERATIONS = {(25, 17): "AMD Zen 4", (26, 2): "AMD Zen 5"}
+GENERATIONS = {
+    (6, 143): "Intel Sapphire Rapids",
+    (6, 173): "Intel Granite Rapids",
+    (6, 207): "Intel Emerald Rapids",
+    (25, 17): "AMD Zen 4",
+    (26, 2): "AMD Zen 5",
+}
 """By family and model, where the name of the processor does not say it."""
 
 
@@ -321,7 +327,7 @@ def _missed(report: Report) -> str:
     missed = [
         f"{name} ({'; '.join(words)})"
         for name, result in report.results.items()
-        if name in floors and not result.disturbed and (words := failures(replace(result, floor=floors[name])))
+        if name in floors and not result.disturbed and (words := below_floor(replace(result, floor=floors[name])))
     ]
     return f"Floors missed: {', '.join(missed)}." if missed else "Every floor is reached."
 
