@@ -77,6 +77,7 @@ def test_aarch64():
     assert passing(run("qemu-aarch64", build.build("aarch64"), 50)) == ["generic"]
 
 
+@pytest.mark.slow
 def test_kernel_objects_share_no_code():
     """A function that the linker may take from any object (weak, COMDAT) could be the one compiled for a wide set."""
     directory = program("plain").parent

@@ -237,7 +237,7 @@ LAYOUTS = {
 @pytest.mark.representative
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(backend, layout):
-    input = LAYOUTS[layout](torch.randn(4, 6, 66) if interpreted(backend) else torch.randn(6, 10, 66))
+    input = LAYOUTS[layout](torch.randn(3, 4, 66) if interpreted(backend) else torch.randn(6, 10, 66))
     weight, bias = torch.randn(66)[::2], torch.randn(33, 2)[:, 1]
     check(input, (33,), weight, bias)
     check_fused(input, torch.randn(input.shape), weight, bias, p=0.2)

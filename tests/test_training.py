@@ -595,7 +595,7 @@ def loss_curve(backend, text, updates, *, seed=3, jitter=None):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("updates", [80, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_backends_train_alike(text, updates):
     """Updates with dropout on `reference` and on `cpu`.
 

@@ -137,9 +137,7 @@ PROBLEMS = [
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(
-            problem, marks=[] if problem in (dropout, softmax_dropout) else [pytest.mark.slow], id=problem.__name__
-        )
+        pytest.param(problem, marks=[] if problem is softmax_dropout else [pytest.mark.slow], id=problem.__name__)
         for problem in PROBLEMS
     ],
 )
