@@ -52,23 +52,24 @@ def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
 
 def of_machines() -> str:
     """Their results side by side, and what the file of each has none of."""
-    found = reports(*MACHINES)
-    lacking = {
-        report.processor(of.machine): [
-            name for name in (*(case.name for case in listed(of.machine["isa"])), *PATCHED) if name not in of.results
-        ]
-        for of in found
-    }
-    lines = [f"- {processor}, not recorded: {', '.join(names)}." for processor, names in lacking.items() if names]
-    return "\n\n".join(filter(None, (report.comparison(found), "\n".join(lines))))
+    return side_by_side(reports(*MACHINES), lambda of: report.processor(of.machine))
 
 
 def beside_newest_torch() -> str:
     """What each machine has recorded with it, beside what it has with the torch of all other results."""
     return "\n\n".join(
-        report.comparison([report.Report.read(RESULTS / path.name), report.Report.read(path)])
+        side_by_side([report.Report.read(RESULTS / path.name), report.Report.read(path)], report.of_torch)
         for path in sorted(RESULTS.glob(f"{NEWEST_TORCH}/*.json"))
     )
+
+
+def side_by_side(found: list[report.Report], name: Callable[[report.Report], str]) -> str:
+    lines = []
+    for of in found:
+        wanted = *(case.name for case in listed(of.machine["isa"])), *PATCHED
+        if lacking := [case for case in wanted if case not in of.results]:
+            lines.append(f"- {name(of)}, not recorded: {', '.join(lacking)}.")
+    return "\n\n".join(filter(None, (report.comparison(found), "\n".join(lines))))
 
 
 def on_gpu() -> str:

@@ -289,6 +289,7 @@ def test_a_slow_ours_fails_the_gate(monkeypatch):
     [
         (Floor(2.0), {"ratio": 2.1}, ""),
         (Floor(2.0), {"ratio": 1.9}, "1.90 times as fast as torch, at least 2.00"),
+        (Floor(2.0), {"ratio": 1.999}, "1.999 times as fast as torch, at least 2.000"),
         (Floor(None), {"ratio": 0.1}, ""),
         (Floor(0.97, own=0.6), {"ratio": 1.0, "own": 0.7}, "0.70 of our time"),
         (Floor(0.97, own=0.6), {"ratio": 1.0, "own": 0.5}, ""),
@@ -842,6 +843,18 @@ def test_what_was_measured_is_shown(options, tmp_path, capsys):
     given = [word.replace("speed", str(stem)) for word in options]
     assert bench.main(fastattn_command.parse(["bench", "--from", str(source), *given])) == 0
     assert ("2.50x" in capsys.readouterr().out, stem.with_suffix(".svg").exists()) == (not given, bool(given))
+
+
+@pytest.mark.slow
+def test_a_length_is_measured_and_drawn(tmp_path, capsys):
+    """For real, beside every peer that there is, those of torch.compile among them."""
+    stem = tmp_path / "speed"
+    given = ["bench", "--plot", str(stem), "--filter", "float32 1x8x256x64 forward", "--seconds", "0.05"]
+    assert bench.main(fastattn_command.parse(given)) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| attention"))
+    assert all(f"{peer} " in row for peer in ("compiled", "flex", "math"))
+    assert stem.with_suffix(".svg").stat().st_size > 1000
+    assert stem.with_suffix(".png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("stem", [".", "/"])

@@ -649,7 +649,9 @@ def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("The king went out.\n")
     for arguments in (train_arguments(small, tmp_path / "out"), ["translate", "--input", tmp_path / "text"]):
         message = failure(arguments, capsys)
-        assert message.endswith("error: sentencepiece is not installed; it comes with: pip install fastattn[train]")
+        assert message.endswith(
+            'sentencepiece is not installed; in a clone of fastattn it comes with: pip install -e ".[train]"'
+        )
     assert not (tmp_path / "out").exists()
 
 

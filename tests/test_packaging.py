@@ -621,11 +621,16 @@ def clean(checkout, monkeypatch):
 
 @pytest.mark.slow
 def test_pip_install_in_a_plain_environment(clean, tmp_path):
+    """With all that README's commands need, which translate."""
     python, site_packages = new_environment(tmp_path / "env")
     link_torch(site_packages)
-    output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1")
+    output = pip_install(python, ".[train]", cwd=clean, FASTATTN_BUILD="1")
     assert "Collecting torch" not in output
     assert "with the headers of torch " in describe(python, COMPUTES)
+    command = [python.with_name("fastattn"), "translate"]
+    done = subprocess.run(command, input="God is good.\n", cwd=tmp_path, capture_output=True, text=True)
+    assert len(done.stdout.splitlines()) == 1, done.stderr
+    assert "Dios" in done.stdout
 
 
 @pytest.mark.slow

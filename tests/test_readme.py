@@ -32,6 +32,7 @@ def test_the_range_of_speeds_is_the_tables():
     ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x[ ,]", rows)]
     low, high = re.search(r"run ([\d.]+) to (\d+) times as fast as torch", README).groups()
     assert (float(low), int(high)) == (min(ratios), int(max(ratios)))
+    assert f"| speed on a CPU | {low} to {high} times torch's" in README
 
 
 def test_what_is_said_of_torch_holds():

@@ -303,6 +303,8 @@ def tables(results: dict[str, Any]) -> str:
             )
     lines += [
         "",
+        "Above 100 %: the issue slots, not the memory, bound the kernel.",
+        "",
         "| rows, bfloat16 | predicted share of the issue slots at the memory's speed | instructions an element "
         "| bits of global loads; stores | CUDA C++: predicted share, instructions |",
         "| --- | --- | --- | --- | --- |",

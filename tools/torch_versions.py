@@ -1,8 +1,8 @@
 """What depends on the versions of torch and Python, tested on the oldest and newest of both:
 ``python tools/torch_versions.py [VERSION OF TORCH ...]``.
 
-The checkout's wheel is built once, beside the torch of this Python, and installed into an environment of each version,
-where the tests marked `torch_version` run on it. The environments, of some GB each, are kept in ``$FASTATTN_CACHE``, by
+The checkout's sdist, and from it the wheel, is built once, beside the torch of this Python. The wheel is installed into
+an environment of each version, where the tests marked `torch_version` run on it. The environments, of some GB each, are kept in ``$FASTATTN_CACHE``, by
 default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be installed. Where there is no such
 Python this one takes its place, unless ``FASTATTN_REQUIRE`` has "pythons".
 """
@@ -81,7 +81,7 @@ def environment(version: str, wheel: Path) -> Path:
 def main(versions: list[str]) -> int:
     failed = []
     with tempfile.TemporaryDirectory() as target:
-        build = sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", target, ROOT
+        build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
         run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
         (wheel,) = Path(target).glob("*.whl")
         for version in versions or VERSIONS:

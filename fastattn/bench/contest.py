@@ -210,7 +210,8 @@ def below_floor(result: Result) -> list[str]:
     if floor.both and floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
         found.append(f"{result.fraction.median:.0%} of the limit ({result.limited_by}), at least {floor.fraction:.0%}")
     if floor.ratio is not None and torch_ratio < (least := attainable_ratio(result)):
-        found.append(f"{torch_ratio:.2f} times as fast as torch, at least {least:.2f}")
+        digits = 2 if f"{torch_ratio:.2f}" != f"{least:.2f}" else 3
+        found.append(f"{torch_ratio:.{digits}f} times as fast as torch, at least {least:.{digits}f}")
     if floor.own is not None and result.own and result.own.median > floor.own:
         found.append(f"{result.own.median:.2f} of our time without the features, at most {floor.own:.2f}")
     return found

@@ -266,6 +266,11 @@ def processor(machine: dict[str, Any]) -> str:
     return generation or re.sub(r" Processor| \(family.*|\(R\)", "", machine["cpu"])
 
 
+def of_torch(report: Report) -> str:
+    """The version of torch that ours ran in and beside."""
+    return f"torch {report.versions['torch'].split('+')[0]}"
+
+
 def origin(data: Mapping[str, Any], *programs: str) -> str:
     """Where a result file's data is from, in a line: the machine, the versions of torch and of `programs`, the day."""
     return _origin(data["machine"], data["versions"], data["date"][:10], programs)
@@ -343,7 +348,7 @@ def comparison(reports: Sequence[Report]) -> str:
     if len({report.machine["cpu"] for report in reports}) == 1:
         names = [report.machine["isa"] for report in reports]
         if len(set(names)) == 1:
-            names = [f"torch {report.versions['torch'].split('+')[0]}" for report in reports]
+            names = list(map(of_torch, reports))
     where = "\n".join(f"- {name}: {origin_of(report)}." for name, report in zip(names, reports, strict=True))
     rows = [["", *names]]
     for name in _shown(reports):
