@@ -158,6 +158,7 @@ def test_a_pipe_is_answered_line_by_line(run):
     assert (process.returncode, out, err) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_ends_the_command_quietly(run):
     """As `fastattn translate | head -1` has it."""
     process = start(["translate", str(run), "--beam", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -352,6 +353,7 @@ def test_output_goes_where_it_is_sent(run, small, tmp_path, capsys):
     assert "it is a folder" in failure([*translate, tmp_path], capsys)
 
 
+@pytest.mark.slow
 def test_a_full_disk(run, small, tmp_path, capsys):
     arguments = ["translate", run, "--input", small[0], "--beam", "1", "--output", "/dev/full"]
     assert "cannot write /dev/full: No space left on device" in failure(arguments, capsys)

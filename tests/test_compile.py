@@ -132,7 +132,7 @@ DYNAMIC = pytest.mark.parametrize(
 @COMPILED
 @DYNAMIC
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "weights" else []) for name in CALLS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("attention", "weights") else []) for name in CALLS]
 )
 def test_compiles_whole(backend, name, dynamic):
     """fullgraph, at two sizes, one compilation where dynamic: the eager numbers and gradients."""

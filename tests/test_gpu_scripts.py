@@ -89,6 +89,7 @@ def test_a_case_that_fails_does_not_stop_the_rest(gpu, monkeypatch, tmp_path):
     assert [r["error"] for r in results["cases"]] == ["MemoryError"] * 2
 
 
+@pytest.mark.slow
 def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
     """That is why two peers do not take part; that ours does not is an error."""
     case = next(small(case) for case in gpu.cases() if case.operation == "attention" and case.dropout)

@@ -259,7 +259,7 @@ def test_layout_of_two_normalized_dimensions(backend):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("p", [0.0, 0.1, pytest.param(0.7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
 @pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in "wb"), "wb"])
 def test_fused(backend, kind, shape, p, dtypes):

@@ -770,8 +770,11 @@ def test_sentences_do_not_influence_one_another(verses):
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "search",
-    [{"beam": 1}, {"beam": 4, "n_best": 2}, {"temperature": 0.8, "top_p": 0.9, "n_best": 2}],
-    ids=["greedy", "beam", "sampling"],
+    [
+        pytest.param({"beam": 1}, id="greedy"),
+        pytest.param({"beam": 4, "n_best": 2}, id="beam"),
+        pytest.param({"temperature": 0.8, "top_p": 0.9, "n_best": 2}, id="sampling", marks=pytest.mark.slow),
+    ],
 )
 def test_the_enclosed_model_translates_a_sentence_alike_in_every_batch(precision, search):
     """Products of other sizes may round otherwise, which shows in the last digits of a score."""
@@ -1084,7 +1087,7 @@ def test_a_layer_that_does_not_exist():
         plots.check_layer(config, "self", 1)
 
 
-@pytest.mark.parametrize("heads", [1, 5, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 @pytest.mark.parametrize("length", [1, 200])
 def test_pictures_fit_a_screen(tmp_path, heads, length):
     pieces = [f"▁piece{n}" for n in range(length)]

@@ -61,7 +61,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("keys_own", [False, True])
+@pytest.mark.parametrize("keys_own", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", [(-1, -1), (70, 10)])
 def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
@@ -236,7 +236,7 @@ def described(monkeypatch):
 @pytest.mark.parametrize("sizes", [pytest.param((64, 64), marks=pytest.mark.slow), (80, 24)], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [name if name in ("plain", "bool") else pytest.param(name, marks=pytest.mark.slow) for name in DESCRIBED],
+    [name if name == "bool" else pytest.param(name, marks=pytest.mark.slow) for name in DESCRIBED],
 )
 def test_tensor_descriptors(options, sizes, described):
     """Full tiles read through tensor descriptors, forward and backward: padded head sizes, tiles beyond the last key

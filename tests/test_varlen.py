@@ -155,6 +155,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.torch_version
 def test_gradcheck():
     lengths, keys = (2, 0, 3), (3, 2, 4)

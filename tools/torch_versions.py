@@ -2,9 +2,9 @@
 ``python tools/torch_versions.py [VERSION OF TORCH ...]``.
 
 The checkout's sdist, and from it the wheel, is built once, beside the torch of this Python. The wheel is installed into
-an environment of each version, where the tests marked `torch_version` run on it. The environments, of some GB each, are kept in ``$FASTATTN_CACHE``, by
-default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be installed. Where there is no such
-Python this one takes its place, unless ``FASTATTN_REQUIRE`` has "pythons".
+an environment of each version, where the tests marked `torch_version` run on it. The environments, of some GB each, are
+kept in ``$FASTATTN_CACHE``, by default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be
+installed. Where there is no such Python this one takes its place, unless ``FASTATTN_REQUIRE`` has "pythons".
 """
 
 import os
