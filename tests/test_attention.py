@@ -168,7 +168,7 @@ DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": T
 WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 
 
-@pytest.mark.parametrize("queries", [21, 7, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("queries", [21, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 3))])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
 
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks_combine_in_16_bits(backend, kind, dtype, diagonal):
     query, key, value = operands((2, 4, 2, 37, 75, 64, 64), dtype)
@@ -486,7 +486,7 @@ EXCLUDING = {
 }
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))])
 @pytest.mark.parametrize("queries", [9, 2])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("kind", EXCLUDING)

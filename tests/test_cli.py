@@ -502,6 +502,7 @@ def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
     assert "update 3, loss " in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_the_bar_knows_the_limit_in_time(small, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     limits = ["--max-steps", "1000000", "--max-minutes", "0.01"]

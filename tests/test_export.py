@@ -130,7 +130,9 @@ CASES = {
     "Transformer": (Encode().eval(), (torch.randint(4, 40, (3, 5)), torch.tensor([5, 1, 3]))),
 }  # fmt: skip
 USUAL = ("attention, every mask", "Transformer")  # seconds each
-EVERY = pytest.mark.parametrize("name", CASES)
+EVERY = pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 
 
 def ops(program):
@@ -199,9 +201,7 @@ def test_decomposed_with_free_sizes():
         assert_equal(program.module()(*inputs), module(*inputs))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@EVERY
 @torch.no_grad()
 def test_onnx(name):
     """ONNX Runtime computes what we do, from the module."""

@@ -250,6 +250,7 @@ def test_a_gpu_without_predictions(predictions, monkeypatch, tmp_path):
     assert results["about"].endswith("(sm_89)")
 
 
+@pytest.mark.slow
 def test_what_is_predicted_can_be_called(predictions, monkeypatch):
     """A call of each operation, by kernels that run."""
     if DEVICE != "cpu":

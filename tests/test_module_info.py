@@ -81,7 +81,9 @@ def check_module(kind, training, sample):
             torch.testing.assert_close(run(ours, tensors), run(theirs, tensors), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["training", "evaluation"]
+)
 @pytest.mark.parametrize(
     "kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer], ids=lambda k: k.__name__
 )

@@ -99,7 +99,12 @@ def test_alias():
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 @pytest.mark.parametrize(
-    "weights", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=["no weights", "averaged", "all"]
+    "weights",
+    [
+        pytest.param({"need_weights": False}, id="no weights"),
+        pytest.param({}, id="averaged"),
+        pytest.param({"average_attn_weights": False}, id="all", marks=pytest.mark.slow),
+    ],
 )
 def test_matches_torchs_module(backend, weights, options):
     ours, theirs = pair(16, 4, **options)

@@ -162,6 +162,7 @@ def test_checkouts_build_from_the_same_lines(tmp_path, monkeypatch):
     assert built[0] == built[1]
 
 
+@pytest.mark.slow
 def test_a_second_build_in_a_directory_waits(tmp_path, monkeypatch):
     compiler = script(
         tmp_path / "cc", f"ls *.job 2>/dev/null && touch {tmp_path}/met; touch 1.job; sleep 0.3; rm 1.job"

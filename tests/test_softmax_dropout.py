@@ -98,7 +98,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.3])
 def test_masks(backend, scale, p, causal, mask, dtype):
     """Every kind of mask with and without causal, scale and dropout, with all gradients and the exact zero pattern."""
     input = torch.randn(2, 3, 21, 43).to(dtype)

@@ -476,6 +476,7 @@ def test_smoothed_loss_waits_for_no_gpu():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="not glibc's malloc")
+@pytest.mark.slow
 def test_freed_memory_serves_the_next_tensor():
     """Each of these tensors would be made of fresh pages, which the system clears."""
     program = """

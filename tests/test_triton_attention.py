@@ -121,7 +121,7 @@ def _tiles_of(
         tl.store(parts + 2 * (tile * count + other) + 1, every)
 
 
-@pytest.mark.parametrize("keys_own", [False, True])
+@pytest.mark.parametrize("keys_own", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("lower_right", [False, True])
 @pytest.mark.parametrize(("m", "n", "length"), [(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)])
 @pytest.mark.parametrize(
