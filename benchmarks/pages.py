@@ -64,6 +64,7 @@ def beside_newest_torch() -> str:
 
 
 def side_by_side(found: list[report.Report], name: Callable[[report.Report], str]) -> str:
+    """A column for each, and by name what it has no result of."""
     lines = []
     for of in found:
         wanted = *(case.name for case in listed(of.machine["isa"])), *PATCHED

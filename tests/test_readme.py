@@ -1,5 +1,6 @@
 """What README shows does what it says."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -33,6 +34,25 @@ def test_the_range_of_speeds_is_the_tables():
     low, high = re.search(r"run ([\d.]+) to (\d+) times as fast as torch", README).groups()
     assert (float(low), int(high)) == (min(ratios), int(max(ratios)))
     assert f"| speed on a CPU | {low} to {high} times torch's" in README
+
+
+def test_what_is_said_of_the_gpu_is_what_was_measured():
+    """Ahead of flash attention, behind cuDNN's where it is dense, without dropout or with a backward pass; rows."""
+    results = ROOT / "benchmarks/results/gpu"
+    cases = json.loads((results / "benchmarks.json").read_text())["cases"]
+    ratios = {case["case"]: case["times_as_fast_as"] for case in cases if case["case"].startswith("attention bfloat16")}
+    assert min(ratio["flash"] for ratio in ratios.values() if "flash" in ratio) > 1
+    ours_is_behind = [
+        ratio["cudnn"] for name, ratio in ratios.items()
+        if "padding" not in name and ("dropout" not in name or "backward" in name)
+    ]  # fmt: skip
+    assert len(ours_is_behind) > 5
+    assert max(ours_is_behind) < 1
+    rows = [case["share_of_copy"] for case in cases if " 16384x" in case["case"]]
+    assert len(rows) >= 10
+    assert min(rows) >= 0.7
+    tests = json.loads((results / "tests.json").read_text())
+    assert (round(tests["passed"] / tests["of"], 1), tests["failed"]) == (0.1, 1)
 
 
 def test_what_is_said_of_torch_holds():

@@ -203,36 +203,39 @@ def disturbed_by(others: float | None) -> str:
     return f"other programs took {others:.0%} of the processors" if others is not None and others > OTHERS else ""
 
 
-def below_floor(result: Result) -> list[str]:
-    """What of its floor `result` does not reach."""
-    found = []
+def below_floor(result: Result) -> dict[str, str]:
+    """Which parts of its floor `result` does not reach: "limit", "torch", "own", each in words."""
+    found = {}
     floor, torch_ratio = result.floor, result.ratios["torch"].median
     if floor.both and floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
-        found.append(f"{result.fraction.median:.0%} of the limit ({result.limited_by}), at least {floor.fraction:.0%}")
+        found["limit"] = (
+            f"{result.fraction.median:.0%} of the limit ({result.limited_by}), at least {floor.fraction:.0%}"
+        )
     if floor.ratio is not None and torch_ratio < (least := attainable_ratio(result)):
         digits = 2 if f"{torch_ratio:.2f}" != f"{least:.2f}" else 3
-        found.append(f"{torch_ratio:.{digits}f} times as fast as torch, at least {least:.{digits}f}")
+        found["torch"] = f"{torch_ratio:.{digits}f} times as fast as torch, at least {least:.{digits}f}"
     if floor.own is not None and result.own and result.own.median > floor.own:
-        found.append(f"{result.own.median:.2f} of our time without the features, at most {floor.own:.2f}")
+        found["own"] = f"{result.own.median:.2f} of our time without the features, at most {floor.own:.2f}"
     return found
 
 
 def judged(result: Result, recorded: Result | None) -> tuple[list[str], list[str]]:
-    """What condemns `result` beside what was recorded on a machine of this kind: a lost ratio, or a floor that was
-    reached. And what is known: a floor that the recorded result misses too."""
+    """What condemns `result` beside what was recorded on a machine of this kind: a lost ratio, or a part of its floor
+    that was reached. And what is known: a part that the recorded result misses too."""
     missed = below_floor(result)
     if recorded is None:
-        return missed, []
-    before, now, then = recorded.ratios["torch"].median, result.seconds["ours"], recorded.seconds["ours"]
-    ratio, lost = result.ratios["torch"].median, []
-    if ratio < REGRESSION * before and now > SLOWER * then:
-        lost.append(
-            f"{ratio:.2f} times as fast as torch, {before:.2f} when it was recorded; "
-            f"{now * 1e3:.3g} ms a call, {then * 1e3:.3g} then"
+        return list(missed.values()), []
+    before = below_floor(replace(recorded, floor=result.floor))
+    condemned = [words for part, words in missed.items() if part not in before]
+    known = [words for part, words in missed.items() if part in before]
+    ratio, then = result.ratios["torch"].median, recorded.ratios["torch"].median
+    now_seconds, then_seconds = result.seconds["ours"], recorded.seconds["ours"]
+    if ratio < REGRESSION * then and now_seconds > SLOWER * then_seconds:
+        condemned.append(
+            f"{ratio:.2f} times as fast as torch, {then:.2f} when it was recorded; "
+            f"{now_seconds * 1e3:.3g} ms a call, {then_seconds * 1e3:.3g} then"
         )
-    if below_floor(replace(recorded, floor=result.floor)):
-        return lost, missed
-    return [*missed, *lost], []
+    return condemned, known
 
 
 def attainable_ratio(result: Result) -> float:

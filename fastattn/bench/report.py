@@ -330,7 +330,7 @@ def _missed(report: Report) -> str:
         return ""
     floors = {case.name: case.floor for case in (*sweep(), *listed(report.machine["isa"]))} | PATCHED
     missed = [
-        f"{name} ({'; '.join(words)})"
+        f"{name} ({'; '.join(words.values())})"
         for name, result in report.results.items()
         if name in floors and not result.disturbed and (words := below_floor(replace(result, floor=floors[name])))
     ]
