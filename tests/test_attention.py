@@ -553,6 +553,33 @@ def test_large_scores(backend, dtype, magnitude):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_huge_scores(backend, dtype):
+    """Scores of 1e8 by a scale that rounds them: a last place is 8, and the largest has the probability 1 all the same,
+    in the backward pass too."""
+    query, key = torch.zeros(1, 1, 33, 16), torch.zeros(1, 1, 200, 16)
+    row, best = torch.arange(33), 37 * torch.arange(33) % 200
+    query[0, 0, row, row % 16] = 2.0**12
+    key[0, 0] = torch.randint(1, 100, (200, 16)).float()
+    key[0, 0, best[:16], torch.arange(16)] = 2.0**8 - 1 - torch.arange(16)
+    value = torch.randn(1, 1, 200, 16, dtype=dtype, requires_grad=True)
+    chosen, grad = best[row % 16], torch.randint(-8, 8, (1, 1, 33, 16)).to(dtype)
+    out = scaled_dot_product_attention(query.to(dtype), key.to(dtype), value, scale=123.4567)
+    wanted = torch.zeros_like(value).index_add(2, chosen, grad)
+    assert torch.equal(out, value[:, :, chosen])
+    # P is exp(x) times 1 / exp(x), where a statistic is rounded: 4 roundings, of three terms of 8 at most.
+    torch.testing.assert_close(*torch.autograd.grad(out, value, grad), wanted, rtol=0, atol=4 * 24 * 6e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", [0.02, 0.06, 0.5, -0.06])
+def test_scores_that_grow(backend, dtype, step):
+    """The maximum of a row grows with every tile, by less than what rescales its sums and by more."""
+    query, key, value = operands((1, 2, 2, 40, 700, 16, 16), dtype)
+    query[..., 0], key[..., 0] = 1, step * torch.arange(700)
+    check(query, key, value, scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("magnitude", [100.0, 1e4])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_large_masks(backend, dtype, magnitude, shift):

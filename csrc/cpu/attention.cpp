@@ -1,5 +1,11 @@
 // Attention, forward, by online softmax over tiles (Milakov and Gimelshein, "Online normalizer calculation for
 // softmax", 2018; Dao et al., "FlashAttention", 2022).
+#if defined(__AMX_BF16__)
+// Matrix instructions read and write their sums once a tile, which takes as long as the product of 64 keys: hence a
+// tile of more keys, and fewer queries, so that it fits the first-level cache.
+#define FASTATTN_BLOCK_M 32
+#define FASTATTN_BLOCK_N 192
+#endif
 #include <math.h>
 
 #include "../common/attention.h"
@@ -11,7 +17,8 @@
 namespace fastattn {
 namespace {
 
-constexpr int kTaskPanels = 128 / kBlockM;  // at most; they share the packed keys and values
+constexpr int kTaskPanels = (kUsesAmx<Pair> ? 256 : 128) / kBlockM;  // at most; they share the packed keys and values
+constexpr float kRescale = 8;  // growth of a row's maximum that rescales it: exp(score - row_max) is at most e^8
 
 // Unnormalised results over some of the keys, merged afterwards.
 struct Partial {
@@ -157,19 +164,26 @@ struct Forward {
     return {(const char*)scratch.value, value_width * 4};
   }
 
-  // Online softmax: scores become exp(score - row_max), as units; `rescale` is exp(old row_max - new row_max).
+  // Online softmax: products become scores by `scale`, these exp(score - row_max), as units; `rescale` is
+  // exp(old row_max - new row_max).
   template <bool dropout>
-  FASTATTN_INLINE void softmax(const Tile& t, const Scratch& scratch, const Panel& panel) const {
+  FASTATTN_INLINE void softmax(const Tile& t, float scale, const Scratch& scratch, const Panel& panel) const {
     const uint64_t* kept = scratch.mask.kept;
     for (int v = 0; v < t.vectors; ++v) {
       float* score = scratch.score + v * kLanes;
       const vf old_max = load(panel.row_max + v * kLanes);
+      const auto scaled = [&](int key) {
+        const vf x = load(score + key * kBlockM) * scale;
+        store(score + key * kBlockM, x);
+        return x;
+      };
       vf top[4] = {old_max, old_max, old_max, old_max};
       int j = 0;
       for (; j + 4 <= t.keys; j += 4)
-        for (int i = 0; i < 4; ++i) top[i] = max(load(score + (j + i) * kBlockM), top[i]);
-      for (; j < t.keys; ++j) top[0] = max(load(score + j * kBlockM), top[0]);
+        for (int i = 0; i < 4; ++i) top[i] = max(scaled(j + i), top[i]);
+      for (; j < t.keys; ++j) top[0] = max(scaled(j), top[0]);
       top[0] = max(max(top[0], top[1]), max(top[2], top[3]));
+      top[0] = select(top[0] - old_max > splat(kRescale), top[0], old_max);
       store(panel.row_max + v * kLanes, top[0]);
       // Finite for a query that has seen no key yet.
       const vf row_max = select(top[0] == splat(-kInfinity), vf{}, top[0]);
@@ -225,15 +239,16 @@ struct Forward {
                                               .b = panel.query,
                                               .b_stride = kBlockM,
                                               .c = scratch.score,
-                                              .c_stride = kBlockM,
-                                              .alpha = a.scale},
+                                              .c_stride = kBlockM},
                                 next);
-    if (!t.full(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    const bool full = t.full(a);
+    if (!full) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    const float scale = full ? a.scale : 1.0f;
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
-      softmax<true>(t, scratch, panel);
+      softmax<true>(t, scale, scratch, panel);
     } else {
-      softmax<false>(t, scratch, panel);
+      softmax<false>(t, scale, scratch, panel);
     }
     const Product<Unit> p = {.rows = kColumns ? a.value_head_dim : value_width,
                              .depth = depth_of<Unit>(t.keys),
@@ -450,14 +465,13 @@ struct Forward {
   }
 };
 
+template <class T>
 int64_t workspace(const Attention& a, const Parallel& parallel) {
-  return with_type(a.dtype, [&](auto type) {
-    Arena arena = {0};
-    const Forward<decltype(type)> forward(a, &arena);
-    const int64_t workers = min(useful_workers(a, parallel, 2), forward.tasks * forward.num_splits);
-    for (int64_t worker = 0; worker < workers; ++worker) forward.take_scratch(&arena);
-    return (int64_t)arena.at;
-  });
+  Arena arena = {0};
+  const Forward<T> forward(a, &arena);
+  const int64_t workers = min(useful_workers(a, parallel, 2), forward.tasks * forward.num_splits);
+  for (int64_t worker = 0; worker < workers; ++worker) forward.take_scratch(&arena);
+  return (int64_t)arena.at;
 }
 
 template <class T>
@@ -480,12 +494,8 @@ void run(const Attention& a, const Parallel& parallel, char* workspace) {
                  [&](int64_t index, int) { forward.merge_splits(index); });
 }
 
-void run_any(const Attention& a, const Parallel& parallel, char* workspace) {
-  with_type(a.dtype, [&](auto type) { run<decltype(type)>(a, parallel, workspace); });
-}
-
 }  // namespace
 
-FASTATTN_EXPORT(Kernel<Attention>, attention) = {&workspace, &run_any};
+FASTATTN_EXPORT_PRODUCTS(Attention, attention);
 
 }  // namespace fastattn

@@ -220,20 +220,21 @@ struct Backward {
 
   // Call use(key, vector, P, dS, P and dS of the next key, whether there is one) for two keys and a vector of queries.
   template <bool dropout, class Use>
-  FASTATTN_INLINE void gradients(const Tile& t, const Scratch& scratch, const Use& use) const {
+  FASTATTN_INLINE void gradients(const Tile& t, float scale, const Scratch& scratch, const Use& use) const {
     for (int v = 0; v < t.vectors; ++v) {
       const vf row_max = load(scratch.row_max + v * kLanes), inv_sum = load(scratch.inv_sum + v * kLanes);
       const vf delta = load(scratch.delta + v * kLanes);
       vf p[2], ds[2];
       const auto one = [&](int j, int which) {
         const int at = j * kBlockM + v * kLanes;
-        const vf whole = exp2((load(scratch.score + at) - row_max) * kLog2e) * inv_sum;
+        const vf score = rounded(load(scratch.score + at) * scale);
+        const vf whole = exp2((score - row_max) * kLog2e) * inv_sum;
         vf dp = load(scratch.grad_score + at);
         p[which] = whole;
         if constexpr (dropout) {
           const uint32_t kept = (uint32_t)(scratch.mask.kept[j] >> (v * kLanes)) & first_lanes(kLanes);
           p[which] = keep_bits(kept, whole);
-          dp = keep_bits(kept, dp);
+          dp = keep_bits(kept, dp * dropout_scale(a.threshold));
         }
         ds[which] = whole * (dp - delta);
       };
@@ -259,18 +260,18 @@ struct Backward {
                        .b = scratch.query,
                        .b_stride = kBlockM,
                        .c = scratch.score,
-                       .c_stride = kBlockM,
-                       .alpha = a.scale};
+                       .c_stride = kBlockM};
     multiply<false, Beta::zero>(t.vectors, p, next);
     p.depth = value_depth, p.a = keys.value, p.b = scratch.grad, p.c = scratch.grad_score;
-    p.alpha = a.threshold ? dropout_scale(a.threshold) : 1.0f;
     multiply<false, Beta::zero>(t.vectors, p, next);
-    if (!t.full(a)) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    const bool full = t.full(a);
+    if (!full) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    const float scale = full ? a.scale : 1.0f;
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
-      gradients<true>(t, scratch, use);
+      gradients<true>(t, scale, scratch, use);
     } else {
-      gradients<false>(t, scratch, use);
+      gradients<false>(t, scale, scratch, use);
     }
   }
 
@@ -608,17 +609,16 @@ struct Backward {
   }
 };
 
+template <class T>
 int64_t workspace(const AttentionBackward& a, const Parallel& parallel) {
-  return with_type(a.dtype, [&](auto type) {
-    Arena arena = {0};
-    const Backward<decltype(type)> backward(a, &arena);
-    const int64_t workers = min(useful_workers(a, parallel, 5), max(backward.tasks(), backward.mask_tasks()));
-    for (int64_t worker = 0; worker < workers; ++worker) {
-      backward.take_scratch(&arena);
-      if (a.grad_mask) backward.take_mask_sums(&arena);
-    }
-    return (int64_t)arena.at;
-  });
+  Arena arena = {0};
+  const Backward<T> backward(a, &arena);
+  const int64_t workers = min(useful_workers(a, parallel, 5), max(backward.tasks(), backward.mask_tasks()));
+  for (int64_t worker = 0; worker < workers; ++worker) {
+    backward.take_scratch(&arena);
+    if (a.grad_mask) backward.take_mask_sums(&arena);
+  }
+  return (int64_t)arena.at;
 }
 
 template <class T>
@@ -649,12 +649,8 @@ void run(const AttentionBackward& a, const Parallel& parallel, char* workspace) 
     });
 }
 
-void run_any(const AttentionBackward& a, const Parallel& parallel, char* workspace) {
-  with_type(a.dtype, [&](auto type) { run<decltype(type)>(a, parallel, workspace); });
-}
-
 }  // namespace
 
-FASTATTN_EXPORT(Kernel<AttentionBackward>, attention_backward) = {&workspace, &run_any};
+FASTATTN_EXPORT_PRODUCTS(AttentionBackward, attention_backward);
 
 }  // namespace fastattn

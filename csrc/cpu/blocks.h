@@ -6,12 +6,17 @@
 namespace fastattn {
 namespace {
 
-constexpr int kBlockM = kPanelVectors * kLanes;  // queries, a multiple of 16
-constexpr int kBlockN = 96;                      // keys, a multiple of 32
-constexpr int kChunk = 32 * kBlockN;             // keys: blocked summation bounds the rounding error of longer rows
-constexpr int kTasks = 16;                       // keep the threads busy; the number depends on the shape alone
-constexpr int kSplitKeys = 4 * kBlockN;          // at least, of a split where queries alone make too few tasks
-constexpr int kWord = 64;                        // bits of a column of a mask tile
+// Queries and keys of a tile, multiples of 16 and 32. A kernel may name its own before it includes this.
+#if defined(FASTATTN_BLOCK_M)
+constexpr int kBlockM = FASTATTN_BLOCK_M, kBlockN = FASTATTN_BLOCK_N;
+#else
+constexpr int kBlockM = kPanelVectors * kLanes, kBlockN = 96;
+#endif
+constexpr int kChunk = 32 * 96;     // keys: blocked summation bounds the rounding error of longer rows
+constexpr int kTasks = 16;          // keep the threads busy; the number depends on the shape alone
+constexpr int kSplitKeys = 4 * 96;  // at least, of a split where queries alone make too few tasks
+constexpr int kWord = 64;           // bits of a column of a mask tile
+static_assert(kChunk % kBlockN == 0, "a chunk is whole tiles");
 static_assert(kBlockM % kTileRows == 0 && kBlockM <= kWord && kBlockN % kTileColumns == 0, "dropout's tiles");
 
 constexpr float kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;

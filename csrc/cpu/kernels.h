@@ -47,6 +47,28 @@ bool use_instruction_set(const char* name);
   extern const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA); \
   const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA)
 
+// In a kernel file of products: templates workspace<T>(problem, parallel) and run<T>(problem, parallel, memory) for
+// every dtype, but for those that are left to the vectors of avx512_bf16 (product.h).
+#define FASTATTN_EXPORT_PRODUCTS(Problem, stem)                                   \
+  extern const Kernel<Problem> stem##_avx512_bf16;                                \
+  static int64_t workspace_any(const Problem& p, const Parallel& parallel) {      \
+    return with_type(p.dtype, [&](auto type) {                                    \
+      if constexpr (kLeftToVectors<decltype(type)>)                               \
+        return stem##_avx512_bf16.workspace(p, parallel);                         \
+      else                                                                        \
+        return workspace<decltype(type)>(p, parallel);                            \
+    });                                                                           \
+  }                                                                               \
+  static void run_any(const Problem& p, const Parallel& parallel, char* memory) { \
+    with_type(p.dtype, [&](auto type) {                                           \
+      if constexpr (kLeftToVectors<decltype(type)>)                               \
+        stem##_avx512_bf16.run(p, parallel, memory);                              \
+      else                                                                        \
+        run<decltype(type)>(p, parallel, memory);                                 \
+    });                                                                           \
+  }                                                                               \
+  FASTATTN_EXPORT(Kernel<Problem>, stem) = {&workspace_any, &run_any}
+
 // Elsewhere: function(...) returns what kernel files export as `stem`, for the instruction set in use.
 #define FASTATTN_IMPORT(Type, stem, function)                     \
   extern const Type FASTATTN_OF_EACH(, stem);                     \

@@ -62,6 +62,15 @@ template <>
 constexpr bool kUsesAmx<Pair> = true;
 #endif
 
+// Whether AMX's files leave products of type T to avx512_bf16's, whose tiles suit vectors.
+#if defined(__AMX_BF16__)
+template <class T>
+constexpr bool kLeftToVectors = !kUsesAmx<typename UnitOf<T>::Unit>;
+#else
+template <class T>
+constexpr bool kLeftToVectors = false;
+#endif
+
 // Elements in a unit.
 template <class Unit>
 constexpr int kElements = 1;
@@ -118,8 +127,9 @@ FASTATTN_INLINE vf load_unit(const Pair* p) {
 
 FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
 
-// beta of C = A B + beta C: 0, a factor for each column, 1. A B is accumulated from 0 before C is added (blocked
-// summation): the rounding error grows with the square roots of depth and of the number of tiles, not of their product.
+// beta of C = A B + beta C: 0, a factor for each column, 1. On vectors A B is accumulated from 0 before C is added
+// (blocked summation): the rounding error grows with the square roots of depth and of the number of tiles, not of their
+// product.
 enum class Beta { zero, vector, one };
 
 // Rows in memory, at a stride in bytes.
@@ -128,7 +138,7 @@ struct Matrix {
   int64_t stride;
 };
 
-// C = alpha A B where beta is 0, else C = A B + beta C. Strides of B and C are in units.
+// C = A B + beta C. Strides of B and C are in units.
 template <class Unit>
 struct Product {
   int rows, depth;
@@ -137,7 +147,6 @@ struct Product {
   int64_t b_stride;
   float* c;
   int64_t c_stride;
-  float alpha = 1;
   const float* beta = nullptr;  // (columns), for Beta::vector
 
   FASTATTN_INLINE void advance(int count, int64_t a_step) {
@@ -150,7 +159,7 @@ struct Product {
 template <Beta beta, class Unit>
 FASTATTN_INLINE void epilogue(const Product<Unit>& p, vf sum, int m, int n) {
   float* c = p.c + m * p.c_stride + n * kLanes;
-  if constexpr (beta == Beta::zero) store(c, sum * p.alpha);
+  if constexpr (beta == Beta::zero) store(c, sum);
   if constexpr (beta == Beta::vector) store(c, fma(load(c), load(p.beta + n * kLanes), sum));
   if constexpr (beta == Beta::one) store(c, load(c) + sum);
 }
@@ -186,16 +195,24 @@ FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
     for (int n = 0; n < N; ++n) epilogue<beta>(p, sum[m][n], m, n);
 }
 
-// M x N AMX tiles of C, which have `rows` rows in all: 16 M, or fewer where M = 1 and the tiles are configured so.
+// M x N AMX tiles of C. They are read before the product and added to: a buffer for the product, to be added
+// afterwards, would bound the error better, but what bfloat16 operands round is far more than float32 sums of a chunk
+// lose.
 template <int M, int N, Beta beta>
-FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p, int rows) {
-  constexpr int64_t kRowBytes = N * kLanes * sizeof(float);
-  const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair);
-  alignas(64) float sum[M * kLanes][N * kLanes];
-  clear_tile<0>();
-  if constexpr (N > 1) clear_tile<1>();
-  if constexpr (M > 1) clear_tile<2>();
-  if constexpr (M > 1 && N > 1) clear_tile<3>();
+FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
+  const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair), c_bytes = p.c_stride * (int64_t)sizeof(float);
+  float *right = p.c + kLanes, *below = p.c + kLanes * p.c_stride;
+  if constexpr (beta == Beta::zero) {
+    clear_tile<0>();
+    if constexpr (N > 1) clear_tile<1>();
+    if constexpr (M > 1) clear_tile<2>();
+    if constexpr (M > 1 && N > 1) clear_tile<3>();
+  } else {
+    load_tile<0>(p.c, c_bytes);
+    if constexpr (N > 1) load_tile<1>(right, c_bytes);
+    if constexpr (M > 1) load_tile<2>(below, c_bytes);
+    if constexpr (M > 1 && N > 1) load_tile<3>(below + kLanes, c_bytes);
+  }
   for (int k = 0; k < p.depth; k += kLanes) {
     const char* a = p.a.data + k * (int64_t)sizeof(Pair);
     const Pair* b = p.b + k * p.b_stride;
@@ -212,34 +229,42 @@ FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p, int rows) {
     }
     if constexpr (M > 1 && N > 1) multiply_tiles<3, 5, 7>();
   }
-  store_tile<0>(sum[0], kRowBytes);
-  if constexpr (N > 1) store_tile<1>(sum[0] + kLanes, kRowBytes);
-  if constexpr (M > 1) store_tile<2>(sum[kLanes], kRowBytes);
-  if constexpr (M > 1 && N > 1) store_tile<3>(sum[kLanes] + kLanes, kRowBytes);
-  for (int m = 0; m < rows; ++m)
-#pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) epilogue<beta>(p, load(sum[m] + n * kLanes), m, n);
+  store_tile<0>(p.c, c_bytes);
+  if constexpr (N > 1) store_tile<1>(right, c_bytes);
+  if constexpr (M > 1) store_tile<2>(below, c_bytes);
+  if constexpr (M > 1 && N > 1) store_tile<3>(below + kLanes, c_bytes);
+}
+
+// C *= beta, where beta is not 1.
+inline void rescale(const Product<Pair>& p, int vectors) {
+  for (int n = 0; n < vectors; ++n) {
+    const vf factor = load(p.beta + n * kLanes);
+    if (all(factor == splat(1.0f))) continue;
+    float* c = p.c + n * kLanes;
+    for (int m = 0; m < p.rows; ++m, c += p.c_stride) store(c, load(c) * factor);
+  }
 }
 
 // M rows of tiles, of all columns: A stays in cache.
 template <int M, Beta beta>
-FASTATTN_INLINE void amx_rows(Product<Pair> p, int vectors, int rows) {
+FASTATTN_INLINE void amx_rows(Product<Pair> p, int vectors) {
   constexpr int kTwo = 2 * kLanes;
-  for (; vectors >= 2; vectors -= 2, p.b += kTwo, p.c += kTwo) {
-    amx_microkernel<M, 2, beta>(p, rows);
-    if constexpr (beta == Beta::vector) p.beta += kTwo;
-  }
-  if (vectors > 0) amx_microkernel<M, 1, beta>(p, rows);
+  for (; vectors >= 2; vectors -= 2, p.b += kTwo, p.c += kTwo) amx_microkernel<M, 2, beta>(p);
+  if (vectors > 0) amx_microkernel<M, 1, beta>(p);
 }
 
 template <Beta beta>
 __attribute__((noinline)) void amx_product(Product<Pair> p, int vectors) {
   constexpr int kTwo = 2 * kLanes;
-  for (; p.rows >= kTwo; p.advance(kTwo, p.a.stride)) amx_rows<2, beta>(p, vectors, kTwo);
+  if constexpr (beta == Beta::vector) {
+    rescale(p, vectors);
+    return amx_product<Beta::one>(p, vectors);
+  }
+  for (; p.rows >= kTwo; p.advance(kTwo, p.a.stride)) amx_rows<2, beta>(p, vectors);
   for (; p.rows > 0; p.advance(kLanes, p.a.stride)) {
     const int count = min(p.rows, kLanes);
-    if (count < kLanes) shape_tiles(count);  // rows beyond the last are not loaded: there may be no memory
-    amx_rows<1, beta>(p, vectors, count);
+    if (count < kLanes) shape_tiles(count);  // rows beyond the last are not touched: there may be no memory
+    amx_rows<1, beta>(p, vectors);
     if (count < kLanes) shape_tiles(kLanes);
   }
 }

@@ -49,6 +49,26 @@ FASTATTN_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 FASTATTN_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 FASTATTN_INLINE vu select(vi mask, vu a, vu b) { return mask ? a : b; }
 
+// x rounded to float32: not contracted with what is added to it.
+FASTATTN_INLINE vf rounded(vf x) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));
+#endif
+  return x;
+}
+
+FASTATTN_INLINE bool all(vi mask) {
+  bool every = true;
+  for (int i = 0; i < kLanes; ++i) every &= mask[i] != 0;
+  return every;
+}
+
 // Where a is NaN the result is b, as with maxps.
 FASTATTN_INLINE vf max(vf a, vf b) {
 #if defined(__AVX512F__)

@@ -80,7 +80,7 @@ struct MaskBuffers {
   }
 };
 
-// Add a float mask to the scores, and write -inf where a query does not see the key.
+// Make products into scores: scale them, add a float mask, and write -inf where a query does not see the key.
 inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers,
                         float* score) {
   uint64_t* visible = buffers.visible;
@@ -124,7 +124,7 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
   for (int j = 0; j < t.keys; ++j)
     for (int v = 0; v < t.vectors; ++v) {
       float* at = score + j * kBlockM + v * kLanes;
-      vf x = load(at);
+      vf x = load(at) * a.scale;
       uint32_t bits = (uint32_t)(visible[j] >> (v * kLanes)) & first_lanes(kLanes);
       if (floats) {
         const vf value = m.rows == 1 ? splat(buffers.columns[j]) : load(buffers.columns + j * kBlockM + v * kLanes);
