@@ -195,9 +195,8 @@ FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
     for (int n = 0; n < N; ++n) epilogue<beta>(p, sum[m][n], m, n);
 }
 
-// M x N AMX tiles of C. They are read before the product and added to: a buffer for the product, to be added
-// afterwards, would bound the error better, but what bfloat16 operands round is far more than float32 sums of a chunk
-// lose.
+// M x N AMX tiles of C, which are added to where they lie, not after the product: what bfloat16 operands round is far
+// more than what float32 sums of a chunk lose by it.
 template <int M, int N, Beta beta>
 FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
   const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair), c_bytes = p.c_stride * (int64_t)sizeof(float);
