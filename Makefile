@@ -30,9 +30,8 @@ tables:  ## the tables and pictures of the pages, from benchmarks/results
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-# In the order of the files: by the number of their tests, the longest file would come last, and alone.
 slow:  ## the longer tests, two at a time: every instruction set, sanitizers, fresh installs
-	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist worksteal
 
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
 	pytest -m triton
@@ -75,7 +74,7 @@ launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
 torch-versions:  ## what depends on torch's version, on the oldest and the newest
 	python tools/torch_versions.py
 
-ci: lint docs dist demo slow torch-versions report  ## all that comes after the tests
+ci: lint docs dist slow torch-versions report  ## all that comes after the tests
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"

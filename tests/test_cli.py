@@ -25,6 +25,7 @@ import tqdm
 
 import fastattn
 import fastattn_command as cli
+from fastattn import demo
 from fastattn.bench import report
 from fastattn.cli import COMMANDS
 from fastattn.translation import checkpoint
@@ -449,6 +450,22 @@ def test_where_nothing_can_be_written(small, tmp_path, capsys, command):
     for out, message in (("file/run", "not a directory"), ("file", "exists already")):
         assert message in failure([str(tmp_path / out) if a == "OUT" else a for a in arguments], capsys)
     assert "cannot write /proc/run" in failure(["/proc/run" if a == "OUT" else a for a in arguments], capsys)
+
+
+@pytest.mark.slow
+def test_demo(monkeypatch, tmp_path, capsys):
+    """All of it, of fewer updates and sentences."""
+    monkeypatch.setattr(demo, "UPDATES", 5)
+    monkeypatch.setattr(demo, "SCORED", 20)
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\nright ") == len(demo.CHECKS)
+    assert "WRONG" not in printed
+    assert re.search(r"\| attention float32 .* \| [\d.]+x \|", printed)
+    enclosed, own = (float(bleu) for bleu in re.findall(r"BLEU ([\d.]+) on 20 sentences of the test text", printed))
+    assert own < 5 < 20 < enclosed
+    for name in ("loss.png", "attention.png", "best/model.safetensors"):
+        assert (tmp_path / "out" / name).stat().st_size > 1000
 
 
 def test_what_an_interrupted_start_left_is_no_run(small, tmp_path, capsys):

@@ -166,8 +166,8 @@ def test_tables_of_programs_have_both_ends(page):
     assert all(end == "end" for _, end in ends[1::2])
 
 
-# Lines that install, as the tests of packaging do, and that show or measure something for minutes, as `make demo` and
-# the tests of the benchmarks do.
+# Lines that install, as the tests of packaging do, and that show or measure something for minutes, as the tests of the
+# command and of the benchmarks do.
 APART = re.compile(r"-m venv|pip install|fastattn (demo|bench)")
 # For a test: fewer updates, fewer processes, a smaller model.
 SHORTER = (

@@ -72,7 +72,7 @@ def environment(version: str, wheel: Path) -> Path:
         run(interpreter, "-m", "venv", folder)
     pip = folder / "bin/python", "-m", "pip", "install", "--quiet"
     (folder / "complete").unlink(missing_ok=True)
-    run(*pip, f"torch=={version}", f"{wheel}[test]")
+    run(*pip, f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
     run(*pip, "--no-deps", "--force-reinstall", wheel)
     (folder / "complete").touch()
     return folder
@@ -90,9 +90,9 @@ def main(versions: list[str]) -> int:
                 pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
                 # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
                 tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
-                run(
-                    *pytest, *tests, cwd=folder, FASTATTN_REQUIRE="cpu,triton"
-                )  # `import fastattn` finds the wheel's there
+                # In that folder `import fastattn` finds the wheel's. Two at a time, with a thread each.
+                settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
+                run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
             except (OSError, subprocess.CalledProcessError) as error:
                 failed.append(f"torch {version}: {error}")
     print(*failed, sep="\n")

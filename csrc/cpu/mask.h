@@ -8,10 +8,12 @@ namespace {
 // Of a tile: no pair is visible, some are, all are.
 enum class Coverage : uint8_t { empty, partial, full };
 
-// The coverage of every tile by the mask, and the keys that no query of a head sees; read once before the kernel.
+// The coverage of every tile by the mask, and the keys that no query of a head sees; read once before the kernel. A
+// tile ends with the last key that the mask lets any of its queries see.
 struct BlockMask {
   int64_t panels, blocks, keys;
   Coverage* coverage;  // (mask.batches * mask.heads, panels, blocks)
+  uint8_t* count;      // of the same shape: keys of the tile
   uint8_t* visible;    // (mask.batches * mask.heads, keys): some query sees the key
   uint8_t* hidden;     // (mask.batches * mask.heads, blocks): no query sees some key of the block
 
@@ -22,6 +24,7 @@ struct BlockMask {
     keys = a.seqlen_k;
     blocks = ceil_div(keys, kBlockN);
     coverage = arena->take<Coverage>(masks * panels * blocks);
+    count = arena->take<uint8_t>(masks * panels * blocks);
     visible = arena->take<uint8_t>(masks * keys);
     hidden = arena->take<uint8_t>(masks * blocks);
   }
@@ -30,8 +33,8 @@ struct BlockMask {
     return (m.batches == 1 ? 0 : batch) * m.heads + (m.heads == 1 ? 0 : head);
   }
 
-  Coverage tile(const Mask& m, int64_t batch, int64_t head, int64_t query, int64_t key) const {
-    return coverage[(index(m, batch, head) * panels + (panels == 1 ? 0 : query / kBlockM)) * blocks + key / kBlockN];
+  int64_t tile(const Mask& m, int64_t batch, int64_t head, int64_t query, int64_t key) const {
+    return (index(m, batch, head) * panels + (panels == 1 ? 0 : query / kBlockM)) * blocks + key / kBlockN;
   }
 
   // Which keys of a block some query of the heads sees through the window and through the mask: 1 or 0 each in
@@ -95,20 +98,24 @@ void BlockMask::read(const Attention& a, const Parallel& parallel, int workers) 
       const int n = (int)min(kBlockN, keys - key);
       uint8_t* columns = visible + index * keys + key;
       for (int64_t panel = 0; panel < panels; ++panel) {
-        uint8_t any = 0, all = 1;
+        uint8_t some[kBlockN] = {}, every[kBlockN];
+        memset(every, 1, sizeof every);
         const int64_t end = min(m.rows, (panel + 1) * kBlockM);
         for (int64_t row = panel * kBlockM; row < end; ++row) {
           uint8_t buffer[kBlockN];
           const uint8_t* bytes = visible_row(m, mask_offset(m, index / m.heads, index % m.heads, row, key), n, buffer);
           for (int i = 0; i < n; ++i) {
-            any |= bytes[i];
-            all &= bytes[i];
-            columns[i] |= bytes[i];
+            some[i] |= bytes[i];
+            every[i] &= bytes[i];
           }
         }
-        coverage[(index * panels + panel) * blocks + block] = any == 0   ? Coverage::empty
-                                                              : all == 0 ? Coverage::partial
-                                                                         : Coverage::full;
+        for (int i = 0; i < n; ++i) columns[i] |= some[i];
+        int last = n;
+        while (last > 0 && !some[last - 1]) --last;
+        const bool all = memchr(every, 0, (size_t)last) == nullptr;
+        const int64_t tile = (index * panels + panel) * blocks + block;
+        count[tile] = (uint8_t)last;
+        coverage[tile] = last == 0 ? Coverage::empty : all ? Coverage::full : Coverage::partial;
       }
       hidden[index * blocks + block] = memchr(columns, 0, (size_t)n) != nullptr;
     }

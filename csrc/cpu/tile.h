@@ -22,9 +22,14 @@ struct Tile {
     keys = (int)max(min(end, s.end(last)) - key, 0);
     window = mask = Coverage::empty;
     if (keys <= 0 || end <= s.begin(query)) return;
+    mask = Coverage::full;
+    if (a.mask.data) {
+      const int64_t tile = block_mask.tile(a.mask, s.index, head, query, key);
+      mask = block_mask.coverage[tile];
+      keys = min(keys, block_mask.count[tile]);
+    }
     const bool full = s.begin(last) <= key && key + keys <= s.end(query);
     window = full ? Coverage::full : Coverage::partial;
-    mask = a.mask.data ? block_mask.tile(a.mask, s.index, head, query, key) : Coverage::full;
   }
 
   bool empty() const { return window == Coverage::empty || mask == Coverage::empty; }
