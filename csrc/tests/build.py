@@ -16,8 +16,8 @@ import native_build  # noqa: E402
 
 VARIANTS = {
     "plain": native_build.OPTIMIZE,
-    "address": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
-    "thread": "-O1 -g -fsanitize=thread",
+    "address": "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+    "thread": "-O1 -g1 -fsanitize=thread",
     "aarch64": f"{native_build.OPTIMIZE} -static",
 }
 
