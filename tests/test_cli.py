@@ -461,7 +461,7 @@ def test_demo(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("\nright ") == len(demo.CHECKS)
     assert "WRONG" not in printed
-    assert re.search(r"\| attention float32 .* \| [\d.]+x \|", printed)
+    assert re.search(r"^\| layer_norm float32 4096x512 forward\+backward \| [\d.]+ ", printed, re.MULTILINE)
     enclosed, own = (float(bleu) for bleu in re.findall(r"BLEU ([\d.]+) on 20 sentences of the test text", printed))
     assert own < 5 < 20 < enclosed
     for name in ("loss.png", "attention.png", "best/model.safetensors"):
