@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent import futures
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,13 +81,15 @@ def environment(version: str, wheel: Path) -> Path:
 
 def main(versions: list[str]) -> int:
     failed = []
-    with tempfile.TemporaryDirectory() as target:
+    with tempfile.TemporaryDirectory() as target, futures.ThreadPoolExecutor(1) as background:
         build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
         run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
         (wheel,) = Path(target).glob("*.whl")
-        for version in versions or VERSIONS:
+        # The second one is installed while the first one's tests run.
+        folders = {version: background.submit(environment, version, wheel) for version in versions or VERSIONS}
+        for version, made in folders.items():
             try:
-                folder = environment(version, wheel)
+                folder = made.result()
                 pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
                 # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
                 tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
