@@ -573,10 +573,21 @@ def test_huge_scores(backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("step", [0.02, 0.06, 0.5, -0.06])
 def test_scores_that_grow(backend, dtype, step):
-    """The maximum of a row grows with every tile, by less than what rescales its sums and by more."""
+    """The maximum of a row grows with every tile, by little and by much."""
     query, key, value = operands((1, 2, 2, 40, 700, 16, 16), dtype)
     query[..., 0], key[..., 0] = 1, step * torch.arange(700)
     check(query, key, value, scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_large_values(backend, dtype):
+    """No sum exceeds the number of keys times the largest value, though a later tile has the largest scores."""
+    query, key = torch.zeros(1, 1, 40, 16, dtype=dtype), torch.zeros(1, 1, 700, 16, dtype=dtype)
+    query[..., 0], key[:, :, 300:, 0] = 1, 7.5
+    value = torch.full((1, 1, 700, 16), 1e35, dtype=dtype)
+    out = scaled_dot_product_attention(query, key, value, scale=1.0)
+    # A rounding of P for each key, all of one sign, relative to their sum; and the output's.
+    torch.testing.assert_close(out, value[:, :, :40], rtol=2 * torch.finfo(dtype).eps + 700 * 6e-8, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

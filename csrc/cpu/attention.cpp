@@ -18,7 +18,6 @@ namespace fastattn {
 namespace {
 
 constexpr int kTaskPanels = (kUsesAmx<Pair> ? 256 : 128) / kBlockM;  // at most; they share the packed keys and values
-constexpr float kRescale = 8;  // growth of a row's maximum that rescales it: exp(score - row_max) is at most e^8
 
 // Unnormalised results over some of the keys, merged afterwards.
 struct Partial {
@@ -183,7 +182,6 @@ struct Forward {
         for (int i = 0; i < 4; ++i) top[i] = max(scaled(j + i), top[i]);
       for (; j < t.keys; ++j) top[0] = max(scaled(j), top[0]);
       top[0] = max(max(top[0], top[1]), max(top[2], top[3]));
-      top[0] = select(top[0] - old_max > splat(kRescale), top[0], old_max);
       store(panel.row_max + v * kLanes, top[0]);
       // Finite for a query that has seen no key yet.
       const vf row_max = select(top[0] == splat(-kInfinity), vf{}, top[0]);
