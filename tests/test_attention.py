@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.bias
 import torch.nn.functional as F
-from conftest import DEVICE, interpreted
+from conftest import BACKENDS, DEVICE, interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -122,11 +122,45 @@ def test_long(backend, dtype):
     check(*operands((1, 1, 1, 3200, 40, 64, 64), dtype), dropout_p=0.1, seed=SEED)
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 255, 257, 513])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", *BACKENDS[4:]], indirect=True)
+def test_long_rows_of_many_queries(backend, dtype):
+    """As many queries as share packed keys, over several chunks, with a mask that ends within one."""
+    mask = (torch.arange(3100) < torch.tensor([3100, 3075, 3000, 50])[:, None]).repeat_interleave(80, 0)[:300]
+    check(*operands((2, 8, 8, 300, 3100, 16, 16), dtype), mask)
+
+
+LENGTHS = [63, 64, 65, 127, 128, 129, 255, 257, 513]
+SLOW_LENGTHS = [pytest.param(n, marks=pytest.mark.slow) for n in (31, 32, 95, 96, 191, 192)]
+
+
+@pytest.mark.parametrize("length", LENGTHS + SLOW_LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lengths_around_tiles(backend, dtype, length):
     check(*operands((1, 2, 1, length, length + 1, 32, 32), dtype), is_causal=True, enable_gqa=True)
     check(*operands((1, 1, 1, 5, length, 64, 64), dtype), lse=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["one row", "rows", pytest.param("float", marks=pytest.mark.slow)])
+def test_masks_that_end_within_tiles(backend, dtype, kind):
+    """All keys up to some one, another one for every 32 queries, alone and beside a window that begins behind it."""
+    ends = torch.tensor([95, 97, 190, 0])[:, None] if kind != "one row" else torch.tensor([[97]])
+    mask = (torch.arange(200) < ends).repeat_interleave(32, 0)[:100] if kind != "one row" else torch.arange(200) < ends
+    if kind == "float":
+        mask = torch.where(mask, torch.randn(100, 200), -math.inf)
+    tensors = operands((1, 2, 2, 100, 200, 16, 16), dtype)
+    check(*tensors, mask)
+    check(*tensors, mask, window_size=(3, 20), dropout_p=0.1, seed=SEED)
+
+
+def test_bytes_of_a_mask_other_than_0_and_1(backend):
+    """torch takes any byte but 0 for True."""
+    tensors, mask = operands((1, 2, 2, 40, 200, 16, 16)), torch.rand(40, 200) < 0.7
+    other = (mask.to(torch.uint8) * torch.randint(1, 256, mask.shape, dtype=torch.uint8)).view(torch.bool)
+    wanted, got = (scaled_dot_product_attention(*tensors, m) for m in (mask, other))
+    assert torch.equal(got, wanted)
 
 
 def test_reference_serves_float64_and_wide_heads():

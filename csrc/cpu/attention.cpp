@@ -2,7 +2,7 @@
 // softmax", 2018; Dao et al., "FlashAttention", 2022).
 #if defined(__AMX_BF16__)
 // Matrix instructions read and write their sums once a tile, which takes as long as the product of 64 keys: hence a
-// tile of more keys, and fewer queries, so that it fits the first-level cache.
+// tile of more keys, and fewer queries, so that its scores take half of the first-level cache.
 #define FASTATTN_BLOCK_M 32
 #define FASTATTN_BLOCK_N 192
 #endif
@@ -32,12 +32,13 @@ struct Forward {
   const Attention& a;
   BlockMask mask;
   int64_t task_queries;  // of all panels of a task
-  int64_t blocks, tasks, num_splits;
-  int depth, width;  // head_dim in units; rounded up to whole vectors
-  int value_width;   // elements in a row of values, rounded up to vectors
-  bool in_place;     // rows of keys are not packed
-  bool few;          // queries: vectorised along head_dim (few_queries.h)
-  Partial partials;  // (num_splits, batch, num_heads, seqlen_q) rows, where num_splits > 1
+  int64_t blocks, tasks;
+  int64_t num_splits, range;  // keys of a split: a multiple of kBlockN
+  int depth, width;           // head_dim in units; rounded up to whole vectors
+  int value_width;            // elements in a row of values, rounded up to vectors
+  bool in_place;              // rows of keys are not packed
+  bool few;                   // queries: vectorised along head_dim (few_queries.h)
+  Partial partials;           // (num_splits, batch, num_heads, seqlen_q) rows, where num_splits > 1
 
   struct Panel {
     Unit* query;                     // (width, kBlockM)
@@ -69,7 +70,8 @@ struct Forward {
     tasks = few ? a.batch * a.num_kv_heads : a.batch * a.num_heads * blocks;
     // Few tasks on many keys: split-KV, merged in order.
     num_splits = min(kTasks / max(tasks, 1), a.seqlen_k / kSplitKeys);
-    num_splits = max(num_splits, 1);
+    range = max(round_up(ceil_div(a.seqlen_k, max(num_splits, 1)), kBlockN), kBlockN);
+    num_splits = max(ceil_div(a.seqlen_k, range), 1);
     depth = depth_of<Unit>(a.head_dim);
     width = (int)round_up(depth, kLanes);
     value_width = (int)round_up(a.value_head_dim, kLanes);
@@ -359,7 +361,6 @@ struct Forward {
     if (panels <= 0) return;
     for (int p = 0; p < panels; ++p) start(s, head, first + p * kBlockM, scratch, scratch.panel[p]);
     const int64_t last = min(s.seqlen_q, first + task_queries) - 1;
-    const int64_t range = round_up(ceil_div(a.seqlen_k, num_splits), kBlockN);
     const int64_t begin = max(s.begin(first) / kBlockN * kBlockN, split * range);
     const int64_t end = min(s.end(last), (split + 1) * range);
     bool last_chunk = false;
@@ -421,7 +422,6 @@ struct Forward {
       pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.head_dim, few.query + r * few.width,
                few.width);
     }
-    const int64_t range = round_up(ceil_div(a.seqlen_k, num_splits), kBlockN);
     const int64_t begin = split * range, end = min(begin + range, s.length());
     const int64_t first = s.begin(0), last = min(end, s.end(s.seqlen_q - 1));
     bool last_chunk = false;

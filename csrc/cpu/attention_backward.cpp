@@ -594,7 +594,7 @@ struct Backward {
         if (m.rows == 1) {
           for (int j = 0; j < count; ++j) {
             vf total = {};
-            for (int v = 0; v < kPanelVectors; ++v) total += load(block + j * kBlockM + v * kLanes);
+            for (int v = 0; v < kBlockM / kLanes; ++v) total += load(block + j * kBlockM + v * kLanes);
             store(to + key + j, splat(sum(total)), 1);
           }
           continue;

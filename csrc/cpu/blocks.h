@@ -17,6 +17,8 @@ constexpr int kTasks = 16;          // keep the threads busy; the number depends
 constexpr int kSplitKeys = 4 * 96;  // at least, of a split where queries alone make too few tasks
 constexpr int kWord = 64;           // bits of a column of a mask tile
 static_assert(kChunk % kBlockN == 0, "a chunk is whole tiles");
+static_assert(kBlockM % kLanes == 0 && kBlockM <= kPanelVectors * kLanes, "a panel is what a product takes");
+static_assert(kBlockN <= 255, "BlockMask counts keys in bytes");
 static_assert(kBlockM % kTileRows == 0 && kBlockM <= kWord && kBlockN % kTileColumns == 0, "dropout's tiles");
 
 constexpr float kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;

@@ -51,21 +51,22 @@ bool use_instruction_set(const char* name);
 // every dtype, but for those that are left to the vectors of avx512_bf16 (product.h).
 #define FASTATTN_EXPORT_PRODUCTS(Problem, stem)                                   \
   extern const Kernel<Problem> stem##_avx512_bf16;                                \
-  static int64_t workspace_any(const Problem& p, const Parallel& parallel) {      \
-    return with_type(p.dtype, [&](auto type) {                                    \
-      if constexpr (kLeftToVectors<decltype(type)>)                               \
-        return stem##_avx512_bf16.workspace(p, parallel);                         \
-      else                                                                        \
-        return workspace<decltype(type)>(p, parallel);                            \
+  static const Kernel<Problem>& kernel_of_type(Dtype dtype) {                     \
+    return *with_type(dtype, [](auto type) -> const Kernel<Problem>* {            \
+      using T = decltype(type);                                                   \
+      if constexpr (kLeftToVectors<T>) {                                          \
+        return &stem##_avx512_bf16;                                               \
+      } else {                                                                    \
+        static constexpr Kernel<Problem> own = {&workspace<T>, &run<T>};          \
+        return &own;                                                              \
+      }                                                                           \
     });                                                                           \
   }                                                                               \
+  static int64_t workspace_any(const Problem& p, const Parallel& parallel) {      \
+    return kernel_of_type(p.dtype).workspace(p, parallel);                        \
+  }                                                                               \
   static void run_any(const Problem& p, const Parallel& parallel, char* memory) { \
-    with_type(p.dtype, [&](auto type) {                                           \
-      if constexpr (kLeftToVectors<decltype(type)>)                               \
-        stem##_avx512_bf16.run(p, parallel, memory);                              \
-      else                                                                        \
-        run<decltype(type)>(p, parallel, memory);                                 \
-    });                                                                           \
+    kernel_of_type(p.dtype).run(p, parallel, memory);                             \
   }                                                                               \
   FASTATTN_EXPORT(Kernel<Problem>, stem) = {&workspace_any, &run_any}
 

@@ -195,13 +195,13 @@ FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
     for (int n = 0; n < N; ++n) epilogue<beta>(p, sum[m][n], m, n);
 }
 
-// M x N AMX tiles of C, which are added to where they lie, not after the product: what bfloat16 operands round is far
-// more than what float32 sums of a chunk lose by it.
-template <int M, int N, Beta beta>
+// M x N AMX tiles of C, which are cleared or added to where they lie, not after the product: what bfloat16 operands
+// round is far more than what float32 sums of a chunk lose by it.
+template <int M, int N, bool clear>
 FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
   const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair), c_bytes = p.c_stride * (int64_t)sizeof(float);
   float *right = p.c + kLanes, *below = p.c + kLanes * p.c_stride;
-  if constexpr (beta == Beta::zero) {
+  if constexpr (clear) {
     clear_tile<0>();
     if constexpr (N > 1) clear_tile<1>();
     if constexpr (M > 1) clear_tile<2>();
@@ -234,36 +234,31 @@ FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
   if constexpr (M > 1 && N > 1) store_tile<3>(below + kLanes, c_bytes);
 }
 
-// C *= beta, where beta is not 1.
+// C *= beta.
 inline void rescale(const Product<Pair>& p, int vectors) {
   for (int n = 0; n < vectors; ++n) {
     const vf factor = load(p.beta + n * kLanes);
-    if (all(factor == splat(1.0f))) continue;
     float* c = p.c + n * kLanes;
     for (int m = 0; m < p.rows; ++m, c += p.c_stride) store(c, load(c) * factor);
   }
 }
 
 // M rows of tiles, of all columns: A stays in cache.
-template <int M, Beta beta>
+template <int M, bool clear>
 FASTATTN_INLINE void amx_rows(Product<Pair> p, int vectors) {
   constexpr int kTwo = 2 * kLanes;
-  for (; vectors >= 2; vectors -= 2, p.b += kTwo, p.c += kTwo) amx_microkernel<M, 2, beta>(p);
-  if (vectors > 0) amx_microkernel<M, 1, beta>(p);
+  for (; vectors >= 2; vectors -= 2, p.b += kTwo, p.c += kTwo) amx_microkernel<M, 2, clear>(p);
+  if (vectors > 0) amx_microkernel<M, 1, clear>(p);
 }
 
-template <Beta beta>
+template <bool clear>
 __attribute__((noinline)) void amx_product(Product<Pair> p, int vectors) {
   constexpr int kTwo = 2 * kLanes;
-  if constexpr (beta == Beta::vector) {
-    rescale(p, vectors);
-    return amx_product<Beta::one>(p, vectors);
-  }
-  for (; p.rows >= kTwo; p.advance(kTwo, p.a.stride)) amx_rows<2, beta>(p, vectors);
+  for (; p.rows >= kTwo; p.advance(kTwo, p.a.stride)) amx_rows<2, clear>(p, vectors);
   for (; p.rows > 0; p.advance(kLanes, p.a.stride)) {
     const int count = min(p.rows, kLanes);
     if (count < kLanes) shape_tiles(count);  // rows beyond the last are not touched: there may be no memory
-    amx_rows<1, beta>(p, vectors);
+    amx_rows<1, clear>(p, vectors);
     if (count < kLanes) shape_tiles(kLanes);
   }
 }
@@ -288,7 +283,8 @@ template <bool by_columns, Beta beta, class Unit>
 FASTATTN_INLINE void multiply(int vectors, const Product<Unit>& p) {
   if constexpr (kUsesAmx<Unit>) {
     static_assert(!by_columns, "AMX loads A by rows");
-    amx_product<beta>(p, vectors);
+    if constexpr (beta == Beta::vector) rescale(p, vectors);
+    amx_product<beta == Beta::zero>(p, vectors);
   } else if (vectors == 1) {
     vector_product<1, by_columns, beta>(p);
   } else if (vectors == 2) {

@@ -51,22 +51,12 @@ FASTATTN_INLINE vu select(vi mask, vu a, vu b) { return mask ? a : b; }
 
 // x rounded to float32: not contracted with what is added to it.
 FASTATTN_INLINE vf rounded(vf x) {
-#if defined(__AVX512F__)
-  __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-  __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
   __asm__("" : "+w"(x));
 #else
-  __asm__("" : "+m"(x));
+  __asm__("" : "+v"(x));
 #endif
   return x;
-}
-
-FASTATTN_INLINE bool all(vi mask) {
-  bool every = true;
-  for (int i = 0; i < kLanes; ++i) every &= mask[i] != 0;
-  return every;
 }
 
 // Where a is NaN the result is b, as with maxps.

@@ -11,7 +11,7 @@ namespace {
 struct Tile {
   int64_t query, key;
   int queries, keys, vectors;
-  Coverage window, mask;  // by each alone
+  Coverage window, mask;  // of these keys, by each alone; the window's is empty where there are none
 
   Tile(const Attention& a, const Sequence& s, const BlockMask& block_mask, int64_t head, int64_t first_query,
        int64_t first_key)
@@ -20,19 +20,18 @@ struct Tile {
     vectors = (queries + kLanes - 1) / kLanes;
     const int64_t last = query + queries - 1, end = key + kBlockN;
     keys = (int)max(min(end, s.end(last)) - key, 0);
-    window = mask = Coverage::empty;
-    if (keys <= 0 || end <= s.begin(query)) return;
-    mask = Coverage::full;
-    if (a.mask.data) {
+    window = Coverage::empty, mask = Coverage::full;
+    if (a.mask.data && keys > 0) {
       const int64_t tile = block_mask.tile(a.mask, s.index, head, query, key);
       mask = block_mask.coverage[tile];
       keys = min(keys, block_mask.count[tile]);
     }
+    if (keys == 0 || key + keys <= s.begin(query)) return;
     const bool full = s.begin(last) <= key && key + keys <= s.end(query);
     window = full ? Coverage::full : Coverage::partial;
   }
 
-  bool empty() const { return window == Coverage::empty || mask == Coverage::empty; }
+  bool empty() const { return window == Coverage::empty; }
 
   // Every pair is visible and nothing is added.
   bool full(const Attention& a) const {
@@ -52,15 +51,18 @@ FASTATTN_INLINE void transpose_bits(uint64_t word[kWord]) {
       }
 }
 
+// Which bytes are not 0: torch's bool may hold more than 0 and 1.
 FASTATTN_INLINE uint64_t pack_bits(const uint8_t* byte, int n) {
+  constexpr uint64_t kOnes = 0x0101010101010101u, kLow = 0x7f * kOnes;
   uint64_t bits = 0;
   int i = 0;
   for (; i + 8 <= n; i += 8) {
     uint64_t eight;
     memcpy(&eight, byte + i, 8);
+    eight = (((eight & kLow) + kLow) | eight) >> 7 & kOnes;
     bits |= (eight * 0x0102040810204080u >> 56) << i;
   }
-  for (; i < n; ++i) bits |= (uint64_t)byte[i] << i;
+  for (; i < n; ++i) bits |= (uint64_t)(byte[i] != 0) << i;
   return bits;
 }
 
@@ -129,7 +131,7 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
   for (int j = 0; j < t.keys; ++j)
     for (int v = 0; v < t.vectors; ++v) {
       float* at = score + j * kBlockM + v * kLanes;
-      vf x = load(at) * a.scale;
+      vf x = rounded(load(at) * a.scale);
       uint32_t bits = (uint32_t)(visible[j] >> (v * kLanes)) & first_lanes(kLanes);
       if (floats) {
         const vf value = m.rows == 1 ? splat(buffers.columns[j]) : load(buffers.columns + j * kBlockM + v * kLanes);

@@ -289,10 +289,13 @@ void test_attention(int cases) {
         count *= *sizes[d];
       }
       p.mask = std::make_unique<Buffer>(m.dtype, count, random.chance(50));
-      const int hidden = (int)random.pick({10, 50, 95});
-      const bool finite_extremes = random.chance(20);
+      const int hidden = (int)random.pick({0, 10, 50, 95});
+      const bool finite_extremes = random.chance(20), has_tails = m.columns > 1 && random.chance(50);
+      int64_t shown = m.columns;  // of some rows; the columns behind are hidden
       for (int64_t i = 0; i < count; ++i) {
-        const bool hide = random.chance(hidden) || (hidden > 10 && m.columns > 1 && i % m.columns < m.columns / 2);
+        if (has_tails && i % (32 * m.columns) == 0) shown = random.between(0, m.columns);
+        const bool hide = random.chance(hidden) || i % m.columns >= shown ||
+                          (hidden > 10 && m.columns > 1 && i % m.columns < m.columns / 2);
         if (m.dtype == Dtype::boolean)
           p.mask->set(i, !hide);
         else
