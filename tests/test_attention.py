@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.bias
 import torch.nn.functional as F
-from conftest import BACKENDS, DEVICE, interpreted
+from conftest import BACKENDS, DEVICE, interpreted, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -113,7 +113,8 @@ def test_shapes(backend, shape, dtype):
     check(*operands(shape, dtype), is_causal=True, enable_gqa=shape[1] != shape[2])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference"), *BACKENDS[2:]], indirect=True)
 def test_long(backend, dtype):
     torch.set_num_threads(2)
     check(*operands((1, 1, 1, 511, 512, 64, 64), dtype), is_causal=True, lse=False)
@@ -131,11 +132,7 @@ def test_long_rows_of_many_queries(backend, dtype):
     check(*operands((2, 8, 8, 300, 3100, 16, 16), dtype), mask)
 
 
-LENGTHS = [63, 64, 65, 127, 128, 129, 255, 257, 513]
-SLOW_LENGTHS = [pytest.param(n, marks=pytest.mark.slow) for n in (31, 32, 95, 96, 191, 192)]
-
-
-@pytest.mark.parametrize("length", LENGTHS + SLOW_LENGTHS)
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 255, 257, 513, *slow(31, 32, 95, 96, 191, 192)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lengths_around_tiles(backend, dtype, length):
     check(*operands((1, 2, 1, length, length + 1, 32, 32), dtype), is_causal=True, enable_gqa=True)
@@ -143,7 +140,7 @@ def test_lengths_around_tiles(backend, dtype, length):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["one row", "rows", pytest.param("float", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["one row", "rows", *slow("float")])
 def test_masks_that_end_within_tiles(backend, dtype, kind):
     """All keys up to some one, another one for every 32 queries, alone and beside a window that begins behind it."""
     ends = torch.tensor([95, 97, 190, 0])[:, None] if kind != "one row" else torch.tensor([[97]])
@@ -172,7 +169,7 @@ def test_reference_serves_float64_and_wide_heads():
 
 @pytest.mark.representative
 @pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
-@pytest.mark.parametrize("mask", [None, "full", "keys", "queries", "expanded"])
+@pytest.mark.parametrize("mask", [None, "full", "expanded", *slow("keys", "queries")])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool], ids=str)
 def test_empty(backend, shape, mask, kind):
     b, h, _, lq, lk, _, ev = shape
@@ -202,12 +199,10 @@ DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": T
 WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 
 
-@pytest.mark.parametrize("queries", [21, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 3))])
+@pytest.mark.parametrize("queries", [21, *slow(7, 3)])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(
-    "window", [*WINDOWS[:3], *(pytest.param(window, marks=pytest.mark.slow) for window in WINDOWS[3:])], ids=str
-)
+@pytest.mark.parametrize("window", [*WINDOWS[:3], *slow(*WINDOWS[3:])], ids=str)
 @pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
@@ -219,7 +214,7 @@ def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
 
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks_combine_in_16_bits(backend, kind, dtype, diagonal):
     query, key, value = operands((2, 4, 2, 37, 75, 64, 64), dtype)
@@ -520,7 +515,7 @@ EXCLUDING = {
 }
 
 
-@pytest.mark.parametrize("bad", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))])
+@pytest.mark.parametrize("bad", [math.nan, *slow(math.inf, -math.inf)])
 @pytest.mark.parametrize("queries", [9, 2])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("kind", EXCLUDING)
@@ -667,9 +662,7 @@ def test_mask_that_leaves_one_key(backend, dtype):
     assert (grad_query.abs() <= 1e-6).all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("diagonal", DIAGONALS)
@@ -704,8 +697,9 @@ def test_dropout_scores_gradient_uses_the_same_mask(backend, p):
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize(("p", "rate"), [(1e-6, 0.0), (7.6e-6, 1 / 65536), (1.0, 1.0), (0.99999, 65535 / 65536)])
-def test_dropout_extremes(backend, p, rate):
+@pytest.mark.parametrize("p_and_rate", [(1e-6, 0.0), (1.0, 1.0), *slow((7.6e-6, 1 / 65536), (0.99999, 65535 / 65536))])
+def test_dropout_extremes(backend, p_and_rate):
+    p, rate = p_and_rate
     tensors = operands((2, 2, 2, 19, 45, 8, 8))
     (out, _), grads = check(*tensors, dropout_p=p, seed=SEED)
     if rate == 0.0:
@@ -718,7 +712,7 @@ def test_dropout_extremes(backend, p, rate):
 @pytest.mark.representative
 @pytest.mark.parametrize(
     "seed",
-    [(-1, 0), (2**63 - 1, 2**32 + 5), *(pytest.param(s, marks=pytest.mark.slow) for s in [(-(2**63), 2**40), (3, -1)])],
+    [(2**63 - 1, 2**32 + 5), *slow((-1, 0), (-(2**63), 2**40), (3, -1))],
     ids=str,
 )
 def test_dropout_seeds(backend, seed):

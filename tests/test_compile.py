@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import BACKENDS
+from conftest import BACKENDS, slow
 from oracle import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,9 +92,7 @@ def recorded(name):
     return recorder.calls
 
 
-COMPILED = pytest.mark.parametrize(
-    "backend", [pytest.param("reference", marks=pytest.mark.slow), *BACKENDS[1:]], indirect=True
-)
+COMPILED = pytest.mark.parametrize("backend", [*slow("reference"), *BACKENDS[1:]], indirect=True)
 
 
 @COMPILED
@@ -124,9 +122,7 @@ def test_opcheck_covers_every_op():
 
 
 # What the compiler sees is the same for every backend, and with fixed sizes simpler than with symbols.
-DYNAMIC = pytest.mark.parametrize(
-    "dynamic", [pytest.param(False, marks=pytest.mark.slow), True], ids=["static", "dynamic"]
-)
+DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static", "dynamic"])
 
 
 @COMPILED

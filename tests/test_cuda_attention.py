@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import DEVICE, require
+from conftest import DEVICE, require, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_accurate
@@ -29,7 +29,7 @@ IS_EMULATED = DEVICE == "cpu"
 LOW = [
     torch.float32,
     torch.bfloat16,
-    pytest.param(torch.float16, marks=pytest.mark.slow),
+    *slow(torch.float16),
 ]  # as bfloat16, but for a word
 
 
@@ -107,7 +107,7 @@ def test_every_head_size(e, dtype):
     check(*operands((1, 2, 1, 3, 70, max(1, e - 7), e), dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", WINDOWS[::2], ids=str)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import require_package
+from conftest import require_package, slow
 from torch.nn import functional as F
 
 from fastattn import dropout_mask, huggingface
@@ -128,8 +128,8 @@ def test_attention_dropout(name, padding, monkeypatch):
     assert not torch.allclose(found[0][0], logits_and_gradients(ours.eval(), padding)[0], atol=1e-2)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("padding", [pytest.param("no mask", marks=pytest.mark.slow), "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", *slow(None)])
+@pytest.mark.parametrize("padding", [*slow("no mask"), "left"])
 @pytest.mark.parametrize("name", GENERATORS)
 def test_generates_greedily(name, padding, cache):
     settings = {"use_cache": False} if cache is None else {"cache_implementation": cache}

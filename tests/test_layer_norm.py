@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, interpreted
+from conftest import DEVICE, interpreted, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -235,7 +235,7 @@ LAYOUTS = {
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["step", "expanded", *slow("offset", "transposed", "last")])
 def test_layouts(backend, layout):
     input = LAYOUTS[layout](torch.randn(3, 4, 66) if interpreted(backend) else torch.randn(6, 10, 66))
     weight, bias = torch.randn(66)[::2], torch.randn(33, 2)[:, 1]
@@ -259,7 +259,7 @@ def test_layout_of_two_normalized_dimensions(backend):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("p", [0.0, 0.1, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("p", [0.0, 0.1, *slow(0.7)])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
 @pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in "wb"), "wb"])
 def test_fused(backend, kind, shape, p, dtypes):

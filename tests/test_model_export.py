@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from conftest import slow
 
 import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
@@ -66,7 +67,7 @@ def test_ctranslate2_scores_as_we_do(ctranslate2, verses, tmp_path, variant):
         torch.testing.assert_close(torch.tensor(found.log_probs).double(), wanted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["paper", pytest.param("pre-norm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["paper", *slow("pre-norm")])
 def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant):
     """Greedily, 200 sentences. Sentences end at once or never here: compared are as many pieces as ours have."""
     sources, _, tokenizer = verses
@@ -107,10 +108,7 @@ def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
-@pytest.mark.parametrize(
-    "variant",
-    ["paper", "logits scaled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "biases"))],
-)
+@pytest.mark.parametrize("variant", ["paper", "logits scaled", *slow("untied", "biases")])
 def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
     """Logits of real sentences, padded; greedy translations of 40; ids of the tokenizer."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import settings
 from oracle import assert_accurate, dropout_factor, largest
 from torch import nn
@@ -81,9 +82,7 @@ def check_module(kind, training, sample):
             torch.testing.assert_close(run(ours, tensors), run(theirs, tensors), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["training", "evaluation"]
-)
+@pytest.mark.parametrize("training", [True, *slow(False)], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
     "kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer], ids=lambda k: k.__name__
 )

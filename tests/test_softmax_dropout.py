@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, interpreted
+from conftest import DEVICE, interpreted, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SizesOfTerms, assert_accurate, assert_reference_alone_differentiates_twice, gradients, largest
@@ -98,7 +98,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.3])
+@pytest.mark.parametrize("scale", [*slow(1.0), 0.3])
 def test_masks(backend, scale, p, causal, mask, dtype):
     """Every kind of mask with and without causal, scale and dropout, with all gradients and the exact zero pattern."""
     input = torch.randn(2, 3, 21, 43).to(dtype)
@@ -111,7 +111,7 @@ def test_masks(backend, scale, p, causal, mask, dtype):
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
+@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
 @pytest.mark.parametrize("part", ["dense", "offset", "broadcast", "middle of a word", "one column"])
 def test_masks_read_in_words(backend, part, kind):
     """Dense rows of a multiple of eight columns, also where they are broadcast or begin in the middle of a word."""

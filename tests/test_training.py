@@ -23,7 +23,7 @@ from pathlib import Path
 import matplotlib.axes
 import pytest
 import torch
-from conftest import require
+from conftest import require, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -596,7 +596,7 @@ def loss_curve(backend, text, updates, *, seed=3, jitter=None):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("updates", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [50, *slow(200)])
 def test_backends_train_alike(text, updates):
     """Updates with dropout on `reference` and on `cpu`.
 
@@ -768,7 +768,7 @@ def test_sentences_do_not_influence_one_another(verses):
     assert translate(model, tokenizer, sources[:12], Search(batch_size=1)) == together
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", *slow("bf16")])
 @pytest.mark.parametrize(
     "search",
     [
@@ -1088,7 +1088,7 @@ def test_a_layer_that_does_not_exist():
         plots.check_layer(config, "self", 1)
 
 
-@pytest.mark.parametrize("heads", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
+@pytest.mark.parametrize("heads", [1, *slow(5, 16)])
 @pytest.mark.parametrize("length", [1, 200])
 def test_pictures_fit_a_screen(tmp_path, heads, length):
     pieces = [f"▁piece{n}" for n in range(length)]
@@ -1243,7 +1243,7 @@ def test_the_loss_makes_gradients_only_where_they_are_wanted():
     assert [value.item() for value in found] == [value.item() for value in wanted]
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", pytest.param("learned", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("positions", ["sinusoidal", *slow("learned")])
 def test_the_same_update_has_the_same_bits(positions):
     """Of so many tokens that gradients of indexing are summed by several threads, in no order."""
     torch.set_num_threads(2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, require
+from conftest import DEVICE, require, slow
 from oracle import dropout_mask as exact_mask
 from oracle import gradients, threshold
 
@@ -59,7 +59,7 @@ def _keep(out, seed, threshold, height, columns, z, i, j, M: tl.constexpr, N: tl
     "seed",
     [
         (-81985529216486896, 12345678901),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in [(0, 0), (2**63 - 1, -1)]),
+        *slow((0, 0), (2**63 - 1, -1)),
     ],
     ids=str,
 )
@@ -133,7 +133,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     "problem",
     [

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import require
+from conftest import require, slow
 from oracle import attention as exact
 from oracle import visible
 from test_attention import check
@@ -61,7 +61,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("keys_own", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("keys_own", [*slow(False), True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", [(-1, -1), (70, 10)])
 def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
@@ -121,7 +121,7 @@ def _tiles_of(
         tl.store(parts + 2 * (tile * count + other) + 1, every)
 
 
-@pytest.mark.parametrize("keys_own", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("keys_own", [*slow(False), True])
 @pytest.mark.parametrize("lower_right", [False, True])
 @pytest.mark.parametrize(("m", "n", "length"), [(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)])
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def _tiles_of(
         (-1, -1),
         (-1, 0),
         (20, 45),
-        *(pytest.param(w, marks=pytest.mark.slow) for w in [(40, 0), (0, -1), (0, 0), (63, 31)]),
+        *slow((40, 0), (0, -1), (0, 0), (63, 31)),
     ],
     ids=str,
 )
@@ -171,7 +171,7 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
                 assert begin <= other < end, (tile, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -265,8 +265,8 @@ def test_tensor_descriptors(options, sizes, described):
     [
         "heads within rows",
         "one for all heads",
-        pytest.param("odd rows", marks=pytest.mark.slow),
-        pytest.param("every other column", marks=pytest.mark.slow),
+        *slow("odd rows"),
+        *slow("every other column"),
     ],
 )
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):

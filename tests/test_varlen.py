@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -79,7 +80,9 @@ def test_window_0_is_causal(backend):
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}, *slow({})], ids=str
+)
 def test_seqused_k(backend, options):
     """Only the first seqused_k keys of each sequence take part; the diagonal ends at the last of them."""
     used = torch.tensor([3, 4, 40, 0, 16], dtype=torch.int32)
