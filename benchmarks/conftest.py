@@ -19,8 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from fastattn.bench import contest, report
+from fastattn.bench import contest, limits, report
 from fastattn.bench.cases import Case
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,7 +45,11 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def baseline(request) -> report.Report | None:
-    return _recorded(request.config)
+    recorded = _recorded(request.config)
+    if recorded:
+        for dtype in (torch.float32, torch.bfloat16):
+            limits.fastest[dtype] = 1e9 * (recorded.limits[str(dtype).removeprefix("torch.")] or 0.0)
+    return recorded
 
 
 def _recorded(config) -> report.Report | None:

@@ -329,6 +329,32 @@ def test_a_lost_ratio_fails_against_the_recorded_one_where_ours_is_slower_too():
     assert contest.judged(result(3.9, torch_seconds=3.0), recorded) == ([], [])  # both were slower: the machine
 
 
+def test_a_ratio_is_lost_beside_one_recorded_while_the_machine_was_slow():
+    """Twice as fast now, ours as long as before: half as much of the limit."""
+    recorded = result(4.0, torch_seconds=2.0, fraction=0.8)
+    lost = "2.00 times as fast as torch, 4.00 when it was recorded; 40% of the limit (arithmetic), 80% then"
+    assert contest.judged(result(2.0, torch_seconds=1.0, fraction=0.4), recorded) == ([lost], [])
+    assert contest.judged(result(2.0, torch_seconds=1.0, fraction=0.8), recorded) == ([], [])  # torch alone was faster
+    assert contest.judged(result(2.0, torch_seconds=1.0, fraction=0.4, limited_by="copy"), recorded) == ([], [])
+
+
+def test_a_machine_that_does_half_its_arithmetic_is_disturbed(monkeypatch):
+    """As two processors of a virtual machine do that lie on one core, with nothing else to show for it."""
+    monkeypatch.setattr(limits, "fastest", {})
+    case = Case("attention", (1, 8, 2048, 64))
+
+    def disturbed(seconds):
+        samples = {"ours": [2 * seconds] * 4, "torch": [3 * seconds] * 4, "arithmetic": [seconds] * 4}
+        return contest.summarise(case, Timing(samples, 0.0)).disturbed
+
+    assert [disturbed(seconds) for seconds in (0.02, 0.01, 0.014, 0.02)] == [
+        "", "", "", "the machine did 50% of its arithmetic",
+    ]  # fmt: skip
+    assert limits.fastest == {torch.float32: case.flops / 0.01}
+    assert disturbed(2 * contest.RATED) == ""
+    assert disturbed(0.9 * contest.RATED) == ""  # too short to tell
+
+
 def test_a_floor_that_the_recorded_result_misses_too_is_known():
     """A ratio that is lost on the way further down is not."""
     slow = result(1.9, floor=Floor(2.0))

@@ -253,7 +253,6 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
 
 
 @pytest.mark.slow
-@pytest.mark.torch_version
 def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
     """1 x 4, 2 x 2 and 4 x 1 parts, dropout on: first moments, which are sums of gradients, weights and metrics agree
     to rounding, as they do not with another dropout; every process takes part in validation and BLEU."""
@@ -465,6 +464,7 @@ with joined() as world:
 
 
 @pytest.mark.slow
+@pytest.mark.torch_version
 def test_fewer_validation_sentences_than_processes(files, config, tmp_path):
     """A process that has none of them takes part in validation and BLEU."""
     valid = [tmp_path / "en", tmp_path / "es"]

@@ -61,8 +61,8 @@ def is_whole(folder: Path, version: str, interpreter: str) -> bool:
     return found.returncode == 0 and found.stdout == wanted
 
 
-def environment(version: str, wheel: Path) -> Path:
-    """The folder of an environment with this torch, the wheel, and what its tests need."""
+def environment(version: str) -> Path:
+    """The folder of an environment with this torch."""
     folder, interpreter = cache() / f"torch-{version}", python(VERSIONS.get(version, "3.11"))
     if not is_whole(folder, version, interpreter):
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,25 +71,28 @@ def environment(version: str, wheel: Path) -> Path:
         if free < SPACE:
             raise OSError(f"torch {version} needs {SPACE / 1e9:.0f} GB in {folder}, of which {free / 1e9:.0f} are free")
         run(interpreter, "-m", "venv", folder)
-    pip = folder / "bin/python", "-m", "pip", "install", "--quiet"
-    (folder / "complete").unlink(missing_ok=True)
-    run(*pip, f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
-    run(*pip, "--no-deps", "--force-reinstall", wheel)
-    (folder / "complete").touch()
+        run(*pip(folder), f"torch=={version}")
+        (folder / "complete").touch()
     return folder
+
+
+def pip(folder: Path) -> tuple[object, ...]:
+    return folder / "bin/python", "-m", "pip", "install", "--quiet"
 
 
 def main(versions: list[str]) -> int:
     failed = []
     with tempfile.TemporaryDirectory() as target, futures.ThreadPoolExecutor(1) as background:
+        # An environment is made while the wheel is built, or the tests of the one before run.
+        folders = {version: background.submit(environment, version) for version in versions or VERSIONS}
         build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
         run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
         (wheel,) = Path(target).glob("*.whl")
-        # The second one is installed while the first one's tests run.
-        folders = {version: background.submit(environment, version, wheel) for version in versions or VERSIONS}
         for version, made in folders.items():
             try:
                 folder = made.result()
+                run(*pip(folder), f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
+                run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
                 pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
                 # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
                 tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"

@@ -25,9 +25,9 @@ values make (half a unit in the last place is 1e-16, 6e-8 and 2e-3), so that a r
 not fail us."""
 
 REGRESSION = 0.85
-"""The share of a recorded ratio to torch that a later run must keep, unless ours takes no more than SLOWER times its
-recorded seconds: neighbouring runs on a quiet machine differ by 5-10 %, and where a virtual machine's processors lie
-changes torch's speed in small cases by 1.4, in which ours has no part."""
+"""The share of a recorded ratio to torch that a later run must keep, unless ours takes no more than SLOWER times what
+it took, in seconds and beside the limit: neighbouring runs on a quiet machine differ by 5-10 %, and where a virtual
+machine's processors lie changes torch's speed in small cases by 1.4, in which ours has no part."""
 
 SLOWER = 1.1
 
@@ -44,6 +44,13 @@ skipped leave more of the cache to the others."""
 IMPLAUSIBLE = {"arithmetic": 1.1, "copy": 10.0}
 """Shares of a limit beyond which it was the limit that was disturbed. A copy into fresh memory, which pays for its page
 faults, may be beaten several times by what only reads, or finds its memory in place."""
+
+SHARED = 0.7
+"""The share of the machine's arithmetic below which a case's own limit tells that the processors lie on one core, where
+those of a virtual machine may come to lie for a while: no counter shows it, and both together do what one did."""
+
+RATED = 1e-3
+"""Seconds from which the arithmetic limit runs at its full speed, so that it tells that."""
 
 ATTEMPTS = 3
 """Times that a disturbed case is measured before it is reported as such."""
@@ -176,7 +183,8 @@ def summarise(case: Case, timing: Timing) -> Result:
         own=timing.ratio("ours", "plain") if "plain" in timing.samples else None,
         floor=case.floor,
     )
-    return replace(result, disturbed=disturbance(result, timing.others, case.left))
+    disturbed = disturbance(result, timing.others, case.left) or _slow_machine(case, result.seconds)
+    return replace(result, disturbed=disturbed)
 
 
 def disturbance(result: Result, others: float | None = None, left: float = 0.0) -> str:
@@ -196,6 +204,16 @@ def disturbance(result: Result, others: float | None = None, left: float = 0.0) 
     if result.fraction and result.fraction.median > IMPLAUSIBLE[result.limited_by]:
         return f"{result.limited_by}, the limit, took {result.fraction.median:.1f} times as long as ours"
     return ""
+
+
+def _slow_machine(case: Case, seconds: Mapping[str, float]) -> str:
+    """Whether the machine did much less beside this case than it can: in words, or ""."""
+    taken = seconds.get("arithmetic", 0.0)
+    if taken < RATED:
+        return ""
+    rate = case.flops / taken
+    fastest = limits.fastest[case.dtype] = max(rate, limits.fastest.get(case.dtype, 0.0))
+    return f"the machine did {rate / fastest:.0%} of its arithmetic" if rate < SHARED * fastest else ""
 
 
 def disturbed_by(others: float | None) -> str:
@@ -229,13 +247,22 @@ def judged(result: Result, recorded: Result | None) -> tuple[list[str], list[str
     condemned = [words for part, words in missed.items() if part not in before]
     known = [words for part, words in missed.items() if part in before]
     ratio, then = result.ratios["torch"].median, recorded.ratios["torch"].median
-    now_seconds, then_seconds = result.seconds["ours"], recorded.seconds["ours"]
-    if ratio < REGRESSION * then and now_seconds > SLOWER * then_seconds:
-        condemned.append(
-            f"{ratio:.2f} times as fast as torch, {then:.2f} when it was recorded; "
-            f"{now_seconds * 1e3:.3g} ms a call, {then_seconds * 1e3:.3g} then"
-        )
+    if ratio < REGRESSION * then and (slower := _slower(result, recorded)):
+        condemned.append(f"{ratio:.2f} times as fast as torch, {then:.2f} when it was recorded; {slower}")
     return condemned, known
+
+
+def _slower(result: Result, recorded: Result) -> str:
+    """How ours takes longer than when it was recorded, or "": in seconds, or beside the limit where all of the machine
+    was slower then."""
+    now, then = result.seconds["ours"], recorded.seconds["ours"]
+    if now > SLOWER * then:
+        return f"{now * 1e3:.3g} ms a call, {then * 1e3:.3g} then"
+    if result.fraction and recorded.fraction and result.limited_by == recorded.limited_by:
+        share, before = result.fraction.median, recorded.fraction.median
+        if before > SLOWER * share:
+            return f"{share:.0%} of the limit ({result.limited_by}), {before:.0%} then"
+    return ""
 
 
 def attainable_ratio(result: Result) -> float:

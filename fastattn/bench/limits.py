@@ -13,6 +13,9 @@ import torch
 from fastattn.backends import native
 from fastattn.bench.timer import Neighbours, wall_clock
 
+fastest: dict[torch.dtype, float] = {}
+"""Operations a second of :func:`arithmetic`, the most that this process has seen or read of this machine."""
+
 
 def arithmetic(flops: int, dtype: torch.dtype) -> Callable[[], object] | None:
     """A function that does `flops` operations on registers alone, on all threads; None where nothing can.
