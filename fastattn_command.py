@@ -7,6 +7,7 @@ version and what is misspelt are answered at once. What the commands do is in `f
 import argparse
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ CASES = (
     "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 float64 keys "
     "causal padding by uneven lengths mask forward+backward"
 )
+WORD_START = r"(?<!\w)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,9 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN
-    from fastattn import cli
+    try:
+        from fastattn import cli
 
-    return cli.run(options)
+        return cli.run(options)
+    except KeyboardInterrupt as interrupt:  # also while torch is imported
+        print(f"fastattn {options.command}: interrupted {interrupt}".rstrip(), file=sys.stderr)
+        return 130
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -50,7 +56,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "bench" and (
-        unknown := [w for w in re.findall(r"[^\W\d]+", options.filter) if w not in CASES]
+        unknown := [
+            word
+            for word in re.findall(rf"{WORD_START}[^\W\d]\w*", options.filter)
+            if not re.search(f"{WORD_START}{word}", CASES)
+        ]
     ):
         error(f"argument --filter: no case has {unknown[0]!r} in its name, which is made of: {CASES}")
     if options.command == "bench" and options.sources:
@@ -298,7 +308,7 @@ def _add_precision(command: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    command.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name has TEXT, from the start of a word")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
     which.add_argument(

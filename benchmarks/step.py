@@ -204,7 +204,7 @@ def judged(name: str, ratio: float, products: float | None) -> str:
     if ratio >= FLOORS[name]:
         return share
     if products is not None and products >= ENOUGH_PRODUCTS:
-        return f"{share}, which does for the floor of {FLOORS[name]}"
+        return f"{share}, so the floor of {FLOORS[name]} is met by the share of products"
     return f"{share}; misses the floor of {FLOORS[name]}"
 
 

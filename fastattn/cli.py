@@ -37,9 +37,6 @@ def run(options: argparse.Namespace) -> int:
         _discard_output()
         where = "" if error.filename is None else f"{error.filename}: "
         return _failed(options, f"{where}{error.strerror or error}")
-    except KeyboardInterrupt as interrupt:
-        print(f"fastattn {options.command}: interrupted {interrupt}".rstrip(), file=sys.stderr)
-        return 130
 
 
 def _failed(options: argparse.Namespace, message: object) -> int:

@@ -906,6 +906,9 @@ def test_a_filter_is_checked_before_torch_is_loaded(capsys):
     with pytest.raises(SystemExit):
         fastattn_command.parse(["bench", "--filter", "layer_norms float32"])
     assert "argument --filter: no case has 'layer_norms' in its name" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):  # no part of bfloat16
+        fastattn_command.parse(["bench", "--filter", "float16"])
+    assert "argument --filter: no case has 'float16' in its name" in capsys.readouterr().err
 
 
 def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsys, tmp_path):
@@ -914,7 +917,7 @@ def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsy
     monkeypatch.setattr(limits, "measure", lambda: next(measured))
     monkeypatch.setattr(contest, "run", lambda case, **options: replace(result(2.0, fraction=0.5), name=case.name))
     output = tmp_path / "results.json"
-    assert bench.main(fastattn_command.parse(["bench", "--filter", "1x64 32 keys", "--output", str(output)])) == 0
+    assert bench.main(fastattn_command.parse(["bench", "--filter", "1x8x1x64 32 keys", "--output", str(output)])) == 0
     machine, header, rule, *rows = capsys.readouterr().out.splitlines()
     assert report.machine()["cpu"] in machine
     assert "100 GFLOP/s float32" in machine
@@ -938,7 +941,7 @@ def test_the_output_leaves_out_what_was_disturbed(monkeypatch, capsys, tmp_path)
         ),
     )
     output = tmp_path / "results.json"
-    assert bench.main(fastattn_command.parse(["bench", "--filter", "1x64 32 keys", "--output", str(output)])) == 0
+    assert bench.main(fastattn_command.parse(["bench", "--filter", "1x8x1x64 32 keys", "--output", str(output)])) == 0
     assert "disturbed" in capsys.readouterr().out
     assert list(report.Report.read(output).results) == ["attention float32 1x8x1x64 32 keys forward"]
 

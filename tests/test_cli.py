@@ -589,6 +589,19 @@ def test_every_command_has_options():
     assert tuple(commands.choices) == tuple(COMMANDS)
 
 
+def test_interrupted_while_torch_is_imported(monkeypatch, capsys):
+    class Finder:
+        def find_spec(name, path, target=None):
+            if name == "fastattn.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "fastattn.cli")
+    monkeypatch.delattr(fastattn, "cli")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "fastattn info: interrupted\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_describes_and_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit):

@@ -34,6 +34,9 @@ def test_the_range_of_speeds_is_the_tables():
     low, high = re.search(r"run ([\d.]+) to (\d+) times as fast as torch", README).groups()
     assert (float(low), int(high)) == (min(ratios), int(max(ratios)))
     assert f"| speed on a CPU | {low} to {high} times torch's" in README
+    slowest = re.findall(r"\(([\d.]+)\)", "".join(re.findall(r"^- .*The slowest: (.*?)\. ", page, re.MULTILINE)))
+    (worst,) = re.findall(r"small calls that need a gradient \(at worst ([\d.]+) of its speed\)", README)
+    assert float(worst) == min(map(float, slowest))
 
 
 def test_what_is_said_of_the_gpu_is_what_was_measured():

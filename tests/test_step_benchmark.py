@@ -60,7 +60,7 @@ def test_padded_batches_have_the_loss_of_packed_ones(step):
     [
         (1.5, None, ""),
         (1.4, 0.5, "; 50% of ours are matrix products"),
-        (1.2, 0.8, "; 80% of ours are matrix products, which does for the floor of 1.4"),
+        (1.2, 0.8, "; 80% of ours are matrix products, so the floor of 1.4 is met by the share of products"),
         (1.2, 0.79, "; 79% of ours are matrix products; misses the floor of 1.4"),
         (1.2, None, "; misses the floor of 1.4"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import torch
 
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> report.Report:
     over_length = args.plot is not None
     cases = lengths() if over_length else list(sweep()) if args.sweep else listed()
-    chosen = [case for case in cases if args.filter in case.name]
+    chosen = [case for case in cases if re.search(rf"(?<!\w){re.escape(args.filter)}", case.name)]
     if not chosen:
         raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
     before = limits.measure()
