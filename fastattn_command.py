@@ -308,7 +308,9 @@ def _add_precision(command: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name has TEXT, from the start of a word")
+    command.add_argument(
+        "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT, from the start of a word"
+    )
     which = command.add_mutually_exclusive_group()
     which.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
     which.add_argument(

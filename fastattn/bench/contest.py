@@ -183,7 +183,7 @@ def summarise(case: Case, timing: Timing) -> Result:
         own=timing.ratio("ours", "plain") if "plain" in timing.samples else None,
         floor=case.floor,
     )
-    disturbed = disturbance(result, timing.others, case.left) or _slow_machine(case, result.seconds)
+    disturbed = disturbance(result, timing.others, case.left) or slow_machine(case, result.seconds)
     return replace(result, disturbed=disturbed)
 
 
@@ -206,7 +206,7 @@ def disturbance(result: Result, others: float | None = None, left: float = 0.0) 
     return ""
 
 
-def _slow_machine(case: Case, seconds: Mapping[str, float]) -> str:
+def slow_machine(case: Case, seconds: Mapping[str, float]) -> str:
     """Whether the machine did much less beside this case than it can: in words, or ""."""
     taken = seconds.get("arithmetic", 0.0)
     if taken < RATED:
