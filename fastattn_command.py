@@ -32,7 +32,6 @@ CASES = (
     "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 float64 keys "
     "causal padding by uneven lengths mask forward+backward"
 )
-WORD_START = r"(?<!\w)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,13 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "bench" and (
-        unknown := [
-            word
-            for word in re.findall(rf"{WORD_START}[^\W\d]\w*", options.filter)
-            if not re.search(f"{WORD_START}{word}", CASES)
-        ]
+        unknown := [word for word in re.findall(r"(?<!\w)[^\W\d]\w*", options.filter) if not has_text(CASES, word)]
     ):
-        error(f"argument --filter: no case has {unknown[0]!r} in its name, which is made of: {CASES}")
+        error(f"argument --filter: no word in a case's name begins with {unknown[0]!r}; they are: {CASES}")
     if options.command == "bench" and options.sources:
         for option in ("filter", "sweep", "peers", "threads", "seconds", "output"):
             if getattr(options, option):
@@ -72,6 +67,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             if getattr(options, option) is not None:
                 error(f"argument --{option.replace('_', '-')}: says what --attention draws, which is not given")
     return options
+
+
+def has_text(name: str, text: str) -> bool:
+    """Whether the name of a case has this text; letters from the start of a word, so that float16 is no bfloat16."""
+    start = r"(?<!\w)" if text[:1].isalpha() else ""
+    return re.search(start + re.escape(text), name) is not None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -309,7 +310,7 @@ def _add_precision(command: argparse.ArgumentParser, default: str) -> None:
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT, from the start of a word"
+        "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT; letters from the start of a word"
     )
     which = command.add_mutually_exclusive_group()
     which.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")

@@ -232,10 +232,11 @@ LAYOUTS = {
     "last": lambda t: t[..., :33].mT.contiguous().mT,
     "expanded": lambda t: t[:, :1, :33].expand(-1, 5, 33),
 }
+USUAL_LAYOUTS = "step", "expanded"
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("layout", ["step", "expanded", *slow("offset", "transposed", "last")])
+@pytest.mark.parametrize("layout", [*USUAL_LAYOUTS, *slow(*(name for name in LAYOUTS if name not in USUAL_LAYOUTS))])
 def test_layouts(backend, layout):
     input = LAYOUTS[layout](torch.randn(3, 4, 66) if interpreted(backend) else torch.randn(6, 10, 66))
     weight, bias = torch.randn(66)[::2], torch.randn(33, 2)[:, 1]
@@ -261,7 +262,7 @@ def test_layout_of_two_normalized_dimensions(backend):
 )
 @pytest.mark.parametrize("p", [0.0, 0.1, *slow(0.7)])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
-@pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in "wb"), "wb"])
+@pytest.mark.parametrize("kind", ["", *slow("w", "b"), "wb"])
 def test_fused(backend, kind, shape, p, dtypes):
     """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
     input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])

@@ -233,7 +233,7 @@ def described(monkeypatch):
     return tensors
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((64, 64), marks=pytest.mark.slow), (80, 24)], ids=str)
+@pytest.mark.parametrize("sizes", [*slow((64, 64)), (80, 24)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [name if name == "bool" else pytest.param(name, marks=pytest.mark.slow) for name in DESCRIBED],
@@ -265,8 +265,7 @@ def test_tensor_descriptors(options, sizes, described):
     [
         "heads within rows",
         "one for all heads",
-        *slow("odd rows"),
-        *slow("every other column"),
+        *slow("odd rows", "every other column"),
     ],
 )
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):

@@ -80,27 +80,37 @@ def pip(folder: Path) -> tuple[object, ...]:
     return folder / "bin/python", "-m", "pip", "install", "--quiet"
 
 
+def test(folder: Path, version: str, wheel: Path) -> None:
+    """Installs the wheel, and what its tests need, and runs them. Raises CalledProcessError where one fails."""
+    (folder / "complete").unlink()
+    run(*pip(folder), f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
+    run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
+    (folder / "complete").touch()
+    pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
+    # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
+    tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
+    # In that folder `import fastattn` finds the wheel's. Two at a time, with a thread each.
+    settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
+    run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
+
+
 def main(versions: list[str]) -> int:
     failed = []
-    with tempfile.TemporaryDirectory() as target, futures.ThreadPoolExecutor(1) as background:
-        # An environment is made while the wheel is built, or the tests of the one before run.
-        folders = {version: background.submit(environment, version) for version in versions or VERSIONS}
-        build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
-        run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
-        (wheel,) = Path(target).glob("*.whl")
-        for version, made in folders.items():
-            try:
-                folder = made.result()
-                run(*pip(folder), f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
-                run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
-                pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
-                # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
-                tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
-                # In that folder `import fastattn` finds the wheel's. Two at a time, with a thread each.
-                settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
-                run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
-            except (OSError, subprocess.CalledProcessError) as error:
-                failed.append(f"torch {version}: {error}")
+    # An environment is made while the wheel is built, or the tests of the one before run.
+    background = futures.ThreadPoolExecutor(1)
+    folders = {version: background.submit(environment, version) for version in versions or VERSIONS}
+    with tempfile.TemporaryDirectory() as target:
+        try:
+            build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
+            run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
+            (wheel,) = Path(target).glob("*.whl")
+            for version, made in folders.items():
+                try:
+                    test(made.result(), version, wheel)
+                except (OSError, subprocess.CalledProcessError) as error:
+                    failed.append(f"torch {version}: {error}")
+        finally:
+            background.shutdown(wait=False, cancel_futures=True)
     print(*failed, sep="\n")
     return 1 if failed else 0
 

@@ -74,7 +74,7 @@ FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* 
   });
 }
 
-// The same row as bytes, 1 where the key is visible, in place or in `buffer` (kBlockN).
+// The same row as bytes, not 0 where the key is visible, in place or in `buffer` (kBlockN).
 FASTATTN_INLINE const uint8_t* visible_row(const Mask& m, int64_t offset, int n, uint8_t* buffer) {
   if (m.dtype == Dtype::boolean) {
     const uint8_t* from = (const uint8_t*)m.data + offset;
@@ -105,8 +105,9 @@ void BlockMask::read(const Attention& a, const Parallel& parallel, int workers) 
           uint8_t buffer[kBlockN];
           const uint8_t* bytes = visible_row(m, mask_offset(m, index / m.heads, index % m.heads, row, key), n, buffer);
           for (int i = 0; i < n; ++i) {
-            some[i] |= bytes[i];
-            every[i] &= bytes[i];
+            const bool shown = bytes[i] != 0;
+            some[i] |= shown;
+            every[i] &= shown;
           }
         }
         for (int i = 0; i < n; ++i) columns[i] |= some[i];

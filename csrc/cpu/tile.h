@@ -11,7 +11,7 @@ namespace {
 struct Tile {
   int64_t query, key;
   int queries, keys, vectors;
-  Coverage window, mask;  // of these keys, by each alone; the window's is empty where there are none
+  Coverage window, mask;  // of these keys, by each alone; `window` is empty where no pair is left
 
   Tile(const Attention& a, const Sequence& s, const BlockMask& block_mask, int64_t head, int64_t first_query,
        int64_t first_key)

@@ -297,7 +297,7 @@ void test_attention(int cases) {
         const bool hide = random.chance(hidden) || i % m.columns >= shown ||
                           (hidden > 10 && m.columns > 1 && i % m.columns < m.columns / 2);
         if (m.dtype == Dtype::boolean)
-          p.mask->set(i, !hide);
+          p.mask->set(i, hide ? 0 : random.between(1, 255));
         else
           p.mask->set(i, !hide ? random.normal() : finite_extremes ? -65504 : -INFINITY);
       }

@@ -120,7 +120,7 @@ void Buffer::set(int64_t index, double value) {
   char* at = (char*)data + (size_t)index * (size_t)size_of(dtype);
   const double rounded = round_to(dtype, value);
   if (dtype == Dtype::boolean) {
-    *(uint8_t*)at = value != 0;
+    *(uint8_t*)at = (uint8_t)value;
     return;
   }
   if (dtype == Dtype::float32) {

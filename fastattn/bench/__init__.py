@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 
 import torch
 
@@ -11,6 +10,7 @@ from fastattn.bench import contest, limits, peers, plots, report
 from fastattn.bench.cases import Case, lengths, listed, sweep
 from fastattn.translation.checkpoint import check_file
 from fastattn.translation.errors import InputError
+from fastattn_command import has_text
 
 __all__ = ["main", "speed_table"]
 
@@ -56,10 +56,11 @@ def main(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> report.Report:
     over_length = args.plot is not None
     cases = lengths() if over_length else list(sweep()) if args.sweep else listed()
-    chosen = [case for case in cases if re.search(rf"(?<!\w){re.escape(args.filter)}", case.name)]
+    chosen = [case for case in cases if has_text(case.name, args.filter)]
     if not chosen:
         raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
     before = limits.measure()
+    limits.remember(before)
     now = report.Report.new(measured=before)
     everyone = args.peers or over_length
     print(report.origin_of(now, *(peers.OPTIONAL if everyone else ())), flush=True)
@@ -75,4 +76,5 @@ def _measure(args: argparse.Namespace) -> report.Report:
         lines = report.table([result], whole=True).splitlines()
         print(*lines[2 if results else 0 :], sep="\n", flush=True)
         results.append(result)
+    results = [contest.reviewed(case, result) for case, result in zip(chosen, results, strict=True)]
     return report.Report.new(results, limits.best(before, limits.measure()))

@@ -216,6 +216,11 @@ def slow_machine(case: Case, seconds: Mapping[str, float]) -> str:
     return f"the machine did {rate / fastest:.0%} of its arithmetic" if rate < SHARED * fastest else ""
 
 
+def reviewed(case: Case, result: Result) -> Result:
+    """`result`, disturbed where the machine has since done much more than beside it."""
+    return result if result.disturbed else replace(result, disturbed=slow_machine(case, result.seconds))
+
+
 def disturbed_by(others: float | None) -> str:
     """Whether other programs, with their share of the processors, disturbed a measurement: in words, or ""."""
     return f"other programs took {others:.0%} of the processors" if others is not None and others > OTHERS else ""
@@ -258,10 +263,10 @@ def _slower(result: Result, recorded: Result) -> str:
     now, then = result.seconds["ours"], recorded.seconds["ours"]
     if now > SLOWER * then:
         return f"{now * 1e3:.3g} ms a call, {then * 1e3:.3g} then"
-    if result.fraction and recorded.fraction and result.limited_by == recorded.limited_by:
+    if result.fraction and recorded.fraction and result.limited_by == recorded.limited_by == "arithmetic":
         share, before = result.fraction.median, recorded.fraction.median
         if before > SLOWER * share:
-            return f"{share:.0%} of the limit ({result.limited_by}), {before:.0%} then"
+            return f"{share:.0%} of the limit (arithmetic), {before:.0%} then"
     return ""
 
 
