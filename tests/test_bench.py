@@ -961,14 +961,13 @@ def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsy
 
 def test_the_output_leaves_out_what_was_disturbed(monkeypatch, capsys, tmp_path):
     """The rows say so."""
+
+    def run(case, **options):
+        disturbed = "by a neighbour" if case.dtype == torch.bfloat16 else ""
+        return replace(result(2.0, limit_seconds=1e-4), name=case.name, disturbed=disturbed)
+
     monkeypatch.setattr(limits, "measure", lambda: {"float32": 100.0, "bfloat16": None})
-    monkeypatch.setattr(
-        contest,
-        "run",
-        lambda case, **options: replace(
-            result(2.0, limit_seconds=1e-4), name=case.name, disturbed="by a neighbour" if case.dtype == torch.bfloat16 else ""
-        ),
-    )
+    monkeypatch.setattr(contest, "run", run)
     output = tmp_path / "results.json"
     assert bench.main(fastattn_command.parse(["bench", "--filter", "1x8x1x64 32 keys", "--output", str(output)])) == 0
     assert "disturbed" in capsys.readouterr().out
