@@ -63,7 +63,7 @@ def measure(seconds: float = 0.2) -> dict[str, float | None]:
 def remember(measured: dict[str, float | None]) -> None:
     """Take in what was measured of this machine."""
     for dtype in (torch.float32, torch.bfloat16):
-        rate = 1e9 * (measured[str(dtype).removeprefix("torch.")] or 0.0)
+        rate = 1e9 * (measured.get(str(dtype).removeprefix("torch.")) or 0.0)
         fastest[dtype] = max(rate, fastest.get(dtype, 0.0))
 
 
