@@ -352,8 +352,11 @@ def test_a_machine_that_does_half_its_arithmetic_is_disturbed():
         return contest.summarise(case, Timing(samples, 0.0)).disturbed
 
     assert [disturbed(seconds) for seconds in (0.02, 0.01, 0.014, 0.02)] == [
-        "", "", "", "the machine did 50% of its arithmetic",
-    ]  # fmt: skip
+        "",
+        "",
+        "",
+        "the machine did 50% of its arithmetic",
+    ]
     assert limits.fastest == {torch.float32: case.flops / 0.01}
     early = contest.summarise(case, Timing({"ours": [0.1], "torch": [0.2], "arithmetic": [0.01]}, 0.0))
     assert contest.reviewed(case, early).disturbed == ""
@@ -972,6 +975,26 @@ def test_the_output_leaves_out_what_was_disturbed(monkeypatch, capsys, tmp_path)
     assert bench.main(fastattn_command.parse(["bench", "--filter", "1x8x1x64 32 keys", "--output", str(output)])) == 0
     assert "disturbed" in capsys.readouterr().out
     assert list(report.Report.read(output).results) == ["attention float32 1x8x1x64 32 keys forward"]
+
+
+def test_the_output_leaves_out_what_was_measured_before_the_machine_showed_its_speed(monkeypatch, tmp_path):
+    """It did half of its arithmetic beside the first case, which nothing could tell then."""
+    measured = []
+
+    def run(case, **options):
+        measured.append(case.name)
+        seconds = case.flops / (1e11 if len(measured) > 1 else 5e10)
+        found = replace(result(2.0, limit_seconds=seconds), name=case.name)
+        return replace(found, disturbed=contest.slow_machine(case, found.seconds))
+
+    monkeypatch.setattr(limits, "measure", lambda: {"float32": 1.0, "bfloat16": None})
+    monkeypatch.setattr(contest, "run", run)
+    output = tmp_path / "results.json"
+    assert (
+        bench.main(fastattn_command.parse(["bench", "--filter", "float32 1x8x2048x64", "--output", str(output)])) == 0
+    )
+    assert len(measured) > 2
+    assert list(report.Report.read(output).results) == measured[1:]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"results": [1]}', '{"machine": {}, "results": []}'])
