@@ -39,7 +39,7 @@ triton:  ## Triton's kernels at length: every test in the interpreter, every ker
 aot-gate:  ## Triton's kernels compiled for every architecture and examined, with no GPU
 	python tools/aot_gate.py
 
-machine-code:  ## what those of the usual cases cost a GPU, predicted from their machine code: docs/gpu.md
+machine-code:  ## what those of the usual cases cost a GPU, predicted from their machine code: docs/machine-code.md
 	python tools/machine_code.py --write
 
 tune-dry:  ## what attention's tiles are predicted to reach, beside their lines

@@ -290,17 +290,24 @@ def section(found, predicted, tuned, host, trained, tested):
         (
             head,
             tests,
-            f"Cases of commit {found['commit'][:7]}, replayed as CUDA graphs; peers' times over ours:",
+            "### Beside torch's backends",
+            f"Cases of commit {found['commit'][:7]}, replayed as CUDA graphs; peers' times over ours.",
             by_case,
+            not_reached,
         ),
-        (not_reached, "What design.md, section 7, asks of an H200; missed here in bold:", asked),
-        (tuned.get("about", ""), "Tiles, the kernel's own time:", tiles),
-        (f"Kernels of commit {predicted['commit'][:7]} beside what was predicted of them:", kernels),
-        (host.get("about", ""), "Small calls, which the host bounds:", launches),
+        ("### Beside what is asked", "What design.md, section 7, asks of an H200; missed here in bold.", asked),
+        ("### Small calls", "Bound by the host.", host.get("about", ""), launches),
         (
-            f"`fastattn train --preset {trained['preset']}`, batches of {trained['batch_tokens']:,} tokens a side:",
+            "### Training",
+            f"`fastattn train --preset {trained['preset']}`, batches of {trained['batch_tokens']:,} tokens a side.",
             updates,
         ),
+        (
+            "### Beside predictions",
+            f"Kernels of commit {predicted['commit'][:7]} beside [what was predicted](machine-code.md) of them.",
+            kernels,
+        ),
+        ("### Tiles", "The kernel's own time.", tuned.get("about", ""), tiles),
     ]
     texts = (text if isinstance(text, str) else report.markdown(text) for part in parts for text in part)
     return "\n\n".join(filter(None, texts))

@@ -23,7 +23,7 @@ from fastattn.bench.cases import PATCHED, listed
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 MACHINES = ("amd-epyc-*-avx512-bf16-2-threads", "intel-*-threads")
-NEWEST_TORCH = "torch-2.14.1"  # a folder: pytest benchmarks --results benchmarks/results/torch-2.14.1
+NEWEST_TORCH = "torch-2.14.1/*"  # pytest benchmarks --results benchmarks/results/torch-2.14.1
 OTHER_SETS = tuple(f"amd-epyc-family-26-model-2-{isa}-2-threads" for isa in ("avx512", "avx2", "generic"))
 
 
@@ -50,26 +50,13 @@ def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
     return "\n\n".join(map(section, recorded(name)))
 
 
-def of_machines() -> str:
+def of_machines(*names: str) -> str:
     """Their results side by side, and what the file of each has none of."""
-    return side_by_side(reports(*MACHINES), lambda of: report.processor(of.machine))
-
-
-def beside_newest_torch() -> str:
-    """What each machine has recorded with it, beside what it has with the torch of all other results."""
-    return "\n\n".join(
-        side_by_side([report.Report.read(RESULTS / path.name), report.Report.read(path)], report.of_torch)
-        for path in sorted(RESULTS.glob(f"{NEWEST_TORCH}/*.json"))
-    )
-
-
-def side_by_side(found: list[report.Report], name: Callable[[report.Report], str]) -> str:
-    """A column for each, and by name what it has no result of."""
-    lines = []
+    found, lines = reports(*names), []
     for of in found:
         wanted = *(case.name for case in listed(of.machine["isa"])), *PATCHED
         if lacking := [case for case in wanted if case not in of.results]:
-            lines.append(f"- {name(of)}, not recorded: {', '.join(lacking)}.")
+            lines.append(f"- {report.processor(of.machine)}, not recorded: {', '.join(lacking)}.")
     return "\n\n".join(filter(None, (report.comparison(found), "\n".join(lines))))
 
 
@@ -84,12 +71,12 @@ def tables() -> dict[tuple[str, str], str]:
     return {
         ("README.md", "speed"): report.summary(reports(*MACHINES)),
         ("README.md", "translation"): translation.table(recorded("translation")),
-        (performance, "machines"): of_machines(),
+        (performance, "machines"): of_machines(*MACHINES),
         (performance, "step"): sections("step", step.section),
         (performance, "decoding"): sections("decoding", decoding.section),
         (performance, "table1"): sections("table1", table1.section),
         (performance, "instruction-sets"): report.comparison(reports(*OTHER_SETS)),
-        (performance, "newest-torch"): beside_newest_torch(),
+        (performance, "newest-torch"): of_machines(NEWEST_TORCH),
         (training, "hour"): sections("hour", hour.section),
         (training, "neighbours"): sections("neighbours", neighbours.section),
         ("docs/accuracy.md", "accuracy"): accuracy.section(newest("accuracy")),

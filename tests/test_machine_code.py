@@ -298,11 +298,11 @@ def test_executed():
 
 
 def test_page():
-    """docs/gpu.md has the tables of the committed results, and says of every line that it is a prediction."""
+    """docs/machine-code.md has the tables of the committed results, and says of every line that it is a prediction."""
     require("triton")
     import machine_code
 
-    page = (ROOT / "docs/gpu.md").read_text()
+    page = (ROOT / "docs/machine-code.md").read_text()
     tables = machine_code.tables(RESULTS)
     assert f"<!-- machine-code:begin -->\n{tables}\n<!-- machine-code:end -->" in page
     assert [line for line in tables.splitlines() if re.match(r"\| [^-]", line) and "predicted" not in line] == []

@@ -6,8 +6,8 @@ clocks that an SM's pipes need; what bounds that leaves; what the in-order simul
 of the loop holds it up. ``sass`` says how. All of it is a prediction: believe differences of 15 % and more, and what is
 counted.
 
-``--write`` replaces the results in ``benchmarks/results`` and the tables of ``docs/gpu.md``, whole or not at all.
-``--public FOLDER`` takes the public kernels' loops, to which the model is held, from disassemblies.
+``--write`` replaces the results in ``benchmarks/results`` and the tables of ``docs/machine-code.md``, whole or not at
+all. ``--public FOLDER`` takes the public kernels' loops, to which the model is held, from disassemblies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sass.rates import MACHINES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/machine-code.json"
-PAGE = ROOT / "docs/gpu.md"
+PAGE = ROOT / "docs/machine-code.md"
 
 DTYPE = torch.bfloat16
 THRESHOLD = 6554  # of dropout, a rate of 0.1
@@ -252,7 +252,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """docs/gpu.md's."""
+    """The page's."""
     ours = {found["name"]: found for found in results["kernels"]}
     lines = [
         f"Predicted from the machine code that Triton {results['versions']['triton']} makes of commit "
