@@ -45,7 +45,7 @@ machine-code:  ## what those of the usual cases cost a GPU, predicted from their
 tune-dry:  ## what attention's tiles are predicted to reach, beside their lines
 	python tools/tune_dry.py --write
 
-compile-gate:  ## the CUDA C++ kernels, the same
+compile-gate:  ## the CUDA C++ kernels compiled for several architectures and examined, with no GPU
 	python tools/compile_gate.py
 
 dry-launch:  ## every operation on CUDA tensors down to a driver that starts nothing

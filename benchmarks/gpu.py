@@ -230,7 +230,7 @@ def run(path, results, seconds):
         captured.cache_clear()
         print(json.dumps(result), flush=True)
         results["cases"].append(result)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        report.write_json(path, results)
     return [f"{result['case']}: {result['error']}" for result in results["cases"] if "error" in result]
 
 

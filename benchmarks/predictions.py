@@ -85,8 +85,8 @@ def run(path: Path, results: dict[str, Any], seconds: float) -> list[str]:
                 )
         except Exception as error:
             failures.append(f"{next(iter(case.names.values()))}: {report.brief(error)}")
-        machine_code.write(path, (json.dumps(results, indent=1) + "\n").encode())
-    machine_code.write(path, (json.dumps(results, indent=1) + "\n").encode())
+        report.write_json(path, results)
+    report.write_json(path, results)
     return failures
 
 

@@ -198,14 +198,18 @@ def _escape(path: str) -> str:
     return re.sub(r"([$ :])", r"$\1", path)
 
 
+def hide_symbols(directory: Path) -> None:
+    """Writes what the linker is given: registration happens in static constructors, so nothing needs exporting."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "exports.map").write_text("{ local: *; };\n")
+
+
 def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
     torch = torch_for_building()
     objects = bindings("cpu", torch, OPTIMIZE)
     objects += kernel_objects(f"{CXX_FLAGS} {OPTIMIZE}", instruction_sets())
-    # Registration happens in static constructors, so nothing needs exporting.
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "exports.map").write_text("{ local: *; };\n")
+    hide_symbols(directory)
     link = (
         f"-shared -Wl,--version-script=exports.map -Wl,--no-undefined -Wl,--as-needed"
         f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu"
@@ -316,8 +320,7 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     flags = cuda_flags(names, len(kernels))
     objects += [(f"{source.stem}.o", source, flags) for source in kernels]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "exports.map").write_text("{ local: *; };\n")
+    hide_symbols(directory)
     torch_cuda = "-ltorch_cuda" if (torch / "lib/libtorch_cuda.so").exists() else ""
     link = (
         f"-shared -cudart static {host_flags()} -Xlinker --version-script=exports.map,--as-needed"

@@ -15,6 +15,7 @@ from fastattn.backends.visibility import visibility
 from fastattn.ops import check
 from fastattn.ops.attention import attention_weights, scaled_dot_product_attention, varlen_attn
 from fastattn.ops.dropout import dropout
+from fastattn.ops.jagged import with_values
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 from fastattn.ops.softmax_dropout import softmax_dropout
 from fastattn.torch_private import never_skipped
@@ -228,8 +229,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             appended += k.size(2)
             mask = mask if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
         dropout_p = self.dropout if self.training else 0.0
-        if dropout_p > 0.0 and seed is None:
-            seed = check.new_seeds((2,), q.device)
+        if seed is None:
+            seed = check.draw_seed(None, check.threshold(_NAME, dropout_p), q.device)
         masks: dict[str, Any] = {
             "is_causal": is_causal, "enable_gqa": self.num_kv_heads != self.num_heads,
             "causal_variant": causal_variant, "key_lengths": key_lengths, "window_size": window_size, "seed": seed,
@@ -336,7 +337,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             absent = absent[:, :, None] if weights.dim() == 3 else absent[:, None, :, None]
             weights = weights.masked_fill(absent.to(weights.device), 0.0)
         rows = [padded_rows[:length] for padded_rows, length in zip(out, lengths[id(query)], strict=True)]
-        return _nested_like(query, rows), weights
+        if query.layout == torch.jagged:
+            return with_values(query, torch.cat(rows)), weights
+        return torch.nested.as_nested_tensor(rows), weights
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None,
@@ -413,7 +416,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """``mask`` with what the other three say, none of which holds for keys that are appended."""
         rows, columns = q.size(2), k.size(2)
         lower_right = causal_variant == "lower_right"
-        key_lengths = check.key_lengths(_NAME, key_lengths, q.size(0), columns, q.device)
+        if key_lengths is not None:
+            key_lengths = check.key_lengths(_NAME, key_lengths, q.size(0), columns, q.device)
         window = check.window(_NAME, window_size, is_causal, lower_right, rows, columns)
         visible = visibility(rows, columns, q.device, None, key_lengths, *window, lower_right)
         return mask if visible is None else visible if mask is None else _both(mask, visible)
@@ -447,13 +451,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _packed_heads(projected: Tensor, heads: int) -> Tensor:
     """(tokens, heads, head size)"""
     return projected.unflatten(-1, (heads, -1))
-
-
-def _nested_like(query: Any, rows: list[Tensor]) -> Tensor:
-    """A nested tensor of query's layout; a jagged one with query's own offsets, so that the two can be added."""
-    if query.layout == torch.jagged:
-        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets())
-    return torch.nested.as_nested_tensor(rows)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -172,6 +172,14 @@ class _Unserved(NotImplementedError):
     """A call for torch's own kernel."""
 
 
+_LSE_LACKS = "the LSE alone does not give fastattn's backward pass the weights of a mask's row at finfo.min"
+
+
+def _random(seed: Tensor | None, like: Tensor) -> Tensor:
+    """What the op hands to its backward pass; zeros without dropout."""
+    return torch.zeros(2, dtype=torch.int64, device=like.device) if seed is None else seed
+
+
 def _check_served(*operands: Tensor) -> None:
     if not all(map(_is_plain, operands)) or not has_kernels("attention", operands):
         raise _Unserved("neither fastattn nor torch has a kernel for these operands on this device")
@@ -245,7 +253,7 @@ def _flash_attention_forward(
             query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k=seqused_k, **options
         )
         lse = lse.T.contiguous()
-    random = torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed
+    random = _random(seed, query)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return _as(query, out), lse, random.view(torch.uint64), unused, query.new_empty(0)
 
@@ -310,7 +318,7 @@ def _scaled_dot_product_efficient_attention(
     """(B, H, L, E), with an LSE padded to multiples of 32."""
     _check_served(query, key, value)
     if attn_bias is not None and compute_log_sumexp:
-        raise _Unserved("the LSE alone does not give fastattn's backward pass the weights of a mask's row at finfo.min")
+        raise _Unserved(_LSE_LACKS)
     seed = check.draw_seed(None, check.threshold("efficient_attention", dropout_p), query.device)
     out, lse = attention.scaled_dot_product_attention(
         query, key, value, attn_bias, dropout_p, is_causal, scale, return_lse=True, seed=seed
@@ -318,7 +326,7 @@ def _scaled_dot_product_efficient_attention(
     padded = lse.new_full((*lse.shape[:2], -(-lse.size(2) // 32) * 32 if compute_log_sumexp else 0), torch.inf)
     if compute_log_sumexp:
         padded[..., : lse.size(2)] = lse
-    random = torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed
+    random = _random(seed, query)
     return _heads_inside(out), padded, *random.unbind()
 
 
@@ -329,7 +337,7 @@ def _scaled_dot_product_efficient_attention_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     _check_served(query, key, value)
     if attn_bias is not None:
-        raise _Unserved("the LSE alone does not give fastattn's backward pass the weights of a mask's row at finfo.min")
+        raise _Unserved(_LSE_LACKS)
     seed = torch.stack((philox_seed, philox_offset))
     lse = lse[..., : query.size(2)]
     grads = _grads(grad_out, query, key, value, out, lse, dropout_p, is_causal, seed, scale, False)

@@ -14,7 +14,8 @@ import triton
 import fake_gpu
 import fastattn
 from fastattn.backends import triton as kernels
-from fastattn.bench.cases import OPERATIONS, Case
+from fastattn.bench import contest
+from fastattn.bench.cases import Case
 from fastattn.bench.timer import wall_clock
 
 CASES = [
@@ -31,20 +32,6 @@ CASES = [
 ]
 
 
-def function(case):
-    operation = OPERATIONS[case.operation]
-    tensors, others = operation.operands(case)
-    tensors = [t.requires_grad_(case.backward) for t in tensors]
-
-    def forward():
-        return operation.call(case, *tensors, **others)
-
-    if not case.backward:
-        return forward
-    grad = torch.randn_like(forward())
-    return lambda: torch.autograd.grad(forward(), tensors, grad)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=300, help="calls of each of the 7 samples, of which the least")
@@ -56,7 +43,7 @@ def main():
     microseconds = {}
     with fastattn.backend("triton"):
         for case in CASES:
-            call = function(case)
+            call = contest.ours(case)
             wall_clock(call, 20)
             microseconds[case.name] = round(1e6 * min(wall_clock(call, options.repeats) for _ in range(7)), 1)
     print(json.dumps({"triton": triton.__version__, "microseconds": microseconds}, indent=1))

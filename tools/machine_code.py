@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import lzma
 import os
 import re
@@ -34,6 +33,7 @@ import aot_gate
 from fake_gpu import pretend
 from fastattn.backends.triton import FUNCTIONS
 from fastattn.bench import report
+from fastattn.translation.checkpoint import write_file
 from sass import code, native, public
 from sass.cost import Attention, Loop, Rows, issue_share, order, plain_loop, row_path, widths
 from sass.rates import MACHINES
@@ -356,16 +356,6 @@ def _peer(peers: dict[str, Any], kind: str, case: str, capability: int) -> str:
     return f"predicted {found['predicted_tflops']['simulated']:.0f}{published}"
 
 
-def write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=MACHINES, default=list(MACHINES))
@@ -378,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
             loops = public.condense(options.public)
         except (OSError, ValueError) as error:
             parser.error(f"--public: {error}")
-        write(public.LOOPS, lzma.compress(loops.encode(), preset=9 | lzma.PRESET_EXTREME))
+        write_file(public.LOOPS, lzma.compress(loops.encode(), preset=9 | lzma.PRESET_EXTREME))
         return 0
     wanted = re.compile(options.only)
     if options.write and (wanted.pattern or options.arch != list(MACHINES)):
@@ -399,7 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         about = "predicted from machine code, not measured"
         results = {"about": about, "versions": versions, "commit": commit, "kernels": kernels, "public": peers}
-        write(RESULTS, (json.dumps(results, indent=1) + "\n").encode())
+        report.write_json(RESULTS, results)
         report.insert(PAGE, "machine-code", tables(results))
     return 0
 

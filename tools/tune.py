@@ -6,7 +6,6 @@ Times are those of the kernel alone, as torch's profiler has them.
 
 import functools
 import itertools
-import json
 import random
 import time
 
@@ -155,7 +154,7 @@ def run(path, results, seconds):
             *({"milliseconds": ms, **value._asdict(), "present": value == present} for ms, value in timed),
             *({"error": why, **value._asdict()} for value, why in failed.items()),
         ]
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        report.write_json(path, results)
     return broken
 
 

@@ -25,6 +25,7 @@ import machine_code
 from fake_gpu import pretend
 from fastattn.backends.triton import attention
 from fastattn.backends.triton.attention import tiles
+from fastattn.translation.checkpoint import write_file
 
 PAGE = machine_code.ROOT / "fastattn/backends/triton/attention/tiles.py"
 TABLES = {80: "HALF_SMALL", 90: "HALF"}
@@ -106,7 +107,7 @@ def write(capabilities: list[int]) -> None:
     text = PAGE.read_text()
     for place in comments:
         text = beside(text, *place)
-    machine_code.write(PAGE, text.encode())
+    write_file(PAGE, text.encode())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -292,11 +292,15 @@ void write_mask_rows(const SoftmaxDropoutBackward& p, const MaskGroups& g, int64
   }
 }
 
+int useful_workers(const Parallel& parallel, const Scores& s) {
+  return useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
+}
+
 template <class T>
 void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& parallel, char* workspace) {
   const Scores& s = p.scores;
   const MaskGroups g(p);
-  const int workers = useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
+  const int workers = useful_workers(parallel, s);
   float* sums = (float*)(workspace + workers * Scratch::bytes(s.columns, p.threshold));
 
   parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
@@ -342,16 +346,12 @@ void backward(const SoftmaxDropoutBackward& p, const Parallel& parallel, char* w
   with_type(p.scores.dtype, [&](auto type) { backward_of<decltype(type)>(p, parallel, workspace); });
 }
 
-int workers_of(const Scores& s, const Parallel& parallel) {
-  return useful_workers(parallel, s.batch * s.heads * s.rows * s.columns);
-}
-
 int64_t forward_workspace(const SoftmaxDropout& p, const Parallel& parallel) {
-  return workers_of(p.scores, parallel) * Scratch::bytes(p.scores.columns, p.threshold);
+  return useful_workers(parallel, p.scores) * Scratch::bytes(p.scores.columns, p.threshold);
 }
 
 int64_t backward_workspace(const SoftmaxDropoutBackward& p, const Parallel& parallel) {
-  const int workers = workers_of(p.scores, parallel);
+  const int workers = useful_workers(parallel, p.scores);
   return workers * Scratch::bytes(p.scores.columns, p.threshold) +
          (p.grad_mask ? MaskGroups(p).workspace_bytes(workers) : 0);
 }

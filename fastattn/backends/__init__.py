@@ -1,7 +1,7 @@
 """The backends, the choice among them, ``backend()`` and ``explain()``.
 
-A backend is a package with ``DEVICE``, the device whose tensors it takes, ``FUNCTIONS``, the backend functions that it
-has (``schema.py``), ``MISSING``, why it is not here or "", and ``refusal(op, args)``, why it does not serve a call.
+A backend is a package with ``FUNCTIONS``, the backend functions that it has (``schema.py``), ``MISSING``, why it is not
+here or "", and ``refusal(op, args)``, why it does not serve a call.
 Choosing one reads the operands' device, dtypes and sizes, and the backend that this thread may have been told to use;
 torch's dispatcher has no part in it.
 """

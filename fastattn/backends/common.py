@@ -89,6 +89,11 @@ def dense_strides(input: Tensor) -> tuple[int, ...]:
     return tuple(contiguous)
 
 
+def empty_dense(like: Tensor) -> Tensor:
+    """Of like's sizes, with its ``dense_strides``."""
+    return like.new_empty_strided(like.shape, dense_strides(like))
+
+
 def python_functions(package: str) -> dict[str, Callable[..., Any]]:
     """The backend functions of a backend in Python, which has a module for each stem."""
     return {name: getattr(importlib.import_module(f"{package}.{stem}"), name) for name, stem in STEM_OF.items()}
@@ -96,7 +101,8 @@ def python_functions(package: str) -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """The device's compute capability; an H100's where Triton's kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def device_of(args: tuple) -> torch.device:

@@ -1,7 +1,7 @@
 """What is measured: operations, shapes, dtypes and features, with the work that each case needs and its floor.
 
-An operation is one entry of `OPERATIONS`: its operands, its call, its operations and bytes. A case is a value; a new
-one goes into `headline()` with the floor it must reach, or into `sweep()` with the common one.
+An operation has an entry in `OPERATIONS`, its operands and its call, and in `FLOPS` and `BYTES` what it costs. A case
+is a value; a new one goes into `headline()` with the floor it must reach, or into `sweep()` with the common one.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def _attention_bytes(case: Case) -> int:
 # --- row operations ---
 
 
-def _rows_bytes(forward: int, backward: int) -> Callable[[Case], int]:
-    """Bytes of an operation that passes over so many tensors of the input's size."""
-    return lambda case: case.dtype.itemsize * prod(case.shape) * (forward + backward * case.backward)
+def _rows_bytes(backward: int) -> Callable[[Case], int]:
+    """Bytes of an operation that passes over two tensors of the input's size, and so many in its backward pass."""
+    return lambda case: case.dtype.itemsize * prod(case.shape) * (2 + backward * case.backward)
 
 
 def _input(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
@@ -244,10 +244,10 @@ OPERATIONS = {
 FLOPS = {"attention": _attention_flops, "training_step": _training_flops}
 BYTES = {
     "attention": _attention_bytes,
-    "softmax_dropout": _rows_bytes(2, 3),
-    "layer_norm": _rows_bytes(2, 3),
+    "softmax_dropout": _rows_bytes(3),
+    "layer_norm": _rows_bytes(3),
     "dropout_add_layer_norm": _residual_bytes,
-    "dropout": _rows_bytes(2, 2),
+    "dropout": _rows_bytes(2),
 }
 
 
@@ -259,8 +259,8 @@ FLOORED = ("avx512_bf16", "amx_bf16")
 
 
 def headline(isa: str | None = None) -> list[Case]:
-    """The cases with a floor of their own, which README's tables show. The floors are those of an instruction set, this
-    machine's unless it is given: where AMX makes the products, a bfloat16 case's time goes into other things.
+    """The cases with a floor of their own, which docs/performance.md shows. The floors are those of an instruction set,
+    this machine's unless it is given: where AMX makes the products, a bfloat16 case's time goes into other things.
 
     Fractions beside a ratio that the design states alone are what that ratio stood for on the machine where it was
     set (500 and 940 GFLOP/s): 2.5 x 119 / 500 for (32, 8, 64, 64) in float32, and so on. LayerNorm's in float32 is what
@@ -331,7 +331,7 @@ def double() -> list[Case]:
 
 
 def listed(isa: str | None = None) -> list[Case]:
-    """All cases but the sweep's, in the order of README's table."""
+    """All cases but the sweep's, in the order of docs/performance.md."""
     return [*headline(isa), *training(), *dispatch(), *double()]
 
 

@@ -43,7 +43,7 @@ class Report:
     def new(cls, results: Iterable[Result] = (), measured: dict[str, float | None] | None = None) -> Report:
         """A report of `results` on this machine, now; its limits are measured unless given. A result that was recorded
         before keeps its commit and date."""
-        head, date = commit(), _now()
+        head, date = commit(), now()
         return cls(
             machine(),
             {"fastattn": fastattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -76,8 +76,7 @@ class Report:
         """Raises InputError where `path` is no result file."""
         try:
             data = json.loads(path.read_text())
-            recorded = {"commit": data["commit"], "date": data["date"]}
-            data["results"] = {entry["name"]: Result.from_json(recorded | entry) for entry in data["results"]}
+            data["results"] = {entry["name"]: Result.from_json(entry) for entry in data["results"]}
             return cls(**data)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InputError(f"{path}: expected a result file, which `fastattn bench --output FILE` writes") from None
@@ -171,7 +170,7 @@ def on_gpu(
         compile_part(options.compile)
         return
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    about |= {"triton": importlib.import_module("triton").__version__, "commit": commit(), "date": _now()}
+    about |= {"triton": importlib.import_module("triton").__version__, "commit": commit(), "date": now()}
     failures = run(options.results, about, options.seconds)
     if failures:
         sys.exit("\n".join(["failed:", *failures]))
@@ -185,7 +184,7 @@ def _part(text: str) -> slice:
     return slice(int(found[1]) - 1, None, int(found[2]))
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 

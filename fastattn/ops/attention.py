@@ -80,11 +80,10 @@ def scaled_dot_product_attention(
     check.flag(name, "return_lse", return_lse)
     if is_jagged(query) and is_jagged(key) and is_jagged(value):
         _check_jagged(name, query, key, value, is_causal, causal_variant, window_size, attn_mask, key_lengths)
-        options: dict[str, Any] = {
-            "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window_size": window_size,
-            "enable_gqa": enable_gqa, "seed": seed,
-        }  # fmt: skip
-        return _jagged_attention(query, key, value, return_lse, options)
+        return _jagged_attention(
+            query, key, value, return_lse, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            window_size=window_size, enable_gqa=enable_gqa, seed=seed,
+        )  # fmt: skip
     q, k, v, batch = _operands(name, query, key, value, enable_gqa)
     settings = dense_settings(
         name, q, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
@@ -264,7 +263,7 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
     return result.contiguous()
 
 
-def _jagged_attention(query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]) -> Any:
+def _jagged_attention(query: Any, key: Any, value: Any, return_lse: bool, **options: Any) -> Any:
     """(B, H, sequence, E) jagged tensors, whose values are packed sequences."""
     q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))
     results = varlen_attn(
@@ -348,8 +347,9 @@ def packed_call(
             f"{name}: cu_seq_q and cu_seq_k must name the same number of sequences, got "
             f"{cu_seq_q.size(0) - 1} and {cu_seq_k.size(0) - 1}"
         )
-    used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
-    if used is not None:
+    used = None
+    if seqused_k is not None:
+        used = check.key_lengths(name, seqused_k, cu_seq_k.size(0) - 1, max_k, q.device, "seqused_k")
         own = cu_seq_k.diff()
         if check.is_readable(used) and bool((used > own).any()):
             raise check.BadValue(
@@ -445,7 +445,7 @@ def _brief(values: Tensor) -> str:
     return str(shown) if len(shown) <= 8 else f"[{', '.join(map(str, shown[:6]))}, ..., {shown[-1]}]"
 
 
-# Schema, fake, autograd
+# Fake, autograd, decomposition
 
 
 def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

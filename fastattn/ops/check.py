@@ -175,11 +175,10 @@ def is_readable(tensor: Tensor) -> bool:
     )
 
 
-def key_lengths(function: str, lengths: Tensor | None, batch: int, keys: int, device: torch.device,
-                name: str = "key_lengths") -> Tensor | None:  # fmt: skip
+def key_lengths(
+    function: str, lengths: Tensor, batch: int, keys: int, device: torch.device, name: str = "key_lengths"
+) -> Tensor:
     """``lengths`` as dense int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would wait."""
-    if lengths is None:
-        return None
     if not isinstance(lengths, Tensor):
         raise BadType(f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import dense_strides
+from fastattn.backends.common import empty_dense
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, on_values
 from fastattn.ops.register import Op, save_call
@@ -86,7 +86,7 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
 
 
 def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
-    return input.new_empty_strided(input.shape, dense_strides(input))
+    return empty_dense(input)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

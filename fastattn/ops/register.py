@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastattn.backends import TABLE, choose, thread
+from fastattn.backends.common import is_recorded
 from fastattn.backends.schema import SCHEMAS
 from fastattn.ops.check import unscriptable
 from fastattn.torch_private import (
@@ -157,11 +158,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(_decompositions)
 
 
-def may_want_gradient(*args: Any) -> bool:
+def may_want_gradient(*tensors: Tensor | None) -> bool:
     """Whether a gradient of some of these may be wanted: somebody who observes the call decides that later."""
-    return is_observed() or (
-        torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-    )
+    return is_observed() or is_recorded(*tensors)
 
 
 def save_call(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:

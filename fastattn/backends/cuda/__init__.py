@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import native
-from fastattn.backends.common import capability, common_refusal, device_of
+from fastattn.backends.common import capability, common_refusal, device_of, is_recorded
 from fastattn.torch_private import is_transformed
 
 DEVICE = "cuda"
@@ -60,8 +60,7 @@ def _beyond_decoding(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
         return f"it takes up to 2**29 keys, not {key.size(2)}"
     if rest[-1] != 0:
         return "its attention has no dropout"
-    operands = (query, key, value, attn_mask)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+    if is_recorded(query, key, value, attn_mask):
         return "its attention has no gradient"
     if is_transformed():  # inside vmap a tensor does not say whether a gradient is wanted
         return "its attention is not for functorch's transforms"

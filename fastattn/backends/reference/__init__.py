@@ -7,7 +7,6 @@ for forward mode.
 
 from fastattn.backends.common import python_functions
 
-DEVICE = "cpu"  # and any other
 MISSING = ""
 FUNCTIONS = python_functions(__name__)
 

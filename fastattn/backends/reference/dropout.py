@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import DROP_ALL, dense_strides, dropout_scale, stat_dtype
+from fastattn.backends.common import DROP_ALL, dense_strides, dropout_scale, empty_dense, stat_dtype
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -79,4 +79,4 @@ def dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
     out = drop(opmath(input), seed, threshold).to(input.dtype)
     if out.stride() == dense_strides(input):
         return out
-    return torch.empty_strided(input.shape, dense_strides(input), dtype=input.dtype, device=input.device).copy_(out)
+    return empty_dense(input).copy_(out)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends.common import dense_strides, dropout_scale
+from fastattn.backends.common import empty_dense
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
-from fastattn.backends.triton.philox import Dropout, keep_pairs
+from fastattn.backends.triton.philox import dropout_of, keep_pairs
 from fastattn.backends.triton.rows import (
     LIMITS,
     RowLimits,
@@ -96,7 +96,7 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     rows = outer * inner * matrix_rows
     is_aligned = is_unit and are_aligned(columns, input, out)
     tile = row_tile("dropout", columns, is_aligned)
-    dropout = Dropout(seed, threshold, dropout_scale(threshold))
+    dropout = dropout_of(seed, threshold)
     slots, blocks = row_slots(matrix_rows, dropout), cdiv(columns, tile.block_n)
     launch(
         _dropout, (cdiv(outer * inner * slots, tile.block_m) * blocks,), out.device,
@@ -118,10 +118,9 @@ def _four(values: Sequence[int], fill: int) -> tuple[int, ...]:
 
 
 def dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
+    out = empty_dense(input)
     if input.dim() > 4 and not input.is_contiguous():
-        out = dropout(input.contiguous(), seed, threshold)
-        return torch.empty_strided(input.shape, dense_strides(input), dtype=out.dtype, device=out.device).copy_(out)
-    out = torch.empty_strided(input.shape, dense_strides(input), dtype=input.dtype, device=input.device)
+        return out.copy_(dropout(input.contiguous(), seed, threshold))
     _launch(input, out, seed, threshold)
     return out
 

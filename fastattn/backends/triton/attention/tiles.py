@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastattn.backends.common import capability
+
 
 class Tile(NamedTuple):
     """BLOCK_M queries and BLOCK_N keys, multiples of 16 and 32 (dropout's tiles), and Triton's options."""
@@ -236,12 +238,6 @@ def has_descriptors(rows: int, device: torch.device) -> bool:
 def num_splits(programs: int, key_tiles: int, device: torch.device) -> int:
     """Into how many splits the keys are divided so that few queries occupy the device, at least 4 tiles each."""
     return max(1, min(multiprocessors(device) // max(programs, 1), key_tiles // 4, 64))
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The device's compute capability; an H100's where kernels are interpreted."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @functools.cache
