@@ -110,9 +110,15 @@ def parser() -> argparse.ArgumentParser:
         "fastattn prepare wmt14-en-de wmt14 --archives archives",
     )
     command.add_argument("corpus", metavar="CORPUS", choices=CORPORA, help=" or ".join(CORPORA))
-    command.add_argument("out", metavar="OUT", help="a new folder for train, dev and test, a file a language")
     command.add_argument(
-        "--archives", required=True, metavar="DIR", help="where the archives are; those missing are fetched there"
+        "out", type=Path, metavar="OUT", help="a new folder for train, dev and test, a file a language"
+    )
+    command.add_argument(
+        "--archives",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where the archives are; those missing are fetched there",
     )
 
     _add_train(
@@ -134,12 +140,15 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "model",
+        type=Path,
         metavar="DIR",
         nargs="?",
         help=f"{MODEL} (default: the enclosed model, of Bible text, English to Spanish)",
     )
-    command.add_argument("--input", metavar="FILE", help="text or .gz, a sentence a line (default: standard input)")
-    command.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
+    command.add_argument(
+        "--input", type=Path, metavar="FILE", help="text or .gz, a sentence a line (default: standard input)"
+    )
+    command.add_argument("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
     command.add_argument(
         "--n-best",
         type=_positive(int),
@@ -147,7 +156,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="translations a line, as `line ||| translation ||| score`",
     )
-    command.add_argument("--attention", metavar="FILE", help="draw the heads for the first sentence: .png or .svg")
+    command.add_argument(
+        "--attention", type=Path, metavar="FILE", help="draw the heads for the first sentence: .png or .svg"
+    )
     command.add_argument("--attention-kind", choices=("encoder", "decoder", "cross"), help="(default: cross)")
     command.add_argument(
         "--attention-layer", type=_positive(int), metavar="N", help="counted from 1 (default: the last)"
@@ -160,17 +171,17 @@ def parser() -> argparse.ArgumentParser:
         "",
         "fastattn evaluate run --test test.en test.de --json",
     )
-    command.add_argument("model", metavar="DIR", help=MODEL)
+    command.add_argument("model", type=Path, metavar="DIR", help=MODEL)
     command.add_argument(
-        "--test", nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
+        "--test", type=Path, nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
     )
-    command.add_argument("--output", metavar="FILE", help="also write the translations there")
+    command.add_argument("--output", type=Path, metavar="FILE", help="also write the translations there")
     command.add_argument("--json", action="store_true", help="print the scores as JSON")
     _add_search(command)
 
     command = add("plot", "draw the loss of a run, training and validation", "", "fastattn plot run --output loss.svg")
-    command.add_argument("folder", metavar="DIR", help="the folder of a run")
-    command.add_argument("--output", metavar="FILE", help=".png or .svg (default: DIR/loss.png)")
+    command.add_argument("folder", type=Path, metavar="DIR", help="the folder of a run")
+    command.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg (default: DIR/loss.png)")
 
     command = add(
         "average",
@@ -178,8 +189,8 @@ def parser() -> argparse.ArgumentParser:
         "",
         "fastattn average run run-mean --last 5",
     )
-    command.add_argument("folder", metavar="DIR", help="the folder of a run")
-    command.add_argument("out", metavar="OUT", nargs="?", help="a new folder (default: DIR-mean)")
+    command.add_argument("folder", type=Path, metavar="DIR", help="the folder of a run")
+    command.add_argument("out", type=Path, metavar="OUT", nargs="?", help="a new folder (default: DIR-mean)")
     command.add_argument(
         "--last", type=_positive(int), default=5, metavar="N", help="checkpoints (default: %(default)s)"
     )
@@ -191,11 +202,19 @@ def parser() -> argparse.ArgumentParser:
         "fastattn import trained.chkpt model --words words.de words.en",
     )
     command.add_argument(
-        "model", metavar="FILE", help="of jadore801120/attention-is-all-you-need-pytorch or The Annotated Transformer"
+        "model",
+        type=Path,
+        metavar="FILE",
+        help="of jadore801120/attention-is-all-you-need-pytorch or The Annotated Transformer",
     )
-    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     command.add_argument(
-        "--words", nargs=2, required=True, metavar=("SRC", "TGT"), help="text, a word a line in the order of its ids"
+        "--words",
+        type=Path,
+        nargs=2,
+        required=True,
+        metavar=("SRC", "TGT"),
+        help="text, a word a line in the order of its ids",
     )
     command.add_argument(
         "--heads", type=_positive(int), help="of The Annotated Transformer, whose file does not say (default: 8)"
@@ -207,14 +226,14 @@ def parser() -> argparse.ArgumentParser:
         "",
         "fastattn export run --to ctranslate2 run-ct2",
     )
-    command.add_argument("model", metavar="DIR", help=MODEL)
+    command.add_argument("model", type=Path, metavar="DIR", help=MODEL)
     command.add_argument(
         "--to",
         required=True,
         choices=("ctranslate2", "huggingface", "int8"),
         help="CTranslate2, transformers (as a Marian model), or a checkpoint of ours of a quarter of the size",
     )
-    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument("out", type=Path, metavar="OUT", help="a new folder")
 
     _add_bench(
         add(
@@ -233,7 +252,9 @@ def parser() -> argparse.ArgumentParser:
         "It takes two to four minutes on two free cores.",
         "fastattn demo --out demo",
     )
-    command.add_argument("--out", metavar="DIR", help="a new folder for what it makes (default: one named by the time)")
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new folder for what it makes (default: one named by the time)"
+    )
     return top
 
 
@@ -245,19 +266,23 @@ def _version() -> str:
 
 def _add_train(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--train", nargs=2, required=True, metavar=("SRC", "TGT"), help="text or .gz, a sentence a line"
+        "--train", type=Path, nargs=2, required=True, metavar=("SRC", "TGT"), help="text or .gz, a sentence a line"
     )
     command.add_argument(
-        "--valid", nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on"
+        "--valid", type=Path, nargs=2, required=True, metavar=("SRC", "TGT"), help="held-out text, never trained on"
     )
-    command.add_argument("--out", required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl")
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="a new folder for checkpoints and metrics.jsonl"
+    )
     command.add_argument(
         "--preset",
         choices=PRESETS,
         metavar="NAME",
         help="tiny (default: for two CPU cores), base, big, or a row of the paper's Table 3",
     )
-    command.add_argument("--config", metavar="FILE", help="in place of a preset: the config.json of a checkpoint")
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="in place of a preset: the config.json of a checkpoint"
+    )
     for name, kind, text in (
         ("--vocab-size", _positive(int), "pieces shared by both languages (default: the preset's)"),
         ("--max-steps", _positive(int), "updates (default: the preset's)"),

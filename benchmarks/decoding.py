@@ -26,20 +26,18 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn import nn as modules
 from fastattn.bench import contest, report
 from fastattn.bench.timer import Neighbours
 from fastattn.translation import checkpoint, precision, search
 from fastattn.translation import model as transformer
-from fastattn.translation.data import read_lines
+from fastattn.translation.data import read_lines, verses
 from fastattn.translation.export import to_ctranslate2
 from fastattn.translation.search import Search, beam_search
 from fastattn.translation.tokenizer import EOS_ID, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSES = Path(fastattn.__file__).parent / "verses"
 VOCABULARY = 16_000
 SOURCE_TOKENS = 25
 CASES = {"32 sentences, beam 4": (32, 4), "1 sentence, greedy": (1, 1)}
@@ -61,10 +59,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=25, help="target tokens")
     parser.add_argument("--seconds", type=float, default=3.0, help="that a measurement takes at least")
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "MODEL"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(child(*options.child, options.tokens, options.seconds)))
+        program, folder = options.child
+        print(json.dumps(child(program, Path(folder), options.tokens, options.seconds)))
         return
     neighbours = Neighbours()
     dtypes = ["fp32"] if precision.resolve("auto") == "fp32" else ["bf16", "fp32"]
@@ -92,30 +91,30 @@ def main() -> None:
         }
         for program, runs in found.items()
     }
-    print("\n".join(table(results)))
+    print(tables(results))
     if options.record:
         record(results, options.tokens, contest.disturbed_by(neighbours.share()))
 
 
 def write_model(folder: Path) -> None:
     """The base model, random, as a checkpoint and for CTranslate2."""
-    lines = [line for language in ("en", "es") for line in read_lines(VERSES / f"train.{language}.gz")]
+    lines = [line for path in verses("train") for line in read_lines(path)]
     tokenizer = Tokenizer.train(lines, VOCABULARY)
     torch.manual_seed(1)
     model = Transformer(TransformerConfig.preset("base", tokenizer.vocab_size)).eval()
-    checkpoint.save(folder, 0, model, tokenizer, {})
+    checkpoint.save_model(model, tokenizer, folder / "fastattn")
     if HAS_RIVAL:
         to_ctranslate2(model, tokenizer, folder / "ctranslate2")
 
 
-def child(program: str, folder: str, tokens: int, seconds: float) -> dict[str, Any]:
+def child(program: str, folder: Path, tokens: int, seconds: float) -> dict[str, Any]:
     """Tokens a second of each case, and for ours the shares of a step."""
     name, kind = program.split()
     generator = torch.Generator().manual_seed(2)
     source = torch.randint(10, VOCABULARY, (32, SOURCE_TOKENS - 1), generator=generator)
     decode: Callable[[int, int], int]
     if name == "fastattn":
-        model, _ = checkpoint.load(folder)
+        model, _ = checkpoint.load(folder / "fastattn")
         model = model.to(precision.DTYPES[kind])
         ended = F.pad(source, (0, 1), value=EOS_ID)
         lengths = torch.full((32,), SOURCE_TOKENS)
@@ -129,7 +128,7 @@ def child(program: str, folder: str, tokens: int, seconds: float) -> dict[str, A
 
         threads = torch.get_num_threads()
         translator = ctranslate2.Translator(f"{folder}/ctranslate2", compute_type=kind, intra_threads=threads)
-        _, tokenizer = checkpoint.load(folder)
+        _, tokenizer = checkpoint.load(folder / "fastattn")
         pieces = [tokenizer.pieces(row) for row in source.tolist()]
 
         def decode(batch: int, beam: int) -> int:
@@ -183,23 +182,24 @@ def timed_parts():
         yield spent
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def tables(results: dict[str, Any]) -> str:
+    """The speeds of all programs, and what a step of ours consists of."""
     ours, *_ = results
-    lines = [f"| tokens a second | {' | '.join(CASES)} |", f"| --- | {' | '.join('---' for _ in CASES)} |"]
+    speed_rows = [["tokens a second", *CASES]]
     for program, result in results.items():
         speeds = result["tokens_per_second"]
         cells = [f"{speeds[case]:.0f}" for case in CASES]
         if program in RIVALS:
             rival = results.get(RIVALS[program], results[ours])["tokens_per_second"]
             cells = [f"{cell}, {rival[case] / speeds[case]:.2f}x" for cell, case in zip(cells, CASES, strict=True)]
-        lines.append(f"| {program} | {' | '.join(cells)} |")
-    lines += ["", f"| share of a step, {ours} | {' | '.join(CASES)} |", f"| --- | {' | '.join('---' for _ in CASES)} |"]
+        speed_rows.append([program, *cells])
     shares = results[ours]["shares"]
-    for part in PARTS:
-        lines.append(f"| {part} | {' | '.join(f'{shares[case][part]:.0%}' for case in CASES)} |")
-    rest = " | ".join(f"{1 - sum(shares[case].values()):.0%}" for case in CASES)
-    lines.append(f"| the search itself, Python | {rest} |")
-    return lines
+    share_rows = [
+        [f"share of a step, {ours}", *CASES],
+        *([part, *(f"{shares[case][part]:.0%}" for case in CASES)] for part in PARTS),
+        ["the search itself, Python", *(f"{1 - sum(shares[case].values()):.0%}" for case in CASES)],
+    ]
+    return f"{report.markdown(speed_rows)}\n\n{report.markdown(share_rows)}"
 
 
 def record(results: dict[str, Any], tokens: int, disturbed: str) -> None:
@@ -213,7 +213,7 @@ def section(data: dict[str, Any]) -> str:
     head = f"{report.origin(data, 'ctranslate2')}; {SOURCE_TOKENS} source tokens, {data['tokens']} target tokens."
     if RIVALS.keys() & data["results"]:
         head += " Behind figures of CTranslate2: fastattn's speed over them, of fp32 over float32, of bf16 over int8."
-    return "\n".join((head, "", *table(data["results"])))
+    return f"{head}\n\n{tables(data['results'])}"
 
 
 if __name__ == "__main__":

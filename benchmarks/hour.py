@@ -14,38 +14,32 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import fastattn
 from fastattn import TransformerConfig
 from fastattn.bench import contest, report
 from fastattn.bench.timer import Neighbours
 from fastattn.translation import checkpoint, precision
 from fastattn.translation.config import TrainingConfig
-from fastattn.translation.data import read_parallel
+from fastattn.translation.data import read_parallel, verses
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
 from fastattn.translation.train import read_metrics, train
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSES = Path(fastattn.__file__).parent / "verses"
 AVERAGED = (1, 5, 10, 20)
 
 
 def run(folder: Path, minutes: float, vocab_size: int, dropout: float, recipe: dict[str, Any]) -> dict[str, Any]:
     """Trains and translates in ``folder``."""
-    files = {
-        split: (VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
-        for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
-    }
     out, config, search = folder / "run", folder / "config.json", Search(beam=4)
     model_config = TransformerConfig.preset("tiny", vocab_size, dropout=dropout)
     config.write_text(model_config.to_json(TrainingConfig.of_preset("tiny")))
     limits = {"max_minutes": minutes, "max_steps": 10**6}  # the minutes end it, on whatever machine
-    train(files["train"], files["dev"], out, config=config, keep=max(AVERAGED), **limits, **recipe)
+    train(verses("train"), verses("dev"), out, config=config, keep=max(AVERAGED), **limits, **recipe)
     _, training = checkpoint.load_config(checkpoint.newest(out))
     dtype = precision.DTYPES[training.precision]
 
     def bleu(model: Path, split: str) -> float:
-        sources, references = read_parallel(*files[split])
+        sources, references = read_parallel(*verses(split))
         loaded, tokenizer = checkpoint.load(model)
         return scores(translate(loaded.to(dtype), tokenizer, sources, search), references).bleu
 
@@ -57,7 +51,7 @@ def run(folder: Path, minutes: float, vocab_size: int, dropout: float, recipe: d
             on_dev[last] = bleu(folder / f"mean-{last}", "dev")
             print(f"mean of {last}: BLEU {on_dev[last]:.2f} on dev", flush=True)
     best = max(on_dev, key=on_dev.__getitem__)
-    sources, references = read_parallel(*files["test"])
+    sources, references = read_parallel(*verses("test"))
     model, tokenizer = checkpoint.load(folder / f"mean-{best}")
     found = scores(translate(model.to(dtype), tokenizer, sources, search), references)
     curve = [row for row in read_metrics(out) if "valid_loss" in row]
@@ -138,14 +132,13 @@ def section(data: dict[str, Any]) -> str:
             )
             + "."
         )
-    lines = ["| minutes | updates | validation loss | accuracy |", "| --- | --- | --- | --- |"]
+    rows = [["minutes", "updates", "validation loss", "accuracy"]]
     for tenth in range(1, 11):
         seconds = data["minutes"] * 6 * tenth
         row = min(curve, key=lambda row: abs(row["seconds"] - seconds))
-        lines.append(
-            f"| {row['seconds'] / 60:.0f} | {row['step']} | {row['valid_loss']:.3f} | {row['valid_accuracy']:.3f} |"
-        )
-    return "\n".join((head, "", *lines))
+        figures = f"{row['seconds'] / 60:.0f}", str(row["step"]), f"{row['valid_loss']:.3f}"
+        rows.append([*figures, f"{row['valid_accuracy']:.3f}"])
+    return f"{head}\n\n{report.markdown(rows)}"
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import fastattn
 import fastattn_command
 from fastattn.bench import contest, report
 from fastattn.bench.timer import Neighbours
+from fastattn.translation.data import verses
 from fastattn.translation.train import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSES = Path(fastattn.__file__).parent / "verses"
 SETTINGS = {
     "the command's": {},
     "malloc's own": {"MALLOC_ARENA_TEST": "8"},  # a default: what is set has the command leave malloc alone
@@ -64,23 +63,20 @@ def section(data: dict[str, Any]) -> str:
     """One machine's part of the page."""
     found = data["tokens_per_second"]
     columns = list(next(iter(found.values())))
-    lines = [f"{report.origin(data)}:", ""]
-    lines += [f"| target tokens a second | {' | '.join(columns)} |", f"| --- | {' | '.join('---' for _ in columns)} |"]
-    lines += [f"| {name} | {' | '.join(f'{row[column]:.0f}' for column in columns)} |" for name, row in found.items()]
-    return "\n".join(lines)
+    rows = [[name, *(f"{row[column]:.0f}" for column in columns)] for name, row in found.items()]
+    return f"{report.origin(data)}:\n\n{report.markdown([['target tokens a second', *columns], *rows])}"
 
 
 def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float:
     """Of the last updates of a short run: the first ones prepare."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(SET)}
-    files = {split: [str(VERSES / f"{split}.{side}") for side in ("en", "es")] for split in ("dev", "test")}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for _ in range(busy):
             neighbour = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(neighbour.kill)
         entry = "import fastattn_command, sys; sys.exit(fastattn_command.main())"
-        command = [sys.executable, "-c", entry, "train", "--train", *files["test"], "--valid", *files["dev"]]
+        command = [sys.executable, "-c", entry, "train", "--train", *verses("test"), "--valid", *verses("dev")]
         command += [
             "--out",
             f"{folder}/run",
@@ -94,7 +90,7 @@ def tokens_per_second(setting: dict[str, str], busy: int, updates: int) -> float
         subprocess.run(
             command, env=environment | setting, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        rows = read_metrics(f"{folder}/run")
+        rows = read_metrics(Path(folder) / "run")
     return statistics.median(row["tokens_per_second"] for row in rows[1:])
 
 

@@ -25,20 +25,18 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from translation import OfLikeLengths, lengths, padded
 
-import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.bench import contest, report
 from fastattn.bench.cases import BASE
 from fastattn.bench.timer import Neighbours, interleave
 from fastattn.translation import memory, precision
 from fastattn.translation.config import PRESETS, TrainingConfig
-from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel
+from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel, verses
 from fastattn.translation.evaluate import smoothed_loss
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSES = Path(fastattn.__file__).parent / "verses"
 VOCABULARY = 37_000
 SHAPE = 32, 48
 # Section 7 of docs/design.md, of the ratio to jadore801120's step; where so much of ours are products, that does.
@@ -61,8 +59,8 @@ def random_ids(sentences: int, pieces: int, vocabulary: int = VOCABULARY) -> lis
     return torch.randint(4, vocabulary, (sentences, pieces - 1), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def verses() -> tuple[Tokenizer, ParallelText]:
-    sources, targets = read_parallel(VERSES / "train.en.gz", VERSES / "train.es.gz")
+def corpus() -> tuple[Tokenizer, ParallelText]:
+    sources, targets = read_parallel(*verses("train"))
     tokenizer = Tokenizer.train(sources + targets, PRESETS["tiny"].vocab_size)
     return tokenizer, ParallelText.encoded(tokenizer, sources, targets)
 
@@ -210,23 +208,22 @@ def judged(name: str, ratio: float, products: float | None) -> str:
 
 def tables(results: dict[str, Any]) -> str:
     of_shares = results["shares"]
-    lines = [f"| share of an update | {' | '.join(of_shares)} |", f"| --- | {' | '.join('---' for _ in of_shares)} |"]
-    lines += [
-        f"| {part} | {' | '.join(f'{shares[part]:.0%}' for shares in of_shares.values())} |" for part in (*PARTS, REST)
-    ]
-    lines += ["", "| beside ours | time over ours |", "| --- | --- |"]
-    lines += [
-        f"| jadore801120's step, {name} | {value:.2f}{judged(name, value, results.get('products', {}).get(name))} |"
+    share_rows = [[part, *(f"{shares[part]:.0%}" for shares in of_shares.values())] for part in (*PARTS, REST)]
+    beside = {
+        f"jadore801120's step, {name}": f"{value:.2f}{judged(name, value, results.get('products', {}).get(name))}"
         for name, value in results["program"].items()
+    }
+    beside |= {f"the loss: {name}": f"{value:.2f}" for name, value in results["losses"].items()}
+    sections = [
+        report.markdown([["share of an update", *of_shares], *share_rows]),
+        report.markdown([["beside ours", "time over ours"], *beside.items()]),
     ]
-    lines += [f"| the loss: {name} | {value:.2f} |" for name, value in results["losses"].items()]
     if found := results.get("packing"):
-        lines += [
-            "",
+        sections.append(
             f"Packed batches are {found['packed']:.1%} padding, padded ones of like lengths {found['padded']:.1%}. "
-            f"Packed ones train on {found['tokens a second over padded']:.2f} times as many tokens a second.",
-        ]
-    return "\n".join(lines)
+            f"Packed ones train on {found['tokens a second over padded']:.2f} times as many tokens a second."
+        )
+    return "\n\n".join(sections)
 
 
 def section(data: dict[str, Any]) -> str:
@@ -242,8 +239,8 @@ def main() -> None:
     options = parser.parse_args()
     memory.keep_freed()  # as `fastattn train` does
     neighbours = Neighbours()
-    tokenizer, text = verses()
-    sentences = Sentences(random_ids(256, SHAPE[1]))
+    tokenizer, text = corpus()
+    sentences = Sentences.of(random_ids(256, SHAPE[1]))
     even = ParallelText(sentences, sentences)
     beside, products = program(options.seconds, options.updates)
     base = trainer("base", VOCABULARY, even, SHAPE[0] * SHAPE[1])

@@ -10,7 +10,6 @@ earlier calls; `make tables` shows them.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import sys
 import time
@@ -22,20 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.bench import contest, plots, report
 from fastattn.bench.timer import Neighbours
 from fastattn.translation import memory, precision
 from fastattn.translation.config import PRESETS, TrainingConfig
-from fastattn.translation.data import LENGTH_MULTIPLE, Batch, ParallelText, Sentences, read_parallel
+from fastattn.translation.data import LENGTH_MULTIPLE, Batch, ParallelText, Sentences, read_parallel, verses
 from fastattn.translation.evaluate import held_out, scores
 from fastattn.translation.model import Packed, SinusoidalPositions
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
 
-VERSES = Path(fastattn.__file__).parent / "verses"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -145,9 +142,9 @@ class TorchLoss(nn.Module):
 
 
 @torch.inference_mode()
-def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str], batch_size: int = 64) -> list[str]:
-    sentences, found = Sentences(tokenizer.encode(lines)), []
-    for index in torch.arange(len(lines)).split(batch_size):
+def greedy(model: TorchTransformer, tokenizer: Tokenizer, lines: list[str]) -> list[str]:
+    sentences, found = Sentences.of(tokenizer.encode(lines)), []
+    for index in torch.arange(len(lines)).split(Search.batch_size):
         source, lengths = sentences.padded(index)
         target = torch.full((len(index), 1), model.config.bos_id)
         finished = torch.zeros(len(index), dtype=torch.bool)
@@ -181,10 +178,7 @@ def by_turns(programs: dict[str, Generator[None, None, dict[str, Any]]]) -> dict
 def run(kind: str, minutes: float) -> Generator[None, None, dict[str, Any]]:
     """Trains for so many minutes, validation not counted, an update between two yields; returns what README's table and
     the curves need."""
-    train, dev, test = (
-        read_parallel(VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
-        for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
-    )
+    train, dev, test = (read_parallel(*verses(split)) for split in ("train", "dev", "test"))
     tokenizer = Tokenizer.train(train[0] + train[1], PRESETS["tiny"].vocab_size)
     training = dataclasses.replace(TrainingConfig.of_preset("tiny"), precision=precision.resolve("auto"))
     torch.manual_seed(training.seed)
@@ -228,7 +222,7 @@ def run(kind: str, minutes: float) -> Generator[None, None, dict[str, Any]]:
         "curve": curve,
         "disturbed": disturbed,
         "commit": report.commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": report.now(),
     }
 
 

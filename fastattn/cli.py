@@ -55,7 +55,7 @@ def _discard_output() -> None:
 def _prepare(options: argparse.Namespace) -> None:
     from fastattn.translation.prepare import prepare
 
-    pairs = prepare(options.corpus, Path(options.archives), Path(options.out))
+    pairs = prepare(options.corpus, options.archives, options.out)
     numbers = ", ".join(f"{number} pairs for {split}" for split, number in pairs.items())
     print(f"{options.out} holds {numbers}")
 
@@ -113,7 +113,7 @@ def _translate(options: argparse.Namespace) -> None:
     if first == 1:
         raise InputError("standard input is empty: expected one sentence a line")
     if options.output is not None:
-        checkpoint.write_file(Path(options.output), "".join(text).encode())
+        checkpoint.write_file(options.output, "".join(text).encode())
     if picture is not None:
         raise InputError(f"{picture} is not drawn: every line is blank")
 
@@ -150,7 +150,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
-        checkpoint.write_file(Path(options.output), "".join(f"{line}\n" for line in translations).encode())
+        checkpoint.write_file(options.output, "".join(f"{line}\n" for line in translations).encode())
     _warn(options, *evaluation_warnings(sources, translations, references, text))
     found = scores(translations, references)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
@@ -170,7 +170,7 @@ def _plot(options: argparse.Namespace) -> None:
     from fastattn.translation import plots
     from fastattn.translation.train import METRICS, read_metrics
 
-    picture = Path(options.folder) / "loss.png" if options.output is None else Path(options.output)
+    picture = options.output or options.folder / "loss.png"
     if options.output is not None:
         plots.check_path(picture)
     rows = read_metrics(options.folder)
@@ -183,8 +183,8 @@ def _plot(options: argparse.Namespace) -> None:
 def _average(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
 
-    out = Path(options.out or f"{options.folder.rstrip('/')}-mean")
-    checkpoint.average(Path(options.folder), options.last, out)
+    out = options.out or Path(f"{options.folder}-mean")
+    checkpoint.average(options.folder, options.last, out)
     print(f"{out} holds the mean of {options.last} checkpoints")
 
 
@@ -192,10 +192,10 @@ def _import(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.importing import import_model
 
-    checkpoint.expect_absent(Path(options.out))
+    checkpoint.expect_absent(options.out)
     source_words, target_words = options.words
     model, tokenizer = import_model(options.model, source_words, target_words, options.heads)
-    checkpoint.save_model(model, tokenizer, Path(options.out))
+    checkpoint.save_model(model, tokenizer, options.out)
     print(f"{options.out} holds the model; its text is the program's: words between spaces")
 
 
@@ -203,7 +203,7 @@ def _export(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.export import to_ctranslate2, to_huggingface
 
-    checkpoint.expect_absent(Path(options.out))
+    checkpoint.expect_absent(options.out)
     model, tokenizer = checkpoint.load(options.model)
     if options.to == "int8":
         checkpoint.save_int8(model, tokenizer, checkpoint.updates(options.model), options.out)

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import torch
 
-import fastattn
 from fastattn import bench, info
 from fastattn.bench import contest
 from fastattn.bench.cases import Case
 from fastattn.translation import checkpoint, plots
-from fastattn.translation.data import read_lines
+from fastattn.translation.data import read_lines, verses
 from fastattn.translation.errors import require
 from fastattn.translation.evaluate import scores
 from fastattn.translation.model import Transformer
@@ -18,7 +17,6 @@ from fastattn.translation.search import translate
 from fastattn.translation.tokenizer import Tokenizer
 from fastattn.translation.train import read_metrics, train
 
-VERSES = Path(fastattn.__file__).parent / "verses"
 UPDATES = 500
 SCORED = 100  # sentences of the test text
 SHOWN = 5
@@ -33,24 +31,20 @@ CHECKS = [
 ]
 
 
-def run(out: str | None = None) -> int:
+def run(out: Path | None = None) -> int:
     """The whole demo; what it makes goes into the new folder ``out``. Returns the number of operations that were wrong.
 
     Raises:
         InputError: ``out`` exists and is not empty, or the ``train`` extra is not installed.
     """
-    folder = Path(out or time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
+    folder = out or Path(time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
     for package in ("safetensors.torch", "sentencepiece", "sacrebleu", "tqdm", "matplotlib"):
         require(package)
     checkpoint.expect_new(folder)
     _title("This machine")
     print(info.report())
 
-    text, dev, test = (
-        (VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}")
-        for split, suffix in (("train", ".gz"), ("dev", ""), ("test", ""))
-    )
-    sources, references = (read_lines(path)[:SCORED] for path in test)
+    sources, references = (read_lines(path)[:SCORED] for path in verses("test"))
     shown = sorted(range(SCORED), key=lambda i: len(sources[i]))[:: SCORED // SHOWN // 2][:SHOWN]
 
     _title("The enclosed translator from English to Spanish, and sentences that it has not seen")
@@ -67,7 +61,7 @@ def run(out: str | None = None) -> int:
     print(bench.speed_table())
 
     _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two to three minutes on two free cores)")
-    best = train(text, dev, folder, max_steps=UPDATES, save_every=UPDATES)
+    best = train(verses("train"), verses("dev"), folder, max_steps=UPDATES, save_every=UPDATES)
     _title("The same sentences")
     model, tokenizer, translations = _show(best, sources, references, shown)
     print(

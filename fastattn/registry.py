@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.attention import register_flash_attention_impl
 from torch.overrides import TorchFunctionMode
 
-from fastattn.backends import TABLE, choose, has_kernels, thread
+from fastattn.backends import TABLE, has_kernels, thread
 from fastattn.backends.common import without_autocast
 from fastattn.backends.schema import CONTRACT
 from fastattn.ops import attention, check
@@ -206,7 +206,7 @@ def _heads_inside(result: Tensor) -> Tensor:
 def _grads(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dropout_p: float,
     is_causal: bool, seed: Tensor, scale: float | None, lower_right: bool, window_size: tuple[int, int] = (-1, -1),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of (B, H, L, E) operands."""
     name = "attention_backward"
     variant, batch = "lower_right" if lower_right else "upper_left", (query.size(0),)
@@ -214,12 +214,8 @@ def _grads(
         name, query, key, batch, None, dropout_p, is_causal, scale, variant, None, window_size, seed
     )
     call = query, key, value, *settings
-    backend = choose("attention", call)
-    stats = _statistics(lse)
-    grad_query, grad_key, grad_value, _ = attention.attention_backward_op.on(
-        backend, grad_out, None, out, stats, *call, False
-    )
-    return grad_query, grad_key, grad_value
+    *grads, _ = attention.attention_backward_op(grad_out, None, out, _statistics(lse), *call, False)
+    return tuple(grads)
 
 
 def _flash_attention_forward(
@@ -280,9 +276,8 @@ def _flash_attention_backward(
         "flash_attention_backward", query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale,
         window_size, True, None, seed,
     )  # fmt: skip
-    backend = choose("varlen_attention", call)
     stats = _statistics(lse.T.contiguous())
-    grads = attention.varlen_attention_backward_op.on(backend, grad_out, None, out, stats, *call)
+    grads = attention.varlen_attention_backward_op(grad_out, None, out, stats, *call)
     return tuple(_as(t, grad) for t, grad in zip((query, key, value), grads, strict=True))
 
 

@@ -538,6 +538,31 @@ def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
     assert (grad_value[gone] == 0).all()
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("keys", [6, 1100])
+@pytest.mark.parametrize("queries", [33, 3])
+@pytest.mark.parametrize("kind", ["mask", *slow("lengths", "dropout")])
+def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
+    """In a key that other rows see: of their tile, of their split of the keys."""
+    query, key, value = operands((1, 2, 1, queries, keys, 16, 16))
+    key[..., 0, :3] = value[..., 0, :3] = math.nan
+    if kind == "lengths":
+        length = min(queries - 2, keys)
+        hidden = torch.arange(queries) < queries - length
+        masks = {"key_lengths": torch.tensor([length]), "is_causal": True, "causal_variant": "lower_right"}
+    else:
+        hidden = torch.arange(queries) % 2 == 0
+        masks = {"attn_mask": ~hidden[:, None] & ((torch.rand(queries, keys) < 0.8) | (torch.arange(keys) == 0))}
+        masks |= {"dropout_p": 0.1, "seed": SEED} if kind == "dropout" else {}
+    query.requires_grad_()
+    out, lse = scaled_dot_product_attention(query, key, value, enable_gqa=True, return_lse=True, **masks)
+    (grad,) = torch.autograd.grad(out, query, torch.randn_like(out))
+    for found in (out.detach(), grad):
+        assert (found[0, :, hidden] == 0).all()
+        assert found[0, :, ~hidden].isnan().any()
+    assert (lse[0, :, hidden] == -math.inf).all()
+
+
 def test_nan_reaches_what_attends_to_it(backend):
     query, key, value = operands((1, 1, 1, 9, 40, 8, 8))
     value[0, 0, 20, 3] = math.nan

@@ -29,26 +29,24 @@ from fastattn import demo
 from fastattn.bench import report
 from fastattn.cli import COMMANDS
 from fastattn.translation import checkpoint
-from fastattn.translation.data import read_lines
+from fastattn.translation.data import read_lines, verses
 from fastattn.translation.train import read_metrics
-
-VERSES = Path(fastattn.__file__).parent / "verses"
-DEV = [str(VERSES / "dev.en"), str(VERSES / "dev.es")]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two files of 60 short pairs."""
     folder = tmp_path_factory.mktemp("text")
-    pairs = zip(*(read_lines(path) for path in DEV), strict=True)
+    pairs = zip(*map(read_lines, verses("dev")), strict=True)
     short = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
     for name, lines in zip(("en", "es"), zip(*short, strict=True), strict=True):
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return [str(folder / "en"), str(folder / "es")]
+    return [folder / "en", folder / "es"]
 
 
 def train_arguments(files, out, *more):
     sizes = ["--vocab-size", "200", "--batch-tokens", "300", "--precision", "fp32"]
+    files = list(map(str, files))
     return ["train", "--train", *files, "--valid", *files, "--out", str(out), *sizes, *more]
 
 
@@ -112,7 +110,7 @@ def test_the_enclosed_model_translates(monkeypatch, capsysbinary):
 @pytest.mark.slow
 def test_how_good_the_enclosed_model_is(capsys):
     folder = Path(fastattn.__file__).parent
-    test = [str(folder / "verses/test.en"), str(folder / "verses/test.es")]
+    test = map(str, verses("test"))
     assert cli.main(["evaluate", str(folder / "pretrained"), "--test", *test, "--beam", "1", "--json"]) == 0
     bleu = json.loads(capsys.readouterr().out)["bleu"]
     assert bleu >= 32
@@ -176,7 +174,8 @@ def test_evaluate_asks_for_sacrebleu_before_it_translates(run, small, monkeypatc
 
 
 def test_evaluate(run, small, tmp_path, capsys):
-    arguments = ["evaluate", str(run), "--test", *small, "--beam", "1", "--output", str(tmp_path / "hypotheses")]
+    output = tmp_path / "hypotheses"
+    arguments = ["evaluate", str(run), "--test", *map(str, small), "--beam", "1", "--output", str(output)]
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "60 of 60 test sources also stand in the training text" in err
@@ -187,7 +186,7 @@ def test_evaluate(run, small, tmp_path, capsys):
     assert chrf.startswith("chrF ")
     assert perplexity.startswith("perplexity ")
     assert "compound-split BLEU" in compounds
-    assert len((tmp_path / "hypotheses").read_text(encoding="utf-8").splitlines()) == 60
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 60
     assert cli.main([*arguments, "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert bleu == f"BLEU {numbers['bleu']:.2f} on {numbers['sentences']} sentences"
@@ -196,7 +195,7 @@ def test_evaluate(run, small, tmp_path, capsys):
 
 def test_pictures(run, small, tmp_path, capsys):
     heads, curve = tmp_path / "heads.svg", tmp_path / "curve.png"
-    arguments = ["translate", str(run), "--input", small[0], "--beam", "1"]
+    arguments = ["translate", str(run), "--input", str(small[0]), "--beam", "1"]
     drawn = ["--attention", str(heads), "--attention-kind", "encoder", "--attention-layer", "2"]
     assert cli.main([*arguments, *drawn]) == 0
     assert "encoder attention, layer 2" in heads.read_text(encoding="utf-8")
@@ -245,7 +244,7 @@ def test_info(capsys):
 def test_bad_training_text(small, tmp_path, capsys, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    files, out = [small[0], str(tmp_path / name)], tmp_path / "out"
+    files, out = [small[0], tmp_path / name], tmp_path / "out"
     assert message in failure(train_arguments(files, out), capsys)
     assert message in failure(["train", "--train", *small, "--valid", *files, "--out", out], capsys)
     assert not out.exists()
@@ -301,7 +300,7 @@ def test_a_run_is_not_resumed_with_other_options(run, small, capsys, options, me
     assert snapshot(run) == before
 
 
-@pytest.mark.parametrize("lost", ["step", "training", "best_loss"])
+@pytest.mark.parametrize("lost", ["step", "training", "best_loss", "valid_text"])
 def test_a_checkpoint_of_another_version_is_not_resumed(run, small, tmp_path, capsys, lost):
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)

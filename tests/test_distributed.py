@@ -23,6 +23,7 @@ import fastattn
 import fastattn_command as cli
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
+from fastattn.translation.data import verses as enclosed
 from fastattn.translation.distributed import LAUNCH, REFUSED, START, World, _agreed_start, joined
 from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import scores
@@ -30,7 +31,6 @@ from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID
 from fastattn.translation.train import Trainer, TrainingConfig, _configured, dropout_seeds, read_metrics, train
 
-VERSES = Path(fastattn.__file__).parent / "verses"
 STEPS = 3
 
 
@@ -38,11 +38,11 @@ STEPS = 3
 def files(tmp_path_factory):
     """The 60 shortest pairs of the verses' validation text: an epoch of a few updates."""
     folder = tmp_path_factory.mktemp("text")
-    pairs = zip(*(read_lines(VERSES / f"dev.{language}") for language in ("en", "es")), strict=True)
+    pairs = zip(*map(read_lines, enclosed("dev")), strict=True)
     pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
     for language, lines in zip(("en", "es"), zip(*pairs, strict=True), strict=True):
         (folder / language).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return [str(folder / "en"), str(folder / "es")]
+    return [folder / "en", folder / "es"]
 
 
 @pytest.fixture(scope="module")
@@ -447,7 +447,7 @@ from fastattn.translation.data import ParallelText, Sentences
 from fastattn.translation.distributed import joined
 from fastattn.translation.train import Trainer
 
-sentences = Sentences([[5, 6, 7]] * 20)
+sentences = Sentences.of([[5, 6, 7]] * 20)
 with joined() as world:
     text, config = ParallelText(sentences, sentences), TrainingConfig(micro_batches=2, precision="fp32")
     trainer = Trainer(small_model(), text, config, world, shard=True)

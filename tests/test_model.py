@@ -112,7 +112,7 @@ def test_step_by_step_decoding_equals_full_decoding(model):
     state = model.begin(source)
     parts = [model.step(token, state) for token in target.split(1, dim=1)]
     assert state.position == 7
-    torch.testing.assert_close(torch.cat(parts, dim=1), model.decode(target, model.encode(source), lengths), **CLOSE)
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.features(source, target, lengths), **CLOSE)
 
 
 @torch.no_grad()
@@ -130,8 +130,7 @@ def test_every_hypothesis_continues_its_own_past(window_size):
         features = model.step(tokens[:, :, -1], state)
         for row, sentence in enumerate(sentences):
             past = tokens[row]
-            memory = model.encode(source[sentence, None], lengths[sentence, None]).expand(len(past), -1, -1)
-            full = model.decode(past, memory, lengths[sentence].expand(len(past)))
+            full = model.features(source[sentence].expand(len(past), -1), past, lengths[sentence].expand(len(past)))
             torch.testing.assert_close(features[row], full[:, -1], **CLOSE)
         index = torch.tensor(kept)
         parents = torch.randint(tokens.shape[1], (len(index), width), generator=generator)

@@ -8,9 +8,9 @@ from conftest import slow
 
 import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
-from fastattn.demo import VERSES
 from fastattn.translation import checkpoint
-from fastattn.translation.data import read_lines
+from fastattn.translation.config import TrainingConfig
+from fastattn.translation.data import VERSES, read_lines
 from fastattn.translation.errors import InputError
 from fastattn.translation.export import to_ctranslate2, to_huggingface
 from fastattn.translation.search import Search, candidates, translate
@@ -156,7 +156,7 @@ FILES = {
 
 @pytest.mark.parametrize("program", FILES)
 def test_the_command(ctranslate2, verses, tmp_path, capsys, program):
-    checkpoint.save(tmp_path / "run", 3, random_model(SMALL), verses[2], {})
+    checkpoint.save(tmp_path / "run", 3, random_model(SMALL), verses[2], {}, TrainingConfig())
     arguments = ["export", str(tmp_path / "run"), "--to", program, str(tmp_path / "out")]
     assert cli.main(arguments) == 0
     for name in FILES[program]:

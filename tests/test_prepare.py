@@ -27,11 +27,10 @@ import fastattn
 import fastattn_command as cli
 import hours
 from fastattn.translation import checkpoint, config, prepare
-from fastattn.translation.data import read_lines, read_parallel
+from fastattn.translation.data import VERSES, read_lines, read_parallel
 from fastattn.translation.train import read_metrics
 
 ROOT = Path(fastattn.__file__).parent.parent
-VERSES = ROOT / "fastattn/verses"
 PAGE = Path(__file__).resolve().parent.parent / "docs/reproduce.md"
 PER_PART = 40
 

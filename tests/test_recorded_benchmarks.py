@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fastattn.bench import report
+from fastattn.translation import data
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSES = ROOT / "fastattn/verses"
 
 
 def load(name):
@@ -36,10 +36,10 @@ def test_an_hour_in_seconds(monkeypatch, tmp_path):
     work.mkdir()
     for language in ("en", "es"):
         with gzip.open(verses / f"train.{language}.gz", "wt") as file:
-            file.write(first_lines(VERSES / f"train.{language}.gz", 300))
+            file.write(first_lines(data.VERSES / f"train.{language}.gz", 300))
         for split in ("dev", "test"):
-            (verses / f"{split}.{language}").write_text(first_lines(VERSES / f"{split}.{language}", 4))
-    monkeypatch.setattr(hour, "VERSES", verses)
+            (verses / f"{split}.{language}").write_text(first_lines(data.VERSES / f"{split}.{language}", 4))
+    monkeypatch.setattr(data, "VERSES", verses)
     found = hour.run(work, 0.2, 300, 0.25, {"rate": 0.5, "batch_tokens": 128, "save_every": 1})
     assert found["model"]["dropout"] == 0.25
     assert (found["training"]["rate"], found["training"]["batch_tokens"]) == (0.5, 128)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import require
 from oracle import assert_accurate, gradients
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,8 +22,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import emulation
 import fastattn
-from fastattn import registry
+from fastattn import backends, registry
 from fastattn.ops.check import new_seeds
 from fastattn.registry import handle
 
@@ -604,6 +606,26 @@ def test_pairs(pair, dropout_p, is_causal):
             causal_variant="lower_right" if pair is flash else "upper_left",
         )  # fmt: skip
     wanted = torch.autograd.grad(exact, leaves, grad_out.double())
+    for found, expected in zip((out, *grads), (exact, *wanted), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pair", [flash, efficient])
+def test_pairs_of_few_queries_on_cuda_and_triton(pair, monkeypatch):
+    """As on a GPU: the forward pass is `cuda`'s, which has no backward pass."""
+    require("cuda")
+    require("triton")
+    from interpreter import strict
+
+    monkeypatch.setattr(backends, "_ORDER", {"cpu": ("cuda", "triton")})
+    tensors, grad_out = operands(2, 3, 5), torch.randn(2, 3, 5, 16)
+    leaves = [tensor.double().requires_grad_() for tensor in tensors]
+    with fastattn.backend("reference"):
+        exact = fastattn.scaled_dot_product_attention(*leaves)
+    wanted = torch.autograd.grad(exact, leaves, grad_out.double())
+    with emulation.strict(), strict():
+        assert fastattn.explain(fastattn.scaled_dot_product_attention, *tensors).backend == "cuda"
+        out, _, grads = pair(*tensors, 0.0, False, grad_out)
     for found, expected in zip((out, *grads), (exact, *wanted), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 

@@ -3,23 +3,19 @@
 import random
 import re
 import time
-from pathlib import Path
 
 import pytest
 
-import fastattn
 from fastattn.translation import checkpoint, data, sanity
-from fastattn.translation.data import ParallelText, read_lines
+from fastattn.translation.data import ParallelText, read_lines, verses
 from fastattn.translation.sanity import evaluation_warnings, overlap_warnings, training_warnings, translation_warnings
 from fastattn.translation.tokenizer import Tokenizer
-
-VERSES = Path(fastattn.__file__).parent / "verses"
 
 
 @pytest.fixture(scope="module")
 def corpus():
     """(training, validation), each sources and targets."""
-    train, valid = (tuple(read_lines(VERSES / f"{name}.{side}") for side in ("en", "es")) for name in ("test", "dev"))
+    train, valid = (tuple(map(read_lines, verses(split))) for split in ("test", "dev"))
     return train, valid
 
 
@@ -119,7 +115,7 @@ def test_a_test_text_that_was_trained_on(corpus, tokenizer, monkeypatch):
 
 def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path):
     """It is what the run encoded with the checkpoint's tokenizer, and no other folder of that name."""
-    files = VERSES / "test.en", VERSES / "test.es"
+    files = verses("test")
     step, text = tmp_path / "step", tmp_path / checkpoint.TEXT
     step.mkdir()
     (step / checkpoint.WEIGHTS).touch()

@@ -44,7 +44,7 @@ def test_shares_are_of_the_time_that_passes(step):
 def test_padded_batches_have_the_loss_of_packed_ones(step):
     model = Transformer(TransformerConfig(50, 16, 32, 2, 2, 2, dropout=0.0))
     lengths = (3, 9, 5), (7, 2, 4)
-    text = ParallelText(*(Sentences([[4 + (7 * n + k) % 46 for k in range(n)] for n in side]) for side in lengths))
+    text = ParallelText(*(Sentences.of([[4 + (7 * n + k) % 46 for k in range(n)] for n in side]) for side in lengths))
     batch = text.batch(torch.tensor([2, 0, 1]))
     packed = smoothed_loss(
         *model.projection(model.packed_features(batch.source, batch.target)), batch.labels, 0.1, PAD_ID, model.fixed_id

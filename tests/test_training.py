@@ -35,6 +35,7 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, memory, plots
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import (
+    VERSES,
     Batch,
     ParallelText,
     Sentences,
@@ -53,7 +54,6 @@ from fastattn.translation.search import Search, _draw, _largest, beam_search, ca
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer, dropout_seeds, read_metrics, train
 
-VERSES = Path(fastattn.__file__).parent / "verses"
 OPTIONS = TrainingConfig(batch_tokens=150, warmup=40, precision="fp32", seed=3)
 
 
@@ -127,7 +127,7 @@ def test_text_of_a_pipe_is_read_once(tmp_path):
     try:
         os.write(writer, b"uno\n")
         os.close(writer)
-        pipe = f"/dev/fd/{reader}"
+        pipe = Path(f"/dev/fd/{reader}")
         with pytest.raises(InputError, match=f"^{pipe} is no regular file, and training reads its text again and agai"):
             digest(tmp_path / "text", pipe)
         assert read_parallel(tmp_path / "text", pipe) == (["one"], ["uno"])
@@ -862,7 +862,7 @@ def test_a_checkpoint_restores_model_and_training(tmp_path, verses, text):
     trainer = Trainer(small_model(), text, OPTIONS)
     for _ in range(3):
         trainer.update()
-    saved = checkpoint.save(tmp_path, 3, trainer.model, tokenizer, trainer.state())
+    saved = checkpoint.save(tmp_path, 3, trainer.model, tokenizer, trainer.state(), OPTIONS)
     assert saved.name == "step-00000003"
     assert {path.name for path in saved.iterdir()} == {
         "model.safetensors",
@@ -908,7 +908,7 @@ def test_the_average_of_checkpoints(tmp_path, verses):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 10.0**step)
-        checkpoint.save(tmp_path / "run", step, model, verses[2], {})
+        checkpoint.save(tmp_path / "run", step, model, verses[2], {}, OPTIONS)
     checkpoint.average(tmp_path / "run", 2, tmp_path / "mean")
     mean, _ = checkpoint.load(tmp_path / "mean")
     assert checkpoint.updates(tmp_path / "mean") == 2
@@ -944,7 +944,7 @@ def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
     with pytest.raises(InputError, match="holds no checkpoint: expected a folder that `fastattn train --out` wrote"):
         checkpoint.find(tmp_path)
     for step in range(1, 6):
-        saved = checkpoint.save(tmp_path, step, model, tokenizer, {"step": step})
+        saved = checkpoint.save(tmp_path, step, model, tokenizer, {"step": step}, OPTIONS)
         if step == 2:
             checkpoint.mark_best(saved)
         checkpoint.prune(tmp_path, keep=2)
@@ -956,7 +956,8 @@ def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.model", "training.pt"])
 def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
-    saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], {"step": 1, "tensor": torch.ones(1000)})
+    state = {"step": 1, "tensor": torch.ones(1000)}
+    saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], state, OPTIONS)
     path = saved / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     read = checkpoint.load_training if name == "training.pt" else checkpoint.load
@@ -970,7 +971,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
 
 
 def test_weights_must_fit_the_configuration(tmp_path, verses):
-    saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], {})
+    saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], {}, OPTIONS)
     other = dataclasses.replace(small_model().config, d_ff=65)
     (saved / "config.json").write_text(other.to_json())
     with pytest.raises(InputError, match=r"model.safetensors does not fit config.json: they differ in decoder.*inner"):
@@ -989,20 +990,20 @@ def killed(*args, **kwargs):
 def test_an_interrupted_write_is_no_checkpoint(tmp_path, verses, monkeypatch, target):
     """Whatever call of a save is its last: what is found afterwards is complete, and the next save works."""
     model, (_, _, tokenizer) = small_model(), verses
-    checkpoint.save(tmp_path, 1, model, tokenizer, {"step": 1})
+    checkpoint.save(tmp_path, 1, model, tokenizer, {"step": 1}, OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr(target, killed)
         with pytest.raises(Killed):
-            checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2})
+            checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2}, OPTIONS)
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001"]
     checkpoint.load(tmp_path)
-    checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2})
+    checkpoint.save(tmp_path, 2, model, tokenizer, {"step": 2}, OPTIONS)
     assert checkpoint.newest(tmp_path).name == "step-00000002"
 
 
 def test_what_an_interrupted_removal_leaves_is_removed(tmp_path, verses, monkeypatch):
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step})
+        checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step}, OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", killed)
         with pytest.raises(Killed):
@@ -1176,7 +1177,6 @@ def test_ctrl_c_cuts_bleu_short(files, tmp_path, monkeypatch):
 
 
 def test_a_run_is_resumed_with_its_validation_text(files, tmp_path):
-    """Unless the checkpoint does not say which that was."""
     files, config = files
     other, out = [tmp_path / "other.en", tmp_path / "other.es"], tmp_path / "run"
     for path, lines in zip(other, map(read_lines, files), strict=True):
@@ -1184,12 +1184,6 @@ def test_a_run_is_resumed_with_its_validation_text(files, tmp_path):
     train(files, files, out, config=config(), max_steps=1)
     with pytest.raises(InputError, match=r"the validation text is not the one that .*step-00000001 was scored on"):
         train(files, other, out, resume=True, max_steps=2)
-    state = checkpoint.load_training(checkpoint.newest(out))
-    del state["valid_text"]
-    torch.save(state, checkpoint.newest(out) / "training.pt")
-    train(files, other, out, resume=True, max_steps=2)
-    with pytest.raises(InputError, match=r"the validation text is not the one that .*step-00000002 was scored on"):
-        train(files, files, out, resume=True, max_steps=3)
 
 
 def test_damaged_metrics(files, tmp_path):
@@ -1250,7 +1244,7 @@ def test_the_same_update_has_the_same_bits(positions):
     torch.manual_seed(0)
     config = TransformerConfig(50, 64, 64, 4, 1, 1, positions=positions, max_positions=300, dropout=0.1)
     model = Transformer(config)
-    sentences = Sentences([[4 + (7 * n + k) % 46 for k in range(20 + n % 40)] for n in range(64)])
+    sentences = Sentences.of([[4 + (7 * n + k) % 46 for k in range(20 + n % 40)] for n in range(64)])
     batch = ParallelText(sentences, sentences).batch(torch.arange(64))
     assert len(batch.labels) * 64 > 2**15
     seeds = dropout_seeds(1, 1, 0, model.dropout_sites)

@@ -32,7 +32,7 @@ def model():
 @pytest.fixture
 def text():
     ids = ([[4 + (7 * n + k) % 46 for k in range(n)] for n in range(*lengths)] for lengths in ((3, 63), (70, 10, -1)))
-    return translation.OfLikeLengths(*map(Sentences, ids))
+    return translation.OfLikeLengths(*map(Sentences.of, ids))
 
 
 def test_torchs_loss_is_ours(model, text):

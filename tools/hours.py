@@ -30,18 +30,16 @@ def host() -> float:
 
 def table() -> str:
     """A line a model and GPU."""
-    lines = [f"| {GPUS} GPUs | an update's products | the host, as measured | hours |", "| --- | --- | --- | --- |"]
+    rows = [[f"{GPUS} GPUs", "an update's products", "the host, as measured", "hours"]]
     for preset in ("base", "big"):
         training = TrainingConfig.of_preset(preset)
         work = 6 * parameters(preset, VOCABULARY) * training.batch_tokens / GPUS
         for machine in rates.MACHINES.values():
             products = work / (SHARE * machine.peak * 1e12)
             hours = training.max_steps * max(products, host()) / 3600
-            lines.append(
-                f"| `{preset}`, {machine.name} | predicted {1e3 * products:.0f} ms | {1e3 * host():.0f} ms "
-                f"| predicted {hours:.1f} |"
-            )
-    return "\n".join(lines)
+            times = f"predicted {1e3 * products:.0f} ms", f"{1e3 * host():.0f} ms", f"predicted {hours:.1f}"
+            rows.append([f"`{preset}`, {machine.name}", *times])
+    return report.markdown(rows)
 
 
 if __name__ == "__main__":

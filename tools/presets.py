@@ -15,15 +15,14 @@ VOCABULARIES = (37_000, 41_200)
 
 def table() -> str:
     """A line a preset."""
-    sizes = " | ".join(f"at {size:,} pieces" for size in VOCABULARIES)
-    lines = [f"| preset | instead of `base`'s | {sizes} | the paper's |", "| --- | --- | --- | --- | --- |"]
+    sizes = [f"at {size:,} pieces" for size in VOCABULARIES]
+    rows = [["preset", "instead of `base`'s", *sizes, "the paper's"]]
     for name, preset in PRESETS.items():
         changes: dict[str, Any] = {**preset.model, **preset.training}
         words = ", ".join(f"`{field}` {value}" for field, value in changes.items())
-        counts = " | ".join(f"{parameters(name, size) / 1e6:.1f} M" for size in VOCABULARIES)
-        paper = f"{preset.paper} M" if preset.paper else ""
-        lines.append(f"| `{name}` | {words} | {counts} | {paper} |")
-    return "\n".join(lines)
+        counts = [f"{parameters(name, size) / 1e6:.1f} M" for size in VOCABULARIES]
+        rows.append([f"`{name}`", words, *counts, f"{preset.paper} M" if preset.paper else ""])
+    return report.markdown(rows)
 
 
 def parameters(name: str, vocab_size: int) -> int:

@@ -350,6 +350,14 @@ struct Backward {
     for_each_vector(length, [&](int64_t d, int lanes) { store(to + d, load(from + d) * factor, lanes); });
   }
 
+  // Columns from `first` of a query's gradient: 0 of one that sees nothing, whose sum may hold NaN of keys that others
+  // see.
+  void write_query(const Sequence& s, int64_t head, int64_t query, const float* from, int first, int columns) const {
+    T* to = row_pointer<T>(a.grad_query, s.index, head, s.first_query + query) + first;
+    if (a.row_sum[stats_offset(a, s, head, query)] != 0) return write_row(from, a.scale, columns, to);
+    for_each_vector(columns, [&](int64_t d, int lanes) { store(to + d, vf{}, lanes); });
+  }
+
   float* partial_row(int64_t split, const Sequence& s, int64_t head, int64_t query) const {
     return partial + (((split * a.batch + s.index) * a.num_heads + head) * a.seqlen_q + query) * width;
   }
@@ -365,8 +373,7 @@ struct Backward {
         if (num_splits > 1)
           memcpy(partial_row(split, s, head, query + i) + d, rows + i * kBlockN, (size_t)columns * sizeof(float));
         else
-          write_row(rows + i * kBlockN, a.scale, min(a.head_dim - d, columns),
-                    row_pointer<T>(a.grad_query, s.index, head, s.first_query + query + i) + d);
+          write_query(s, head, query + i, rows + i * kBlockN, d, min(a.head_dim - d, columns));
       }
     }
   }
@@ -537,7 +544,7 @@ struct Backward {
       if (num_splits > 1)
         memcpy(partial_row(split, s, head(r), query(r)), total, (size_t)width * sizeof(float));
       else
-        write_row(total, a.scale, a.head_dim, row_pointer<T>(a.grad_query, s.index, head(r), s.first_query + query(r)));
+        write_query(s, head(r), query(r), total, 0, a.head_dim);
     }
   }
 
@@ -550,7 +557,7 @@ struct Backward {
       const float* part = partial_row(split, s, head, query);
       for (int d = 0; d < width; d += kLanes) store(total + d, load(total + d) + load(part + d));
     }
-    write_row(total, a.scale, a.head_dim, row_pointer<T>(a.grad_query, s.index, head, s.first_query + query));
+    write_query(s, head, query, total, 0, a.head_dim);
   }
 
   // The mask's gradient: a task owns a part of it and visits everything that it is broadcast to.

@@ -66,9 +66,11 @@ def memory_order(like: Tensor) -> list[int]:
 
 def empty_heads(like: Tensor, size: int) -> Tensor:
     """(B, H, L, size) in ``like``'s memory layout."""
-    order = memory_order(like)
-    sizes = *like.shape[:3], size
-    return like.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+    sizes, strides, step = (*like.shape[:3], size), [1] * 4, 1
+    for dim in reversed(memory_order(like)):
+        strides[dim] = step
+        step *= max(sizes[dim], 1)
+    return like.new_empty_strided(sizes, strides)
 
 
 def dense_strides(input: Tensor) -> tuple[int, ...]:
@@ -113,6 +115,11 @@ def device_of(args: tuple) -> torch.device:
     raise TypeError("a backend function's operands include a tensor")
 
 
+def attention_operands(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    """(query, key, value) of a call of attention or of its backward pass, dense or packed."""
+    return args[4:7] if op.endswith("_backward") else args[:3]
+
+
 def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | None:
     """Why a backend with kernels for ``expected`` devices does not serve ``op(*args)``, as far as all of them agree."""
     device = device_of(args)
@@ -123,8 +130,9 @@ def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | N
     for arg in args:
         if isinstance(arg, Tensor) and arg.dtype is torch.float64:
             return "it takes float32, bfloat16 and float16, not float64"
-    if op in ("attention", "varlen_attention"):
-        for head_dim in (args[0].size(-1), args[2].size(-1)):
+    if "attention" in op:
+        query, _, value = attention_operands(op, args)
+        for head_dim in (query.size(-1), value.size(-1)):
             if not 1 <= head_dim <= MAX_HEAD_DIM:
                 return f"it takes head sizes from 1 to {MAX_HEAD_DIM}, not {head_dim}"
     if missing:  # after the operands' own reasons: it would serve these if it were there

@@ -9,7 +9,7 @@ import torch
 from fastattn.bench import contest, limits, peers, plots, report
 from fastattn.bench.cases import Case, lengths, listed, sweep
 from fastattn.translation.checkpoint import check_file
-from fastattn.translation.errors import InputError
+from fastattn.translation.errors import InputError, require
 from fastattn_command import has_text
 
 __all__ = ["main", "speed_table"]
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
             draw, or a file cannot be written.
     """
     if args.plot:
-        plots.require()
+        require("matplotlib")
     pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in plots.FORMATS] if args.plot else []
     for path in filter(None, (args.output, *pictures)):
         check_file(path)

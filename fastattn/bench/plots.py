@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from fastattn.bench.contest import Result
 from fastattn.bench.peers import OPTIONAL
 from fastattn.bench.report import Report, origin_of, processor
 from fastattn.translation import errors
-from fastattn.translation.checkpoint import write_file
+from fastattn.translation.plots import FORMATS, figure
+from fastattn.translation.plots import save as save_picture
 
 RATIOS = {
     "attention, forward alone": "attention {} 1x8x2048x64 forward",
@@ -35,12 +35,7 @@ PEERS = {
     "zentorch": "zentorch",
     "onnxruntime": "ONNX Runtime",
 }
-COLORS = dict(zip(PEERS, ("C0", "C1", "C2", "C3", "C4", "C5", "C6"), strict=True))
-
-
-def require() -> None:
-    """Raises InputError where matplotlib is not installed."""
-    errors.require("matplotlib")
+COLORS = {peer: f"C{n}" for n, peer in enumerate(PEERS)}
 
 
 def picture(reports: Sequence[Report]) -> Any:
@@ -54,24 +49,11 @@ def picture(reports: Sequence[Report]) -> Any:
     raise errors.InputError("nothing to draw: expected results of `fastattn bench`, or of its --plot")
 
 
-def figure(width: float, height: float) -> Any:
-    return errors.require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-
-
-FORMATS = ("png", "svg")
-
-
 def save(drawn: Any, stem: Path, source: str | None = None) -> None:
-    """STEM.png and STEM.svg of a figure, each whole or not at all; the same files for the same figure. They keep
-    ``source``: what the figure was drawn from."""
-    metadata: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
+    """STEM.png and STEM.svg of a figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with errors.require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
-        for kind in FORMATS:
-            kept = metadata[kind] | ({} if source is None else {"Source": source})
-            content = io.BytesIO()
-            drawn.savefig(content, format=kind, dpi=150, metadata=kept)
-            write_file(stem.with_name(f"{stem.name}.{kind}"), content.getvalue())
+    for kind in FORMATS:
+        save_picture(drawn, stem.with_name(f"{stem.name}.{kind}"), source=source)
 
 
 def caption(picture: Any, text: str) -> None:

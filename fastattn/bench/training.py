@@ -28,6 +28,9 @@ class TorchTransformer(nn.Module):
         super().__init__()
         width = BASE["d_model"]
         self.embedding = nn.Embedding(BASE["vocab_size"], width, padding_idx=PAD)
+        # Of the deviation that `forward` expects. Of torch's, 1, the softmax would be subnormal for the most part, and
+        # slower on some processors.
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.dropout = nn.Dropout(dropout)
         self.transformer = nn.Transformer(
             width,

@@ -39,9 +39,7 @@ LOCK, TEXT = ".lock", "text"
 PARTIAL = ".partial-"  # begins the name of what is still being written or already being removed
 
 
-def save(
-    run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, config: TrainingConfig | None = None
-) -> Path:
+def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, config: TrainingConfig) -> Path:
     """Write ``run/step-NNNNNNNN`` and return it. ``state`` holds tensors, numbers and strings only."""
     final = run / f"step-{step:08d}"
     with written_whole(final) as partial:
@@ -51,7 +49,7 @@ def save(
     return final
 
 
-def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out: str | Path) -> None:
+def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out: Path) -> None:
     """Write the new folder ``out``, a quarter of a checkpoint's size, for translating.
 
     Each row of a matrix is int8 times a float32 ``scale``, its largest absolute value / 127.
@@ -66,14 +64,18 @@ def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out
             continue
         scale = parameter.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         weights[name], weights[f"{name}.scale"] = (parameter / scale).round().to(torch.int8), scale
-    with written_whole(Path(out)) as partial:
+    with written_whole(out) as partial:
         _write(partial, model, tokenizer, weights, updates)
 
 
-def save_model(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the new folder ``out``, for translating; raises :class:`InputError` if it exists."""
+def save_model(model: Transformer, tokenizer: Tokenizer, out: Path, number: int | None = None) -> None:
+    """Write the new folder ``out``, for translating, of a model of ``number`` updates if that is known.
+
+    Raises:
+        InputError: ``out`` exists.
+    """
     with written_whole(out) as partial:
-        _write(partial, model, tokenizer, _parameters(model), None)
+        _write(partial, model, tokenizer, _parameters(model), number)
 
 
 def average(run: Path, last: int, out: Path) -> None:
@@ -104,8 +106,7 @@ def average(run: Path, last: int, out: Path) -> None:
     with torch.no_grad():
         for total, parameter in zip(sums, model.parameters(), strict=True):
             parameter.copy_(total / last)
-    with written_whole(out) as partial:
-        _write(partial, model, tokenizer, _parameters(model), updates(found[-1]))
+    save_model(model, tokenizer, out, updates(found[-1]))
 
 
 def _removed_between(earlier: Path, later: Path) -> bool:
@@ -276,9 +277,8 @@ def steps(run: Path) -> list[Path]:
     return sorted(path for path in run.glob("step-*") if path.is_dir())
 
 
-def find(path: str | Path) -> Path:
+def find(path: Path) -> Path:
     """The checkpoint that ``path`` means: itself, or the best of a run's folder, or the newest."""
-    path = Path(path)
     if (path / WEIGHTS).is_file():
         return path
     if (path / "best" / WEIGHTS).is_file():
@@ -295,7 +295,7 @@ def newest(run: Path) -> Path:
     return steps(run)[-1]
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
+def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
     """The model, in evaluation mode, and the tokenizer of a checkpoint or of a run's folder (see :func:`find`)."""
     checkpoint = find(path)
     for package in ("safetensors.torch", "sentencepiece"):  # without which it is not the checkpoint that is unreadable
@@ -311,7 +311,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transfor
     return model.to(device).eval(), tokenizer
 
 
-def updates(path: str | Path) -> int | None:
+def updates(path: Path) -> int | None:
     """How many updates the weights of :func:`load`'s checkpoint have had; None if it does not say."""
     with require("safetensors").safe_open(find(path) / WEIGHTS, framework="pt") as weights:
         number = (weights.metadata() or {}).get("updates")
@@ -412,9 +412,9 @@ def write_file(path: Path, content: bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
-def check_file(path: str | Path) -> None:
+def check_file(path: Path) -> None:
     """Raises :class:`InputError` unless :func:`write_file` may write there: asked before the work, not after it."""
-    path = Path(path).absolute()
+    path = path.absolute()
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder")
     if not path.parent.is_dir():

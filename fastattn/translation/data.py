@@ -32,16 +32,24 @@ LENGTH_MULTIPLE = 4  # of sentences to translate: the matrix library prepares co
 CHUNK = 2**16  # pairs that are encoded at once
 SIDES, TOKENS, OFFSETS, ABOUT = ("source", "target"), ".tokens", ".offsets", "text.json"  # files of encoded text
 
-Files = tuple[str | Path, str | Path]
+VERSES = Path(__file__).parent.parent / "verses"
+
+Files = tuple[Path, Path]
 
 
-def lines_of(path: str | Path) -> Iterator[str]:
+def verses(split: str) -> Files:
+    """The enclosed text, English and Spanish: "train", "dev" or "test"."""
+    suffix = ".gz" if split == "train" else ""
+    return VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}"
+
+
+def lines_of(path: Path) -> Iterator[str]:
     """The lines of a UTF-8 text file, plain or gzip (``.gz``), as they are read.
 
     Raises:
         InputError: it cannot be read, or has no text.
     """
-    path, is_blank = Path(path), True
+    is_blank = True
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -63,7 +71,7 @@ def _decoded(line: bytes, number: int, name: str) -> str:
         raise InputError(f"{name} is not UTF-8: byte {line[error.start]:#04x} in line {number}") from None
 
 
-def read_lines(path: str | Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     """All of :func:`lines_of`."""
     return list(lines_of(path))
 
@@ -109,7 +117,7 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
         line = next_line() if line is not None else None
 
 
-def pairs_of(source: str | Path, target: str | Path) -> Iterator[tuple[str, str]]:
+def pairs_of(source: Path, target: Path) -> Iterator[tuple[str, str]]:
     """The lines of two files whose line n are translations of each other, as they are read.
 
     Raises:
@@ -126,19 +134,19 @@ def pairs_of(source: str | Path, target: str | Path) -> Iterator[tuple[str, str]
         yield first, second
 
 
-def read_parallel(source: str | Path, target: str | Path) -> tuple[list[str], list[str]]:
+def read_parallel(source: Path, target: Path) -> tuple[list[str], list[str]]:
     """All of :func:`pairs_of`, by sides."""
     sources, targets = zip(*pairs_of(source, target), strict=True)
     return list(sources), list(targets)
 
 
-def digest(source: str | Path, target: str | Path) -> str:
+def digest(source: Path, target: Path) -> str:
     """A checksum of the text of two files, gzipped or not, which are to be read again.
 
     Raises:
         InputError: as :func:`pairs_of`, or one is a pipe or the like, whose text is gone once it is read.
     """
-    for path in map(Path, (source, target)):
+    for path in (source, target):
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no regular file, and training reads its text again and again: write it to one")
     found = hashlib.sha256()
@@ -151,13 +159,19 @@ class Sentences:
     """Encoded sentences, each ended by ``EOS_ID``, in one flat tensor.
 
     Args:
-        ids: piece ids of each sentence.
+        tokens: int32, of all sentences.
+        offsets: int64 (N + 1,): where each sentence begins, and the end.
     """
 
-    def __init__(self, ids: list[list[int]]):
+    def __init__(self, tokens: Tensor, offsets: Tensor):
+        self._tokens, self._offsets = tokens, offsets
+
+    @classmethod
+    def of(cls, ids: list[list[int]]) -> "Sentences":
+        """Those of these piece ids."""
         lengths = torch.tensor([0, *(len(sentence) + 1 for sentence in ids)], dtype=torch.int64)
-        self._offsets = lengths.cumsum(0)
-        self._tokens = torch.tensor([token for sentence in ids for token in (*sentence, EOS_ID)], dtype=torch.int32)
+        tokens = torch.tensor([token for sentence in ids for token in (*sentence, EOS_ID)], dtype=torch.int32)
+        return cls(tokens, lengths.cumsum(0))
 
     @classmethod
     def mapped(cls, stem: Path) -> "Sentences":
@@ -166,18 +180,17 @@ class Sentences:
         Raises:
             InputError: the files do not fit each other.
         """
-        sentences = cls([])
-        for name, suffix, dtype in (("_tokens", TOKENS, torch.int32), ("_offsets", OFFSETS, torch.int64)):
-            path = stem.with_suffix(suffix)
-            size = path.stat().st_size // dtype.itemsize
-            setattr(sentences, name, torch.from_file(str(path), shared=False, size=size, dtype=dtype))
-        offsets = sentences._offsets
-        fits = len(offsets) and int(offsets[0]) == 0 and int(offsets[-1]) == len(sentences._tokens)
-        if not fits or (len(offsets) > 1 and int(sentences.lengths.min()) < 1):
+
+        def read(path: Path, dtype: torch.dtype) -> Tensor:
+            return torch.from_file(str(path), shared=False, size=path.stat().st_size // dtype.itemsize, dtype=dtype)
+
+        tokens, offsets = read(stem.with_suffix(TOKENS), torch.int32), read(stem.with_suffix(OFFSETS), torch.int64)
+        fits = len(offsets) and int(offsets[0]) == 0 and int(offsets[-1]) == len(tokens)
+        if not fits or (len(offsets) > 1 and int(offsets.diff().min()) < 1):
             raise InputError(
                 f"{stem}{TOKENS} and {OFFSETS} differ: remove {stem.parent}, and the text is encoded again"
             )
-        return sentences
+        return cls(tokens, offsets)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -301,7 +314,7 @@ class ParallelText:
             for side, ids in zip(kept, pair, strict=True):
                 side += ids
             left_out += lines
-        return cls(Sentences(kept[0]), Sentences(kept[1]), len(left_out), min(left_out, default=None))
+        return cls(Sentences.of(kept[0]), Sentences.of(kept[1]), len(left_out), min(left_out, default=None))
 
     @classmethod
     def mapped(cls, folder: Path) -> "ParallelText":
@@ -359,7 +372,7 @@ def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
         return False
 
 
-def training_sources(path: str | Path, tokenizer: Tokenizer) -> Sentences | None:
+def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
     """The sources that a checkpoint, or a run's best, was trained on; None where their text is not beside it.
 
     Raises:

@@ -22,7 +22,7 @@ from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 SINUSOIDS = 4096  # positions that an exported table of sinusoids has
 
 
-def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: str | Path) -> None:
+def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``, for ``ctranslate2.Translator``.
 
     It translates the pieces of ``tokenizer``; it appends the end of the sentence itself.
@@ -34,7 +34,8 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
     config = model.config
     if config.window_size != (-1, -1):
         raise InputError("CTranslate2 has no restricted self-attention: it cannot hold this model's window_size")
-    if config.value_head_dim not in (None, _head_dim(config)):
+    attention: Any = model.encoder.layers[0].self_attention
+    if attention.value_head_dim != attention.head_dim:
         raise InputError("CTranslate2 has one size for the queries and the values of a head: this model has two")
 
     shape = {"num_heads": config.num_heads, "pre_norm": config.norm_first}
@@ -65,12 +66,12 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
     spec.config.layer_norm_epsilon = config.norm_eps
     spec.validate()
     spec.optimize()
-    with checkpoint.written_whole(Path(out)) as partial:
+    with checkpoint.written_whole(out) as partial:
         spec.save(str(partial))
         (partial / checkpoint.TOKENIZER).write_bytes(tokenizer.model)
 
 
-def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: str | Path) -> None:
+def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and MarianTokenizer.
 
     Marian keeps the sines of a position before its cosines, where the paper's alternate. So the features are permuted,
@@ -130,7 +131,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: str | Path) ->
         "tokenizer_config.json": {"tokenizer_class": "MarianTokenizer", "model_max_length": SINUSOIDS, **named},
         "vocab.json": {piece: number for number, piece in enumerate(pieces)},
     }
-    with checkpoint.written_whole(Path(out)) as partial:
+    with checkpoint.written_whole(out) as partial:
         contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
         checkpoint.write_weights(contiguous, partial / checkpoint.WEIGHTS, {"format": "pt"})
         for name, content in files.items():
@@ -208,10 +209,6 @@ def _positions(positions: Any) -> Any:
     if isinstance(positions, LearnedPositions):
         return _numbers(positions.weight)
     return _numbers(positions.sinusoids(SINUSOIDS))
-
-
-def _head_dim(config: TransformerConfig) -> int:
-    return config.d_model // config.num_heads if config.head_dim is None else config.head_dim
 
 
 def _numbers(tensor: Tensor) -> Any:

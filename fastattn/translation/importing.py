@@ -29,7 +29,7 @@ Weights = dict[str, Tensor]
 
 
 def import_model(
-    path: str | Path, source_words: str | Path, target_words: str | Path, heads: int | None = None
+    path: Path, source_words: Path, target_words: Path, heads: int | None = None
 ) -> tuple[Transformer, Tokenizer]:
     """The model and the tokenizer of a program's checkpoint.
 
@@ -43,7 +43,7 @@ def import_model(
         InputError: a file that cannot be read or is of neither program, words that do not fit, or a model that computes
             what :class:`~fastattn.Transformer` does not, with the reason.
     """
-    saved = _read(Path(path))
+    saved = _read(path)
     try:
         if "settings" in saved:
             fields, weights = _jadore(saved["model"], vars(saved["settings"]))
@@ -186,7 +186,7 @@ def _read(path: Path) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def _words(path: str | Path) -> list[str]:
+def _words(path: Path) -> list[str]:
     words = read_lines(path)
     twice = len(words) - len(set(words))
     if twice:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.nn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention
+from fastattn.ops import check
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.errors import InputError
 
@@ -192,7 +193,11 @@ class Transformer(nn.Module):
             raise ValueError(f"source has {source.shape[0]} sentences but target {target.shape[0]}: they must pair up")
         sites = self._sites(seeds, source.device)
         memory = self._encode(source, source_lengths, sites, weights)
-        return self._decode(target, memory, source_lengths, target_lengths, sites, weights)
+        self._check_tokens(target)
+        positions = self.target_positions(0, target.shape[1], target.device)
+        x = self._embed(self.target_embedding, positions, target, next(sites))
+        within, across = {"key_lengths": target_lengths}, {"key_lengths": source_lengths}
+        return self._decoder_layers(x, memory, within, across, sites, weights)
 
     def packed_features(self, source: Packed, target: Packed, *, seeds: Tensor | None = None) -> Tensor:
         """:meth:`features` of packed sentences, as ``ParallelText.batch`` makes them: (target tokens, d_model).
@@ -216,11 +221,6 @@ class Transformer(nn.Module):
         """The encoder's output (B, S, d_model) for source (B, S)."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         return self._encode(source, source_lengths, self._sites(None, source.device), None)
-
-    def decode(self, target: Tensor, memory: Tensor, source_lengths: Tensor) -> Tensor:
-        """Features (B, T, d_model) of target (B, T) over :meth:`encode`'s memory."""
-        sites = self._sites(None, target.device)
-        return self._decode(target, memory, source_lengths, self.lengths(target), sites, None)
 
     def begin(self, source: Tensor, source_lengths: Tensor | None = None) -> DecoderState:
         """Encode source (B, S), to be decoded token by token by :meth:`step`."""
@@ -273,8 +273,7 @@ class Transformer(nn.Module):
         if not self.training or not any(rates):
             return itertools.repeat(None)
         if seeds is None:
-            limits = torch.iinfo(torch.int64)
-            seeds = torch.randint(limits.min, limits.max, (self.dropout_sites, 2), device=device)
+            seeds = check.new_seeds((self.dropout_sites, 2), device)
         elif not isinstance(seeds, Tensor) or seeds.shape != (self.dropout_sites, 2):
             given = f"shape {tuple(seeds.shape)}" if isinstance(seeds, Tensor) else f"type {type(seeds).__name__}"
             raise ValueError(f"seeds has {given}, expected a tensor of shape {(self.dropout_sites, 2)}")
@@ -297,14 +296,6 @@ class Transformer(nn.Module):
         for layer in self.encoder.layers:
             x, residual = layer(x, residual, within, sites, weights)
         return x
-
-    def _decode(self, target, memory, source_lengths, target_lengths, sites, weights) -> Tensor:
-        self._check_tokens(target)
-        positions = self.target_positions(0, target.shape[1], target.device)
-        x = self._embed(self.target_embedding, positions, target, next(sites))
-        return self._decoder_layers(
-            x, memory, {"key_lengths": target_lengths}, {"key_lengths": source_lengths}, sites, weights
-        )
 
     def _decoder_layers(self, x, memory, within, across, sites, weights) -> Tensor:
         x, residual = self.decoder.begin(x)

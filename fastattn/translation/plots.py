@@ -16,22 +16,22 @@ from fastattn.translation.model import AttentionWeights, Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 KINDS = [field.name for field in dataclasses.fields(AttentionWeights)]  # encoder, decoder, cross
-FORMATS = (".png", ".svg")
+FORMATS = ("png", "svg")
 SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
 LABELS = (84, 56)  # columns and rows of the whole picture that have room for a label
 
 
-def loss_curve(rows: list[dict[str, float]], path: str | Path) -> None:
+def loss_curve(rows: list[dict[str, float]], path: Path) -> None:
     """Cross-entropy of training and validation, without label smoothing, over the updates of ``metrics.jsonl``."""
-    figure = require("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
+    picture = figure(7, 4)
+    axes = picture.add_subplot()
     valid = [row for row in rows if "valid_loss" in row]
     axes.plot([row["step"] for row in rows], [math.log(row["perplexity"]) for row in rows], label="training")
     axes.plot([row["step"] for row in valid], [row["valid_loss"] for row in valid], "o-", label="validation")
     axes.set(xlabel="update", ylabel="cross-entropy (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path, dpi=150)
+    save(picture, path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +71,13 @@ def attention_heads(
     return Heads(of_layer, tokenizer.pieces(rows), tokenizer.pieces(columns))
 
 
-def heat_maps(heads: Heads, path: str | Path, title: str = "") -> None:
+def heat_maps(heads: Heads, path: Path, title: str) -> None:
     """One map a head, on one scale, as a PNG or SVG of a screen's size."""
     number = len(heads.weights)
     high = math.isqrt(number)
     wide = math.ceil(number / high)
-    figure = require("matplotlib.figure").Figure(figsize=SCREEN, layout="constrained")
-    grid = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False)
+    picture = figure(*SCREEN)
+    grid = picture.subplots(high, wide, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[number:]:
         axes.set_axis_off()
     image = None
@@ -91,9 +91,9 @@ def heat_maps(heads: Heads, path: str | Path, title: str = "") -> None:
         ):
             every = math.ceil(len(pieces) / most)
             axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7)
-    figure.suptitle(title, fontsize=10)
-    figure.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
-    _save(figure, path, dpi=100)
+    picture.suptitle(title, fontsize=10)
+    picture.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
+    save(picture, path, dpi=100)
 
 
 def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
@@ -106,17 +106,23 @@ def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
     return layer or layers
 
 
-def check_path(path: str | Path) -> None:
+def check_path(path: Path) -> None:
     """Raises :class:`InputError` unless a picture can be written to ``path``."""
-    path = Path(path)
-    if path.suffix not in FORMATS:
-        raise InputError(f"cannot draw {path}: expected a name that ends in {' or '.join(FORMATS)}")
+    if path.suffix[1:] not in FORMATS:
+        raise InputError(f"cannot draw {path}: expected a name that ends in .{' or .'.join(FORMATS)}")
     checkpoint.check_file(path)
     require("matplotlib")
 
 
-def _save(figure: Any, path: str | Path, dpi: int) -> None:
-    """Written whole or not at all."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format=Path(path).suffix.removeprefix("."), dpi=dpi)
-    checkpoint.write_file(Path(path), picture.getvalue())
+def figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches."""
+    return require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def save(picture: Any, path: Path, dpi: int = 150, source: str | None = None) -> None:
+    """Write a figure, whole or not at all; the same file for the same figure. The file keeps ``source``: what it was
+    drawn from."""
+    content, metadata = io.BytesIO(), {"Date": None, "Source": source}
+    with require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
+        picture.savefig(content, format=path.suffix[1:], dpi=dpi, metadata=metadata)
+    checkpoint.write_file(path, content.getvalue())

@@ -79,9 +79,7 @@ class Search:
 
 
 @torch.inference_mode()
-def beam_search(
-    model: Transformer, source: Tensor, source_lengths: Tensor, search: Search = Search()
-) -> list[list[Hypothesis]]:
+def beam_search(model: Transformer, source: Tensor, source_lengths: Tensor, search: Search) -> list[list[Hypothesis]]:
     """The ``search.n_best`` best hypotheses of each sentence, best first.
 
     Each sentence keeps ``search.beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``search.length_penalty``. A
@@ -95,7 +93,7 @@ def beam_search(
         source_lengths: int64 (B,), at least 1.
     """
     config, device, beam = model.config, source.device, search.beam
-    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.most_positions)
+    limits = (source_lengths + search.extra_tokens).clamp(max=config.most_positions)
     batch, longest = len(source), int(limits.max())
     results: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
@@ -152,7 +150,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
     if search.temperature is None:
         raise InputError("sampling needs a temperature")
     config, device, width = model.config, source.device, search.n_best
-    limits = (source_lengths + search.extra_tokens).clamp(max=model.config.most_positions)
+    limits = (source_lengths + search.extra_tokens).clamp(max=config.most_positions)
     results: list[list[Hypothesis]] = [[] for _ in source]
     draws = [
         random.Random(f"{search.seed} {ids[:length]}")  # a string seeds it alike in every process
@@ -247,7 +245,7 @@ def candidates(
     Sentences of like length share a batch. ``advance`` is told how many more are done.
     """
     ids = tokenizer.encode(lines)
-    sentences = Sentences(ids)
+    sentences = Sentences.of(ids)
     order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
     device, most = model.output.weight.device, model.config.most_positions
     found: list[list[Translation]] = [[] for _ in lines]

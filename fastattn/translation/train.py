@@ -31,6 +31,7 @@ from fastattn.translation import precision as precisions
 from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
 from fastattn.translation.data import (
     Batch,
+    Files,
     ParallelText,
     Sentences,
     digest,
@@ -206,12 +207,12 @@ def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tenso
 
 
 def train(
-    train_files: tuple[str | Path, str | Path],
-    valid_files: tuple[str | Path, str | Path],
-    out: str | Path,
+    train_files: Files,
+    valid_files: Files,
+    out: Path,
     *,
     preset: str | None = None,
-    config: str | Path | None = None,
+    config: Path | None = None,
     accumulate: int | None = None,
     shard: bool = False,
     resume: bool = False,
@@ -243,7 +244,6 @@ def train(
             (with it), or is being written by another process. Nothing is overwritten.
         KeyboardInterrupt: Ctrl-C; its words say from where the run can be resumed.
     """
-    out = Path(out)
     for package in ("safetensors.torch", "sentencepiece", "tqdm"):
         require(package)
     with distributed.joined() as world, contextlib.ExitStack() as stack:
@@ -287,7 +287,7 @@ def train(
         valid = world.main_first(lambda: ParallelText.encoded(tokenizer, *valid_pairs))
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
         text = world.main_first(lambda: ParallelText.mapped(out / checkpoint.TEXT))
-        to_translate = Sentences(tokenizer.encode(valid_pairs[0]) if training.bleu_every else [])
+        to_translate = Sentences.of(tokenizer.encode(valid_pairs[0]) if training.bleu_every else [])
         world.main_first(lambda: _expect_positions(model_config, text, valid, to_translate))
 
         def warn() -> None:
@@ -334,7 +334,7 @@ def _expect_positions(
 
 
 def _configured(
-    preset: str | None, path: str | Path | None, accumulate: int | None, changes: dict[str, Any], processes: int
+    preset: str | None, path: Path | None, accumulate: int | None, changes: dict[str, Any], processes: int
 ) -> tuple[TransformerConfig, TrainingConfig]:
     """The configuration of a new run, with nothing left open."""
     changes = dict(changes)
@@ -342,7 +342,7 @@ def _configured(
     if path is not None and preset is not None:
         raise InputError("a preset and a configuration file are given: expected one of them")
     if path is not None:
-        model, training = checkpoint.read_config(Path(path))
+        model, training = checkpoint.read_config(path)
         training = training or TrainingConfig()
         if vocab_size is not None:
             model = dataclasses.replace(model, vocab_size=vocab_size)
@@ -401,11 +401,12 @@ def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
 def _saved_state(newest: Path, text_digest: str, valid_digest: str) -> dict:
     """What the run that wrote ``newest`` had reached, on the same text, judged by the same validation text."""
     state = checkpoint.load_training(newest)
-    if not {"optimizer", "step", "epoch", "batch", "text", "best_loss", "best_step", "seconds"} <= state.keys():
+    needed = {"optimizer", "step", "epoch", "batch", "text", "valid_text", "best_loss", "best_step", "seconds"}
+    if not needed <= state.keys():
         raise _not_ours(newest)
     if state["text"] != text_digest:
         raise InputError(f"the training text is not the one that {newest} was trained on")
-    if state.get("valid_text", valid_digest) != valid_digest:  # some checkpoints do not say
+    if state["valid_text"] != valid_digest:
         raise InputError(
             f"the validation text is not the one that {newest} was scored on: expected the same, since the best "
             "checkpoint is the one of lowest loss on it"
@@ -647,13 +648,13 @@ class _Progress:
         print(f"update {row['step']}: {', '.join(words + validation)}", file=sys.stderr, flush=True)
 
 
-def read_metrics(out: str | Path) -> list[dict[str, float]]:
+def read_metrics(out: Path) -> list[dict[str, float]]:
     """The rows of a run's ``metrics.jsonl``; a last line cut short by an interruption is left out.
 
     Raises:
         InputError: another line is damaged.
     """
-    path, rows = Path(out) / METRICS, []
+    path, rows = out / METRICS, []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             rows.append(json.loads(line))

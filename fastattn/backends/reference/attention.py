@@ -176,7 +176,8 @@ def attention(
         dropped = dropper(probabilities.shape, seed, threshold, first_matrix + first)(probabilities)
         found.append((dropped @ v, *stats))
     out, maximum, total = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
-    empty = total == 0  # log has no derivative there
+    empty = total == 0  # log has no derivative there, and keys that others see may hold NaN
+    out = out.masked_fill(empty.unsqueeze(-1), 0.0)
     lse = (maximum + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
     return _in_layout_of(out, query), lse, torch.stack((maximum, total))
 
@@ -191,16 +192,18 @@ def attention_backward(
     if grad_lse is None and not mask_grad:
         call = _torchs(query, key, value, *settings, threshold, grad_out)
         if call is not None and _keeps_sums(lse := stats[0] + stats[1].masked_fill(stats[1] == 0, 1.0).log()):
-            operands, options, _ = call
+            operands, options, empty = call
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
             grad_q, grad_k, grad_v = flash_attention_backward(
                 grad_out, *operands, out, lse, 0.0, options.pop("is_causal"), **options
             )
+            if empty is not None:
+                grad_q = grad_q.masked_fill(empty.unsqueeze(-1), 0.0)
             return _gradient(grad_q, query), _gradient(grad_k, key), _gradient(grad_v, value), query.new_empty(0)
     found, grad_mask = [], None
     parts = _parts(query, key, value, attn_mask, grad_out, grad_lse)
     for first, take in parts:
-        q, k, v, probabilities, _ = _probabilities(take, query, key, value, *settings)
+        q, k, v, probabilities, (_, total) = _probabilities(take, query, key, value, *settings)
         drop = dropper(probabilities.shape, seed, threshold, first_matrix + first)
         grad_o = opmath(take(grad_out))
         grad_v = drop(probabilities).mT @ grad_o
@@ -208,7 +211,8 @@ def attention_backward(
         if grad_lse is not None:  # d lse_i / d s_ij = P_ij
             of_lse = probabilities * take(grad_lse).unsqueeze(-1)
             grad_scores = grad_scores + of_lse.masked_fill(probabilities == 0, 0.0)
-        found.append((grad_scores @ k * scale, grad_scores.mT @ q * scale, grad_v))
+        grad_q = (grad_scores @ k * scale).masked_fill(total.unsqueeze(-1) == 0, 0.0)
+        found.append((grad_q, grad_scores.mT @ q * scale, grad_v))
         if attn_mask is not None and mask_grad:
             summed = grad_scores.sum_to_size(take(attn_mask).shape)
             if len(parts) == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.common import common_refusal, device_of, python_functions
+from fastattn.backends.common import attention_operands, common_refusal, device_of, python_functions
 
 DEVICE = "cuda"
 MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones
@@ -40,8 +40,12 @@ def refusal(op: str, args: tuple) -> str | None:
     reason = common_refusal("cpu" if interpreted else DEVICE, MISSING, op, args)
     if reason:
         return reason
-    if op in ("attention", "softmax_dropout"):
-        positions = args[0].size(-2) + (args[1].size(-2) if op == "attention" else args[0].size(-1))
-        if positions > MAX_POSITIONS:
-            return f"it takes up to 2**31 - 2**16 queries and keys together, not {positions}"
+    positions = 0
+    if op in ("attention", "attention_backward"):
+        query, key, _ = attention_operands(op, args)
+        positions = query.size(-2) + key.size(-2)
+    elif op == "softmax_dropout":
+        positions = sum(args[0].shape[-2:])
+    if positions > MAX_POSITIONS:
+        return f"it takes up to 2**31 - 2**16 queries and keys together, not {positions}"
     return None

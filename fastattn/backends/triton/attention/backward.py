@@ -143,8 +143,10 @@ def grad_query_kernel(
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     first_i = rematerialise(first_i, problem.group)
     i = first_i + tl.arange(0, BLOCK_M)
+    sees_nothing = shift == INFINITY if FOLD_SUM else inverse_sum == 0
+    dq = tl.where(sees_nothing[:, None], 0.0, dq * problem.scale)
     head = head_of(grad_query, own_b, own_h, sequence.first_query)
-    store_tile(head, first_i, i < sequence.seqlen_q, problem.head_dim, dq * problem.scale, ALIGNMENT)
+    store_tile(head, first_i, i < sequence.seqlen_q, problem.head_dim, dq, ALIGNMENT)
 
 
 @kernel

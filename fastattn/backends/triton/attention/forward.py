@@ -78,7 +78,8 @@ def forward_kernel(
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     PARTIAL_STAGES: tl.constexpr = partial_stages(key_descriptor is not None, lists is not None, BLOCK_D, BLOCK_DV)
     for PARTIAL in tl.static_range(2):
-        begin, end = plan[PARTIAL] * split // num_splits, plan[PARTIAL] * (split + 1) // num_splits
+        count = plan[PARTIAL].to(tl.int64)  # times the splits it may exceed 32 bits
+        begin, end = (count * split // num_splits).to(tl.int32), (count * (split + 1) // num_splits).to(tl.int32)
         for n in tl.range(
             begin, end, num_stages=PARTIAL_STAGES if PARTIAL else None,
             disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype),
@@ -115,7 +116,9 @@ def forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     dropout_scale = 1.0 if problem.dropout is None else problem.dropout.scale
-    acc *= tl.where(row_sum == 0, 0.0, dropout_scale / row_sum)[:, None]
+    # A row that sees nothing: 0, though it was multiplied with keys that others see, which may hold NaN.
+    empty = row_sum == 0
+    acc = tl.where(empty[:, None], 0.0, acc * (dropout_scale / tl.where(empty, 1.0, row_sum))[:, None])
     first_i = rematerialise(first_i, problem.group)
     i = first_i + tl.arange(0, BLOCK_M)
     inside = i < sequence.seqlen_q

@@ -113,9 +113,10 @@ def _pointers(head, first, M: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.const
     else:
         base += wide(first) * row
         offset = tl.arange(0, M)
-    if ALIGNMENT > 1:
-        base = tl.multiple_of(base, 16)
-    return base + (offset[:, None] * row + tl.arange(0, D)[None, :])
+    pointers = base + (offset[:, None] * row + tl.arange(0, D)[None, :])
+    if ALIGNMENT > 1:  # of a hint on ``base`` Triton loses track where an offset is added to it
+        pointers = tl.multiple_of(pointers, (1, 16))
+    return pointers
 
 
 @triton.jit
