@@ -46,7 +46,7 @@ def slow(*values):
 # The kernels of every instruction set of this machine are tested, all but the best one among the slow tests.
 ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
-CUDA_TESTS = ("test_dropout", "test_layer_norm", "test_softmax_dropout")
+CUDA_TESTS = ("test_dropout", "test_large", "test_layer_norm", "test_softmax_dropout")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 

@@ -53,14 +53,16 @@ def assert_same(function, tensors, dims):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "rows"])
 @pytest.mark.parametrize("rows", [2, 70])
-def test_attention(dtype, dim, rows):
+@pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
+def test_attention(backend, dtype, dim, rows):
     query, key, value = (torch.randn(2, 2, n, 24).to(dtype) for n in (rows, 70, 70))
     assert_same(scaled_dot_product_attention, (query, key, value), (dim, dim, dim))
     mask = torch.randn(2, 2, rows, 70).to(dtype)
     assert_same(scaled_dot_product_attention, (query, key, value, mask), (None, None, None, dim))
 
 
-def test_rows():
+@pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"], indirect=True)
+def test_rows(backend):
     x, residual, weight = torch.randn(2, 2, 17, 100), torch.randn(2, 2, 17, 100), torch.randn(100)
     for dim in range(2):
         assert_same(lambda t, m: softmax_dropout(t, 0.3, m, seed=SEED), (x, residual), (dim, dim))

@@ -184,7 +184,7 @@ def varlen_attn(
 
     Returns:
         (Tq, Hq, Ev) in query's dtype, contiguous; with ``return_lse`` also (Tq, Hq) in float32, of float64 operands in
-        float64.
+        float64. On CUDA, where reading ``cu_seq_q`` would synchronise, the rows of no sequence hold anything.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.

@@ -189,7 +189,7 @@ def _backward(
     weight_products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     bias_products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for top in range(program * BLOCK_M, rows, programs * BLOCK_M):
-        row = top + tl.arange(0, BLOCK_M)
+        row = tl.cast(top, tl.int64) + tl.arange(0, BLOCK_M)
         valid = (row < rows)[:, None]
         center = tl.load(mean + row, mask=row < rows, other=0.0)
         scaling = tl.load(rstd + row, mask=row < rows, other=0.0)

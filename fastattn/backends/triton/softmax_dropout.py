@@ -39,7 +39,7 @@ class Matrices(NamedTuple):
     batch: Any  # strides; None: contiguous
     head: Any
     row: Any
-    column: Any
+    column: Any  # of a mask; None: 1, in rows at multiples of 16 elements
 
 
 class Place(NamedTuple):
@@ -82,14 +82,21 @@ def _rows_at(place, matrices, seqlen_k):
 
 
 @triton.jit
-def _load(rows, column, place, window, seqlen_k, ALIGNED: tl.constexpr):
-    """The visible columns of rows, in float32: with those beside them where that makes the accesses vectorised."""
+def _wanted(column, place, window, seqlen_k, ALIGNED: tl.constexpr):
+    """The visible columns, with those beside them where that makes the accesses vectorised."""
     if window is None:
         wanted = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
     elif ALIGNED:
         wanted = (column // 16 >= place.begin // 16) & (column // 16 < (place.end + 15) // 16)
     else:
         wanted = (column >= place.begin) & (column < place.end)
+    return wanted
+
+
+@triton.jit
+def _load(rows, column, place, window, seqlen_k, ALIGNED: tl.constexpr):
+    """The wanted columns of rows, in float32."""
+    wanted = _wanted(column, place, window, seqlen_k, ALIGNED)
     return tl.load(places(rows, column, ALIGNED), mask=wanted, other=0.0).to(tl.float32)
 
 
@@ -102,11 +109,16 @@ def _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGN
         visible = (column - place.begin).to(tl.uint32) < tl.maximum(place.end - place.begin, 0).to(tl.uint32)
     scores = _load(input_rows, column, place, window, seqlen_k, ALIGNED) * scale
     if attn_mask is not None:
-        pointers = places(_rows_at(place, attn_mask, seqlen_k), column.to(tl.int64) * attn_mask.column, False)
-        if pointers.dtype.element_ty.is_int():
-            visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
+        mask_rows = _rows_at(place, attn_mask, seqlen_k)
+        if attn_mask.column is None:
+            pointers = places(mask_rows, column, True)
         else:
-            added = tl.load(pointers, mask=visible, other=0.0).to(tl.float32)
+            pointers = places(mask_rows, column.to(tl.int64) * attn_mask.column, False)
+        values = tl.load(pointers, mask=_wanted(column, place, window, seqlen_k, ALIGNED), other=0)
+        if values.dtype.is_int():
+            visible = visible & (values != 0)
+        else:
+            added = values.to(tl.float32)
             visible = visible & (added != float("-inf"))  # hidden, whatever the score is
             scores += added
     return tl.where(visible, scores, float("-inf"))
@@ -266,8 +278,8 @@ def softmax_dropout(
     window = _window(input, key_lengths, window_left, window_right, lower_right)
     launch(
         _forward, (cdiv(count, tile.block_m),), input.device,
-        _scores_of(x), _matrices(attn_mask), key_lengths, dropout, out, stats, rows, slots, heads, seqlen_q, seqlen_k,
-        scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count), ALIGNED=is_aligned,
+        _scores_of(x), _mask(attn_mask, is_aligned), key_lengths, dropout, out, stats, rows, slots, heads,
+        seqlen_q, seqlen_k, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count), ALIGNED=is_aligned,
         ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     return out, stats
@@ -295,8 +307,8 @@ def softmax_dropout_backward(
         window = _window(input, key_lengths, window_left, window_right, lower_right)
         launch(
             _backward, (cdiv(count, tile.block_m),), input.device,
-            g, stats, _scores_of(x), _matrices(attn_mask), key_lengths, dropout, grad, grad_scores, rows, slots, heads,
-            seqlen_q, seqlen_k, g_stride, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count),
+            g, stats, _scores_of(x), _mask(attn_mask, is_aligned), key_lengths, dropout, grad, grad_scores, rows,
+            slots, heads, seqlen_q, seqlen_k, g_stride, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count),
             ALIGNED=is_aligned,
             ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
         )  # fmt: skip
@@ -318,9 +330,15 @@ def _scores_of(scores: Tensor) -> Matrices | None:
     return Matrices(scores, None, None, None, None) if scores.is_contiguous() else _matrices(scores)
 
 
-def _matrices(tensor: Tensor | None) -> Matrices | None:
-    if tensor is None:
+def _mask(mask: Tensor | None, scores_are_aligned: bool) -> Matrices | None:
+    if mask is None:
         return None
+    matrices = _matrices(mask)
+    is_aligned = scores_are_aligned and matrices.column == 1 and are_aligned(mask.size(3), mask)
+    return matrices._replace(column=None) if is_aligned else matrices
+
+
+def _matrices(tensor: Tensor) -> Matrices:
     strides = (0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return Matrices(tensor, *strides)
 

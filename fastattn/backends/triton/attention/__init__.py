@@ -17,6 +17,7 @@ from fastattn.backends.triton.attention import tiles
 from fastattn.backends.triton.attention.backward import (
     MaskGrad,
     Rows,
+    Statistics,
     grad_key_value_kernel,
     grad_mask_kernel,
     grad_query_kernel,
@@ -52,7 +53,7 @@ def attention_backward(
     grads, rows = call.backward(grad_heads, grad_lse, out, stats)
     if attn_mask is None or not mask_grad:
         return *grads, query.new_empty(0)
-    return *grads, call.grad_mask(attn_mask, grad_heads, rows)
+    return *grads, call.grad_mask(attn_mask, grad_heads, stats, rows)
 
 
 def varlen_attention(
@@ -240,8 +241,8 @@ class _Call:
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
         out_heads = heads_of(out)
         query_heads, key_heads, value_heads = heads_of(grad_query), heads_of(grad_key), heads_of(grad_value)
-        made = torch.empty((3, *stats.shape[1:]), dtype=stats.dtype, device=self.device)
-        rows = Rows(*stats.unbind(), *made.unbind(), *_row_strides(made[0]))
+        statistics = Statistics(*stats.unbind(), *_row_strides(stats[0]))
+        rows = self._rows(stats)
         modes = {"PRESCALED": self.is_prescaled, "FOLD_SUM": not self.is_prescaled and self.dtype != torch.float32}
 
         tile = self._tile("grad_query")
@@ -250,8 +251,8 @@ class _Call:
         lse_rows = None if grad_lse is None else Heads(grad_lse, *_row_strides(grad_lse))
         launch(
             grad_query_kernel, (tiles_q * self.num_heads * self.batch,), self.device, *descriptors, self.problem,
-            *self.lists(tile, keys_own=False), out_heads, grad_heads, lse_rows, query_heads, rows, tiles_q, **modes,
-            **self._constants(tile, out_heads, grad_heads, query_heads),
+            *self.lists(tile, keys_own=False), out_heads, grad_heads, lse_rows, statistics, query_heads, rows,
+            tiles_q, **modes, **self._constants(tile, out_heads, grad_heads, query_heads),
         )  # fmt: skip
 
         tile = self._tile("grad_key_value")
@@ -265,7 +266,13 @@ class _Call:
         )  # fmt: skip
         return (grad_query, grad_key, grad_value), rows
 
-    def grad_mask(self, attn_mask: Tensor, grad_heads: Heads, rows: Rows) -> Tensor:
+    def _rows(self, stats: Tensor) -> Rows:
+        """Room for three numbers of each query; those of a head begin at a multiple of 16 bytes, but packed ones."""
+        sizes = stats.shape[1:] if self.is_packed else (*stats.shape[1:3], cdiv(self.seqlen_q, 4) * 4)
+        made = stats.new_empty((3, *sizes))
+        return Rows(*made.unbind(), *_row_strides(made[0]))
+
+    def grad_mask(self, attn_mask: Tensor, grad_heads: Heads, stats: Tensor, rows: Rows) -> Tensor:
         grad_mask = attn_mask.new_empty(attn_mask.shape)
         tile = self._tile("grad_mask")
         batch, heads, mask_rows, mask_columns = grad_mask.shape
@@ -273,6 +280,7 @@ class _Call:
         programs = batch * heads * cdiv(mask_rows, tile.block_m) * cdiv(mask_columns, tile.block_n)
         launch(
             grad_mask_kernel, (programs,), self.device, self.problem, self.batch, grad_heads,
+            Statistics(*stats.unbind(), *_row_strides(stats[0])),
             MaskGrad(*heads_of(grad_mask), heads, mask_rows, mask_columns), rows, tiles_q, tiles_k,
             ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
             **self._constants(tile, grad_heads),
@@ -302,9 +310,12 @@ def heads_of(tensor: Tensor) -> Heads:
     return Heads(tensor, *strides) if len(strides) == 3 else Heads(tensor, 0, strides[1], strides[0])
 
 
-def _row_strides(statistic: Tensor) -> tuple[int, ...]:
+def _row_strides(statistic: Tensor) -> tuple[int | None, ...]:
     """(batch, head, row) strides of (B, H, L) or packed (T, H) statistics."""
-    return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
+    if statistic.dim() == 2:
+        return 0, statistic.stride(1), statistic.stride(0)
+    batch, head, row = statistic.stride()
+    return batch, head, None if row == 1 else row
 
 
 def _empty(like: Tensor, head_dim: int) -> Tensor:

@@ -37,26 +37,33 @@ from fastattn.backends.triton.kernel import kernel
 from fastattn.backends.triton.philox import keep, keep_transposed
 
 
-class Rows(NamedTuple):
-    """Numbers of each query: the forward pass's statistics, and what ``grad_query_kernel`` makes of them for the other
-    kernels."""
+class Statistics(NamedTuple):
+    """The forward pass's, of each query."""
 
     row_max: Any
     row_sum: Any
+    batch: Any  # strides
+    head: Any
+    row: Any  # None: 1
+
+
+class Rows(NamedTuple):
+    """What ``grad_query_kernel`` makes of the statistics for the other kernels."""
+
     shift: Any  # P = exponential(to_exponent(x) - shift) * inverse_sum
     inverse_sum: Any
     delta: Any
     batch: Any  # strides
     head: Any
-    row: Any
+    row: Any  # None: 1, from multiples of 16 bytes on
 
 
 @triton.jit
-def _normaliser(rows, at, inside, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
+def _normaliser(stats, at, inside, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
     """(shift, inverse_sum) of ``_probabilities``. FOLD_SUM folds the sum into the shift, which saves a product and is
     exact enough for 16-bit operands; not under a float mask, beside whose large maximum log2(sum) would round away."""
-    shift = tl.load(rows.row_max + at, mask=inside, other=0.0)
-    row_sum = tl.load(rows.row_sum + at, mask=inside, other=0.0)
+    shift = tl.load(stats.row_max + at, mask=inside, other=0.0)
+    row_sum = tl.load(stats.row_sum + at, mask=inside, other=0.0)
     inverse_sum = tl.where(row_sum == 0, 0.0, 1 / row_sum)
     if FOLD_SUM:
         shift = tl.where(row_sum == 0, INFINITY, shift * LOG2E + tl.log2(row_sum))
@@ -73,7 +80,8 @@ def _probabilities(x, shift, inverse_sum, magnitude, PRESCALED: tl.constexpr, FO
 
 @kernel
 def grad_query_kernel(
-    key_descriptor, value_descriptor, problem, lists, seen, out, grad_out, grad_lse, grad_query, rows, tiles,
+    key_descriptor, value_descriptor, problem, lists, seen, out, grad_out, grad_lse, stats, grad_query, rows,
+    tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -95,13 +103,14 @@ def grad_query_kernel(
     grads = head_of(grad_out, b, h, sequence.first_query)
     do = load_tile(grads, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT)
 
-    at = row_offsets(rows, b, h, sequence.first_query, i)
-    shift, inverse_sum = _normaliser(rows, at, inside, PRESCALED, FOLD_SUM)
+    at = row_offsets(stats, b, h, sequence.first_query, i)
+    shift, inverse_sum = _normaliser(stats, at, inside, PRESCALED, FOLD_SUM)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     if grad_lse is not None:
         at_lse = row_offsets(grad_lse, b, h, sequence.first_query, i)
         delta -= tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
     delta = tl.where(inverse_sum == 0, 0.0, delta)  # a row that sees nothing
+    at = row_offsets(rows, b, h, sequence.first_query, i)
     tl.store(rows.delta + at, delta, mask=inside)
     tl.store(rows.shift + at, shift, mask=inside)
     tl.store(rows.inverse_sum + at, inverse_sum, mask=inside)
@@ -194,9 +203,9 @@ def grad_key_value_kernel(
                     grad_descriptor, b, h,
                 )  # fmt: skip
                 at = row_offsets(rows, b, h, sequence.first_query, i)
-                shift = load_rows(rows.shift + at, inside, INFINITY)
-                inverse_sum = load_rows(rows.inverse_sum + at, inside, 0.0)
-                delta = load_rows(rows.delta + at, inside, 0.0)
+                shift = load_rows(rows.shift + at, inside, INFINITY, rows.row is None)
+                inverse_sum = load_rows(rows.inverse_sum + at, inside, 0.0, rows.row is None)
+                delta = load_rows(rows.delta + at, inside, 0.0, rows.row is None)
                 x = scores(k, q, problem.magnitude, PRESCALED, PRECISION)
                 if PARTIAL:
                     own_j = rematerialise(first_j, n + problem.group) + tl.arange(0, BLOCK_N)
@@ -264,7 +273,7 @@ class MaskGrad(NamedTuple):
 
 @kernel
 def grad_mask_kernel(
-    problem, batch, grad_out, grad, rows, tiles_q, tiles_k,
+    problem, batch, grad_out, stats, grad, rows, tiles_q, tiles_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
     ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, ONE_HEAD: tl.constexpr, ONE_BATCH: tl.constexpr,
@@ -301,9 +310,9 @@ def grad_mask_kernel(
             grads, first_i, inside, values, first_j, seen_j, problem.value_head_dim,
             BLOCK_M, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT, PRECISION,
         )  # fmt: skip
-        at = row_offsets(rows, b, h, sequence.first_query, i)
-        shift, inverse_sum = _normaliser(rows, at, inside, True, False)
-        delta = tl.load(rows.delta + at, mask=inside, other=0.0)
+        at = row_offsets(stats, b, h, sequence.first_query, i)
+        shift, inverse_sum = _normaliser(stats, at, inside, True, False)
+        delta = tl.load(rows.delta + row_offsets(rows, b, h, sequence.first_query, i), mask=inside, other=0.0)
         x = mask_scores(x, problem, b, h, i[:, None], j[None, :], sequence)
         if problem.dropout is not None:
             kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)

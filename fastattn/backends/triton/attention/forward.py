@@ -42,7 +42,7 @@ class Result(NamedTuple):
     row_sum: Any
     batch: Any  # strides of the statistics
     head: Any
-    row: Any
+    row: Any  # None: 1
 
 
 class Splits(NamedTuple):

@@ -16,7 +16,7 @@ class Heads(NamedTuple):
     pointer: Any
     batch: Any  # strides
     head: Any
-    row: Any
+    row: Any  # of a number a row None: 1
 
 
 class Sequences(NamedTuple):
@@ -98,8 +98,11 @@ def head_of(tensor, b, h, first):
 
 @triton.jit
 def row_offsets(rows, b, h, first, i):
-    """Offsets of the statistics of queries i; ``rows`` has their strides."""
-    return wide(b) * rows.batch + wide(h) * rows.head + wide(first + i) * rows.row
+    """Offsets of the numbers of queries i; ``rows`` has their strides."""
+    place = wide(first + i)
+    if rows.row is not None:
+        place *= rows.row
+    return wide(b) * rows.batch + wide(h) * rows.head + place
 
 
 @triton.jit
@@ -142,8 +145,11 @@ def load_tile(
 
 
 @triton.jit
-def load_rows(pointers, inside, other):
-    """A number of each row; ``other`` of those that are not ``inside`` (None: all are)."""
+def load_rows(pointers, inside, other, ALIGNED: tl.constexpr):
+    """A number of each row; ``other`` of those that are not ``inside`` (None: all are). ALIGNED: they lie side by side
+    from a multiple of 16 bytes on."""
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, 16)
     if inside is None:
         values = tl.load(pointers)
     else:
