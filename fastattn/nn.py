@@ -83,8 +83,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> None:
         nn.Module.__init__(self)
         _check_sizes(
-            embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, value_head_dim=value_head_dim,
-            num_kv_heads=num_kv_heads,
+            embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, head_dim=head_dim,
+            value_head_dim=value_head_dim, num_kv_heads=num_kv_heads,
         )  # fmt: skip
         # of code whose further arguments are the heads' sizes, d_k and d_v
         named = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
@@ -216,7 +216,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, cache, self._split_heads)
         if cache is not None:
-            k, v = cache.append(k, v)
+            k, v = cache.stored(k, v)
+        length = k.size(2)
         if k.size(0) != q.size(0):
             raise check.BadValue(f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
         mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
@@ -236,6 +237,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             "causal_variant": causal_variant, "key_lengths": key_lengths, "window_size": window_size, "seed": seed,
         }  # fmt: skip
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, **masks)
+        if cache is not None:
+            cache.length = length  # only now: a call that was refused has added nothing
         out = out.transpose(1, 2) if self.batch_first or not batched else out.permute(2, 0, 1, 3)  # as query lies
         out = _linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
         if not batched:
@@ -497,7 +500,7 @@ class KeyValueCache:
     """
 
     def __init__(self, max_length: int | None = None, *, static: bool = False) -> None:
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        if max_length is not None and (not isinstance(max_length, numbers.Integral) or max_length < 1):
             raise ValueError(f"KeyValueCache: max_length must be an integer of at least 1, got {max_length!r}")
         self.max_length = max_length
         self.static = static
@@ -510,13 +513,20 @@ class KeyValueCache:
 
         Raises:
             TypeError: not floating-point tensors.
-            ValueError: other sizes or dtype than before, more positions than ``max_length``, or a gradient wanted.
+            ValueError: other sizes, dtype or device than before, more positions than ``max_length``, or a gradient
+                wanted.
         """
+        keys, values = self.stored(key, value)
+        self.length = keys.size(2)
+        return keys, values
+
+    def stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What :meth:`append` returns. The new ones become part of the cache where ``length`` is raised to theirs."""
         if self.static and self.length:
             return self.contents()
         for label, tensor in (("key", key), ("value", value)):
             check.float_tensor("KeyValueCache", label, tensor)
-        if key.dim() != 4 or key.shape[:3] != value.shape[:3]:
+        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
                 "KeyValueCache: key and value must be (B, H, L, E) and (B, H, L, Ev), "
                 f"got {tuple(key.shape)} and {tuple(value.shape)}"
@@ -525,10 +535,11 @@ class KeyValueCache:
             raise ValueError("KeyValueCache: it holds no gradients; decode under torch.no_grad() or inference_mode()")
         if self._keys is not None and self._values is not None:
             for label, new, old in (("key", key, self._keys), ("value", value, self._values)):
-                if new.shape[:2] != old.shape[:2] or new.size(3) != old.size(3) or new.dtype != old.dtype:
+                kinds = [(*t.shape[:2], "L", t.size(3)) for t in (old, new)]
+                if kinds[0] != kinds[1] or new.dtype != old.dtype or new.device != old.device:
                     raise ValueError(
-                        f"KeyValueCache: {label} must be {(*old.shape[:2], 'L', old.size(3))} of {old.dtype} as "
-                        f"before, got {tuple(new.shape)} of {new.dtype}; use reset() for a new batch"
+                        f"KeyValueCache: {label} must be {kinds[0]} of {old.dtype} on {old.device} as before, got "
+                        f"{tuple(new.shape)} of {new.dtype} on {new.device}; use reset() for a new batch"
                     )
         needed = self.length + key.size(2)
         if self.max_length is not None and needed > self.max_length:
@@ -537,12 +548,11 @@ class KeyValueCache:
         self._values = self._reserve(self._values, value, needed)
         self._keys[:, :, self.length : needed] = key
         self._values[:, :, self.length : needed] = value
-        self.length = needed
-        return self.contents()
+        return self._keys[:, :, :needed], self._values[:, :, :needed]
 
     def _reserve(self, store: Tensor | None, like: Tensor, needed: int) -> Tensor:
         capacity = 0 if store is None else store.size(2)
-        if store is not None and needed <= capacity:
+        if store is not None and needed <= capacity and not _is_frozen(store):
             return store
         size = needed if self.static else max(needed, self.max_length or max(2 * capacity, 64))
         grown = like.new_empty(*like.shape[:2], size, like.size(3))
@@ -561,15 +571,28 @@ class KeyValueCache:
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def reorder(self, index: Tensor) -> None:
-        """Keep the batch entries ``index``, (B',) integers, in that order. Entries that keep their place stay there."""
+        """Keep the batch entries ``index``, (B',) integers, in that order. Entries that keep their place stay there.
+
+        Raises:
+            TypeError, ValueError: not such a tensor, or an entry that the cache does not have.
+        """
+        if not isinstance(index, Tensor) or index.dtype not in check.INTEGERS:
+            kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
+            raise TypeError(f"KeyValueCache: index must be a Tensor of integers, got {kind}")
+        if index.dim() != 1:
+            raise ValueError(f"KeyValueCache: index must have one dimension, got shape {tuple(index.shape)}")
         if self._keys is None or self._values is None:
             return
+        batch = len(self._keys)
+        if check.is_readable(index) and len(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
+            raise ValueError(f"KeyValueCache: index must be within [0, {batch}), got {index.tolist()}")
+        index = index.to(torch.int64)
         moved = (index != torch.arange(len(index), device=index.device)).nonzero()[:, 0]
         self._keys = self._moved(self._keys, index, moved)
         self._values = self._moved(self._values, index, moved)
 
     def _moved(self, store: Tensor, index: Tensor, moved: Tensor) -> Tensor:
-        if len(index) > len(store):
+        if len(index) > len(store) or _is_frozen(store):
             return store.index_select(0, index)
         if len(moved):
             used = store[:, :, : self.length]
@@ -579,6 +602,11 @@ class KeyValueCache:
     def reset(self) -> None:
         """Forget everything."""
         self.length, self._keys, self._values = 0, None, None
+
+
+def _is_frozen(store: Tensor) -> bool:
+    """Whether it was made under ``inference_mode``, which has ended: it may not be written to."""
+    return store.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class LayerNorm(nn.LayerNorm):
@@ -617,8 +645,10 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         *,
         prenorm: bool = False,
     ) -> None:
-        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+        shape = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+        if not all(isinstance(size, numbers.Integral) for size in shape):
+            raise TypeError(f"DropoutAddLayerNorm: normalized_shape must be an integer, got {normalized_shape!r}")
+        super().__init__(list(map(int, shape)), eps, elementwise_affine, bias, device, dtype)
         if len(self.normalized_shape) != 1:
             raise ValueError(f"DropoutAddLayerNorm: normalized_shape must be one size, got {normalized_shape}")
         check.threshold("DropoutAddLayerNorm", p, "p")

@@ -24,6 +24,7 @@ from oracle import (
 )
 from oracle import attention as exact
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn import attention_weights, scaled_dot_product_attention
@@ -326,6 +327,25 @@ def test_batch_dimensions(backend, shapes):
     tensors = [torch.randn(shape) for shape in shapes]
     check(*tensors, lse=False)
     check(*tensors, is_causal=True, dropout_p=0.5, seed=SEED)
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_heads_broadcast_as_torchs(backend, enable_gqa):
+    """Of all numbers of heads, what torch takes and what it refuses; none at all too, of which torch's own may end the
+    process."""
+    for heads in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2, 3)):
+        tensors = [torch.randn(2, n, 5, 8) for n in heads]
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                wanted = F.scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa)
+        except RuntimeError:
+            with pytest.raises(ValueError, match="heads"):
+                scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa)
+            continue
+        torch.testing.assert_close(scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa), wanted)
+    for heads in () if enable_gqa else ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (0, 0, 0)):
+        tensors = [torch.randn(2, n, 5, 8) for n in heads]
+        assert scaled_dot_product_attention(*tensors).shape == (2, 0, 5, 8)
 
 
 LAYOUTS = {

@@ -82,6 +82,15 @@ def test_mask_seeds(backend, seed):
     assert torch.equal(dropout_mask((2, 20, 70), 0.4, torch.tensor(seed)), exact_mask((2, 20, 70), 0.4, seed))
 
 
+def test_a_rate_of_nearly_0_copies():
+    """As torch's dropout does; it returns its input for a rate of 0 alone."""
+    x = torch.ones(4)
+    for p, is_input in ((1e-6, False), (0.0, True)):
+        assert (dropout(x, p) is x) == is_input
+        assert (F.dropout(x, p) is x) == is_input
+        assert dropout(x, p, inplace=True) is x
+
+
 @pytest.mark.parametrize("p", [0.0, 1e-9, 7e-6, 8e-6, 1 / 65536, 0.1, 1 / 3, 0.5, 0.99, 1 - 8e-6, 1 - 7e-6, 1.0])
 def test_threshold_rounds_once(backend, p):
     """threshold = floor(p * 65536 + 0.5); at 0 nothing changes, at 65536 nothing is left."""

@@ -3,6 +3,7 @@ kernel has run."""
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,6 +91,8 @@ BAD = [
             ({"window_size": (1, 2, 3)}, "window_size", "(1, 2, 3)"),
             ({"window_size": 4}, "window_size", "4"),
             ({"window_size": (1.5, 2)}, "window_size", "1.5"),
+            ({"window_size": np.array([1, 2])}, "window_size", "[1, 2]"),
+            ({"scale": torch.tensor(0.5, device="meta")}, "scale", "Tensor"),
             ({"dropout_p": 0.1, "seed": 3}, "seed", "int"),
             ({"dropout_p": 0.1, "seed": torch.tensor([1])}, "seed", "(1,)", "(2,)"),
             ({"dropout_p": 0.1, "seed": torch.tensor([1.0, 2.0])}, "seed", "float32", "int64"),
@@ -165,10 +168,22 @@ BAD = [
     (lambda: dropout(X, 0.5, seed=torch.zeros(3, dtype=torch.int64)), "seed", "(3,)", "(2,)"),
     (lambda: dropout_mask((3, -1), 0.5, SEED), "shape", "-1"),
     (lambda: dropout_mask("ab", 0.5, SEED), "shape", "'a'"),
+    (lambda: dropout_mask((2**40, 2**40), 0.5, SEED), "shape", "1099511627776"),
     (lambda: dropout_mask((3, 4), 3.0, SEED), "dropout_p", "3.0"),
+    # Proxies of torch.fx, by its tracer
+    (lambda: torch.fx.symbolic_trace(lambda x: layer_norm(x, (8,))), "input", "Proxy", "torch.export"),
+    (lambda: torch.fx.symbolic_trace(lambda q: attention(q, q, q)), "query", "Proxy", "is_leaf_module"),
     (lambda: dropout_mask((3, 4), 0.5, None), "seed", "NoneType"),
     (lambda: dropout_mask((3, 4), 0.5, (1, 2)), "seed", "tuple"),
 ]
+
+
+def filled_cache():
+    cache = KeyValueCache()
+    cache.append(K, K)
+    return cache
+
+
 BAD_MODULES = [
     (lambda: MultiHeadAttention(16, 3), "embed_dim", "16", "3"),
     (lambda: MultiHeadAttention(0, 1), "embed_dim", "0"),
@@ -201,10 +216,21 @@ BAD_MODULES = [
     (lambda: Dropout(1.5), "dropout probability", "1.5"),
     (lambda: SoftmaxDropout(-1), "p", "-1"),
     (lambda: DropoutAddLayerNorm(8, p=2), "p", "2"),
+    (lambda: DropoutAddLayerNorm(8.0), "normalized_shape", "8.0"),
+    (lambda: MultiHeadAttention(8, 2, kdim=-3), "kdim", "-3"),
+    (lambda: MultiHeadAttention(8, 2, vdim=4.0), "vdim", "4.0"),
     (lambda: KeyValueCache(-1), "max_length", "-1"),
+    (lambda: KeyValueCache().append(K, K[0]), "key", "value", "(4, 9, 8)"),
+    (lambda: filled_cache().append(K.to("meta"), K.to("meta")), "key", "meta", "cpu"),
+    (lambda: filled_cache().reorder([1, 0]), "index", "list"),
+    (lambda: filled_cache().reorder(torch.tensor([True, False])), "index", "torch.bool"),
+    (lambda: filled_cache().reorder(torch.tensor([[0]])), "index", "(1, 1)"),
+    (lambda: filled_cache().reorder(torch.tensor([0, 2])), "index", "2"),
+    (lambda: filled_cache().reorder(torch.tensor([-1, 0])), "index", "-1"),
     # backends
     (lambda: fastattn.backend("gpu").__enter__(), "gpu", "reference"),
     (lambda: fastattn.backend(None).__enter__(), "None", "reference"),
+    (lambda: fastattn.backend(["cpu"]).__enter__(), "cpu", "reference"),
     (lambda: fastattn.explain(print, X), "print"),
 ]
 

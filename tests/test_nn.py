@@ -288,6 +288,44 @@ def test_cache_itself():
         cache.append(keys[:, :, :1], values[:, :, :1])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_a_cache_takes_integers_of_any_size(dtype):
+    cache, keys = KeyValueCache(), torch.randn(3, 2, 5, 4)
+    cache.append(keys, keys)
+    cache.reorder(torch.tensor([1, 0, 2], dtype=dtype))
+    assert torch.equal(cache.contents()[0], keys[[1, 0, 2]])
+
+
+@pytest.mark.parametrize(
+    "options", [{"attn_mask": torch.zeros(3, 5)}, {"window_size": 4}, {"key_lengths": torch.tensor([1, 99])}], ids=str
+)
+def test_a_refused_call_adds_nothing_to_a_cache(options):
+    module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache()
+    x = torch.randn(2, 6, 8)
+    with torch.no_grad():
+        whole = module(x, x, x, is_causal=True)[0]
+        module(x[:, :3], x[:, :3], x[:, :3], is_causal=True, cache=cache)
+        more = (x[:, 3:],) * 3
+        with pytest.raises((ValueError, TypeError)):
+            module(*more, cache=cache, **options)
+        fastattn.explain(module, *more, cache=cache)
+        assert cache.length == 3
+        torch.testing.assert_close(module(*more, is_causal=True, cache=cache)[0], whole[:, 3:], **CLOSE)
+
+
+def test_a_cache_of_inference_mode_goes_on_without_it():
+    keys, cache = torch.randn(2, 3, 4, 8), KeyValueCache()
+    with torch.inference_mode():
+        cache.append(keys[:, :, :2], keys[:, :, :2])
+    with torch.no_grad():
+        cache.reorder(torch.tensor([1, 0]))
+        assert torch.equal(cache.append(keys[:, :, 2:], keys[:, :, 2:])[0][:, :, :2], keys[[1, 0], :, :2])
+    with torch.inference_mode():
+        cache.append(keys, keys)
+    with torch.no_grad():
+        assert torch.equal(cache.append(keys, keys)[1][:, :, -4:], keys)
+
+
 @pytest.mark.parametrize("index", [[0, 1, 2], [2, 1, 0], [1], [0, 2], [2, 2, 0, 1, 1], [1, 1, 1], []], ids=str)
 def test_a_cache_keeps_what_it_is_told(index):
     cache, index = KeyValueCache(), torch.tensor(index, dtype=torch.int64)

@@ -244,6 +244,27 @@ def test_weights_stay_the_same_tensors():
     assert model.trg_word_prj.weight is model.decoder.trg_word_emb.weight
 
 
+class WithArguments(nn.LayerNorm):
+    def __new__(cls, size, *rest):
+        return super().__new__(cls)
+
+    def __getnewargs__(self):
+        return (3,)
+
+
+class Reduced(nn.LayerNorm):
+    def __reduce__(self):
+        return Reduced, (4,)
+
+
+def test_copies_of_a_class_whose_new_takes_arguments():
+    norm = WithArguments(3)
+    assert fastattn.patch(norm).changed
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(other) is type(norm)
+        assert torch.equal(other.weight, norm.weight)
+
+
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_patched(pair, copied):
     _, patched, args = pair
@@ -1012,6 +1033,7 @@ LEFT = {
     "an attribute set": (lambda: Remembers(4), "sets last"),
     "other arguments": (lambda: TakesABias(2, 8), r"takes \(query, key, value, mask=None, bias=None\)"),
     "other parts": (lambda: NeedsMore(4), "no attribute 'gain'"),
+    "a class that says how it is pickled": (lambda: Reduced(4), "says itself how it is pickled"),
     "a sub-layer of which the parts are patched": (lambda: annotated.SublayerConnection(8, 0.1), "nothing is left"),
 }
 

@@ -97,7 +97,7 @@ def test_reading(tmp_path):
         ("empty", b"", "is empty: expected one sentence a line"),
         ("blank", b"\n  \n", "is empty"),
         ("latin1", "a\nseñor".encode("latin-1"), "is not UTF-8: byte 0xf1 in line 2"),
-        ("cut.gz", gzip.compress(b"text" * 100)[:-9], "is not a complete gzip file"),
+        ("cut.gz", gzip.compress(b"text" * 100, mtime=0)[:-9], "is not a complete gzip file"),
         ("plain.gz", b"text", "cannot read .*plain.gz: Not a gzipped file"),
     ],
 )
@@ -726,6 +726,9 @@ def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(verses)
     greedy = candidates(model, tokenizer, sources[:4], Search(beam=1))
     assert [found[0].text for found in sampled] == [found[0].text for found in greedy]
     assert [found[0].score for found in sampled] == pytest.approx([found[0].score for found in greedy], abs=1e-4)
+    for temperature in (1e-30, 1e-46, 1e-300):  # beyond float32
+        cold = candidates(model, tokenizer, sources[:4], Search(temperature=temperature))
+        assert [found[0].text for found in cold] == [found[0].text for found in greedy]
 
 
 @pytest.mark.parametrize("k", [1, 4, 30])
@@ -963,6 +966,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
     read = checkpoint.load_training if name == "training.pt" else checkpoint.load
     with pytest.raises(InputError, match=r"cannot read the checkpoint .*step-00000001: "):
         read(saved)
+    path.write_bytes(b"junk")
+    with pytest.raises(InputError, match=r"cannot read the checkpoint .*step-00000001: "):
+        read(saved)
     path.unlink()
     with pytest.raises(
         InputError, match="holds no checkpoint" if name == "model.safetensors" else f"{name}.*: No such"
@@ -1196,8 +1202,16 @@ def test_damaged_metrics(files, tmp_path):
     metrics.write_bytes(whole + b'{"step": 2, "lo')
     train(files, files, out, resume=True, max_steps=2)
     assert [row["step"] for row in read_metrics(out)] == [1, 2]
-    for damage in (b'{"step": 2, "lo\n', b"\0" * 9 + b"\n", b"\xff\n", b"\n"):
-        metrics.write_bytes(whole + damage + whole)
+    for damage in (
+        b'{"step": 2, "lo',
+        b"\0" * 9,
+        b"\xff",
+        b"",
+        b"3",
+        b'{"step": 2}',
+        b'{"step": "x", "perplexity": 1}',
+    ):
+        metrics.write_bytes(whole + damage + b"\n" + whole)
         with pytest.raises(InputError, match=rf"line 2 of {metrics} is damaged"):
             read_metrics(out)
 

@@ -220,3 +220,17 @@ def test_meta_tensors(options):
     real, meta = results("cpu"), results("meta")
     assert all(t.is_meta for t in meta)
     assert [(t.shape, t.stride(), t.dtype) for t in meta] == [(t.shape, t.stride(), t.dtype) for t in real]
+
+
+@pytest.mark.parametrize("longest", [2**31 - 1, 2**31, 2**40, 2**62])
+def test_longest_lengths_beyond_the_tokens(backend, longest):
+    """They bound the sequences' lengths from above and cost nothing."""
+    q, k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(3))
+    starts = torch.tensor([0, 2, 5])
+    found, wanted = (
+        varlen_attn(q, k, v, starts, starts, n, n, window_size=(1, 0), dropout_p=0.3, seed=torch.tensor([1, 2]))
+        for n in (longest, 3)
+    )
+    assert torch.equal(found, wanted)
+    for one, other in zip(*(torch.autograd.grad(out.sum(), (q, k, v)) for out in (found, wanted)), strict=True):
+        assert torch.equal(one, other)

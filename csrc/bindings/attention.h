@@ -38,6 +38,8 @@ inline void set_operands(Attention& a, const Tensor& query, const Tensor& key, c
   const int row = q.size() == 3 ? 0 : 2;
   a.dtype = dtype_of(query, "query");
   a.batch = q[0], a.num_heads = q[1], a.num_kv_heads = k[1];
+  STD_TORCH_CHECK(v[1] == k[1] && (k[1] ? q[1] % k[1] == 0 : q[1] == 0), "attention: ", q[1], ", ", k[1], " and ", v[1],
+                  " heads of query, key and value");
   a.seqlen_q = q[row], a.seqlen_k = k[row];
   a.head_dim = (int)q[q.size() - 1], a.value_head_dim = (int)v[v.size() - 1];
   a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);

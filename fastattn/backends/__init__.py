@@ -139,7 +139,7 @@ def backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: no backend has this name.
     """
-    if name not in TABLE:
+    if not isinstance(name, str) or name not in TABLE:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, TABLE))}, got {name!r}")
     previous = thread.forced
     thread.forced = name
@@ -150,8 +150,8 @@ def backend(name: str) -> Iterator[None]:
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other would not. Nothing is computed
-    and no random numbers are drawn.
+    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other would not. The operation is not
+    run, nothing is drawn, and a cache stays as it is; of a module, what comes before its first operation is computed.
 
     Args:
         op: a public function of fastattn, ``explain(fastattn.layer_norm, x, (512,))``, or a module built on them,

@@ -231,8 +231,11 @@ def _operands(
     if v.size(-3) != k.size(-3):
         heads = q.size(-3)
         if v.size(-3) == 1 or k.size(-3) == 1:
-            heads = max(v.size(-3), k.size(-3))
-            k, v = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (k, v))
+            shared = v.size(-3) if k.size(-3) == 1 else k.size(-3)
+            k, v = (t.expand(*t.shape[:-3], shared, *t.shape[-2:]) for t in (k, v))
+            if heads == 1 and not enable_gqa:
+                q = q.expand(*q.shape[:-3], shared, *q.shape[-2:])
+            _head_counts(name, q.size(-3), shared, q.size(-1), k.size(-1), enable_gqa)
         elif enable_gqa and v.size(-3) and heads % v.size(-3) == 0:  # groups of key and of value differ
             k, v = (t.repeat_interleave(heads // t.size(-3), -3) for t in (k, v))
         else:
@@ -292,8 +295,9 @@ def _check_jagged(
             )
     if not same_lengths(key, value):
         raise check.BadValue(f"{name}: key and value must have sequences of the same lengths")
-    has_diagonal = is_causal or tuple(window_size) != (-1, -1)
-    if has_diagonal and not _lower_right(name, causal_variant) and not same_lengths(query, key):
+    lower_right = _lower_right(name, causal_variant)
+    has_diagonal = is_causal or check.sides(name, window_size) != (-1, -1)
+    if has_diagonal and not lower_right and not same_lengths(query, key):
         raise check.BadValue(
             f"{name}: queries and keys of different lengths have two diagonals; jagged operands have the one of "
             'causal_variant="lower_right", say so'
@@ -356,6 +360,7 @@ def packed_call(
                 f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
             )
         used = torch.minimum(used, own)
+    max_q, max_k = torch.sym_min(max_q, q.size(0)), torch.sym_min(max_k, k.size(0))  # no sequence is longer
     window = check.window(name, window_size, is_causal, True, max_q, max_k)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from fastattn.torch_private import is_batched, is_traced, refuse_scripting
 
@@ -17,12 +18,18 @@ TORCHSCRIPT = (
     "model faster, torch.export to save its program, torch.onnx.export(dynamo=True) for ONNX"
 )
 
+SYMBOLIC = (
+    "torch.fx.symbolic_trace does not trace fastattn: use torch.export to save a model's program, or a Tracer whose "
+    "is_leaf_module knows fastattn's modules"
+)
+
 LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
 LEAST = 2.0**-126  # float32's least normal number: a GPU may take less for 0, and -inf times 0 is NaN
 _NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
 _AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "mps", "xpu", "mtia", "hpu", "xla") if torch.amp.is_autocast_available(device)
 )
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -37,6 +44,8 @@ class BadType(TypeError, RuntimeError, AssertionError):
 
 def float_tensor(function: str, name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor of a floating-point dtype that the operations take."""
+    if isinstance(value, Proxy):
+        raise BadType(f"{function}: {name} is a Proxy; {SYMBOLIC}")
     if not isinstance(value, Tensor):
         raise BadType(f"{function}: {name} must be a Tensor, got {type(value).__name__}")
     if value.dtype not in FLOATS:
@@ -82,7 +91,7 @@ def same_device(function: str, name: str, tensor: Tensor, device: torch.device) 
 
 def real(function: str, name: str, value: object) -> float:
     """``value`` as a float: a number, or a scalar tensor that wants no gradient."""
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and not value.is_meta:
         value = value.item()
     if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):  # a bool too, as torch has it
         raise BadType(f"{function}: {name} must be a real number, got {type(value).__name__} {value!r:.80}")
@@ -153,16 +162,23 @@ def window(
     """
     flag(function, "is_causal", is_causal)
     reach = (keys, queries) if lower_right else (queries, keys)
-    if window_size == (-1, -1):
-        return reach[0], 0 if is_causal else reach[1]
+    given = sides(function, window_size)
+    left, right = (most if side == -1 else min(side, most) for side, most in zip(given, reach, strict=True))
+    return left, 0 if is_causal else right
+
+
+def sides(function: str, window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) as they were given, -1 or more each."""
+    if type(window_size) is tuple and window_size == (-1, -1):  # at once
+        return window_size
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise BadType(f"{function}: window_size must be (left, right), got {window_size!r}")
     if not all(isinstance(side, numbers.Integral) and not isinstance(side, bool) for side in window_size):
         raise BadType(f"{function}: window_size must be two integers, got {window_size!r}")
     if min(window_size) < -1:
         raise BadValue(f"{function}: window_size must be -1 (unbounded) or more on each side, got {window_size!r}")
-    left, right = (most if side == -1 else min(int(side), most) for side, most in zip(window_size, reach, strict=True))
-    return left, 0 if is_causal else right
+    left, right = window_size
+    return int(left), int(right)
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -181,7 +197,7 @@ def key_lengths(
     """``lengths`` as dense int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would wait."""
     if not isinstance(lengths, Tensor):
         raise BadType(f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}")
-    if lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+    if lengths.dtype not in INTEGERS:
         raise BadType(f"{function}: {name} must hold integers, got {str(lengths.dtype)[6:]}")
     dense(function, name, lengths)
     if lengths.shape != (batch,):

@@ -5,6 +5,8 @@ Source: Srivastava et al. 2014; in the Transformer: Vaswani et al. 2017, section
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +47,7 @@ def dropout(
         check.flag("dropout", "inplace", inplace)
     threshold = check.threshold("dropout", p, "p")
     if isinstance(input, Tensor) and (not training or threshold == 0):
-        return input
+        return input.clone() if training and p > 0 and not inplace else input
     if is_jagged(input):
         return on_values(lambda values: dropout(values, p, training, inplace, seed=seed), input)
     check.operand("dropout", "input", input)
@@ -79,8 +81,10 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
         shape = tuple(shape)
     except TypeError:
         raise check.BadType(f"{name}: shape must be a sequence of integers, got {shape!r}") from None
-    if not all(isinstance(size, int | torch.SymInt) and size >= 0 for size in shape):
+    if not all(isinstance(size, numbers.Integral | torch.SymInt) and size >= 0 for size in shape):
         raise check.BadValue(f"{name}: shape must hold integers of at least 0, got {shape!r}")
+    if math.prod(shape) >= 2**63:
+        raise check.BadValue(f"{name}: shape must hold less than 2**63 elements, got {shape!r}")
     threshold = check.threshold(name, dropout_p)
     return dropout_mask_op(shape, seed.contiguous(), threshold)
 

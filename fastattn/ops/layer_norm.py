@@ -53,6 +53,8 @@ def layer_norm(
         if not isinstance(shape, (Sequence, *_SIZES)):
             raise check.BadType(f"{name}: normalized_shape must be an integer or a sequence of them, got {shape!r}")
         shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if not all(isinstance(size, _SIZES) for size in shape):
+        raise check.BadType(f"{name}: normalized_shape must hold integers, got {normalized_shape!r}")
     dims = len(shape)
     if dims == 0 or input.shape[-dims:] != shape:
         raise check.BadValue(

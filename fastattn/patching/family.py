@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +47,10 @@ class Family(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name by which pickle and deepcopy could find it.
         reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (self.__class__.__bases__[0], self.original), *reduced[2:]
+        make, (_, *arguments), *state = reduced
+        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]  # of protocols below 2
+            arguments = []
+        return _new, (self.__class__.__bases__[0], self.original, *arguments), *state
 
 
 _CLASSES: dict[tuple[type, type], Any] = {}
@@ -62,9 +66,9 @@ def patched_class(family: type[Family], original: type[nn.Module]) -> Any:
     return _CLASSES[key]
 
 
-def _new(family: Any, original: Any) -> nn.Module:
+def _new(family: Any, original: Any, *arguments: Any) -> nn.Module:
     cls = patched_class(family, original)
-    return cls.__new__(cls)
+    return cls.__new__(cls, *arguments)
 
 
 def is_served(*tensors: Tensor) -> bool:

@@ -18,7 +18,6 @@ import contextlib
 import fcntl
 import itertools
 import os
-import pickle
 import shutil
 import socket
 import tempfile
@@ -341,7 +340,9 @@ def load_training(checkpoint: Path) -> dict:
     with _readable(checkpoint):
         try:
             state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError):
+        except OSError:
+            raise
+        except Exception:  # of other bytes torch's unpickler raises anything
             raise InputError(f"{TRAINING} is damaged") from None
         if not isinstance(state, dict):
             raise InputError(f"{TRAINING} is not one that `fastattn train` wrote")

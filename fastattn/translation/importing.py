@@ -7,7 +7,6 @@ side, as it was to the program, and is never said. Text is in the program's own 
 """
 
 import argparse
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +180,7 @@ def _read(path: Path) -> dict[str, Any]:
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError):
+    except Exception:  # of other bytes torch's unpickler raises anything
         raise InputError(f"cannot read {path}: it is no file of torch.save, or holds more than weights") from None
     return saved if isinstance(saved, dict) else {}
 

@@ -167,7 +167,8 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
         log_sum = logits.logsumexp(-1)
         logits[..., [config.pad_id, config.bos_id]] = -torch.inf
         uniform = torch.tensor([[draws[i].random() for _ in range(width)] for i in sentence.tolist()], device=device)
-        token = _draw(logits / search.temperature, uniform, search.top_k, search.top_p)
+        scaled = (logits - logits.amax(-1, keepdim=True)).double() / search.temperature  # of any size
+        token = _draw(scaled, uniform, search.top_k, search.top_p)
         gained = logits.gather(-1, token[..., None])[..., 0] - log_sum
         log_p = log_p + gained.masked_fill(finished, 0.0)
         tokens = torch.cat((tokens, token.masked_fill(finished, config.pad_id)[..., None]), dim=-1)
@@ -191,7 +192,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
 def _draw(logits: Tensor, uniform: Tensor, top_k: int, top_p: float) -> Tensor:
     """Of each row of logits (..., V) the token at which the cumulated probability exceeds ``uniform`` (...)."""
     logits, token = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # likeliest first
-    p = logits.double().softmax(-1)
+    p = logits.softmax(-1)
     p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
     cumulated = p.cumsum(-1)
     place = (cumulated <= uniform[..., None] * cumulated[..., -1:]).sum(-1)
