@@ -533,6 +533,8 @@ class KeyValueCache:
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise ValueError("KeyValueCache: it holds no gradients; decode under torch.no_grad() or inference_mode()")
+        if self.length == 0:  # what a call that was refused has left binds nobody
+            self._keys = self._values = None
         if self._keys is not None and self._values is not None:
             for label, new, old in (("key", key, self._keys), ("value", value, self._values)):
                 kinds = [(*t.shape[:2], "L", t.size(3)) for t in (old, new)]
@@ -566,7 +568,7 @@ class KeyValueCache:
         Raises:
             ValueError: nothing was appended yet.
         """
-        if self._keys is None or self._values is None:
+        if self.length == 0 or self._keys is None or self._values is None:
             raise ValueError("KeyValueCache: it is empty; append keys and values first")
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
@@ -581,7 +583,7 @@ class KeyValueCache:
             raise TypeError(f"KeyValueCache: index must be a Tensor of integers, got {kind}")
         if index.dim() != 1:
             raise ValueError(f"KeyValueCache: index must have one dimension, got shape {tuple(index.shape)}")
-        if self._keys is None or self._values is None:
+        if self.length == 0 or self._keys is None or self._values is None:
             return
         batch = len(self._keys)
         if check.is_readable(index) and len(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
@@ -605,8 +607,8 @@ class KeyValueCache:
 
 
 def _is_frozen(store: Tensor) -> bool:
-    """Whether it was made under ``inference_mode``, which has ended: it may not be written to."""
-    return store.is_inference() and not torch.is_inference_mode_enabled()
+    """Whether it was made under ``inference_mode``, which has ended: it may not be written to. Dynamo does not ask."""
+    return not torch.compiler.is_compiling() and store.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class LayerNorm(nn.LayerNorm):

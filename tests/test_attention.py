@@ -343,6 +343,8 @@ def test_heads_broadcast_as_torchs(backend, enable_gqa):
                 scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa)
             continue
         torch.testing.assert_close(scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa), wanted)
+    with pytest.raises(ValueError, match="heads"):
+        scaled_dot_product_attention(*(torch.randn(2, n, 5, 8) for n in (0, 0, 2)), enable_gqa=enable_gqa)
     for heads in () if enable_gqa else ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (0, 0, 0)):
         tensors = [torch.randn(2, n, 5, 8) for n in heads]
         assert scaled_dot_product_attention(*tensors).shape == (2, 0, 5, 8)

@@ -506,3 +506,17 @@ def test_checkpointed_modules_drop_the_same(name, use_reentrant):
         out.square().sum().backward()
         results.append([out, *(parameter.grad for parameter in module.parameters())])
     assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("of", ["batch", "length"])
+def test_sizes_that_depend_on_data(of):
+    """Of an index by a mask, which the compiler does not know."""
+    x, chosen = torch.randn(6, 2, 6, 8), torch.tensor([True, False, True, True, False, True])
+
+    def attend(x, chosen):
+        chosen_x = x[chosen] if of == "batch" else x[:, :, chosen]
+        return fastattn.scaled_dot_product_attention(chosen_x, chosen_x, chosen_x)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(attend, fullgraph=True, backend="aot_eager")(x, chosen)
+    torch.testing.assert_close(found, attend(x, chosen))

@@ -313,6 +313,36 @@ def test_a_refused_call_adds_nothing_to_a_cache(options):
         torch.testing.assert_close(module(*more, is_causal=True, cache=cache)[0], whole[:, 3:], **CLOSE)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_refused_or_explained_first_call_binds_no_cache(static):
+    module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache(static=static)
+    two, three = torch.randn(2, 4, 8), torch.randn(3, 4, 8)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="batch size, got 2 and 3"):
+            module(two, three, three, cache=cache)
+        with torch.autocast("cpu", torch.bfloat16):
+            fastattn.explain(module, three, three, three, cache=cache)
+        with pytest.raises(ValueError, match="empty"):
+            cache.contents()
+        found = module(two, two, two, cache=cache)[0]
+        torch.testing.assert_close(found, module(two, two, two)[0], **CLOSE)
+    assert cache.length == 4
+
+
+def test_a_cache_in_compiled_decoding():
+    module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache(8)
+    x = torch.randn(2, 5, 8)
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def step(token):
+        return module(token, token, token, is_causal=True, need_weights=False, cache=cache)[0]
+
+    with torch.no_grad():
+        found = [step(x[:, n : n + 1]) for n in range(5)]
+        wanted = module(x, x, x, is_causal=True, need_weights=False)[0]
+    torch.testing.assert_close(torch.cat(found, 1), wanted, **CLOSE)
+
+
 def test_a_cache_of_inference_mode_goes_on_without_it():
     keys, cache = torch.randn(2, 3, 4, 8), KeyValueCache()
     with torch.inference_mode():
@@ -320,10 +350,11 @@ def test_a_cache_of_inference_mode_goes_on_without_it():
     with torch.no_grad():
         cache.reorder(torch.tensor([1, 0]))
         assert torch.equal(cache.append(keys[:, :, 2:], keys[:, :, 2:])[0][:, :, :2], keys[[1, 0], :, :2])
+    other = KeyValueCache()
     with torch.inference_mode():
-        cache.append(keys, keys)
+        other.append(keys, keys)
     with torch.no_grad():
-        assert torch.equal(cache.append(keys, keys)[1][:, :, -4:], keys)
+        assert torch.equal(other.append(keys, keys)[1], torch.cat((keys, keys), 2))
 
 
 @pytest.mark.parametrize("index", [[0, 1, 2], [2, 1, 0], [1], [0, 2], [2, 2, 0, 1, 1], [1, 1, 1], []], ids=str)

@@ -252,6 +252,14 @@ class WithArguments(nn.LayerNorm):
         return (3,)
 
 
+class WithNamedArguments(nn.LayerNorm):
+    def __new__(cls, *args, size=4):
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self):
+        return (), {"size": 4}
+
+
 class Reduced(nn.LayerNorm):
     def __reduce__(self):
         return Reduced, (4,)
@@ -1034,6 +1042,7 @@ LEFT = {
     "other arguments": (lambda: TakesABias(2, 8), r"takes \(query, key, value, mask=None, bias=None\)"),
     "other parts": (lambda: NeedsMore(4), "no attribute 'gain'"),
     "a class that says how it is pickled": (lambda: Reduced(4), "says itself how it is pickled"),
+    "a class of named arguments": (lambda: WithNamedArguments(4), "says itself how it is pickled"),
     "a sub-layer of which the parts are patched": (lambda: annotated.SublayerConnection(8, 0.1), "nothing is left"),
 }
 

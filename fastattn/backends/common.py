@@ -66,11 +66,9 @@ def memory_order(like: Tensor) -> list[int]:
 
 def empty_heads(like: Tensor, size: int) -> Tensor:
     """(B, H, L, size) in ``like``'s memory layout."""
-    sizes, strides, step = (*like.shape[:3], size), [1] * 4, 1
-    for dim in reversed(memory_order(like)):
-        strides[dim] = step
-        step *= max(sizes[dim], 1)
-    return like.new_empty_strided(sizes, strides)
+    order = memory_order(like)
+    sizes = *like.shape[:3], size
+    return like.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
 
 
 def dense_strides(input: Tensor) -> tuple[int, ...]:

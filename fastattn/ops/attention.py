@@ -235,8 +235,8 @@ def _operands(
             k, v = (t.expand(*t.shape[:-3], shared, *t.shape[-2:]) for t in (k, v))
             if heads == 1 and not enable_gqa:
                 q = q.expand(*q.shape[:-3], shared, *q.shape[-2:])
-            _head_counts(name, q.size(-3), shared, q.size(-1), k.size(-1), enable_gqa)
-        elif enable_gqa and v.size(-3) and heads % v.size(-3) == 0:  # groups of key and of value differ
+            _head_counts(name, q.size(-3), shared, q.size(-1), k.size(-1), enable_gqa, "key and value together")
+        elif enable_gqa and k.size(-3) and v.size(-3) and heads % v.size(-3) == 0:  # groups of key and of value differ
             k, v = (t.repeat_interleave(heads // t.size(-3), -3) for t in (k, v))
         else:
             raise check.BadValue(
@@ -380,17 +380,17 @@ def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool) -> None:
+def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool, of: str = "key") -> None:
     if e != ek:
         raise check.BadValue(f"{name}: query and key must have the same head size, got {e} and {ek}")
     if hq == hk:
         return
     if not grouped:
         raise check.BadValue(
-            f"{name}: query has {hq} heads and key {hk}; they must be equal, or pass enable_gqa=True for grouped heads"
+            f"{name}: query has {hq} heads and {of} {hk}; they must be equal, or pass enable_gqa=True for grouped heads"
         )
     if hk == 0 or hq % hk:
-        raise check.BadValue(f"{name}: query's heads must be a multiple of key's, got {hq} and {hk}")
+        raise check.BadValue(f"{name}: query's heads must be a multiple of those of {of}, got {hq} and {hk}")
 
 
 def _scale(name: str, scale: float | None, head_dim: int) -> float:

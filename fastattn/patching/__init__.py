@@ -106,7 +106,10 @@ def _refusal(module: nn.Module) -> str | None:
         return "it is a ScriptModule; patch the model that torch.jit made it of, and use torch.compile in its place"
     if parametrize.is_parametrized(module):
         return "it is parametrized, which swaps its class too; patch first, parametrize afterwards"
-    if type(module).__reduce__ is not object.__reduce__ or type(module).__reduce_ex__ is not object.__reduce_ex__:
+    kind = type(module)
+    if (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__) or hasattr(
+        kind, "__getnewargs_ex__"
+    ):
         return "its class says itself how it is pickled, which a patched class has to"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"

@@ -340,7 +340,7 @@ def load_training(checkpoint: Path) -> dict:
     with _readable(checkpoint):
         try:
             state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception:  # of other bytes torch's unpickler raises anything
             raise InputError(f"{TRAINING} is damaged") from None

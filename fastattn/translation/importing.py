@@ -180,6 +180,8 @@ def _read(path: Path) -> dict[str, Any]:
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except MemoryError:
+        raise
     except Exception:  # of other bytes torch's unpickler raises anything
         raise InputError(f"cannot read {path}: it is no file of torch.save, or holds more than weights") from None
     return saved if isinstance(saved, dict) else {}

@@ -658,7 +658,7 @@ def read_metrics(out: Path) -> list[dict[str, float]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             row = json.loads(line)
-            if not (row["step"] >= 0 and row["perplexity"] > 0):
+            if row["step"] < 0 or row["perplexity"] <= 0:
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             raise InputError(f"line {number} of {path} is damaged: expected a row of numbers; remove it") from None
