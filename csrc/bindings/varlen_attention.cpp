@@ -1,13 +1,17 @@
 // Attention over packed sequences, forward and backward, as torch ops.
+#include <algorithm>
+
 #include "attention.h"
 
 namespace fastattn {
 namespace {
 
+// No sequence is longer than all of them together, whatever bound is given.
 inline void set_packed(Attention& a, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
                        const std::optional<Tensor>& seqused_k, int64_t max_q, int64_t max_k) {
   a.batch = cu_seq_q.numel() - 1;
-  a.seqlen_q = max_q, a.seqlen_k = max_k;
+  a.seqlen_q = std::min(max_q, a.seqlen_q), a.seqlen_k = std::min(max_k, a.seqlen_k);
+  a.window_left = std::min(a.window_left, a.seqlen_k), a.window_right = std::min(a.window_right, a.seqlen_q);
   a.cu_seq_q = cu_seq_q.const_data_ptr<int64_t>(), a.cu_seq_k = cu_seq_k.const_data_ptr<int64_t>();
   a.key_lengths = data_of<int64_t>(seqused_k);
 }

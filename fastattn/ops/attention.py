@@ -360,7 +360,6 @@ def packed_call(
                 f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
             )
         used = torch.minimum(used, own)
-    max_q, max_k = torch.sym_min(max_q, q.size(0)), torch.sym_min(max_k, k.size(0))  # no sequence is longer
     window = check.window(name, window_size, is_causal, True, max_q, max_k)
     threshold = check.threshold(name, dropout_p)
     check.check_seed(name, seed, q.device)

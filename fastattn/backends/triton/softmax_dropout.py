@@ -39,7 +39,6 @@ class Matrices(NamedTuple):
     batch: Any  # strides; None: contiguous
     head: Any
     row: Any
-    column: Any  # of a mask; None: 1, in rows at multiples of 16 elements
 
 
 class Place(NamedTuple):
@@ -101,8 +100,9 @@ def _load(rows, column, place, window, seqlen_k, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGNED: tl.constexpr):
-    """scale * input + mask in float32, -inf where not visible."""
+def _scores(input_rows, attn_mask, mask_column, column, place, window, seqlen_k, scale, ALIGNED: tl.constexpr):
+    """scale * input + mask in float32, -inf where not visible. ``mask_column`` is the stride of the mask's columns;
+    None: 1, in rows at multiples of 16 elements."""
     if window is None:
         visible = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
     else:  # one comparison: what lies before the first visible column wraps to large numbers
@@ -110,10 +110,10 @@ def _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGN
     scores = _load(input_rows, column, place, window, seqlen_k, ALIGNED) * scale
     if attn_mask is not None:
         mask_rows = _rows_at(place, attn_mask, seqlen_k)
-        if attn_mask.column is None:
+        if mask_column is None:
             pointers = places(mask_rows, column, True)
         else:
-            pointers = places(mask_rows, column.to(tl.int64) * attn_mask.column, False)
+            pointers = places(mask_rows, column.to(tl.int64) * mask_column, False)
         values = tl.load(pointers, mask=_wanted(column, place, window, seqlen_k, ALIGNED), other=0)
         if values.dtype.is_int():
             visible = visible & (values != 0)
@@ -145,7 +145,7 @@ def _drop(x, dropout, place, first):
 
 @kernel
 def _forward(
-    input, attn_mask, key_lengths, dropout, out, stats,
+    input, attn_mask, mask_column, key_lengths, dropout, out, stats,
     rows: tl.int64, slots: tl.int64, heads: tl.int64, seqlen_q: tl.int64, seqlen_k: tl.int32, scale: tl.float32, window,
     LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -161,7 +161,7 @@ def _forward(
     out_rows = out + row * seqlen_k
     column = tl.arange(0, BLOCK_N)[None, :]
     if ROW_FITS:
-        scores = _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGNED)
+        scores = _scores(input_rows, attn_mask, mask_column, column, place, window, seqlen_k, scale, ALIGNED)
         row_max = _finite(tl.max(scores, 1))
         exponentials = _exp(scores - row_max[:, None])
         row_sum = tl.sum(exponentials, 1)
@@ -169,7 +169,8 @@ def _forward(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
-            scores = _scores(input_rows, attn_mask, first + column, place, window, seqlen_k, scale, ALIGNED)
+            here = first + column
+            scores = _scores(input_rows, attn_mask, mask_column, here, place, window, seqlen_k, scale, ALIGNED)
             raised = tl.maximum(row_max, tl.max(scores, 1))
             finite = _finite(raised)
             row_sum = row_sum * _exp(row_max - finite) + tl.sum(_exp(scores - finite[:, None]), 1)
@@ -186,7 +187,7 @@ def _forward(
     else:
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
-            scores = _scores(input_rows, attn_mask, here, place, window, seqlen_k, scale, ALIGNED)
+            scores = _scores(input_rows, attn_mask, mask_column, here, place, window, seqlen_k, scale, ALIGNED)
             weights = _drop(_exp(scores - row_max[:, None]), dropout, place, first) * inverse_sum
             inside = valid[:, None] & exists(here, seqlen_k, ALIGNED)
             tl.store(places(out_rows, here, ALIGNED), weights, mask=inside)
@@ -194,11 +195,11 @@ def _forward(
 
 @triton.jit
 def _weights_and_grad(
-    input_rows, attn_mask, grad_rows, dropout, place, window, first, column, seqlen_k, scale, row_max, inverse_sum,
-    ALIGNED: tl.constexpr,
+    input_rows, attn_mask, mask_column, grad_rows, dropout, place, window, first, column, seqlen_k, scale, row_max,
+    inverse_sum, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """P before dropout and the gradient that reaches it, 0 where P is: a product with what is excluded may be NaN."""
-    scores = _scores(input_rows, attn_mask, column, place, window, seqlen_k, scale, ALIGNED)
+    scores = _scores(input_rows, attn_mask, mask_column, column, place, window, seqlen_k, scale, ALIGNED)
     weights = _exp(scores - row_max[:, None]) * inverse_sum[:, None]
     grad = _load(grad_rows, column, place, window, seqlen_k, ALIGNED)
     if dropout is not None:
@@ -208,7 +209,7 @@ def _weights_and_grad(
 
 @kernel
 def _backward(
-    grad_out, stats, input, attn_mask, key_lengths, dropout, grad_input, grad_scores,
+    grad_out, stats, input, attn_mask, mask_column, key_lengths, dropout, grad_input, grad_scores,
     rows: tl.int64, slots: tl.int64, heads: tl.int64, seqlen_q: tl.int64, seqlen_k: tl.int32, grad_stride: tl.int64,
     scale: tl.float32, window, LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr, ALIGNED: tl.constexpr,
     ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -230,7 +231,7 @@ def _backward(
     inverse_sum = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     if ROW_FITS:
         weights, grad = _weights_and_grad(
-            input_rows, attn_mask, grad_rows, dropout, place, window, 0, column, seqlen_k,
+            input_rows, attn_mask, mask_column, grad_rows, dropout, place, window, 0, column, seqlen_k,
             scale, row_max, inverse_sum, ALIGNED,
         )  # fmt: skip
         grad = weights * (grad - tl.sum(weights * grad, 1)[:, None])
@@ -242,14 +243,14 @@ def _backward(
         product = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, seqlen_k, BLOCK_N):
             weights, grad = _weights_and_grad(
-                input_rows, attn_mask, grad_rows, dropout, place, window, first, first + column, seqlen_k,
+                input_rows, attn_mask, mask_column, grad_rows, dropout, place, window, first, first + column, seqlen_k,
                 scale, row_max, inverse_sum, ALIGNED,
             )  # fmt: skip
             product += tl.sum(weights * grad, 1)
         for first in range(0, seqlen_k, BLOCK_N):
             here = first + column
             weights, grad = _weights_and_grad(
-                input_rows, attn_mask, grad_rows, dropout, place, window, first, here, seqlen_k,
+                input_rows, attn_mask, mask_column, grad_rows, dropout, place, window, first, here, seqlen_k,
                 scale, row_max, inverse_sum, ALIGNED,
             )  # fmt: skip
             grad = weights * (grad - product[:, None])
@@ -278,7 +279,7 @@ def softmax_dropout(
     window = _window(input, key_lengths, window_left, window_right, lower_right)
     launch(
         _forward, (cdiv(count, tile.block_m),), input.device,
-        _scores_of(x), _mask(attn_mask, is_aligned), key_lengths, dropout, out, stats, rows, slots, heads,
+        _scores_of(x), *_mask(attn_mask, is_aligned), key_lengths, dropout, out, stats, rows, slots, heads,
         seqlen_q, seqlen_k, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count), ALIGNED=is_aligned,
         ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
@@ -307,7 +308,7 @@ def softmax_dropout_backward(
         window = _window(input, key_lengths, window_left, window_right, lower_right)
         launch(
             _backward, (cdiv(count, tile.block_m),), input.device,
-            g, stats, _scores_of(x), _mask(attn_mask, is_aligned), key_lengths, dropout, grad, grad_scores, rows,
+            g, stats, _scores_of(x), *_mask(attn_mask, is_aligned), key_lengths, dropout, grad, grad_scores, rows,
             slots, heads, seqlen_q, seqlen_k, g_stride, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count),
             ALIGNED=is_aligned,
             ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
@@ -326,21 +327,23 @@ def _window(
     return None if sees_all else Window(window_left, window_right)
 
 
-def _scores_of(scores: Tensor) -> Matrices | None:
-    return Matrices(scores, None, None, None, None) if scores.is_contiguous() else _matrices(scores)
+def _scores_of(scores: Tensor) -> Matrices:
+    return Matrices(scores, None, None, None) if scores.is_contiguous() else Matrices(scores, *_strides(scores)[:3])
 
 
-def _mask(mask: Tensor | None, scores_are_aligned: bool) -> Matrices | None:
+def _mask(mask: Tensor | None, scores_are_aligned: bool) -> tuple[Matrices | None, int | None]:
+    """The mask and the stride of its columns, which stands apart: Triton 3.6 cannot ask whether a tuple that holds None
+    is None."""
     if mask is None:
-        return None
-    matrices = _matrices(mask)
-    is_aligned = scores_are_aligned and matrices.column == 1 and are_aligned(mask.size(3), mask)
-    return matrices._replace(column=None) if is_aligned else matrices
+        return None, None
+    *strides, column = _strides(mask)
+    is_aligned = scores_are_aligned and column == 1 and are_aligned(mask.size(3), mask)
+    return Matrices(mask, *strides), None if is_aligned else column
 
 
-def _matrices(tensor: Tensor) -> Matrices:
-    strides = (0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Matrices(tensor, *strides)
+def _strides(tensor: Tensor) -> list[int]:
+    """0 where it broadcasts."""
+    return [0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def _unit_rows(scores: Tensor) -> Tensor:

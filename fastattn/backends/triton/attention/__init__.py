@@ -60,8 +60,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
     seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sequences = Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k)
-    window = Window(window_left, window_right)
+    sequences, window = _packed(query, key, cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, window_left, window_right)
     return _Call(query, key, value, None, sequences, seed, scale, window, True, threshold).forward()
 
 
@@ -70,10 +69,19 @@ def varlen_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
     seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sequences = Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k)
-    window = Window(window_left, window_right)
+    sequences, window = _packed(query, key, cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, window_left, window_right)
     call = _Call(query, key, value, None, sequences, seed, scale, window, True, threshold)
     return call.backward(call.grad_heads(grad_out), grad_lse, out, stats)[0]
+
+
+def _packed(
+    query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, max_q: int, max_k: int,
+    window_left: int, window_right: int,
+) -> tuple[Sequences, Window]:  # fmt: skip
+    """No sequence is longer than all of them together, whatever bound is given."""
+    max_q, max_k = min(max_q, query.size(0)), min(max_k, key.size(0))
+    window = Window(min(window_left, max_k), min(window_right, max_q))
+    return Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k), window
 
 
 class _Call:
@@ -200,7 +208,7 @@ class _Call:
         tiles_q, tiles_k = cdiv(self.seqlen_q, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
         programs = tiles_q * self.num_heads * self.batch
         num_splits = tiles.num_splits(programs, tiles_k, self.device)
-        result = Result(heads_of(out), lse, *stats.unbind(), *_row_strides(lse))
+        result = Result(heads_of(out), lse, *stats.unbind(), *_dense_rows(lse))
         constants = self._constants(tile, result.out)
         lists = self.lists(tile, keys_own=False)
         if num_splits == 1:
@@ -213,7 +221,7 @@ class _Call:
         split_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
         split_stats = stats.new_empty((2, num_splits, *shape))
         split_heads = heads_of(split_out[0])._replace(pointer=split_out)
-        split_result = Result(split_heads, None, *split_stats.unbind(), *_row_strides(lse))
+        split_result = Result(split_heads, None, *split_stats.unbind(), *_dense_rows(lse))
         splits = Splits(split_out.stride(0), split_stats.stride(1))
         launch(
             forward_kernel, (programs, num_splits), self.device, None, None, self.problem, *lists, split_result,
@@ -241,7 +249,7 @@ class _Call:
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
         out_heads = heads_of(out)
         query_heads, key_heads, value_heads = heads_of(grad_query), heads_of(grad_key), heads_of(grad_value)
-        statistics = Statistics(*stats.unbind(), *_row_strides(stats[0]))
+        statistics = Statistics(*stats.unbind(), *_dense_rows(stats[0]))
         rows = self._rows(stats)
         modes = {"PRESCALED": self.is_prescaled, "FOLD_SUM": not self.is_prescaled and self.dtype != torch.float32}
 
@@ -270,7 +278,7 @@ class _Call:
         """Room for three numbers of each query; those of a head begin at a multiple of 16 bytes, but packed ones."""
         sizes = stats.shape[1:] if self.is_packed else (*stats.shape[1:3], cdiv(self.seqlen_q, 4) * 4)
         made = stats.new_empty((3, *sizes))
-        return Rows(*made.unbind(), *_row_strides(made[0]))
+        return Rows(*made.unbind(), *_dense_rows(made[0]))
 
     def grad_mask(self, attn_mask: Tensor, grad_heads: Heads, stats: Tensor, rows: Rows) -> Tensor:
         grad_mask = attn_mask.new_empty(attn_mask.shape)
@@ -280,7 +288,7 @@ class _Call:
         programs = batch * heads * cdiv(mask_rows, tile.block_m) * cdiv(mask_columns, tile.block_n)
         launch(
             grad_mask_kernel, (programs,), self.device, self.problem, self.batch, grad_heads,
-            Statistics(*stats.unbind(), *_row_strides(stats[0])),
+            Statistics(*stats.unbind(), *_dense_rows(stats[0])),
             MaskGrad(*heads_of(grad_mask), heads, mask_rows, mask_columns), rows, tiles_q, tiles_k,
             ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
             **self._constants(tile, grad_heads),
@@ -310,12 +318,16 @@ def heads_of(tensor: Tensor) -> Heads:
     return Heads(tensor, *strides) if len(strides) == 3 else Heads(tensor, 0, strides[1], strides[0])
 
 
-def _row_strides(statistic: Tensor) -> tuple[int | None, ...]:
+def _row_strides(statistic: Tensor) -> tuple[int, ...]:
     """(batch, head, row) strides of (B, H, L) or packed (T, H) statistics."""
-    if statistic.dim() == 2:
-        return 0, statistic.stride(1), statistic.stride(0)
-    batch, head, row = statistic.stride()
-    return batch, head, None if row == 1 else row
+    return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
+
+
+def _dense_rows(statistic: Tensor) -> tuple[int | None, ...]:
+    """:func:`_row_strides` with None for a unit stride of dense rows. Not of what may be missing itself: Triton 3.6
+    cannot ask whether a tuple that holds None is None."""
+    batch, head, row = _row_strides(statistic)
+    return batch, head, None if row == 1 and statistic.dim() == 3 else row
 
 
 def _empty(like: Tensor, head_dim: int) -> Tensor:

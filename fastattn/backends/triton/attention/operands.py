@@ -16,7 +16,7 @@ class Heads(NamedTuple):
     pointer: Any
     batch: Any  # strides
     head: Any
-    row: Any  # of a number a row None: 1
+    row: Any
 
 
 class Sequences(NamedTuple):
