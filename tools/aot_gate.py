@@ -296,7 +296,10 @@ SAMPLE: dict[str, list[tuple[Any, ...]]] = {
     ],
     "dropout": CASES["dropout"][:1],
     "layer_norm": [(_layer_norm, torch.bfloat16, 512), (_dropout_add_layer_norm, torch.bfloat16, 512, 6554)],
-    "softmax_dropout": [(_softmax_dropout, torch.bfloat16, 512, None, 6554)],
+    "softmax_dropout": [
+        (_softmax_dropout, torch.bfloat16, 512, None, 6554),
+        (_softmax_dropout, torch.bfloat16, 512, torch.bool, 0),
+    ],
 }
 
 
