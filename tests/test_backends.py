@@ -494,3 +494,12 @@ def test_scales_that_float32_holds(given, got, monkeypatch):
     call = normalised(monkeypatch, "attention", lambda: scaled_dot_product_attention(X, X, X, scale=given))
     assert call["scale"] == got
     assert isinstance(call["scale"], float)
+
+
+@pytest.mark.parametrize("heads", [(1, 3, 3), (4, 3, 3), (2, 1, 2), (0, 1, 2), (1, 0, 0)], ids=str)
+def test_the_bindings_check_numbers_of_heads(heads):
+    """Kernels would read outside the operands."""
+    require("cpu")
+    operands = (torch.zeros(1, n, 5, 8) for n in heads)
+    with pytest.raises(RuntimeError, match="heads of query, key and value"):
+        TABLE["cpu"].FUNCTIONS["attention"](*operands, None, None, None, 1.0, 5, 5, False, 0)

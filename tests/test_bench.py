@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 import fastattn_command
 from fastattn import bench
-from fastattn.bench import cases, contest, limits, memory, peers, plots, report, timer
-from fastattn.bench.cases import OPERATIONS, Case, Floor, listed, sweep
+from fastattn.bench import cases, contest, limits, memory, peers, plots, report, timer, training
+from fastattn.bench.cases import BASE, OPERATIONS, Case, Floor, listed, sweep
 from fastattn.bench.timer import Ratio, Timing, interleave
 from fastattn.translation import checkpoint
 from fastattn.translation.errors import InputError
@@ -1048,3 +1048,14 @@ def test_pictures_of_ratios_and_of_lengths(tmp_path):
     disturbed = report.Report.new([replace(entry, disturbed="by a neighbour") for entry in known], {})
     with pytest.raises(InputError, match="nothing to draw"):
         plots.picture([disturbed])
+
+
+@pytest.mark.slow
+def test_no_contestant_of_the_training_step_computes_with_subnormals():
+    """A softmax of probabilities below float32's least normal number takes some processors longer."""
+    case = Case("training_step", (1, 48))
+    source, target = torch.randint(3, BASE["vocab_size"], (2, 1, 48))
+    for name, model in training._models(case).items():
+        with torch.no_grad():
+            probabilities = model.eval()(source, target).softmax(-1)
+        assert (probabilities >= torch.finfo(torch.float32).tiny).all(), name

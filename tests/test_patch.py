@@ -268,7 +268,7 @@ class Reduced(nn.LayerNorm):
 def test_copies_of_a_class_whose_new_takes_arguments():
     norm = WithArguments(3)
     assert fastattn.patch(norm).changed
-    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+    for other in (copy.deepcopy(norm), *(pickle.loads(pickle.dumps(norm, protocol)) for protocol in (2, 4, 5))):
         assert type(other) is type(norm)
         assert torch.equal(other.weight, norm.weight)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, interpreted, slow
+from conftest import DEVICE, interpreted, require, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SizesOfTerms, assert_accurate, assert_reference_alone_differentiates_twice, gradients, largest
@@ -279,3 +279,22 @@ def test_any_problem(backend, shape, columns, dtype, causal, p, scale, seed):
     check(
         torch.randn(*shape, columns).to(dtype), is_causal=causal, dropout_p=p, scale=scale, seed=torch.tensor([seed, 0])
     )
+
+
+def test_masks_are_read_by_vectors_where_they_are_aligned():
+    """Where the stride of columns is None, the kernel tells the compiler so. The interpreter does not check it."""
+    require("triton")
+    from fastattn.backends.triton.softmax_dropout import _mask
+
+    whole = torch.zeros(2, 3, 8, 64, dtype=torch.bool)
+    aligned = {"whole": whole, "one row": whole[:1, :1, :1], "every other row": whole[:, :, ::2]}
+    others = {
+        "one byte on": torch.zeros(1, 1, 8, 65, dtype=torch.bool)[..., 1:],
+        "odd rows": torch.zeros(2, 3, 8, 70, dtype=torch.bool)[..., :64],
+        "odd length": whole[..., :63],
+        "every other column": torch.zeros(1, 1, 8, 128)[..., ::2],
+        "one column": torch.zeros(1, 1, 8, 1),
+    }
+    assert {name: _mask(mask, True)[1] for name, mask in aligned.items()} == dict.fromkeys(aligned)
+    assert all(_mask(mask, True)[1] is not None for mask in others.values())
+    assert all(_mask(mask, False)[1] is not None for mask in aligned.values())

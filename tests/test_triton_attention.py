@@ -388,3 +388,24 @@ def test_positions_beyond_2_to_the_30():
     out, lse, _ = call(torch.zeros(1, 1, 3, 16), key, value, window=(64, -1), lower_right=True)
     torch.testing.assert_close(out, value[:, :, :3])
     torch.testing.assert_close(lse, torch.tensor([67.0, 66.0, 65.0]).log().view(1, 1, 3))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_numbers_of_rows_lie_where_the_hint_says(heads, length):
+    """Those of each dense head from a multiple of 16 bytes on, side by side. The interpreter does not check hints."""
+    settings = None, 0.5, Window(length, length), True, 0
+    dense, packed = torch.randn(2, heads, length, 16), torch.randn(length, heads, 16)
+    starts = torch.tensor([0, length])
+    of_dense = Sequences(length, length, None, None, None)
+    of_packed = Sequences(length, length, starts, starts, None)
+    for operand, sequences in ((dense, of_dense), (packed, of_packed)):
+        call = _Call(operand, operand, operand, None, sequences, *settings)
+        rows = call._rows(torch.zeros(2, *operand.shape[:-1]))
+        if sequences is of_packed:  # a sequence begins anywhere
+            assert rows.row == heads
+            continue
+        assert rows.row is None
+        for number in rows[:3]:
+            assert number.stride(2) == 1
+            assert (number.data_ptr() | 4 * rows.batch | 4 * rows.head) % 16 == 0

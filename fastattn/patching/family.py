@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any, ClassVar
 
 import torch
@@ -47,10 +46,8 @@ class Family(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name by which pickle and deepcopy could find it.
         reduced: Any = super().__reduce_ex__(protocol)
-        make, (_, *arguments), *state = reduced
-        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]  # of protocols below 2
-            arguments = []
-        return _new, (self.__class__.__bases__[0], self.original, *arguments), *state
+        arguments = reduced[1][1:] if protocol >= 2 else ()  # of the class's __new__, which older protocols do not call
+        return _new, (self.__class__.__bases__[0], self.original, *arguments), *reduced[2:]
 
 
 _CLASSES: dict[tuple[type, type], Any] = {}

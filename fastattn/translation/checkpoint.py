@@ -342,7 +342,7 @@ def load_training(checkpoint: Path) -> dict:
             state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
-        except Exception:  # of other bytes torch's unpickler raises anything
+        except Exception:  # what the unpickler raises depends on the bytes: KeyError, struct.error, any
             raise InputError(f"{TRAINING} is damaged") from None
         if not isinstance(state, dict):
             raise InputError(f"{TRAINING} is not one that `fastattn train` wrote")

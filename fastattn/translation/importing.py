@@ -182,7 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except MemoryError:
         raise
-    except Exception:  # of other bytes torch's unpickler raises anything
+    except Exception:  # what the unpickler raises depends on the bytes: KeyError, struct.error, any
         raise InputError(f"cannot read {path}: it is no file of torch.save, or holds more than weights") from None
     return saved if isinstance(saved, dict) else {}
 
