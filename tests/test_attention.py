@@ -964,6 +964,22 @@ def test_same_bits_every_run_and_for_every_thread_count(backend, dtype):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", *BACKENDS[4:]], indirect=True)
+def test_queries_that_share_a_task_do_not_change_the_bits(backend, dtype):
+    """How many do depends on the thread count. Each window begins at another key and is longer than a sum's chunk."""
+    call = functools.partial(
+        scaled_dot_product_attention, *operands((1, 1, 1, 1000, 7000, 16, 16), dtype), window_size=(3500, 0),
+        causal_variant="lower_right",
+    )  # fmt: skip
+    runs = []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        runs.append(call())
+    assert all(torch.equal(run, runs[0]) for run in runs[1:])
+    check(*(t.detach() for t in call.args), lse=False, window_size=(3500, 0), causal_variant="lower_right")
+
+
 @pytest.mark.torch_version
 def test_activation_checkpointing(backend):
     from torch.utils.checkpoint import checkpoint

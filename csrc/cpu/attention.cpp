@@ -19,6 +19,8 @@ namespace {
 
 constexpr int kTaskPanels = (kUsesAmx<Pair> ? 256 : 128) / kBlockM;  // at most; they share the packed keys and values
 
+constexpr int kTasksEach = kUsesAmx<Pair> ? 4 : 8;  // of a worker, at least; AMX packs the values anew for each
+
 // Unnormalised results over some of the keys, merged afterwards.
 struct Partial {
   float *out, *row_max, *row_sum;  // (rows, value_width), (rows), (rows)
@@ -60,18 +62,21 @@ struct Forward {
     Partial total;  // the running sum over chunks of keys, a row for each query of the task; empty for one chunk
   };
 
-  Forward(const Attention& problem, Arena* arena) : a(problem), mask(problem, arena) {
-    task_queries = kTaskPanels * kBlockM;
-    while (task_queries > kBlockM && a.batch * a.num_heads * ceil_div(a.seqlen_q, task_queries) < kTasks)
-      task_queries /= 2;
-    blocks = ceil_div(a.seqlen_q, task_queries);
+  Forward(const Attention& problem, int workers, Arena* arena) : a(problem), mask(problem, arena) {
     const bool fills_tiles = kUsesAmx<Unit> && a.seqlen_k >= 2 * kLanes;  // panels then win from fewer queries on
     few = a.seqlen_q <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
-    tasks = few ? a.batch * a.num_kv_heads : a.batch * a.num_heads * blocks;
+    const int64_t heads = a.batch * (few ? a.num_kv_heads : a.num_heads);
+    const int64_t panels = heads * (few ? 1 : ceil_div(a.seqlen_q, kBlockM));
     // Few tasks on many keys: split-KV, merged in order.
-    num_splits = min(kTasks / max(tasks, 1), a.seqlen_k / kSplitKeys);
+    num_splits = min(kTasks / max(panels, 1), a.seqlen_k / kSplitKeys);
     range = max(round_up(ceil_div(a.seqlen_k, max(num_splits, 1)), kBlockN), kBlockN);
     num_splits = max(ceil_div(a.seqlen_k, range), 1);
+    // A panel's result does not depend on those beside it, so their number may depend on the workers.
+    task_queries = kTaskPanels * kBlockM;
+    while (task_queries > kBlockM && heads * ceil_div(a.seqlen_q, task_queries) * num_splits < kTasksEach * workers)
+      task_queries /= 2;
+    blocks = few ? 1 : ceil_div(a.seqlen_q, task_queries);
+    tasks = heads * blocks;
     depth = depth_of<Unit>(a.head_dim);
     width = (int)round_up(depth, kLanes);
     value_width = (int)round_up(a.value_head_dim, kLanes);
@@ -364,11 +369,12 @@ struct Forward {
     const int64_t begin = max(s.begin(first) / kBlockN * kBlockN, split * range);
     const int64_t end = min(s.end(last), (split + 1) * range);
     bool last_chunk = false;
-    for (int64_t chunk = begin; !last_chunk; chunk += kChunk) {
-      last_chunk = chunk + kChunk >= end;
+    for (int64_t chunk = begin, next_chunk; !last_chunk; chunk = next_chunk) {
+      next_chunk = round_up(chunk + 1, kChunk);  // the same keys for every panel, whatever its task's first key
+      last_chunk = next_chunk >= end;
       bool started[kTaskPanels] = {};
       for (int p = 0; p < panels; ++p) clear(scratch.panel[p]);
-      for (int64_t key = chunk; key < min(end, chunk + kChunk); key += kBlockN) {
+      for (int64_t key = chunk; key < min(end, next_chunk); key += kBlockN) {
         int keys = 0;
         for (int p = 0; p < panels; ++p) {
           const Tile t(a, s, mask, head, first + p * kBlockM, key);
@@ -466,8 +472,9 @@ struct Forward {
 template <class T>
 int64_t workspace(const Attention& a, const Parallel& parallel) {
   Arena arena = {0};
-  const Forward<T> forward(a, &arena);
-  const int64_t workers = min(useful_workers(a, parallel, 2), forward.tasks * forward.num_splits);
+  const int useful = useful_workers(a, parallel, 2);
+  const Forward<T> forward(a, useful, &arena);
+  const int64_t workers = min(useful, forward.tasks * forward.num_splits);
   for (int64_t worker = 0; worker < workers; ++worker) forward.take_scratch(&arena);
   return (int64_t)arena.at;
 }
@@ -475,8 +482,8 @@ int64_t workspace(const Attention& a, const Parallel& parallel) {
 template <class T>
 void run(const Attention& a, const Parallel& parallel, char* workspace) {
   Arena arena = {(uintptr_t)workspace};
-  const Forward<T> forward(a, &arena);
   const int workers = useful_workers(a, parallel, 2);
+  const Forward<T> forward(a, workers, &arena);
   if (!forward.few) forward.mask.read(a, parallel, workers);
   Arena here = arena;
   forward.take_scratch(&here);

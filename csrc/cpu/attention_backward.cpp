@@ -290,7 +290,7 @@ struct Backward {
   }
 
   void step(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, int64_t slot, const Scratch& scratch,
-            Prefetcher* next) const {
+            bool first, Prefetcher* next) const {
     compute(s, head, t, keys, scratch, next, [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both) {
       const int at = j * kBlockM + v * kLanes;
       if constexpr (kPairs) {
@@ -322,15 +322,17 @@ struct Backward {
                scratch.grad_value + slot * value_width, next);
     accumulate(t.keys, queries, {(const char*)scratch.grad_left, stride}, scratch.query_right, width,
                scratch.grad_key + slot * width, next);
-    multiply<kColumns, Beta::one>(t.vectors,
-                                  Product<Unit>{.rows = kColumns ? a.head_dim : width,
-                                                .depth = count,
-                                                .a = keys.left,
-                                                .b = scratch.grad_score_right,
-                                                .b_stride = kBlockM,
-                                                .c = scratch.grad_query,
-                                                .c_stride = kBlockM},
-                                  next);
+    const Product<Unit> p = {.rows = kColumns ? a.head_dim : width,
+                             .depth = count,
+                             .a = keys.left,
+                             .b = scratch.grad_score_right,
+                             .b_stride = kBlockM,
+                             .c = scratch.grad_query,
+                             .c_stride = kBlockM};
+    if (first)
+      multiply<kColumns, Beta::zero>(t.vectors, p, next);
+    else
+      multiply<kColumns, Beta::one>(t.vectors, p, next);
   }
 
   // End of a chunk: total += sum, sum = 0; the first time there is no total yet.
@@ -416,8 +418,6 @@ struct Backward {
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
       for (int64_t query = 0; query < s.seqlen_q; query += kBlockM) {
         const int count = (int)min(kBlockM, s.seqlen_q - query);
-        for (int d = 0; d < width; ++d)
-          memset(scratch.grad_query + d * kBlockM, 0, (size_t)round_up(count, kLanes) * sizeof(float));
         const int64_t first = max(s.begin(query) / kBlockN * kBlockN, begin);
         const int64_t last = min(s.end(query + count - 1), end);
         bool started = false, several = false;
@@ -425,12 +425,13 @@ struct Backward {
           const Tile t(a, s, mask, head, query, key);
           if (t.empty()) continue;
           if (!started) start(s, head, query, scratch);
+          step(s, head, t, find_keys(s, kv_head, key, key - begin, scratch), key - begin, scratch, !started, &next);
           started = true;
-          step(s, head, t, find_keys(s, kv_head, key, key - begin, scratch), key - begin, scratch, &next);
           if (!is_end_of_chunk(key, first, last)) continue;
           end_chunk(!several, width * kBlockM, scratch.grad_query, scratch.query_total);
           several = true;
         }
+        if (!started) clear_row(scratch.grad_query, width * kBlockM);
         if (several) end_chunk(false, width * kBlockM, scratch.grad_query, scratch.query_total);
         finish(s, head, query, split, several ? scratch.query_total : scratch.grad_query, scratch);
         if (++panels % kChunkPanels == 0 && has_long_sums()) end_panels();

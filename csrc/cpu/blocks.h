@@ -13,7 +13,7 @@ constexpr int kBlockM = FASTATTN_BLOCK_M, kBlockN = FASTATTN_BLOCK_N;
 constexpr int kBlockM = kPanelVectors * kLanes, kBlockN = 96;
 #endif
 constexpr int kChunk = 32 * 96;     // keys: blocked summation bounds the rounding error of longer rows
-constexpr int kTasks = 16;          // keep the threads busy; the number depends on the shape alone
+constexpr int kTasks = 16;          // to make by splits of the keys, whose number depends on the shape alone
 constexpr int kSplitKeys = 4 * 96;  // at least, of a split where queries alone make too few tasks
 constexpr int kWord = 64;           // bits of a column of a mask tile
 static_assert(kChunk % kBlockN == 0, "a chunk is whole tiles");
