@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +19,11 @@ from fastattn.translation.errors import InputError
 ENCLOSED = "the enclosed model, of Bible text, English to Spanish"
 EVALUATION_TOKENS = 4096  # a side of a batch
 CHUNK = 16  # batches of standard input that are translated together, if as much has arrived: like lengths share a batch
+LESS_MEMORY = {
+    "train": "a lower --batch-tokens or a higher --accumulate needs less",
+    "translate": "a lower --beam, --n-best or --batch-size needs less",
+    "evaluate": "a lower --beam or --batch-size needs less",
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,6 +31,8 @@ def run(options: argparse.Namespace) -> int:
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed by the shell, as `>&-` does
             setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
         status = COMMANDS[options.command](options) or 0
         sys.stdout.flush()
@@ -33,6 +42,11 @@ def run(options: argparse.Namespace) -> int:
         return 128 + signal.SIGPIPE
     except InputError as error:
         return _failed(options, error)
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))):
+            raise
+        less = LESS_MEMORY.get(options.command, "a smaller model needs less")
+        return _failed(options, f"there is not enough memory: {less}")
     except OSError as error:
         _discard_output()
         where = "" if error.filename is None else f"{error.filename}: "

@@ -22,6 +22,7 @@ import pytest
 import safetensors
 import torch
 import tqdm
+from conftest import slow
 
 import fastattn
 import fastattn_command as cli
@@ -157,13 +158,60 @@ def test_a_pipe_is_answered_line_by_line(run):
     assert (process.returncode, out, err) == (0, "", "")
 
 
-@pytest.mark.slow
-def test_a_reader_that_has_enough_ends_the_command_quietly(run):
-    """As `fastattn translate | head -1` has it."""
-    process = start(["translate", str(run), "--beam", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.stdout.close()
-    _, err = process.communicate("day\nnight\n", timeout=120)
-    assert (process.returncode, err) == (128 + signal.SIGPIPE, "")
+@pytest.mark.parametrize("ending", ["input", *slow("reader", "interrupt")])
+def test_a_command_may_end_before_its_input(run, ending):
+    """While a thread waits for more of it: of a line that is no text, as of `| head -1`, or of Ctrl-C."""
+    with start(["translate", str(run), "--beam", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.buffer.write(b"day\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        if ending == "reader":
+            process.stdout.close()
+        if ending == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            process.stdin.buffer.write(b"\xff\n" if ending == "input" else b"night\n")
+            process.stdin.flush()
+        status = process.wait(timeout=120)
+        said = process.stderr.read()
+    assert (status, said) == {
+        "input": (1, "fastattn translate: error: standard input is not UTF-8: byte 0xff in line 2\n"),
+        "reader": (128 + signal.SIGPIPE, ""),
+        "interrupt": (128 + signal.SIGINT, "fastattn translate: interrupted\n"),
+    }[ending]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_no_traceback(monkeypatch, capsys, error):
+    def raises(options):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "translate", raises)
+    assert failure(["translate"], capsys) == (
+        "fastattn translate: error: there is not enough memory: a lower --beam, --n-best or --batch-size needs less"
+    )
+    error.args = ("another",)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(type(error), match="another"):
+            cli.main(["translate"])
+
+
+def test_a_name_that_is_no_text_is_printed(monkeypatch, capfdbinary):
+    monkeypatch.setitem(COMMANDS, "info", lambda options: print("m\udce9"))
+    with io.TextIOWrapper(os.fdopen(os.dup(1), "wb"), "utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["info"]) == 0
+    assert capfdbinary.readouterr().out == b"m\\udce9\n"
 
 
 def test_evaluate_asks_for_sacrebleu_before_it_translates(run, small, monkeypatch, capsys):

@@ -417,6 +417,13 @@ def test_a_process_without_a_gpu_is_refused_once(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("size", ["2", "many"])
+def test_processes_that_nobody_started(monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(InputError, match="WORLD_SIZE is set, but no torchrun started this: unset it"), joined():
+        pass
+
+
 def test_processes_agree_on_their_start():
     """Whoever comes first, however many there are, and whatever an earlier start has left in the store."""
     store, starts = dist.HashStore(), []

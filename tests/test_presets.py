@@ -106,6 +106,7 @@ def test_a_configuration_comes_back():
         ({"label_smoothing": 1}, r"label_smoothing is 1, expected a number in \[0, 1\)"),
         ({"clip_norm": 0}, "clip_norm is 0, expected a positive number"),
         ({"rate": "fast"}, "rate is 'fast', expected a positive number"),
+        ({"rate": 10**400}, "rate is 10{400}, expected a positive number"),
         ({"warmup": 2.5}, "warmup is 2.5, expected an integer from 1"),
         ({"keep": None}, "keep is None, expected an integer from 1"),
         ({"bleu_every": 0}, "bleu_every is 0, expected an integer from 1"),
@@ -119,6 +120,13 @@ def test_bad_training_configurations(tmp_path, fields, message):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"vocab_size": 200, "training": fields}))
     with pytest.raises(InputError, match=f"cannot use {path}: {message}"):
+        checkpoint.read_config(path)
+
+
+def test_a_number_beyond_pythons_limit(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"vocab_size": 1{"0" * 5000}}}')
+    with pytest.raises(InputError, match="the model configuration is not valid JSON: Exceeds the limit"):
         checkpoint.read_config(path)
 
 

@@ -123,7 +123,7 @@ def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path):
     text.mkdir()
     assert data.training_sources(step, tokenizer) is None
     for about in ("no JSON", "[]", "{}"):
-        (text / data.ABOUT).write_text(about)
+        (text / checkpoint.ABOUT).write_text(about)
         assert data.training_sources(step, tokenizer) is None
     data.encode(tokenizer, files, data.digest(*files), text)
     (sources, targets), _ = corpus

@@ -16,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -35,6 +36,7 @@ from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, memory, plots
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import (
+    LENGTH_MULTIPLE,
     VERSES,
     Batch,
     ParallelText,
@@ -51,7 +53,7 @@ from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights
 from fastattn.translation.precision import DTYPES
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
-from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
+from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 from fastattn.translation.train import Trainer, dropout_seeds, read_metrics, train
 
 OPTIONS = TrainingConfig(batch_tokens=150, warmup=40, precision="fp32", seed=3)
@@ -158,6 +160,8 @@ def test_tokenizer(verses):
         Tokenizer.train(sources, 30)
     with pytest.raises(InputError, match="not a readable sentencepiece model"):
         Tokenizer(tokenizer.model[:1000])
+    long = Tokenizer.train([" ".join(sources), " ".join(targets[:50]) + " ж"], 150)  # of more bytes than its default
+    assert UNK_ID not in long.encode(["ж"])[0]
 
 
 # --- batches ---
@@ -731,6 +735,39 @@ def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(verses)
         assert [found[0].text for found in cold] == [found[0].text for found in greedy]
 
 
+def test_the_largest_draw_is_a_token(monkeypatch, verses):
+    """Below 1, to which it rounds in float32."""
+    sources, _, tokenizer = verses
+    model = small_model().eval()
+    monkeypatch.setattr("random.Random.random", lambda self: 1 - 2.0**-53)
+    likeliest = candidates(model, tokenizer, sources[:2], Search(temperature=1.0, top_k=2, extra_tokens=0))
+    whole = candidates(model, tokenizer, sources[:2], Search(temperature=1.0, extra_tokens=0))
+    assert all(found[0].score < 0 for found in (*likeliest, *whole))
+    assert [found[0].text for found in whole] != [found[0].text for found in likeliest]
+
+
+def test_a_long_sentence_shares_its_batch_with_few(monkeypatch, verses):
+    """Padding the short ones would take the memory of as many long ones."""
+    sources, _, tokenizer = verses
+    model = small_model().eval()
+    lines = [" ".join(sources[:8]), *sources[:5]]
+    together = candidates(model, tokenizer, lines, Search(beam=2))
+    shapes = []
+
+    def seen(model, source, *rest):
+        shapes.append(source.shape)
+        return beam_search(model, source, *rest)
+
+    monkeypatch.setattr("fastattn.translation.search.beam_search", seen)
+    monkeypatch.setattr("fastattn.translation.search.MOST_TOKENS", 1000)
+    assert [found[0].text for found in candidates(model, tokenizer, lines, Search(beam=2))] == [
+        found[0].text for found in together
+    ]
+    assert [len(tokenizer.encode(lines[:1])[0]) < 500, shapes[0][0]] == [False, 1]
+    assert len(shapes) < len(lines)
+    assert all(rows * 2 * length <= 1000 + 2 * rows * LENGTH_MULTIPLE for rows, length in shapes[1:])
+
+
 @pytest.mark.parametrize("k", [1, 4, 30])
 @pytest.mark.parametrize("size", [3, 40, 159, 160, 799, 8000, 37003])
 def test_the_largest_of_long_rows(size, k):
@@ -802,6 +839,8 @@ def test_the_enclosed_model_translates_a_sentence_alike_in_every_batch(precision
         ("beam", 0),
         ("batch_size", -1),
         ("length_penalty", math.inf),
+        ("length_penalty", 5.1),  # its powers overflow
+        ("length_penalty", -5.1),
         ("n_best", 0),
         ("n_best", 5),
         ("extra_tokens", -1),
@@ -842,6 +881,26 @@ def test_lines_before_a_bad_one_are_not_lost():
         seen.extend(line for part in lines for line in part)
     for part in arriving_lines(io.BytesIO(b"one\ntwo\n"), "pipe", 1):
         assert len(part) == 1
+
+
+def test_a_stream_is_read_no_further_than_it_is_used():
+    class Endless:
+        read = 0
+
+        def fileno(self):
+            raise io.UnsupportedOperation
+
+        def __iter__(self):
+            while True:
+                self.read += 1
+                yield b"line\n"
+
+    stream = Endless()
+    lines = arriving_lines(stream, "pipe", 3)
+    for _ in range(10):
+        assert 1 <= len(next(lines)) <= 3
+    time.sleep(0.05)
+    assert stream.read <= 10 * 3 + 5  # those in the queue, one on its way into it, one taken out of it
 
 
 def test_a_stream_that_fails():
@@ -957,6 +1016,34 @@ def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
     assert checkpoint.find(tmp_path / "step-00000004").name == "step-00000004"
 
 
+def test_what_others_keep_in_a_runs_folder_is_left_alone(tmp_path, verses):
+    """Copies of checkpoints are none of the run's, nor is what another command is writing."""
+    for step in (10**8, 99_999_999, 10**8 + 1):
+        checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step}, OPTIONS)
+    for name in ("step-00000001-good", "step-mean", ".partial-mean", ".partial-step-00000003"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".partial-loss.png").touch()
+    checkpoint.prune(tmp_path, keep=2)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-100000000", "step-100000001"]
+    others = {"step-00000001-good", "step-mean", ".partial-mean", ".partial-loss.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-100000000", "step-100000001", *others}
+    with pytest.raises(InputError, match="last is 3, expected 1 to 2"):
+        checkpoint.average(tmp_path, 3, tmp_path / "mean")
+
+
+def test_a_folder_of_the_users_is_not_taken_for_an_interrupted_start(tmp_path, verses):
+    own = tmp_path / "run" / "text" / "train.en"
+    own.parent.mkdir(parents=True)
+    own.write_text("day\n")
+    with pytest.raises(InputError, match="run exists already"):
+        checkpoint.expect_new(tmp_path / "run")
+    with pytest.raises(InputError, match="text is not what `fastattn train` wrote: name another folder"):
+        encode(verses[2], (own, own), digest(own, own), own.parent)
+    assert own.read_text() == "day\n"
+    (own.parent / "text.json").write_text("{}")  # as of an earlier text of ours
+    checkpoint.expect_new(tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.model", "training.pt"])
 def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
     state = {"step": 1, "tensor": torch.ones(1000)}
@@ -966,6 +1053,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
     read = checkpoint.load_training if name == "training.pt" else checkpoint.load
     with pytest.raises(InputError, match=r"cannot read the checkpoint .*step-00000001: "):
         read(saved)
+    if name == "model.safetensors":
+        with pytest.raises(
+            InputError, match=r"cannot read the checkpoint .*step-00000001: model.safetensors is damaged"
+        ):
+            checkpoint.updates(saved)
     path.write_bytes(b"junk")
     with pytest.raises(InputError, match=r"cannot read the checkpoint .*step-00000001: "):
         read(saved)
@@ -978,10 +1070,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
 
 def test_weights_must_fit_the_configuration(tmp_path, verses):
     saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], {}, OPTIONS)
-    other = dataclasses.replace(small_model().config, d_ff=65)
-    (saved / "config.json").write_text(other.to_json())
-    with pytest.raises(InputError, match=r"model.safetensors does not fit config.json: they differ in decoder.*inner"):
-        checkpoint.load(saved)
+    for d_ff in (65, 2**31 - 1):  # there is no memory for the second
+        other = dataclasses.replace(small_model().config, d_ff=d_ff)
+        (saved / "config.json").write_text(other.to_json())
+        with pytest.raises(
+            InputError, match=r"model.safetensors does not fit config.json: they differ in decoder.*inner"
+        ):
+            checkpoint.load(saved)
 
 
 class Killed(BaseException):
@@ -1017,6 +1112,19 @@ def test_what_an_interrupted_removal_leaves_is_removed(tmp_path, verses, monkeyp
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
     checkpoint.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_pipe_is_written_to_directly(tmp_path):
+    """By a link that leads to no file too, as /dev/stdout does."""
+    reading, writing = os.pipe()
+    with open(reading, "rb") as stream:
+        checkpoint.write_file(Path(f"/dev/fd/{writing}"), b"whole")
+        os.close(writing)
+        assert stream.read() == b"whole"
+    (tmp_path / "link").symlink_to("file")
+    checkpoint.write_file(tmp_path / "link", b"whole")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"whole"
 
 
 # --- scores and pictures ---
@@ -1103,6 +1211,11 @@ def test_pictures_fit_a_screen(tmp_path, heads, length):
     png = (tmp_path / "map.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert struct.unpack(">2I", png[16:24]) == (1280, 720)
+
+
+def test_pieces_in_a_picture_are_no_mathematics(tmp_path):
+    plots.heat_maps(plots.Heads(torch.rand(1, 2, 2), ["$$", "a"], ["$x_$", "b"]), tmp_path / "map.svg", "title")
+    assert "$x_$" in (tmp_path / "map.svg").read_text()
 
 
 def test_the_loss_curve_is_of_one_kind(tmp_path, monkeypatch):

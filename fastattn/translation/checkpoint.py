@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -35,6 +36,7 @@ from fastattn.translation.tokenizer import Tokenizer
 WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"  # the enclosed model: of Bible text, English to Spanish
 LOCK, TEXT = ".lock", "text"
+ABOUT = "text.json"  # says in the folder TEXT which text it holds
 PARTIAL = ".partial-"  # begins the name of what is still being written or already being removed
 
 
@@ -111,8 +113,7 @@ def average(run: Path, last: int, out: Path) -> None:
 def _removed_between(earlier: Path, later: Path) -> bool:
     """Whether a run has had checkpoints between these two."""
     _, training = load_config(later)
-    first, last = (int(path.name.removeprefix("step-")) for path in (earlier, later))
-    return training is not None and last - first > training.save_every
+    return training is not None and _step(later) - _step(earlier) > training.save_every
 
 
 def _parameters(model: Transformer) -> dict[str, Tensor]:
@@ -238,7 +239,10 @@ def is_new(run: Path) -> bool:
     """Whether nothing is there yet but what an interrupted start left."""
     if not run.exists():
         return True
-    return run.is_dir() and all(path.name in (LOCK, TEXT) or path.name.startswith(PARTIAL) for path in run.iterdir())
+    return run.is_dir() and all(
+        path.name == LOCK or path.name.startswith(PARTIAL) or (path.name == TEXT and (path / ABOUT).is_file())
+        for path in run.iterdir()
+    )
 
 
 def expect_new(run: Path) -> None:
@@ -267,13 +271,19 @@ def prune(run: Path, keep: int) -> None:
     for checkpoint in steps(run)[:-keep]:
         if checkpoint.resolve() != best:
             _remove(checkpoint)
-    for left_behind in run.glob(f"{PARTIAL}*"):
-        _remove(left_behind)
+    for ours in ("step-*", "old-step-*", "best"):  # of the folder's other writers nothing
+        for left_behind in run.glob(f"{PARTIAL}{ours}"):
+            _remove(left_behind)
 
 
 def steps(run: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder, oldest first."""
-    return sorted(path for path in run.glob("step-*") if path.is_dir())
+    """The complete checkpoints of a run's folder, oldest first. A copy by another name is none of them."""
+    found = (path for path in run.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def find(path: Path) -> Path:
@@ -301,8 +311,8 @@ def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, T
         require(package)
     with _readable(checkpoint):
         tokenizer = Tokenizer((checkpoint / TOKENIZER).read_bytes())
-        model = Transformer(TransformerConfig.from_json((checkpoint / CONFIG).read_text(encoding="utf-8")))
-        _load_weights(model, checkpoint / WEIGHTS)
+        config = TransformerConfig.from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
+        model = _with_weights(config, checkpoint / WEIGHTS)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise InputError(
             f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} pieces but the model {model.config.vocab_size}"
@@ -312,9 +322,11 @@ def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, T
 
 def updates(path: Path) -> int | None:
     """How many updates the weights of :func:`load`'s checkpoint have had; None if it does not say."""
-    with require("safetensors").safe_open(find(path) / WEIGHTS, framework="pt") as weights:
-        number = (weights.metadata() or {}).get("updates")
-    return None if number is None else int(number)
+    checkpoint = find(path)
+    with _readable(checkpoint), _undamaged(checkpoint / WEIGHTS):
+        with require("safetensors").safe_open(checkpoint / WEIGHTS, framework="pt") as weights:
+            number = (weights.metadata() or {}).get("updates")
+        return int(number) if number and number.isdecimal() else None
 
 
 def load_config(checkpoint: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
@@ -349,21 +361,31 @@ def load_training(checkpoint: Path) -> dict:
         return state
 
 
-def _load_weights(model: Transformer, path: Path) -> None:
-    try:
+def _with_weights(config: TransformerConfig, path: Path) -> Transformer:
+    with _undamaged(path):
         weights = require("safetensors.torch").load_file(path)
-    except require("safetensors").SafetensorError as error:
-        raise InputError(f"{path.name} is damaged: {_first_line(error)}") from None
     for name in [name for name, tensor in weights.items() if f"{name}.scale" in weights]:
         weights[name] = weights[name] * weights.pop(f"{name}.scale")
-    parameters = dict(model.named_parameters())
-    found, expected = ({name: tensor.shape for name, tensor in t.items()} for t in (weights, parameters))
+    with torch.device("meta"):  # of a damaged configuration no memory would do
+        shapes = dict(Transformer(config).named_parameters())
+    found, expected = ({name: tensor.shape for name, tensor in t.items()} for t in (weights, shapes))
     if found != expected:
         differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         raise InputError(f"{path.name} does not fit {CONFIG}: they differ in {', '.join(differing[:3])}")
+    model = Transformer(config)
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
+    return model
+
+
+@contextlib.contextmanager
+def _undamaged(path: Path) -> Iterator[None]:
+    """Names the file of weights that cannot be one."""
+    try:
+        yield
+    except require("safetensors").SafetensorError as error:
+        raise InputError(f"{path.name} is damaged: {_first_line(error)}") from None
 
 
 @contextlib.contextmanager
@@ -399,8 +421,11 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    path = path.resolve()
-    partial = path if path.exists() and not path.is_file() else path.with_name(f"{PARTIAL}{path.name}")
+    if path.exists() and not path.is_file():  # of which a link, as /dev/stdout is, may lead nowhere
+        partial = path
+    else:
+        path = path.resolve()
+        partial = path.with_name(f"{PARTIAL}{path.name}")
     try:
         partial.write_bytes(content)
         if partial != path:

@@ -5,7 +5,6 @@ Two frozen records with their checks and their JSON form. What a preset does not
 
 import dataclasses
 import json
-import math
 import sys
 from typing import Any
 
@@ -211,7 +210,7 @@ def from_json(text: str) -> tuple[TransformerConfig, TrainingConfig | None]:
     """
     try:
         fields = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the model configuration is not valid JSON: {error}") from None
     training = fields.pop("training", None) if isinstance(fields, dict) else None
     model = TransformerConfig(**_known(fields, TransformerConfig, "model", ["vocab_size"]))
@@ -283,4 +282,4 @@ def _is_size(value) -> bool:
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

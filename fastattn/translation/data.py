@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import os
 import queue
 import shutil
 import struct
@@ -30,7 +31,7 @@ from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 MAX_TRAINING_PIECES = 256
 LENGTH_MULTIPLE = 4  # of sentences to translate: the matrix library prepares code for every new number of rows
 CHUNK = 2**16  # pairs that are encoded at once
-SIDES, TOKENS, OFFSETS, ABOUT = ("source", "target"), ".tokens", ".offsets", "text.json"  # files of encoded text
+SIDES, TOKENS, OFFSETS = ("source", "target"), ".tokens", ".offsets"  # files of encoded text
 
 VERSES = Path(__file__).parent.parent / "verses"
 
@@ -82,12 +83,13 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
     Raises:
         InputError: a line is not UTF-8, or the stream cannot be read.
     """
-    arrived: queue.SimpleQueue[bytes | OSError | None] = queue.SimpleQueue()
+    arrived: queue.Queue[bytes | OSError | None] = queue.Queue(most)
 
     def read() -> None:
         try:
-            for line in stream:
+            for line in own:
                 arrived.put(line)
+            own.close()
             arrived.put(None)
         except OSError as error:
             arrived.put(error)
@@ -98,6 +100,7 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
             raise InputError(f"cannot read {name}: {line.strerror}")
         return line
 
+    own = _reopened(stream)
     threading.Thread(target=read, daemon=True).start()
     number, line = 0, next_line()
     while line is not None:
@@ -115,6 +118,15 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
             line = next_line()
         yield lines
         line = next_line() if line is not None else None
+
+
+def _reopened(stream: BinaryIO) -> BinaryIO:
+    """The same file behind a lock of its own, where it is one: a thread that reads standard input when Python ends
+    would hold the lock that the end needs, and Python would abort."""
+    try:
+        return open(os.dup(stream.fileno()), "rb")
+    except OSError:  # no file
+        return stream
 
 
 def pairs_of(source: Path, target: Path) -> Iterator[tuple[str, str]]:
@@ -319,7 +331,7 @@ class ParallelText:
     @classmethod
     def mapped(cls, folder: Path) -> "ParallelText":
         """What :func:`encode` wrote, read as it is needed."""
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = json.loads((folder / checkpoint.ABOUT).read_text(encoding="utf-8"))
         sources, targets = (Sentences.mapped(folder / side) for side in SIDES)
         return cls(sources, targets, about["left_out"], about["first_left_out"])
 
@@ -360,14 +372,14 @@ class ParallelText:
 
 
 def _by(tokenizer: Tokenizer) -> dict[str, str]:
-    """What ``ABOUT`` says of the tokenizer."""
+    """What ``checkpoint.ABOUT`` says of the tokenizer."""
     return {"tokenizer": hashlib.sha256(tokenizer.model).hexdigest()}
 
 
 def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
     """Whether this folder is one that :func:`encode` wrote, and says so much of its text."""
     try:
-        return about.items() <= json.loads((folder / ABOUT).read_text(encoding="utf-8")).items()
+        return about.items() <= json.loads((folder / checkpoint.ABOUT).read_text(encoding="utf-8")).items()
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -384,10 +396,16 @@ def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
 
 def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -> None:
     """Write the text of ``files``, whose :func:`digest` is given, for :meth:`ParallelText.mapped`, unless ``folder``
-    has it already."""
+    has it already.
+
+    Raises:
+        InputError: ``folder`` is no text of ours, which would be removed.
+    """
     about: dict[str, str | int | None] = {"text": text_digest, **_by(tokenizer)}
     if _says(folder, about):
         return
+    if folder.exists() and not (folder / checkpoint.ABOUT).is_file():
+        raise InputError(f"{folder} is not what `fastattn train` wrote: name another folder for the run")
     shutil.rmtree(folder, ignore_errors=True)
     with checkpoint.written_whole(folder) as partial:
         with contextlib.ExitStack() as stack:
@@ -402,7 +420,7 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
                 left_out += len(lines)
                 first_left_out = first_left_out or min(lines, default=None)
         about.update(left_out=left_out, first_left_out=first_left_out)
-        (partial / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (partial / checkpoint.ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def _encoded(

@@ -106,16 +106,19 @@ def joined() -> Iterator[World]:
     After an :class:`InputError` within the block, the processes that `torchrun` starts again end without a word.
 
     Raises:
-        InputError: there are fewer GPUs here than processes.
+        InputError: there are fewer GPUs here than processes, or the environment describes some, and no launch.
     """
     cuda = torch.cuda.is_available()
-    rank, size, local = (
-        int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
-    if size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
         yield World(0, 1, torch.device("cuda" if cuda else "cpu"))
         return
-    whole_launch, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    try:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        whole_launch, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    except ValueError as error:
+        raise InputError(
+            f"WORLD_SIZE is set, but no torchrun started this: unset it, or use torchrun ({error})"
+        ) from None
     if whole_launch.check([REFUSED]):
         raise SystemExit(1)
     launch = whole_launch.compare_set(LAUNCH, "", uuid.uuid4().hex).decode()

@@ -90,7 +90,7 @@ def heat_maps(heads: Heads, path: Path, title: str) -> None:
             (axes.yaxis, heads.rows, LABELS[1] // high, 0),
         ):
             every = math.ceil(len(pieces) / most)
-            axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7)
+            axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7, parse_math=False)
     picture.suptitle(title, fontsize=10)
     picture.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
     save(picture, path, dpi=100)

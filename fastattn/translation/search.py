@@ -14,6 +14,8 @@ from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 FOLD = 40  # rows into which `_largest` folds a vocabulary
+MOST_TOKENS = 2**16  # of a batch: its hypotheses times the pieces of its longest source
+STEEPEST = 5.0  # length penalty: steeper ones have no use, and their powers of a length overflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Search:
     Args:
         beam: hypotheses a sentence; 1 is greedy decoding.
         length_penalty: alpha, by which hypotheses of different lengths are compared.
-        batch_size: sentences at a time: it changes the speed, not the output.
+        batch_size: sentences at a time, of long ones fewer: it changes the speed, not the output.
         n_best: translations a sentence.
         temperature: draw each token from softmax(logits / temperature).
         top_k: of the k likeliest only; 0: of all.
@@ -65,8 +67,8 @@ class Search:
         for name, least in (("beam", 1), ("batch_size", 1), ("n_best", 1), ("top_k", 0), ("extra_tokens", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}, expected at least {least}")
-        if not math.isfinite(self.length_penalty):
-            raise InputError(f"length_penalty is {self.length_penalty}, expected a finite number")
+        if not -STEEPEST <= self.length_penalty <= STEEPEST:
+            raise InputError(f"length_penalty is {self.length_penalty}, expected {-STEEPEST:g} to {STEEPEST:g}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}, expected a probability above 0")
         if self.temperature is None:
@@ -166,7 +168,9 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
         logits = model.logits(model.step(tokens[:, :, -1], state)).float()
         log_sum = logits.logsumexp(-1)
         logits[..., [config.pad_id, config.bos_id]] = -torch.inf
-        uniform = torch.tensor([[draws[i].random() for _ in range(width)] for i in sentence.tolist()], device=device)
+        uniform = torch.tensor(  # a float32 would round to 1
+            [[draws[i].random() for _ in range(width)] for i in sentence.tolist()], dtype=torch.float64, device=device
+        )
         scaled = (logits - logits.amax(-1, keepdim=True)).double() / search.temperature  # of any size
         token = _draw(scaled, uniform, search.top_k, search.top_p)
         gained = logits.gather(-1, token[..., None])[..., 0] - log_sum
@@ -250,13 +254,17 @@ def candidates(
     order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
     device, most = model.output.weight.device, model.config.most_positions
     found: list[list[Translation]] = [[] for _ in lines]
-    for first in range(0, len(order), search.batch_size):
-        index = order[first : first + search.batch_size]
+    hypotheses = search.beam if search.temperature is None else search.n_best
+    first = 0
+    while first < len(order):
+        longest = min(len(ids[order[first]]), most)
+        index = order[first : first + max(1, min(search.batch_size, MOST_TOKENS // (longest * hypotheses)))]
+        first += len(index)
         source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index), most))
         results = (beam_search if search.temperature is None else sample)(model, source, lengths, search)
-        for i, hypotheses in zip(index, results, strict=True):
-            texts = tokenizer.decode([hypothesis.tokens for hypothesis in hypotheses])
-            scores = [hypothesis.score for hypothesis in hypotheses]
+        for i, best in zip(index, results, strict=True):
+            texts = tokenizer.decode([hypothesis.tokens for hypothesis in best])
+            scores = [hypothesis.score for hypothesis in best]
             found[i] = [Translation(*pair) for pair in zip(texts, scores, strict=True)]
         advance(len(index))
     return found

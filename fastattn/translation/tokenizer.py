@@ -8,6 +8,7 @@ from fastattn.translation.errors import InputError, require
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 LEARNED_FROM = 10_000_000  # lines
+LONGEST_LINE = 2**30  # bytes; sentencepiece leaves out what is longer
 
 
 class Tokenizer:
@@ -40,7 +41,7 @@ class Tokenizer:
             trainer.train(
                 sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
                 character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
-                input_sentence_size=LEARNED_FROM,
+                input_sentence_size=LEARNED_FROM, max_sentence_length=LONGEST_LINE,
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             most = re.search(r"value <= (\d+)", str(error))
@@ -67,7 +68,7 @@ class Tokenizer:
         require("sentencepiece").SentencePieceTrainer.train(
             sentence_iterator=iter(words), model_writer=model, vocab_size=len(words) + 4, model_type="word",
             character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
-            normalization_rule_name="identity", hard_vocab_limit=False, max_sentence_length=2**20,
+            normalization_rule_name="identity", hard_vocab_limit=False, max_sentence_length=LONGEST_LINE,
         )  # fmt: skip
         tokenizer = cls(model.getvalue())
         pieces = [piece.removeprefix("\u2581") for piece in tokenizer.pieces(list(range(tokenizer.vocab_size)))]
