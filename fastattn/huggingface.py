@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def register() -> None:
     hands ``output_attentions`` on. A query that sees no key, as padding on the left, gives 0.
 
     What changes the mathematics and is lacking here (soft-capping, attention sinks, sparse indices, paged caches)
-    raises ValueError by name in the forward pass.
+    raises ValueError by name in the forward pass, and so does a model that is not built on that interface.
 
     Raises:
         ImportError: transformers is missing, or older than 5.8.
@@ -63,7 +64,16 @@ def attention_mask(
     None where nothing is hidden, and where a causal layer hides what ``is_causal`` does. The padding of a layer without
     another mask is a view of ``attention_mask``, which is neither expanded nor read: the kernels skip what it excludes,
     and no device is waited for.
+
+    Raises:
+        ValueError: the model asks for masks alone, and attends by itself: it adds them to its scores.
     """
+    name = _attends_itself(type(settings.get("config")))
+    if name:
+        raise ValueError(
+            f'attn_implementation="fastattn" is not for {name}, which is not built on transformers\' attention '
+            f'interface; use attn_implementation="eager" for this model'
+        )
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
@@ -77,6 +87,17 @@ def attention_mask(
         attention_mask=attention_mask, kv_offset=kv_offset, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **settings,
     )  # fmt: skip
+
+
+def _attends_itself(config: type) -> str:
+    """The name of a model with this kind of configuration that does not call an attention function, or ""."""
+    from transformers import PreTrainedModel
+
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    for kind in vars(sys.modules[name]).values() if name in sys.modules else ():
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == name:
+            return "" if kind._can_set_attn_implementation() else kind.__name__
+    return ""
 
 
 def attention(

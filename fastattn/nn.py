@@ -322,12 +322,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 raise check.BadValue(
                     f"{_NAME}: {name} cannot be given beside nested tensors; pad them with to_padded_tensor()"
                 )
+        whole = {id(t): t.contiguous() for t in (query, key, value)}  # without holes; one tensor stays one tensor
+        query, key, value = (whole[id(t)] for t in (query, key, value))
         lengths = {id(t): [rows.size(0) for rows in t.unbind()] for t in (query, key, value)}
         if lengths[id(key)] != lengths[id(value)]:
             raise check.BadValue(
                 f"{_NAME}: key and value must have the same lengths, got {lengths[id(key)]} and {lengths[id(value)]}"
             )
-        padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}  # one tensor stays one tensor
+        padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}
         out, weights = self.forward(
             padded[id(query)],
             padded[id(key)],

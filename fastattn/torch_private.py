@@ -76,6 +76,10 @@ def is_onnx_export() -> bool:
     return flags is not None and flags._is_onnx_exporting
 
 
+# Of the vmap of ``torch.autograd.grad(is_grads_batched=True)``, which is not torch.func's and nothing else tells of.
+is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether ``tensor`` is different for each call that a vmap stands for, so that it has no values of its own."""
     if _is_compiling():  # which traces this question alone

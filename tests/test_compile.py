@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import BACKENDS, slow
+from conftest import BACKENDS, interpreted, slow
 from oracle import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -240,6 +240,39 @@ def test_vmap_of_dropout_has_a_seed_a_call():
     different = torch.vmap(lambda t: dropout(t, 0.5), randomness="different")(x)
     assert torch.equal(same[0], same[1])
     assert not torch.equal(different[0], different[1])
+    wanted = torch.stack([dropout_mask((3, 40), 0.3, seed) for seed in seeds])
+    assert torch.equal(torch.vmap(lambda seed: dropout_mask((3, 40), 0.3, seed))(seeds), wanted)
+
+
+PACKED_ROWS, USED = torch.tensor([0, 3, 3, 9]), torch.tensor([2, 0, 6])
+# name: (function, the shape of its operands), of grouped heads, of more scores than the reference keeps at once
+BATCHED = {
+    "grouped": (lambda q, k, v: scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True), (2, 4, 5, 3)),
+    "parts": (lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.1, seed=SEED), (1, 2, 520, 2)),
+    "packed": (
+        lambda q, k, v: varlen_attn(
+            q, k[:, :1], v[:, :1], *[PACKED_ROWS] * 2, 6, 6, enable_gqa=True, seqused_k=USED, dropout_p=0.1, seed=SEED
+        ),
+        (9, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_several_gradients_at_once(backend, name):
+    """As ``torch.autograd.functional.jacobian(vectorize=True)`` asks for them, by another vmap than torch.func's."""
+    function, shape = BATCHED[name]
+    if interpreted(backend) and name == "parts":
+        shape = (1, 2, 20, 2)
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    tensors = [torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3)]
+    out = function(*tensors)
+    grads = torch.randn(3, *out.shape, dtype=dtype)
+    found = torch.autograd.grad(out, tensors, grads, retain_graph=True, is_grads_batched=True)
+    for n in range(3):
+        wanted = torch.autograd.grad(out, tensors, grads[n], retain_graph=True)
+        for got, one in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got[n], one)
 
 
 @pytest.mark.parametrize("dims", [(0, None), (None, 1), (2, 0)])

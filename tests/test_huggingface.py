@@ -233,6 +233,32 @@ def test_a_model_with_soft_capping_is_refused():
         model(IDS)
 
 
+EAGER = {
+    "bloom": (
+        transformers.BloomForCausalLM,
+        transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4),
+    ),
+    "xglm": (
+        transformers.XGLMForCausalLM,
+        transformers.XGLMConfig(vocab_size=60, d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
+    ),
+    "mpnet": (transformers.MPNetModel, transformers.MPNetConfig(**SIZES)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, *slow(True)])
+@pytest.mark.parametrize("name", EAGER)
+def test_a_model_that_attends_by_itself_is_refused(name, compiled):
+    """It would add the mask, of bools or none at all, to its scores: Bloom would see the future."""
+    kind, config = EAGER[name]
+    model = kind._from_config(config, attn_implementation="fastattn")
+    call = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(
+        ValueError, match=rf'(?i)is not for {name}.*PreTrainedModel, .*; use attn_implementation="eager"'
+    ):
+        call(IDS)
+
+
 def test_packed_sequences_without_a_mask_are_refused():
     operand = torch.randn(1, 4, 9, 8)
     with pytest.raises(ValueError, match="2 sequences in cu_seq_lens_q"):

@@ -166,6 +166,16 @@ REFUSED = {
 }
 
 
+def test_a_module_takes_a_tensor_with_holes():
+    rows, lengths = torch.randn(2, 6, 8), torch.tensor([3, 2])
+    narrowed = torch.nested.narrow(rows, 1, torch.tensor([0, 1]), lengths, layout=torch.jagged)
+    assert narrowed.lengths() is not None
+    out, _ = HEADS(narrowed, narrowed, narrowed)
+    wanted, _ = HEADS(*[narrowed.contiguous()] * 3)
+    assert torch.equal(out.values(), wanted.values())
+    assert torch.equal(out.offsets(), torch.tensor([0, 3, 5]))
+
+
 HEADS = MultiHeadAttention(8, 2, batch_first=True)
 PACKED, ROWS = X[0], torch.tensor([0, 3])
 SECONDARY = {

@@ -96,6 +96,22 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("name", ["jadore", "annotated"])
+def test_the_default_dtype_is_no_reason_against_a_program(name):
+    """The trial of a class is made once: under another default it would hold for the rest of the process."""
+    model, _ = MODELS[name]()
+    wanted = fastattn.patch(copy.deepcopy(model))
+    programs._usual_trial.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = fastattn.patch(copy.deepcopy(model))
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+        programs._usual_trial.cache_clear()
+    assert str(found) == str(wanted)
+
+
 @pytest.fixture(params=MODELS)
 def pair(request):
     """The model, a patched copy, and the arguments of a call."""

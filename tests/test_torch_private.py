@@ -35,6 +35,25 @@ def inside_forward_ad(ask):
         ask(X)
 
 
+def test_several_gradients_at_once_are_noticed():
+    found = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(torch_private.is_batched_gradient(grad))
+            return 2 * grad
+
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(Double.apply(x), x, torch.eye(3), is_grads_batched=True)
+    torch.autograd.grad(Double.apply(x), x, torch.ones(3))
+    assert found == [True, False]
+
+
 OBSERVERS = {
     "a dispatch mode": inside_dispatch_mode,
     "vmap": lambda ask: torch.func.vmap(ask)(X),

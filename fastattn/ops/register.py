@@ -20,6 +20,7 @@ from fastattn.torch_private import (
     below_autograd,
     bind_apply,
     is_autocast_enabled,
+    is_batched_gradient,
     is_forward_mode,
     is_observed,
     is_onnx_export,
@@ -88,6 +89,8 @@ class Op:
         wants_grad, grad_enabled = False, torch.is_grad_enabled()
         for arg in args[: self._tensors]:
             if type(arg) in PLAIN:
+                if self._is_backward and is_batched_gradient(arg):
+                    return self._overload(*args, backend)
                 wants_grad = wants_grad or (grad_enabled and arg.requires_grad)
             elif isinstance(arg, Tensor):
                 return self._overload(*args, backend)
@@ -100,9 +103,9 @@ class Op:
         """The op below autograd."""
         return TABLE[args[-1]].FUNCTIONS[self.name](*args[:-1])
 
-    def _map(self, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    def _map(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The op inside vmap: one call after the other, each of which the kernels spread over the processor."""
-        batch = [None if dim is None else arg.movedim(dim, 0) for arg, dim in zip(args, in_dims, strict=True)]
+        batch = [arg.movedim(dim, 0) if isinstance(dim, int) else None for arg, dim in zip(args, in_dims, strict=True)]
         if info.batch_size == 0:  # one call of zeros says what there would be
             batch = [arg if arg is None else arg.new_zeros(1, *arg.shape[1:]) for arg in batch]
         calls = (

@@ -10,10 +10,11 @@ the scores by d_k^2 and adds the value rather than the query.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, ClassVar
 
@@ -130,6 +131,16 @@ def _stand_in(family: Any, kind: Any) -> nn.Module:
         return module.float()
 
 
+@contextlib.contextmanager
+def _float32_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @cache
 def _usual_trial(family: Any, kind: Any) -> str | None:
     """That of all modules of ``kind`` that hold nothing else."""
@@ -138,7 +149,10 @@ def _usual_trial(family: Any, kind: Any) -> str | None:
 
 def _trial(family: Any, kind: Any, others: dict[str, Any]) -> str | None:
     """Why a module of ``kind`` with these attributes is not what the family computes; None if it is."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        _float32_by_default(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):  # fmt: skip
         module: Any = _stand_in(family, kind)
         vars(module).update(others)
         held = set(vars(module))
