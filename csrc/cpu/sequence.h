@@ -41,9 +41,10 @@ FASTATTN_INLINE int64_t stats_offset(const Attention& a, const Sequence& s, int6
 // How many query heads share a key/value head; there may be no heads at all.
 FASTATTN_INLINE int64_t group_of(const Attention& a) { return a.num_heads / max(a.num_kv_heads, 1); }
 
-// A second thread is worth waking for some 20 us of work; a (batch, head) is some, however short its rows are.
+// A second thread is worth waking for some 20 us of work; a (batch, head) is some, however short its rows are, and the
+// keys of a single query cost their way from memory.
 FASTATTN_INLINE int useful_workers(const Attention& a, const Parallel& parallel, int products) {
-  const double pairs = (double)a.seqlen_q * a.seqlen_k;
+  const double pairs = (double)max(a.seqlen_q, 2) * a.seqlen_k;
   const double work = a.batch * a.num_heads * (0.5 * pairs * (a.head_dim + a.value_head_dim) * products + 2000);
   return (int)min((double)parallel.threads, 1 + work / 500000);
 }
