@@ -46,6 +46,8 @@ def slow(*values):
 # The kernels of every instruction set of this machine are tested, all but the best one among the slow tests.
 ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
+# For tests of very many parameters: on the reference, which is torch's own operations, they are slow ones.
+KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
 CUDA_TESTS = ("test_dropout", "test_large", "test_layer_norm", "test_softmax_dropout")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.bias
 import torch.nn.functional as F
-from conftest import BACKENDS, DEVICE, interpreted, slow
+from conftest import BACKENDS, DEVICE, KERNELS, interpreted, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -115,7 +115,7 @@ def test_shapes(backend, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
-@pytest.mark.parametrize("backend", ["cpu", *slow("reference"), *BACKENDS[2:]], indirect=True)
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_long(backend, dtype):
     torch.set_num_threads(2)
     check(*operands((1, 1, 1, 511, 512, 64, 64), dtype), is_causal=True, lse=False)
@@ -213,6 +213,7 @@ WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 @pytest.mark.parametrize("window", [*WINDOWS[:3], *slow(*WINDOWS[3:])], ids=str)
 @pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
     """Every kind of mask with either diagonal, key lengths, windows and dropout, all at once, with all gradients."""
     tensors = *operands((3, 2, 1, queries, 43, 16, 24)), MASKS[mask]((3, 2, queries, 43))
@@ -548,6 +549,7 @@ EXCLUDING = {
 @pytest.mark.parametrize("queries", [9, 2])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("kind", EXCLUDING)
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
     lengths = torch.tensor([37, 64])
     padding = (torch.arange(70) < lengths[:, None, None, None]).expand(2, 4, queries, 70)
@@ -723,6 +725,7 @@ def test_mask_that_leaves_one_key(backend, dtype):
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("window", [(-1, -1), (30, 17)], ids=str)
 @pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, diagonal, kind, dtype, p):
     """With V = identity the output is P itself: exactly zero where masked or dropped, and nowhere else."""
     b, h, lq, lk = (1, 2, 37, 75) if interpreted(backend) else (2, 4, 70, 113)

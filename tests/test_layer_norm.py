@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import BACKENDS, DEVICE, interpreted, slow
+from conftest import BACKENDS, DEVICE, KERNELS, interpreted, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -263,6 +263,7 @@ def test_layout_of_two_normalized_dimensions(backend):
 @pytest.mark.parametrize("p", [0.0, 0.1, *slow(0.7)])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
 @pytest.mark.parametrize("kind", ["", *slow("w", "b"), "wb"])
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_fused(backend, kind, shape, p, dtypes):
     """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
     input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
