@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -89,14 +88,17 @@ def attention_mask(
     )  # fmt: skip
 
 
+@torch.compiler.assume_constant_result
 def _attends_itself(config: type) -> str:
-    """The name of a model with this kind of configuration that does not call an attention function, or ""."""
+    """The name of a model of transformers' with this kind of configuration that calls no attention function, or ""."""
     from transformers import PreTrainedModel
 
-    name = config.__module__.replace(".configuration_", ".modeling_")
-    for kind in vars(sys.modules[name]).values() if name in sys.modules else ():
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == name:
-            return "" if kind._can_set_attn_implementation() else kind.__name__
+    kinds: list[Any] = [PreTrainedModel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        is_its = kind.config_class is config and kind.__module__.startswith("transformers")
+        if is_its and not kind._can_set_attn_implementation():
+            return kind.__name__
     return ""
 
 

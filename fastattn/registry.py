@@ -157,8 +157,8 @@ def intercept_sdpa() -> Iterator[None]:
     ``nn.MultiheadAttention`` among them: ``with fastattn.intercept_sdpa(): model(x)``.
 
     What fastattn has no kernel for goes on to torch. The backward pass follows its forward pass, inside the block or
-    not, also where ``torch.utils.checkpoint`` computes the forward pass again; a checkpoint inside a compiled function
-    is torch's. For the whole process, compiled checkpoints included:
+    not, also where ``torch.utils.checkpoint`` computes the forward pass again, but for checkpoints inside a compiled
+    function. For these, and for the whole process:
     ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
     """
     wrap_checkpointed(_intercepted)

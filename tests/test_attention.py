@@ -985,6 +985,23 @@ def test_queries_that_share_a_task_do_not_change_the_bits(backend, dtype):
     check(*(t.detach() for t in call.args), lse=False, window_size=(3500, 0), causal_variant="lower_right")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", *BACKENDS[4:]], indirect=True)
+def test_queries_that_share_a_task_do_not_share_its_nan(backend, dtype):
+    """A value beyond the keys of a few rows, within what a matrix instruction takes at once, stays with the others."""
+    query, key, value = operands((1, 1, 1, 512, 512, 16, 16), dtype)
+    mask = torch.ones(512, 512, dtype=torch.bool)
+    mask[:64, 301:] = False
+    mask[128:192, 300:] = False
+    value[..., 301, :] = math.inf
+    for n in (1, 2, 8):
+        torch.set_num_threads(n)
+        out = scaled_dot_product_attention(query, key, value, mask)
+        sees = mask[:, 301]
+        assert out[..., ~sees, :].isfinite().all()
+        assert (out[..., sees, :] == math.inf).all()
+
+
 @pytest.mark.torch_version
 def test_activation_checkpointing(backend):
     from torch.utils.checkpoint import checkpoint

@@ -242,6 +242,7 @@ EAGER = {
         transformers.XGLMForCausalLM,
         transformers.XGLMConfig(vocab_size=60, d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
     ),
+    "blip": (transformers.models.blip.modeling_blip_text.BlipTextModel, transformers.BlipTextConfig(**SIZES)),
     "mpnet": (transformers.MPNetModel, transformers.MPNetConfig(**SIZES)),
 }
 
@@ -257,6 +258,16 @@ def test_a_model_that_attends_by_itself_is_refused(name, compiled):
         ValueError, match=rf'(?i)is not for {name}.*PreTrainedModel, .*; use attn_implementation="eager"'
     ):
         call(IDS)
+
+
+def test_an_accepted_model_compiles_whole():
+    kind, config = MODELS["llama"]
+    model = kind._from_config(copy.deepcopy(config), attn_implementation="fastattn").eval()
+    for cls in type(model).__mro__:  # what an earlier call has learnt of its source
+        if "_can_set_attn_implementation_cached_value" in vars(cls):
+            del cls._can_set_attn_implementation_cached_value
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(IDS).logits, model(IDS).logits)
 
 
 def test_packed_sequences_without_a_mask_are_refused():

@@ -126,7 +126,7 @@ def test_bad_training_configurations(tmp_path, fields, message):
 def test_a_number_beyond_pythons_limit(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(f'{{"vocab_size": 1{"0" * 5000}}}')
-    with pytest.raises(InputError, match="the model configuration is not valid JSON: Exceeds the limit"):
+    with pytest.raises(InputError, match=r"not valid JSON: Exceeds the limit|vocab_size is 1000"):
         checkpoint.read_config(path)
 
 

@@ -1020,12 +1020,12 @@ def test_what_others_keep_in_a_runs_folder_is_left_alone(tmp_path, verses):
     """Copies of checkpoints are none of the run's, nor is what another command is writing."""
     for step in (10**8, 99_999_999, 10**8 + 1):
         checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step}, OPTIONS)
-    for name in ("step-00000001-good", "step-mean", ".partial-mean", ".partial-step-00000003"):
+    for name in ("step-00000001-good", "step-mean", ".partial-mean", ".partial-step-mean", ".partial-step-00000003"):
         (tmp_path / name).mkdir()
     (tmp_path / ".partial-loss.png").touch()
     checkpoint.prune(tmp_path, keep=2)
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-100000000", "step-100000001"]
-    others = {"step-00000001-good", "step-mean", ".partial-mean", ".partial-loss.png"}
+    others = {"step-00000001-good", "step-mean", ".partial-mean", ".partial-step-mean", ".partial-loss.png"}
     assert {path.name for path in tmp_path.iterdir()} == {"step-100000000", "step-100000001", *others}
     with pytest.raises(InputError, match="last is 3, expected 1 to 2"):
         checkpoint.average(tmp_path, 3, tmp_path / "mean")
@@ -1042,6 +1042,22 @@ def test_a_folder_of_the_users_is_not_taken_for_an_interrupted_start(tmp_path, v
     assert own.read_text() == "day\n"
     (own.parent / "text.json").write_text("{}")  # as of an earlier text of ours
     checkpoint.expect_new(tmp_path / "run")
+
+
+def test_an_old_text_is_removed_whole(tmp_path, verses, monkeypatch):
+    """A kill while it is removed leaves nothing that the next start takes for the user's."""
+    file, run = tmp_path / "day", tmp_path / "run"
+    file.write_text("day\n")
+    (run / "text").mkdir(parents=True)
+    (run / "text" / "text.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(Killed):
+            encode(verses[2], (file, file), digest(file, file), run / "text")
+    checkpoint.expect_new(run)
+    for _ in range(2):  # the second time what the first wrote has to go
+        encode(verses[2], (file, file), digest(file, file), run / "text")
+        (run / "text" / "text.json").write_text("{}")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.model", "training.pt"])

@@ -382,10 +382,15 @@ struct Forward {
         }
         if (keys == 0) continue;
         const Matrix packed_key = pack_key(s, kv_head, key, keys, scratch);
-        const Matrix packed_value = pack_value(s, head, kv_head, key, keys, scratch);
-        for (int p = 0; p < panels; ++p) {
+        Matrix packed_value = pack_value(s, head, kv_head, key, keys, scratch);
+        for (int p = panels - 1; p >= 0; --p) {  // with a causal mask, fewer keys from one to the next
           const Tile t(a, s, mask, head, first + p * kBlockM, key);
           if (t.empty()) continue;
+          // The last unit of a product's depth may reach beyond the panel's keys: to values that may hold NaN.
+          if (kPairs && t.keys != keys && (t.keys > keys || depth_of<Unit>(t.keys) * kElements<Unit> != t.keys)) {
+            keys = t.keys;
+            packed_value = pack_value(s, head, kv_head, key, keys, scratch);
+          }
           step(s, head, t, packed_key, packed_value, scratch, scratch.panel[p], !started[p], &next);
           started[p] = true;
         }

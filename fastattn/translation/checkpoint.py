@@ -270,10 +270,10 @@ def prune(run: Path, keep: int) -> None:
     best = (run / "best").resolve()
     for checkpoint in steps(run)[:-keep]:
         if checkpoint.resolve() != best:
-            _remove(checkpoint)
-    for ours in ("step-*", "old-step-*", "best"):  # of the folder's other writers nothing
-        for left_behind in run.glob(f"{PARTIAL}{ours}"):
-            _remove(left_behind)
+            remove(checkpoint)
+    for left_behind in run.glob(f"{PARTIAL}*"):
+        if re.fullmatch(r"(old-)?step-\d{8,}|best", left_behind.name.removeprefix(PARTIAL)):  # of others nothing
+            remove(left_behind)
 
 
 def steps(run: Path) -> list[Path]:
@@ -405,13 +405,15 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _remove(path: Path) -> None:
-    """Remove a link or folder; a checkpoint first loses its name, so that no half of one is ever left."""
+def remove(path: Path) -> None:
+    """Remove a link or folder, which first loses its name, so that no half of one is ever left."""
     if path.is_symlink():
         path.unlink()
         return
     if not path.name.startswith(PARTIAL):
-        path = path.rename(path.with_name(f"{PARTIAL}old-{path.name}"))
+        nameless = path.with_name(f"{PARTIAL}old-{path.name}")
+        shutil.rmtree(nameless, ignore_errors=True)  # of an interrupted removal
+        path = path.rename(nameless)
     shutil.rmtree(path)
 
 

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import queue
-import shutil
 import struct
 import sys
 import threading
@@ -89,7 +88,8 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
         try:
             for line in own:
                 arrived.put(line)
-            own.close()
+            if own is not stream:
+                own.close()
             arrived.put(None)
         except OSError as error:
             arrived.put(error)
@@ -406,7 +406,8 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
         return
     if folder.exists() and not (folder / checkpoint.ABOUT).is_file():
         raise InputError(f"{folder} is not what `fastattn train` wrote: name another folder for the run")
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        checkpoint.remove(folder)
     with checkpoint.written_whole(folder) as partial:
         with contextlib.ExitStack() as stack:
             writers = [
