@@ -412,7 +412,8 @@ def remove(path: Path) -> None:
         return
     if not path.name.startswith(PARTIAL):
         nameless = path.with_name(f"{PARTIAL}old-{path.name}")
-        shutil.rmtree(nameless, ignore_errors=True)  # of an interrupted removal
+        if nameless.exists():  # of an interrupted removal
+            shutil.rmtree(nameless)
         path = path.rename(nameless)
     shutil.rmtree(path)
 
