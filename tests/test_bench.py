@@ -1028,6 +1028,7 @@ def test_a_picture_of_disturbed_results_alone():
     assert all(axes.texts[0].get_text() == "not measured" for axes in picture.axes)
 
 
+@pytest.mark.slow
 def test_pictures_of_ratios_and_of_lengths(tmp_path):
     """In both formats; results that were disturbed are not drawn."""
     known = [replace(result(2.0), name=case.name) for case in listed()]

@@ -600,7 +600,8 @@ def loss_curve(backend, text, updates, *, seed=3, jitter=None):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("updates", [50, *slow(200)])
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [50, 200])
 def test_backends_train_alike(text, updates):
     """Updates with dropout on `reference` and on `cpu`.
 
