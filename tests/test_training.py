@@ -1021,7 +1021,14 @@ def test_what_others_keep_in_a_runs_folder_is_left_alone(tmp_path, verses):
     """Copies of checkpoints are none of the run's, nor is what another command is writing."""
     for step in (10**8, 99_999_999, 10**8 + 1):
         checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step}, OPTIONS)
-    for name in ("step-00000001-good", "step-mean", ".partial-mean", ".partial-step-mean", ".partial-step-00000003"):
+    for name in (
+        "step-00000001-good",
+        "step-mean",
+        ".partial-mean",
+        ".partial-step-mean",
+        ".partial-step-00000003",
+        ".partial-old-text",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / ".partial-loss.png").touch()
     checkpoint.prune(tmp_path, keep=2)
