@@ -322,28 +322,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 raise check.BadValue(
                     f"{_NAME}: {name} cannot be given beside nested tensors; pad them with to_padded_tensor()"
                 )
-        whole = {id(t): t.contiguous() for t in (query, key, value)}  # without holes; one tensor stays one tensor
-        query, key, value = (whole[id(t)] for t in (query, key, value))
-        lengths = {id(t): [rows.size(0) for rows in t.unbind()] for t in (query, key, value)}
-        if lengths[id(key)] != lengths[id(value)]:
-            raise check.BadValue(
-                f"{_NAME}: key and value must have the same lengths, got {lengths[id(key)]} and {lengths[id(value)]}"
-            )
-        padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}
-        out, weights = self.forward(
-            padded[id(query)],
-            padded[id(key)],
-            padded[id(value)],
-            key_lengths=torch.tensor(lengths[id(key)], device=key.device),
-            **options,
-        )
+        whole, lengths_q, padded_q = of_query = _padded(query)
+        _, lengths_k, padded_k = of_key = of_query if key is query else _padded(key)  # one tensor stays one tensor
+        _, lengths_v, padded_v = of_key if value is key else of_query if value is query else _padded(value)
+        if lengths_k != lengths_v:
+            raise check.BadValue(f"{_NAME}: key and value must have the same lengths, got {lengths_k} and {lengths_v}")
+        key_lengths = torch.tensor(lengths_k, device=key.device)
+        out, weights = self.forward(padded_q, padded_k, padded_v, key_lengths=key_lengths, **options)
         if weights is not None:
-            absent = torch.arange(out.size(1)) >= torch.tensor(lengths[id(query)])[:, None]
+            absent = torch.arange(out.size(1)) >= torch.tensor(lengths_q)[:, None]
             absent = absent[:, :, None] if weights.dim() == 3 else absent[:, None, :, None]
             weights = weights.masked_fill(absent.to(weights.device), 0.0)
-        rows = [padded_rows[:length] for padded_rows, length in zip(out, lengths[id(query)], strict=True)]
-        if query.layout == torch.jagged:
-            return with_values(query, torch.cat(rows)), weights
+        rows = [padded_rows[:length] for padded_rows, length in zip(out, lengths_q, strict=True)]
+        if whole.layout == torch.jagged:
+            return with_values(whole, torch.cat(rows)), weights
         return torch.nested.as_nested_tensor(rows), weights
 
     def _project(
@@ -456,6 +448,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _packed_heads(projected: Tensor, heads: int) -> Tensor:
     """(tokens, heads, head size)"""
     return projected.unflatten(-1, (heads, -1))
+
+
+def _padded(nested: Tensor) -> tuple[Tensor, list[int], Tensor]:
+    """The nested tensor without holes, its sequences' lengths, and the sequences padded with zeros."""
+    nested = nested.contiguous()
+    return nested, [rows.size(0) for rows in nested.unbind()], nested.to_padded_tensor(0.0)
 
 
 def _shape(tensor: Tensor) -> str:
