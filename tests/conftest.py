@@ -1,6 +1,7 @@
 """Fixtures of every test: which backends this machine has, and operands that are the same in every run."""
 
 import contextlib
+import gc
 import importlib
 import os
 import subprocess
@@ -90,15 +91,27 @@ def require_package(name):
         pytest.skip(f"needs {name}: {error}", allow_module_level=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without the garbage collector, which would walk the tens of thousands of tests again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Triton's interpreter takes milliseconds a program, and so does the emulation of CUDA: only what is marked
     `representative` runs there by default. The cuda backend has the row operations' tests alone."""
-    for item in list(items):
-        callspec = getattr(item, "callspec", None)
-        name = callspec.params.get("backend") if callspec else None
-        if name == "cuda" and item.module.__name__ not in CUDA_TESTS:
-            items.remove(item)
+
+    def backend_of(item):
+        return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+
+    items[:] = [item for item in items if backend_of(item) != "cuda" or item.module.__name__ in CUDA_TESTS]
+    for item in items:
+        name = backend_of(item)
         if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
             item.add_marker(pytest.mark.triton if name == "triton" else pytest.mark.slow)
     if SHARD:  # the representative ones first, each process another part of them

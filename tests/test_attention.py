@@ -153,8 +153,7 @@ def test_masks_that_end_within_tiles(backend, dtype, kind):
     check(*tensors, mask, window_size=(3, 20), dropout_p=0.1, seed=SEED)
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("queries", [40, 2])
+@pytest.mark.parametrize("queries", [40, pytest.param(2, marks=pytest.mark.representative)])
 def test_bytes_of_a_mask_other_than_0_and_1(backend, queries):
     """torch takes any byte but 0 for True: in a mask of rows, of one row, of every other column."""
     keys = 40 if interpreted(backend) else 200
@@ -564,9 +563,14 @@ def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
     assert (grad_value[gone] == 0).all()
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize(
-    ("queries", "keys"), [(33, 6), (3, 6), (3, 1100), pytest.param(33, 1100, marks=pytest.mark.slow)]
+    ("queries", "keys"),
+    [
+        pytest.param(33, 6, marks=pytest.mark.representative),
+        pytest.param(3, 6, marks=pytest.mark.representative),
+        (3, 1100),
+        pytest.param(33, 1100, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("kind", ["mask", *slow("lengths", "dropout")])
 def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):

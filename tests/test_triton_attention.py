@@ -381,6 +381,7 @@ def test_tf32_where_it_fits(monkeypatch, precisions, capability, largest):
     assert precisions == ["tf32", "tf32", "tf32", "tf32" if largest == 128 else "ieee"]
 
 
+@pytest.mark.slow
 def test_positions_beyond_2_to_the_30():
     """A window at the end of so many keys, which lie on one another: its sums with positions stay within 32 bits."""
     keys = 2**30 + 64
