@@ -60,6 +60,11 @@ def is_traced() -> bool:
     return not _is_compiling() and _is_tracing()
 
 
+def is_proxied() -> bool:
+    """Inside ``make_fx``, which refuses to read a value."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def is_observed() -> bool:
     """Whether compilation, a dispatch mode, torch.func, forward-mode differentiation or torch.jit.trace sees calls."""
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode() or _is_tracing()

@@ -7,6 +7,7 @@ import torch
 from conftest import BACKENDS, interpreted, slow
 from oracle import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
@@ -210,6 +211,20 @@ def test_function_transforms(backend, name):
     if backend != "reference":
         with pytest.raises(RuntimeError, match=r'no forward-mode derivatives, backend\("reference"\) has'):
             torch.func.jvp(loss, (x[0],), (x[0],))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode):
+    """Traced without a look at the lengths and boundaries, the program takes others."""
+
+    def attend(x, lengths, starts):
+        dense = scaled_dot_product_attention(x, x, x, key_lengths=lengths)
+        return dense, varlen_attn(x[0], x[0], x[0], starts, starts, 3, 3)
+
+    x, others = torch.randn(2, 5, 4, 8), (torch.tensor([4, 2]), torch.tensor([0, 2, 5]))
+    program = make_fx(attend, tracing_mode=mode)(x, torch.tensor([1, 3]), torch.tensor([0, 3, 5]))
+    for got, wanted in zip(program(x, *others), attend(x, *others), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_vmap_over_lengths():

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import torch_private
@@ -262,6 +263,13 @@ def test_tracing_is_noticed():
     torch.jit.trace(lambda x: (found.append(torch_private.is_traced()), x * 2)[1], (X,))
     assert found[0]
     assert not torch_private.is_traced()
+
+
+def test_make_fx_is_noticed():
+    found = []
+    make_fx(lambda x: (found.append(torch_private.is_proxied()), x * 2)[1])(X)
+    assert found == [True]
+    assert not torch_private.is_proxied()
 
 
 def test_jagged_tensors():

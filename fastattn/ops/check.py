@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from fastattn.torch_private import is_batched, is_traced, refuse_scripting
+from fastattn.torch_private import is_batched, is_proxied, is_traced, refuse_scripting
 
 TORCHSCRIPT = (
     "fastattn does not support torch.jit (TorchScript), which PyTorch has deprecated: use torch.compile to make a "
@@ -187,6 +187,7 @@ def is_readable(tensor: Tensor) -> bool:
         tensor.device.type == "cpu"
         and type(tensor) is Tensor
         and not torch.compiler.is_compiling()
+        and not is_proxied()
         and not is_batched(tensor)
     )
 
