@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         nargs="?",
-        help=f"{MODEL} (default: the enclosed model, of Bible text, English to Spanish)",
+        help=f"{MODEL} (default: the bundled English-Spanish model, trained on Bible text)",
     )
     command.add_argument(
         "--input", type=Path, metavar="FILE", help="text or .gz, a sentence a line (default: standard input)"
@@ -295,7 +295,7 @@ def _add_train(command: argparse.ArgumentParser) -> None:
         (
             "--accumulate",
             _positive(int),
-            "parts in which a process computes its share of an update, to need less memory",
+            "micro-batches per process and update (gradient accumulation), to need less memory",
         ),
         ("--label-smoothing", float, "probability spread over all pieces (default: the preset's)"),
         ("--clip-norm", _positive(float), "scale longer gradients down to this norm (default: none is)"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import figures
 from fastattn.bench import peers, plots, report
 from fastattn.bench.cases import OPERATIONS, Case
 
@@ -95,7 +96,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def picture(data: dict[str, Any]) -> Any:
     """A panel for each operation and dtype."""
-    figure = plots.figure(11, 11)
+    figure = figures.figure(11, 11)
     dtypes = list(dict.fromkeys(entry["dtype"] for entry in data["errors"]))
     panels = figure.subplots(len(LABELS), len(dtypes), sharex=True, squeeze=False)
     for row, (operation, (title, axis)) in zip(panels, LABELS.items(), strict=True):

@@ -48,8 +48,8 @@ PARTS = {
     "matrix products": [(F, "linear")],
     "attention": [(modules, "scaled_dot_product_attention")],
     "residual + LayerNorm": [(modules, "dropout_add_layer_norm"), (modules, "layer_norm")],
-    "keys and values": [(modules.KeyValueCache, "append"), (transformer.DecoderState, "select")],
-    "choice of tokens": [(search, "_largest"), (torch.Tensor, "logsumexp")],
+    "keys and values": [(modules.KeyValueCache, "_stored"), (transformer.DecoderState, "select")],
+    "choice of tokens": [(search, "_largest"), (torch.Tensor, "amax"), (torch.Tensor, "softmax")],
 }
 
 

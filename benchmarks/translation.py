@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastattn import Transformer, TransformerConfig
+from fastattn import Transformer, TransformerConfig, figures
 from fastattn.bench import contest, plots, report
 from fastattn.bench.timer import Neighbours
 from fastattn.translation import memory, precision
@@ -258,7 +258,7 @@ def table(recorded: list[dict[str, Any]]) -> str:
 
 def picture(data: dict[str, Any]) -> Any:
     """The validation loss of one machine's runs over time."""
-    figure = plots.figure(7, 4)
+    figure = figures.figure(7, 4)
     axes = figure.add_subplot()
     for kind, run in sorted(data["runs"].items()):
         minutes = [point["seconds"] / 60 for point in run["curve"]]

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fastattn import bench, info
-from fastattn.translation.errors import InputError
+from fastattn.errors import InputError, require
+from fastattn.figures import check_path
+from fastattn.files import check_file, expect_absent, write_file
 
-ENCLOSED = "the enclosed model, of Bible text, English to Spanish"
+BUNDLED = "the bundled English-Spanish model, trained on Bible text"
 EVALUATION_TOKENS = 4096  # a side of a batch
 CHUNK = 16  # batches of standard input that are translated together, if as much has arrived: like lengths share a batch
 LESS_MEMORY = {
@@ -94,7 +96,7 @@ def _translate(options: argparse.Namespace) -> None:
         options.model = checkpoint.PRETRAINED
     picture, kind = options.attention, options.attention_kind or "cross"
     if picture is not None:
-        plots.check_path(picture)
+        check_path(picture)
     search, dtype = _search(options, options.n_best)
     if options.input is None:
         parts, total = arriving_lines(sys.stdin.buffer, "standard input", CHUNK * options.batch_size), None
@@ -104,7 +106,7 @@ def _translate(options: argparse.Namespace) -> None:
     model, tokenizer = _load(options, dtype)
     layer = plots.check_layer(model.config, kind, options.attention_layer)
     if is_enclosed:
-        print(f"fastattn translate: {ENCLOSED}", file=sys.stderr)
+        print(f"fastattn translate: {BUNDLED}", file=sys.stderr)
     if options.input is None and sys.stdin.isatty():
         print("fastattn translate: type a sentence a line; Ctrl-D ends", file=sys.stderr)
     text, first = [], 1
@@ -127,7 +129,7 @@ def _translate(options: argparse.Namespace) -> None:
     if first == 1:
         raise InputError("standard input is empty: expected one sentence a line")
     if options.output is not None:
-        checkpoint.write_file(options.output, "".join(text).encode())
+        write_file(options.output, "".join(text).encode())
     if picture is not None:
         raise InputError(f"{picture} is not drawn: every line is blank")
 
@@ -145,9 +147,7 @@ def _n_best_lines(found: list[list[Any]], first: int) -> str:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from fastattn.translation import checkpoint
     from fastattn.translation.data import ParallelText, read_parallel, training_sources
-    from fastattn.translation.errors import require
     from fastattn.translation.evaluate import held_out, scores
     from fastattn.translation.sanity import evaluation_warnings, overlap_warnings
     from fastattn.translation.search import translate
@@ -164,7 +164,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
-        checkpoint.write_file(options.output, "".join(f"{line}\n" for line in translations).encode())
+        write_file(options.output, "".join(f"{line}\n" for line in translations).encode())
     _warn(options, *evaluation_warnings(sources, translations, references, text))
     found = scores(translations, references)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
@@ -186,7 +186,7 @@ def _plot(options: argparse.Namespace) -> None:
 
     picture = options.output or options.folder / "loss.png"
     if options.output is not None:
-        plots.check_path(picture)
+        check_path(picture)
     rows = read_metrics(options.folder)
     if not rows:
         raise InputError(f"{options.folder} holds no {METRICS} yet: expected the folder of a run of `fastattn train`")
@@ -206,7 +206,7 @@ def _import(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.importing import import_model
 
-    checkpoint.expect_absent(options.out)
+    expect_absent(options.out)
     source_words, target_words = options.words
     model, tokenizer = import_model(options.model, source_words, target_words, options.heads)
     checkpoint.save_model(model, tokenizer, options.out)
@@ -217,7 +217,7 @@ def _export(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
     from fastattn.translation.export import to_ctranslate2, to_huggingface
 
-    checkpoint.expect_absent(options.out)
+    expect_absent(options.out)
     model, tokenizer = checkpoint.load(options.model)
     if options.to == "int8":
         checkpoint.save_int8(model, tokenizer, checkpoint.updates(options.model), options.out)
@@ -229,7 +229,7 @@ def _export(options: argparse.Namespace) -> None:
 
 def _search(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any]:
     """The search and the dtype that the options name, all of which are checked."""
-    from fastattn.translation import checkpoint, precision
+    from fastattn.translation import precision
     from fastattn.translation.search import Search
 
     search = Search(
@@ -237,7 +237,7 @@ def _search(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any]:
         options.temperature, options.top_k, options.top_p, options.seed,
     )  # fmt: skip
     if options.output is not None:
-        checkpoint.check_file(options.output)
+        check_file(options.output)
     return search, precision.DTYPES[precision.resolve(options.precision)]
 
 
@@ -264,7 +264,6 @@ def _sentences_done(total: int | None) -> Iterator[Callable[[int], object]]:
     if total is None or not sys.stderr.isatty():
         yield lambda sentences: None
         return
-    from fastattn.translation.errors import require
 
     with require("tqdm").tqdm(total=total, unit=" sentences", ncols=80, leave=False) as bar:
         yield bar.update

@@ -1,4 +1,4 @@
-"""`fastattn demo`: the enclosed translator; that the operations are right, and how fast; a translator trained here."""
+"""`fastattn demo`: the bundled translator; that the operations are right, and how fast; a translator trained here."""
 
 import time
 from pathlib import Path
@@ -8,9 +8,9 @@ import torch
 from fastattn import bench, info
 from fastattn.bench import contest
 from fastattn.bench.cases import Case
+from fastattn.errors import require
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import read_lines, verses
-from fastattn.translation.errors import require
 from fastattn.translation.evaluate import scores
 from fastattn.translation.model import Transformer
 from fastattn.translation.search import translate
@@ -47,7 +47,7 @@ def run(out: Path | None = None) -> int:
     sources, references = (read_lines(path)[:SCORED] for path in verses("test"))
     shown = sorted(range(SCORED), key=lambda i: len(sources[i]))[:: SCORED // SHOWN // 2][:SHOWN]
 
-    _title("The enclosed translator from English to Spanish, and sentences that it has not seen")
+    _title("The bundled translator from English to Spanish, and sentences that it has not seen")
     _show(checkpoint.PRETRAINED, sources, references, shown)
 
     _title("Each operation against the reference")
@@ -66,7 +66,7 @@ def run(out: Path | None = None) -> int:
     model, tokenizer, translations = _show(best, sources, references, shown)
     print(
         "That many updates teach it the language and some of the words: expect a BLEU of about 15. More than\n"
-        "ten times as many, with `fastattn train` on the same text, made the enclosed one."
+        "ten times as many, with `fastattn train` on the same text, made the bundled one."
     )
 
     plots.loss_curve(read_metrics(folder), folder / "loss.png")

@@ -30,6 +30,8 @@ __all__ = [
     "SoftmaxDropout",
 ]
 
+_NAME = "MultiHeadAttention"
+
 
 class MultiHeadAttention(nn.MultiheadAttention):
     """Multi-head attention with torch's constructor, forward, state dict and initialisation, on fastattn's kernels.
@@ -216,7 +218,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, cache, self._split_heads)
         if cache is not None:
-            k, v = cache.stored(k, v)
+            k, v = cache._stored(k, v)
         length = k.size(2)
         if k.size(0) != q.size(0):
             raise check.BadValue(f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
@@ -269,8 +271,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 )
             if tensor.dtype != parameter.dtype and check.autocast_dtype(query) is None:
                 raise check.BadType(
-                    f"{_NAME}: {label} must have the parameters' dtype {str(parameter.dtype)[6:]}, "
-                    f"got {str(tensor.dtype)[6:]}"
+                    f"{_NAME}: {label} must have the parameters' dtype {check.dtype_name(parameter.dtype)}, "
+                    f"got {check.dtype_name(tensor.dtype)}"
                 )
         if key is not value and not key.is_nested and key.shape[:-1] != value.shape[:-1]:
             raise check.BadValue(
@@ -427,9 +429,6 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
 
 
-_NAME = "MultiHeadAttention"
-
-
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is None:
@@ -470,7 +469,7 @@ def _last_size(tensor: Tensor) -> Any:
 
 def _check_mask(label: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
-        kind = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+        kind = check.dtype_name(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise check.BadType(f"{_NAME}: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
     check.dense(_NAME, label, mask)
 
@@ -497,6 +496,9 @@ class KeyValueCache:
     Args:
         max_length: most positions it may hold; without it, it grows as needed.
         static: keep the keys and values of the first call and ignore later ones: cross-attention to a fixed memory.
+
+    Raises:
+        ValueError: ``max_length`` is no integer of at least 1.
     """
 
     def __init__(self, max_length: int | None = None, *, static: bool = False) -> None:
@@ -516,11 +518,11 @@ class KeyValueCache:
             ValueError: other sizes, dtype or device than before, more positions than ``max_length``, or a gradient
                 wanted.
         """
-        keys, values = self.stored(key, value)
+        keys, values = self._stored(key, value)
         self.length = keys.size(2)
         return keys, values
 
-    def stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What :meth:`append` returns. The new ones become part of the cache where ``length`` is raised to theirs."""
         if self.static and self.length:
             return self.contents()
@@ -630,7 +632,7 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         prenorm: also return the sum, the residual of the next sub-layer.
 
     Raises:
-        ValueError: p outside [0, 1], or more than one size.
+        TypeError, ValueError: p outside [0, 1], or not one integer size.
     """
 
     __prepare_scriptable__ = check.refuse_torchscript
@@ -672,7 +674,14 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 
 
 class SoftmaxDropout(nn.Module):
-    """``softmax_dropout`` with dropout in training only."""
+    """``softmax_dropout`` with dropout in training only.
+
+    Args:
+        p: probability of dropping an element in training.
+
+    Raises:
+        TypeError, ValueError: p is no number, or outside [0, 1].
+    """
 
     __prepare_scriptable__ = check.refuse_torchscript
 
@@ -703,5 +712,6 @@ class Dropout(nn.Dropout):
     __prepare_scriptable__ = check.refuse_torchscript
 
     def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
-        """input: any shape."""
+        """input: any shape and strides, of the dtypes of ``fastattn.dropout``; seed: int64 (2,), drawn from torch's
+        default generator when not given."""
         return dropout(input, self.p, self.training, self.inplace, seed=seed)

@@ -69,7 +69,7 @@ def _is_ours(
         and _is_plain(key)
         and _is_plain(value)
         and is_flash_enabled()
-        and has_kernels("attention", (query, key, value))
+        and has_kernels((query, key, value))
     )
 
 
@@ -182,7 +182,7 @@ def _random(seed: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _check_served(*operands: Tensor) -> None:
-    if not all(map(_is_plain, operands)) or not has_kernels("attention", operands):
+    if not all(map(_is_plain, operands)) or not has_kernels(operands):
         raise _Unserved("neither fastattn nor torch has a kernel for these operands on this device")
 
 

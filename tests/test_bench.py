@@ -17,12 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 import fastattn_command
-from fastattn import bench
+from fastattn import bench, files
 from fastattn.bench import cases, contest, limits, memory, peers, plots, report, timer, training
 from fastattn.bench.cases import BASE, OPERATIONS, Case, Floor, listed, sweep
 from fastattn.bench.timer import Ratio, Timing, interleave
-from fastattn.translation import checkpoint
-from fastattn.translation.errors import InputError
+from fastattn.errors import InputError
 
 RECORDED = sorted((Path(__file__).parent.parent / "benchmarks/results").glob("**/*.json"))
 SMALL = [
@@ -594,7 +593,7 @@ def test_report_round_trips_and_is_written_whole(tmp_path, monkeypatch):
         assert part.read_text().startswith("{")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_flush", interrupted)
+    monkeypatch.setattr(files, "flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         report.Report.new([result(3.0)], measured={}).write(path)
     assert report.Report.read(path) == first

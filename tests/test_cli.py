@@ -26,7 +26,7 @@ from conftest import slow
 
 import fastattn
 import fastattn_command as cli
-from fastattn import demo
+from fastattn import demo, files
 from fastattn.bench import report
 from fastattn.cli import COMMANDS
 from fastattn.translation import checkpoint
@@ -105,7 +105,7 @@ def test_the_enclosed_model_translates(monkeypatch, capsysbinary):
     assert {"Dios", "Moisés"} <= set(re.findall(r"\w+", moses))
     assert blank == ""
     assert "rey" in king
-    assert err.decode() == "fastattn translate: the enclosed model, of Bible text, English to Spanish\n"
+    assert err.decode() == "fastattn translate: the bundled English-Spanish model, trained on Bible text\n"
 
 
 @pytest.mark.slow
@@ -439,7 +439,7 @@ def test_a_disk_that_fills_up_in_a_run(run, small, tmp_path, capsys, monkeypatch
     assert said.startswith("fastattn train: error: cannot write ")
     assert said.endswith(message)
     assert [path.name for path in checkpoint.steps(started)] == ["step-00000000"]
-    assert not list(started.glob(f"{checkpoint.PARTIAL}*"))
+    assert not list(started.glob(f"{files.PARTIAL}*"))
 
 
 def test_a_folder_that_may_not_be_written(run, small, tmp_path, capsys, monkeypatch):
@@ -509,8 +509,8 @@ def test_demo(monkeypatch, tmp_path, capsys):
     assert printed.count("\nright ") == len(demo.CHECKS)
     assert "WRONG" not in printed
     assert re.search(r"^\| layer_norm float32 4096x512 forward\+backward \| [\d.]+ ", printed, re.MULTILINE)
-    enclosed, own = (float(bleu) for bleu in re.findall(r"BLEU ([\d.]+) on 20 sentences of the test text", printed))
-    assert own < 5 < 20 < enclosed
+    bundled, own = (float(bleu) for bleu in re.findall(r"BLEU ([\d.]+) on 20 sentences of the test text", printed))
+    assert own < 5 < 20 < bundled
     for name in ("loss.png", "attention.png", "best/model.safetensors"):
         assert (tmp_path / "out" / name).stat().st_size > 1000
 

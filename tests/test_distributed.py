@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 import fastattn
 import fastattn_command as cli
+from fastattn.errors import InputError
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
-from fastattn.translation.data import verses as enclosed
+from fastattn.translation.data import verses as bundled
 from fastattn.translation.distributed import LAUNCH, REFUSED, START, World, _agreed_start, joined
-from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID
@@ -38,7 +38,7 @@ STEPS = 3
 def files(tmp_path_factory):
     """The 60 shortest pairs of the verses' validation text: an epoch of a few updates."""
     folder = tmp_path_factory.mktemp("text")
-    pairs = zip(*map(read_lines, enclosed("dev")), strict=True)
+    pairs = zip(*map(read_lines, bundled("dev")), strict=True)
     pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
     for language, lines in zip(("en", "es"), zip(*pairs, strict=True), strict=True):
         (folder / language).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("fastattn.torch_private",),
+    ("fastattn.torch_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
     ("fastattn.backends",),
     ("fastattn.ops",),
     ("fastattn.nn", "fastattn.registry"),

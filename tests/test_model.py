@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
-from fastattn.translation.errors import InputError
+from fastattn.errors import InputError
 from fastattn.translation.evaluate import smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights, Packed, SinusoidalPositions
 from fastattn.translation.tokenizer import BOS_ID

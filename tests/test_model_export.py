@@ -8,10 +8,10 @@ from conftest import slow
 
 import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
+from fastattn.errors import InputError
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import VERSES, read_lines
-from fastattn.translation.errors import InputError
 from fastattn.translation.export import to_ctranslate2, to_huggingface
 from fastattn.translation.search import Search, candidates, translate
 from fastattn.translation.tokenizer import Tokenizer

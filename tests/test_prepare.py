@@ -26,6 +26,7 @@ from test_cli import failure, snapshot
 import fastattn
 import fastattn_command as cli
 import hours
+from fastattn import files
 from fastattn.translation import checkpoint, config, prepare
 from fastattn.translation.data import VERSES, read_lines, read_parallel
 from fastattn.translation.train import read_metrics
@@ -348,10 +349,10 @@ def test_two_do_not_write_one_folder(tmp_path):
     out, partial = tmp_path / "out", tmp_path / ".partial-out"
     partial.mkdir()
     (partial / "of a killed one").touch()
-    with checkpoint.written_whole(out) as folder:
+    with files.written_whole(out) as folder:
         (folder / "train.en").touch()
         with pytest.raises(prepare.InputError, match=f"{out} is being written by another process: name another f"):
-            checkpoint.written_whole(out).__enter__()
+            files.written_whole(out).__enter__()
     assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
 
 
@@ -377,7 +378,7 @@ def test_the_other_finishes_while_the_second_begins(tmp_path, monkeypatch, step)
 
     monkeypatch.setattr(module, name, with_another)
     with pytest.raises(prepare.InputError, match=r"exists already|is being written"):
-        checkpoint.written_whole(out).__enter__()
+        files.written_whole(out).__enter__()
     assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
 
 

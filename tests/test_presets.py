@@ -12,9 +12,9 @@ import torch
 import fastattn_command as cli
 import presets
 from fastattn import Transformer, TransformerConfig
+from fastattn.errors import InputError
 from fastattn.translation import checkpoint
 from fastattn.translation.config import PRESETS, TrainingConfig, from_json
-from fastattn.translation.errors import InputError
 from fastattn.translation.prepare import CORPORA
 
 # N, d_model, d_ff, h, d_k, d_v, P_drop, eps_ls, thousands of updates, millions of parameters; what a line of the table

@@ -1,5 +1,6 @@
 """The scripts of benchmarks/ that only record: a run of each, as small as it gets, and the page that it makes."""
 
+import contextlib
 import gzip
 import importlib.util
 import json
@@ -7,11 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from fastattn import Transformer, TransformerConfig
 from fastattn.bench import report
 from fastattn.translation import data
+from fastattn.translation.search import Search, beam_search
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,6 +98,29 @@ def test_decoding():
     for case in zip(*shares, strict=True):
         assert sum(int(share.rstrip("%")) for share in case) == pytest.approx(100, abs=3)  # six of them, rounded
         assert all(0 <= int(share.rstrip("%")) <= 100 for share in case)
+
+
+@torch.no_grad()
+def test_every_function_of_a_decoding_step_is_called():
+    """Those whose seconds are counted, in a model of either kind of norm."""
+    called = set()
+
+    def counted(function):
+        def call(*args, **kwargs):
+            called.add(function)
+            return function(*args, **kwargs)
+
+        return call
+
+    functions = [place for places in load("decoding").PARTS.values() for place in places]
+    wanted = {getattr(owner, name) for owner, name in functions}
+    with contextlib.ExitStack() as patches:
+        for owner, name in functions:
+            patches.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
+        for norm_first in (False, True):
+            config = TransformerConfig.preset("tiny", 50, norm_first=norm_first, encoder_layers=1, decoder_layers=1)
+            beam_search(Transformer(config).eval(), torch.tensor([[5, 6, 7]]), torch.tensor([3]), Search(beam=2))
+    assert called == wanted
 
 
 def test_a_page_without_a_rival():

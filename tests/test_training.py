@@ -33,6 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
+from fastattn.errors import InputError
+from fastattn.files import write_file
 from fastattn.translation import checkpoint, memory, plots
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import (
@@ -48,7 +50,6 @@ from fastattn.translation.data import (
     read_parallel,
     sent,
 )
-from fastattn.translation.errors import InputError
 from fastattn.translation.evaluate import held_out, scores, smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights
 from fastattn.translation.precision import DTYPES
@@ -818,7 +819,7 @@ def test_sentences_do_not_influence_one_another(verses):
         pytest.param({"temperature": 0.8, "top_p": 0.9, "n_best": 2}, id="sampling", marks=pytest.mark.slow),
     ],
 )
-def test_the_enclosed_model_translates_a_sentence_alike_in_every_batch(precision, search):
+def test_the_bundled_model_translates_a_sentence_alike_in_every_batch(precision, search):
     """Products of other sizes may round otherwise, which shows in the last digits of a score."""
     model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
     model = model.to(DTYPES[precision])
@@ -1142,11 +1143,11 @@ def test_a_pipe_is_written_to_directly(tmp_path):
     """By a link that leads to no file too, as /dev/stdout does."""
     reading, writing = os.pipe()
     with open(reading, "rb") as stream:
-        checkpoint.write_file(Path(f"/dev/fd/{writing}"), b"whole")
+        write_file(Path(f"/dev/fd/{writing}"), b"whole")
         os.close(writing)
         assert stream.read() == b"whole"
     (tmp_path / "link").symlink_to("file")
-    checkpoint.write_file(tmp_path / "link", b"whole")
+    write_file(tmp_path / "link", b"whole")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"whole"
 

@@ -33,7 +33,7 @@ import aot_gate
 from fake_gpu import pretend
 from fastattn.backends.triton import FUNCTIONS
 from fastattn.bench import report
-from fastattn.translation.checkpoint import write_file
+from fastattn.files import write_file
 from sass import code, native, public
 from sass.cost import Attention, Loop, Rows, issue_share, order, plain_loop, row_path, widths
 from sass.rates import MACHINES

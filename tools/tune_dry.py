@@ -25,7 +25,7 @@ import machine_code
 from fake_gpu import pretend
 from fastattn.backends.triton import attention
 from fastattn.backends.triton.attention import tiles
-from fastattn.translation.checkpoint import write_file
+from fastattn.files import write_file
 
 PAGE = machine_code.ROOT / "fastattn/backends/triton/attention/tiles.py"
 TABLES = {80: "HALF_SMALL", 90: "HALF"}

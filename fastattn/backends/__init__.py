@@ -92,10 +92,10 @@ def choose(op: str, args: tuple[Any, ...]) -> str:
     return "reference"
 
 
-def has_kernels(op: str, args: tuple[Any, ...]) -> bool:
-    """Whether more than the reference serves such a call, or this thread is told what does."""
+def has_kernels(args: tuple[Any, ...]) -> bool:
+    """Whether more than the reference serves such a call of attention, or this thread is told what does."""
     order = _ORDER.get(device_of(args).type)
-    return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal(op, args) is None)
+    return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal("attention", args) is None)
 
 
 def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:

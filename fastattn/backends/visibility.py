@@ -10,7 +10,7 @@ def visibility(
     rows: int, columns: int, device: torch.device, attn_mask: Tensor | None, key_lengths: Tensor | None,
     window_left: int, window_right: int, lower_right: bool,
 ) -> Tensor | None:  # fmt: skip
-    """bool, broadcastable to (B, H, rows, columns), True where a row sees a column; None where all see all."""
+    """bool, (1 or B, 1 or H, 1 or rows, columns), True where a row sees a column; None where all see all."""
     visible = None
     j = torch.arange(columns, device=device)
     length: Tensor | int = columns
@@ -24,7 +24,13 @@ def visibility(
         visible = _both(visible, (distance >= -window_left) & (distance <= window_right))
     if attn_mask is not None:
         visible = _both(visible, attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf)
-    return visible
+    return visible if visible is None else visible[(None,) * (4 - visible.dim())]
+
+
+def unused_keys(visible: Tensor) -> Tensor:
+    """bool, (1 or B, 1 or H, columns, 1), True where no row sees the key. It may hold NaN (unused cache memory), and
+    0 * NaN is NaN."""
+    return ~visible.any(2).unsqueeze(-1)
 
 
 def packed_visibility(

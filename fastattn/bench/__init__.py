@@ -6,10 +6,11 @@ import argparse
 
 import torch
 
+from fastattn import figures
 from fastattn.bench import contest, limits, peers, plots, report
 from fastattn.bench.cases import Case, lengths, listed, sweep
-from fastattn.translation.checkpoint import check_file
-from fastattn.translation.errors import InputError, require
+from fastattn.errors import InputError, require
+from fastattn.files import check_file
 from fastattn_command import has_text
 
 __all__ = ["main", "speed_table"]
@@ -38,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     """
     if args.plot:
         require("matplotlib")
-    pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in plots.FORMATS] if args.plot else []
+    pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in figures.FORMATS] if args.plot else []
     for path in filter(None, (args.output, *pictures)):
         check_file(path)
     if args.threads is not None:

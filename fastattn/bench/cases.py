@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.backends import native
+from fastattn.ops.check import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16)
 SWEEP_CAP = 100 * 10**9
@@ -71,7 +72,7 @@ class Case:
         )
         parts = (
             self.operation,
-            str(self.dtype).removeprefix("torch."),
+            dtype_name(self.dtype),
             "x".join(map(str, self.shape)),
             *filter(None, features),
             "forward+backward" if self.backward else "forward",

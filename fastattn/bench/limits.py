@@ -12,6 +12,7 @@ import torch
 
 from fastattn.backends import native
 from fastattn.bench.timer import Neighbours, wall_clock
+from fastattn.ops.check import dtype_name
 
 fastest: dict[torch.dtype, float] = {}
 """Operations a second of :func:`arithmetic`, the most that this process has seen or read of this machine."""
@@ -50,7 +51,7 @@ def measure(seconds: float = 0.2) -> dict[str, float | None]:
     for dtype in (torch.float32, torch.bfloat16):
         flops = 2 * 10**9
         work = arithmetic(flops, dtype)
-        found[str(dtype).removeprefix("torch.")] = work and flops / _best(work, seconds) / 1e9
+        found[dtype_name(dtype)] = work and flops / _best(work, seconds) / 1e9
     large = 256 << 20
     found["copy_fresh"] = 2 * large / _best(copy(2 * large, large), seconds) / 1e9
     small = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -63,7 +64,7 @@ def measure(seconds: float = 0.2) -> dict[str, float | None]:
 def remember(measured: dict[str, float | None]) -> None:
     """Take in what was measured of this machine."""
     for dtype in (torch.float32, torch.bfloat16):
-        rate = 1e9 * (measured.get(str(dtype).removeprefix("torch.")) or 0.0)
+        rate = 1e9 * (measured.get(dtype_name(dtype)) or 0.0)
         fastest[dtype] = max(rate, fastest.get(dtype, 0.0))
 
 

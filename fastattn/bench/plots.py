@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastattn import errors, figures
 from fastattn.bench.cases import Case, lengths
 from fastattn.bench.contest import Result
 from fastattn.bench.peers import OPTIONAL
 from fastattn.bench.report import Report, origin_of, processor
-from fastattn.translation import errors
-from fastattn.translation.plots import FORMATS, figure
-from fastattn.translation.plots import save as save_picture
 
 RATIOS = {
     "attention, forward alone": "attention {} 1x8x2048x64 forward",
@@ -52,8 +50,8 @@ def picture(reports: Sequence[Report]) -> Any:
 def save(drawn: Any, stem: Path, source: str | None = None) -> None:
     """STEM.png and STEM.svg of a figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    for kind in FORMATS:
-        save_picture(drawn, stem.with_name(f"{stem.name}.{kind}"), source=source)
+    for kind in figures.FORMATS:
+        figures.save(drawn, stem.with_name(f"{stem.name}.{kind}"), source=source)
 
 
 def caption(picture: Any, text: str) -> None:
@@ -73,7 +71,7 @@ def _ratios(report: Report) -> dict[str, dict[str, float]]:
 
 def ratios(reports: Sequence[Report]) -> Any:
     """How many times as fast as torch, a panel for each report, a bar for each dtype."""
-    picture = figure(3.4 + 2.7 * len(reports), 4.4)
+    picture = figures.figure(3.4 + 2.7 * len(reports), 4.4)
     panels = picture.subplots(1, len(reports), sharex=True, sharey=True, squeeze=False)[0]
     for axes, report in zip(panels, reports, strict=True):
         for offset, (dtype, values) in enumerate(_ratios(report).items()):
@@ -100,7 +98,7 @@ def ratios(reports: Sequence[Report]) -> Any:
 def over_length(report: Report) -> Any:
     """Speed of inference, speed of training, memory of training, over sequence length; a row of panels a dtype."""
     ticker = errors.require("matplotlib.ticker")
-    picture = figure(13.0, 7.6)
+    picture = figures.figure(13.0, 7.6)
     kinds: list[tuple[str, bool, Callable[[Case, Result, str], float | None]]] = [
         ("forward", False, lambda case, result, peer: case.flops / result.seconds[peer] / 1e9),
         ("forward + backward, dropout 0.1", True, lambda case, result, peer: case.flops / result.seconds[peer] / 1e9),

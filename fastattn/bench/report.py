@@ -23,9 +23,9 @@ from fastattn.backends import native
 from fastattn.bench import limits, peers
 from fastattn.bench.cases import FLOORED, PATCHED, listed, sweep
 from fastattn.bench.contest import Result, below_floor, disturbed_by
+from fastattn.errors import InputError
+from fastattn.files import write_file
 from fastattn.info import cpu_name
-from fastattn.translation.checkpoint import write_file
-from fastattn.translation.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
-from fastattn.backends.visibility import add_mask, packed_visibility, softmax, visibility
+from fastattn.backends.visibility import add_mask, packed_visibility, softmax, unused_keys, visibility
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call
@@ -135,9 +135,8 @@ def attention_weights(
     unmade = q.new_empty((), dtype=stat_dtype(q.dtype)).expand(*q.shape[:3], k.size(2))  # takes no memory
     backend = choose("softmax_dropout", (unmade, *settings))
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, left, right, lower_right)
-    if visible is not None:  # an unused key may hold NaN, which the gradient of the product would spread
-        seen = visible[(None,) * (4 - visible.dim())].any(2).any(1, keepdim=True)
-        k = k.masked_fill(~seen.unsqueeze(-1), 0.0)
+    if visible is not None:  # the gradient of the product would spread their NaN
+        k = k.masked_fill(unused_keys(visible).all(1, keepdim=True), 0.0)
     with without_autocast(q.device):  # in float32, as attention's own scores are
         groups = (k.size(1), q.size(1) // max(k.size(1), 1))
         grouped = q.to(unmade.dtype).unflatten(1, groups)
@@ -320,7 +319,7 @@ def dense_settings(
     lower_right = _lower_right(name, causal_variant)
     window = check.window(name, window_size, is_causal, lower_right, rows, columns)
     threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, q.device)
+    check.seed(name, seed, q.device)
     scale = _scale(name, scale, head_dim)
     seed = check.draw_seed(seed, threshold, q.device)
     return attn_mask, key_lengths, seed, scale, *window, lower_right, threshold
@@ -362,7 +361,7 @@ def packed_call(
         used = torch.minimum(used, own)
     window = check.window(name, window_size, is_causal, True, max_q, max_k)
     threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, q.device)
+    check.seed(name, seed, q.device)
     scale = _scale(name, scale, q.size(2))
     seed = check.draw_seed(seed, threshold, q.device)
     return q, k, v, cu_seq_q, cu_seq_k, used, seed, max_q, max_k, scale, *window, threshold
@@ -371,7 +370,8 @@ def packed_call(
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise check.BadType(
-            f"{name}: query, key and value must have one dtype, got {', '.join(str(t.dtype)[6:] for t in (q, k, v))}"
+            f"{name}: query, key and value must have one dtype, got "
+            f"{', '.join(check.dtype_name(t.dtype) for t in (q, k, v))}"
         )
     if k.device != q.device or v.device != q.device:
         raise check.BadValue(
@@ -424,7 +424,7 @@ def _cumulative(
     name: str, label: str, offsets: Tensor, total: int, longest: int, longest_label: str, device: torch.device
 ) -> Tensor:
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
-        kind = str(offsets.dtype)[6:] if isinstance(offsets, Tensor) else type(offsets).__name__
+        kind = check.dtype_name(offsets.dtype) if isinstance(offsets, Tensor) else type(offsets).__name__
         raise check.BadType(f"{name}: {label} must be an int32 or int64 Tensor of shape (sequences + 1,), got {kind}")
     check.dense(name, label, offsets)
     if offsets.dim() != 1 or offsets.size(0) < 1:
@@ -499,8 +499,7 @@ def _decompose_attention(
     visible = visibility(query.size(2), key.size(2), query.device, *settings)
     mask = None
     if visible is not None:
-        visible = visible[(None,) * (4 - visible.dim())]
-        unused = ~visible.any(2).unsqueeze(-1)  # an unused key may hold NaN
+        unused = unused_keys(visible)
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
         mask = visible
         if attn_mask is not None and attn_mask.dtype != torch.bool:

@@ -42,6 +42,10 @@ class BadType(TypeError, RuntimeError, AssertionError):
     """An argument has a wrong type or dtype. Torch raises one of the others, depending on what notices."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def float_tensor(function: str, name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor of a floating-point dtype that the operations take."""
     if isinstance(value, Proxy):
@@ -49,7 +53,9 @@ def float_tensor(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise BadType(f"{function}: {name} must be a Tensor, got {type(value).__name__}")
     if value.dtype not in FLOATS:
-        raise BadType(f"{function}: {name} must be float32, bfloat16, float16 or float64, got {str(value.dtype)[6:]}")
+        raise BadType(
+            f"{function}: {name} must be float32, bfloat16, float16 or float64, got {dtype_name(value.dtype)}"
+        )
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -77,8 +83,7 @@ def operand(function: str, name: str, value: Tensor) -> None:
 def dense(function: str, name: str, tensor: Tensor, otherwise: str = "") -> None:
     if tensor.is_nested:
         raise BadType(
-            f"{function}: {name} is a nested tensor of layout {str(tensor.layout)[6:]}; pad it, "
-            f"to_padded_tensor(0.0){otherwise}"
+            f"{function}: {name} is a nested tensor of layout {tensor.layout}; pad it, to_padded_tensor(0.0){otherwise}"
         )
     if tensor.layout != torch.strided:
         raise BadType(f"{function}: {name} must be a dense tensor, got {tensor.layout}; make it one by to_dense()")
@@ -125,7 +130,7 @@ def flag(function: str, name: str, value: bool) -> None:
         raise BadType(f"{function}: {name} must be True or False, got {value!r}")
 
 
-def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None:
+def seed(function: str, seed: Tensor | None, device: torch.device) -> None:
     if seed is None:
         return
     if not isinstance(seed, Tensor):
@@ -136,7 +141,7 @@ def check_seed(function: str, seed: Tensor | None, device: torch.device) -> None
     if seed.dtype != torch.int64 or seed.shape != (2,):
         raise BadValue(
             f"{function}: seed must be an int64 Tensor of shape (2,), (key, offset), "
-            f"got {str(seed.dtype)[6:]} of shape {tuple(seed.shape)}"
+            f"got {dtype_name(seed.dtype)} of shape {tuple(seed.shape)}"
         )
     same_device(function, "seed", seed, device)
 
@@ -199,7 +204,7 @@ def key_lengths(
     if not isinstance(lengths, Tensor):
         raise BadType(f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}")
     if lengths.dtype not in INTEGERS:
-        raise BadType(f"{function}: {name} must hold integers, got {str(lengths.dtype)[6:]}")
+        raise BadType(f"{function}: {name} must hold integers, got {dtype_name(lengths.dtype)}")
     dense(function, name, lengths)
     if lengths.shape != (batch,):
         raise BadValue(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
@@ -223,7 +228,7 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
     if attn_mask.dtype not in (torch.bool, *FLOATS) or (attn_mask.dtype == torch.float64 != dtype):
         raise BadType(
             f"{function}: attn_mask must be bool (True = takes part) or float (added to the scores), for operands of "
-            f"{str(dtype)[6:]} one of bool, float32, bfloat16, float16, got {str(attn_mask.dtype)[6:]}"
+            f"{dtype_name(dtype)} one of bool, float32, bfloat16, float16, got {dtype_name(attn_mask.dtype)}"
         )
     dense(function, "attn_mask", attn_mask)
     same_device(function, "attn_mask", attn_mask, device)

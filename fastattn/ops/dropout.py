@@ -51,7 +51,7 @@ def dropout(
     if is_jagged(input):
         return on_values(lambda values: dropout(values, p, training, inplace, seed=seed), input)
     check.operand("dropout", "input", input)
-    check.check_seed("dropout", seed, input.device)
+    check.seed("dropout", seed, input.device)
     out = dropout_op(input, check.draw_seed(seed, threshold, input.device), threshold)
     return input.copy_(out) if inplace else out
 
@@ -76,7 +76,7 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
         raise check.BadType(
             f"{name}: seed must be an int64 Tensor of shape (2,), (key, offset), got {type(seed).__name__}"
         )
-    check.check_seed(name, seed, seed.device)
+    check.seed(name, seed, seed.device)
     try:
         shape = tuple(shape)
     except TypeError:

@@ -119,7 +119,7 @@ def dropout_add_layer_norm(
     _parameters(name, input, weight, bias, input.shape[-1:])
     eps = _eps(name, eps)
     threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, input.device)
+    check.seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
     seed = check.draw_seed(seed, threshold, input.device)
     sum_dtype = torch.promote_types(input.dtype, residual.dtype)
@@ -127,7 +127,7 @@ def dropout_add_layer_norm(
         out_dtype = sum_dtype
     elif out_dtype != sum_dtype and (sum_dtype != torch.float32 or out_dtype not in check.HALVES):
         raise check.BadValue(
-            f"{name}: out_dtype must be the sum's dtype, {str(sum_dtype)[6:]}, or beside float32 bfloat16 or "
+            f"{name}: out_dtype must be the sum's dtype, {check.dtype_name(sum_dtype)}, or beside float32 bfloat16 or "
             f"float16, got {str(out_dtype).removeprefix('torch.')}"
         )
     keep_sum = prenorm or out_dtype != sum_dtype or may_want_gradient(input, residual, weight, bias)

@@ -53,7 +53,7 @@ def softmax_dropout(
         raise check.BadValue(f"{name}: input must have at least 1 dimension, got a scalar")
     x = check.autocast_float32(input)
     threshold = check.threshold(name, dropout_p)
-    check.check_seed(name, seed, x.device)
+    check.seed(name, seed, x.device)
     scale = check.scale(name, scale)
     mask = check.mask(name, attn_mask, x.shape, x.dtype, x.device)
     scores = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)

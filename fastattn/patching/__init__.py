@@ -21,7 +21,9 @@ FAMILIES = (*torch_modules.FAMILIES, *programs.FAMILIES)
 class PatchReport:
     """What ``patch`` or ``unpatch`` did to a model's modules, by their names in it (the model's own is empty).
 
-    changed: what each is known as. left: why each module that was recognised is as it was.
+    Attributes:
+        changed: what each changed module is known as.
+        left: why each module that was recognised is as it was.
     """
 
     changed: dict[str, str] = field(default_factory=dict)

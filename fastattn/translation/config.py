@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from fastattn.translation.errors import InputError
+from fastattn.errors import InputError
 
 POSITIONS = ("sinusoidal", "learned")
 SIZE = "an integer from 1 to 2**31 - 1"

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fastattn.errors import InputError
+from fastattn.files import remove, written_whole
 from fastattn.translation import checkpoint
-from fastattn.translation.errors import InputError
 from fastattn.translation.model import ROW_MULTIPLE, Packed
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
@@ -38,7 +39,7 @@ Files = tuple[Path, Path]
 
 
 def verses(split: str) -> Files:
-    """The enclosed text, English and Spanish: "train", "dev" or "test"."""
+    """The bundled text, English and Spanish: "train", "dev" or "test"."""
     suffix = ".gz" if split == "train" else ""
     return VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}"
 
@@ -407,8 +408,8 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
     if folder.exists() and not (folder / checkpoint.ABOUT).is_file():
         raise InputError(f"{folder} is not what `fastattn train` wrote: name another folder for the run")
     if folder.exists():
-        checkpoint.remove(folder)
-    with checkpoint.written_whole(folder) as partial:
+        remove(folder)
+    with written_whole(folder) as partial:
         with contextlib.ExitStack() as stack:
             writers = [
                 _Writer(*(stack.enter_context(open(partial / f"{side}{kind}", "wb")) for kind in (TOKENS, OFFSETS)))

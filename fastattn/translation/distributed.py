@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fastattn.translation.errors import InputError
+from fastattn.errors import InputError
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; a process that dies is noticed at once, by torchrun
 PREPARATION = datetime.timedelta(hours=12)  # of a corpus by the first process, while no collective waits

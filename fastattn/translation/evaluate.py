@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastattn.backends.common import stat_dtype
+from fastattn.errors import InputError, require
 from fastattn.ops.softmax_dropout import softmax_dropout_op
 from fastattn.translation.data import Batch
-from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import Transformer
 
 # The most bytes of logits at a time, and of their softmax. Each such part reads and writes the weight's gradient once

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.errors import InputError, require
+from fastattn.files import written_whole
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
-from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import LearnedPositions, Transformer
 from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
@@ -66,7 +67,7 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     spec.config.layer_norm_epsilon = config.norm_eps
     spec.validate()
     spec.optimize()
-    with checkpoint.written_whole(out) as partial:
+    with written_whole(out) as partial:
         spec.save(str(partial))
         (partial / checkpoint.TOKENIZER).write_bytes(tokenizer.model)
 
@@ -131,7 +132,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         "tokenizer_config.json": {"tokenizer_class": "MarianTokenizer", "model_max_length": SINUSOIDS, **named},
         "vocab.json": {piece: number for number, piece in enumerate(pieces)},
     }
-    with checkpoint.written_whole(out) as partial:
+    with written_whole(out) as partial:
         contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
         checkpoint.write_weights(contiguous, partial / checkpoint.WEIGHTS, {"format": "pt"})
         for name, content in files.items():

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.errors import InputError
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.data import read_lines
-from fastattn.translation.errors import InputError
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 

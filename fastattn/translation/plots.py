@@ -1,29 +1,26 @@
 """Pictures of a run: its loss curve, and where a translation attends."""
 
 import dataclasses
-import io
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.translation import checkpoint
+from fastattn import figures
+from fastattn.errors import InputError
 from fastattn.translation.config import TransformerConfig
-from fastattn.translation.errors import InputError, require
 from fastattn.translation.model import AttentionWeights, Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 KINDS = [field.name for field in dataclasses.fields(AttentionWeights)]  # encoder, decoder, cross
-FORMATS = ("png", "svg")
 SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
 LABELS = (84, 56)  # columns and rows of the whole picture that have room for a label
 
 
 def loss_curve(rows: list[dict[str, float]], path: Path) -> None:
     """Cross-entropy of training and validation, without label smoothing, over the updates of ``metrics.jsonl``."""
-    picture = figure(7, 4)
+    picture = figures.figure(7, 4)
     axes = picture.add_subplot()
     valid = [row for row in rows if "valid_loss" in row]
     axes.plot([row["step"] for row in rows], [math.log(row["perplexity"]) for row in rows], label="training")
@@ -31,7 +28,7 @@ def loss_curve(rows: list[dict[str, float]], path: Path) -> None:
     axes.set(xlabel="update", ylabel="cross-entropy (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(picture, path)
+    figures.save(picture, path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +73,7 @@ def heat_maps(heads: Heads, path: Path, title: str) -> None:
     number = len(heads.weights)
     high = math.isqrt(number)
     wide = math.ceil(number / high)
-    picture = figure(*SCREEN)
+    picture = figures.figure(*SCREEN)
     grid = picture.subplots(high, wide, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[number:]:
         axes.set_axis_off()
@@ -93,7 +90,7 @@ def heat_maps(heads: Heads, path: Path, title: str) -> None:
             axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7, parse_math=False)
     picture.suptitle(title, fontsize=10)
     picture.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
-    save(picture, path, dpi=100)
+    figures.save(picture, path, dpi=100)
 
 
 def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
@@ -104,25 +101,3 @@ def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
     if layer is not None and not 1 <= layer <= layers:
         raise InputError(f"the layer of the {kind} attention is {layer}, expected 1 to {layers}")
     return layer or layers
-
-
-def check_path(path: Path) -> None:
-    """Raises :class:`InputError` unless a picture can be written to ``path``."""
-    if path.suffix[1:] not in FORMATS:
-        raise InputError(f"cannot draw {path}: expected a name that ends in .{' or .'.join(FORMATS)}")
-    checkpoint.check_file(path)
-    require("matplotlib")
-
-
-def figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches."""
-    return require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-
-
-def save(picture: Any, path: Path, dpi: int = 150, source: str | None = None) -> None:
-    """Write a figure, whole or not at all; the same file for the same figure. The file keeps ``source``: what it was
-    drawn from."""
-    content, metadata = io.BytesIO(), {"Date": None, "Source": source}
-    with require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
-        picture.savefig(content, format=path.suffix[1:], dpi=dpi, metadata=metadata)
-    checkpoint.write_file(path, content.getvalue())

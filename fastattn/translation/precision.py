@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fastattn.translation.errors import InputError
+from fastattn.errors import InputError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BFLOAT16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}  # as the kernel names them, on x86 and on Arm

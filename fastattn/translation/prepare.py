@@ -23,8 +23,9 @@ from gzip import GzipFile
 from pathlib import Path
 from typing import IO, cast
 
+from fastattn.errors import InputError, require
+from fastattn.files import written_whole
 from fastattn.translation import checkpoint
-from fastattn.translation.errors import InputError, require
 
 MANIFEST = "manifest.json"
 BLOCK = 2**20
@@ -135,7 +136,7 @@ def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
         raise InputError(f"unknown corpus {corpus!r}, expected one of {', '.join(CORPORA)}")
     *languages, parts = CORPORA[corpus]
     archives.mkdir(parents=True, exist_ok=True)
-    with checkpoint.written_whole(out) as folder:
+    with written_whole(out) as folder:
         used = [archive for archive in ARCHIVES if any(part.archive == archive.name for part in parts)]
         for archive in used:
             fetch(archive, archives)

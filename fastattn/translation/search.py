@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fastattn.errors import InputError
 from fastattn.translation.data import Sentences
-from fastattn.translation.errors import InputError
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Iterable
 
-from fastattn.translation.errors import InputError, require
+from fastattn.errors import InputError, require
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 LEARNED_FROM = 10_000_000  # lines

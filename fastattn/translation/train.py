@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fastattn.errors import InputError, require
+from fastattn.files import write_file
 from fastattn.translation import checkpoint, distributed, memory
 from fastattn.translation import precision as precisions
 from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
@@ -41,7 +43,6 @@ from fastattn.translation.data import (
     sent,
 )
 from fastattn.translation.distributed import World
-from fastattn.translation.errors import InputError, require
 from fastattn.translation.evaluate import held_out, perplexity, scores, smoothed_loss
 from fastattn.translation.model import Transformer
 from fastattn.translation.sanity import training_warnings
@@ -221,9 +222,9 @@ def train(
     """Train a translator from (source, target) text files into the folder ``out``; returns its best checkpoint.
 
     Training ends after ``max_steps`` updates or ``max_minutes`` minutes, whichever is first, resumed time included.
-    Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint.
-    ``out/metrics.jsonl`` receives a line every few updates. Ctrl-C ends the run after the update at hand, with a
-    checkpoint; a second one at once, without.
+    Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint. It also
+    writes one, unscored, before the first update. ``out/metrics.jsonl`` receives a line every few updates. Ctrl-C ends
+    the run after the update at hand, with a checkpoint; a second one at once, without.
 
     Under ``torchrun`` the processes share each update. Where it starts them again because one has failed, they go on
     from the newest checkpoint that they wrote, if there is one.
@@ -231,7 +232,7 @@ def train(
     Args:
         preset: of :data:`~fastattn.translation.config.PRESETS`; "tiny" where neither it nor ``config`` is given.
         config: a checkpoint's config.json, or a file like it, in the place of a preset.
-        accumulate: parts in which a process computes its share of an update, one after the other.
+        accumulate: micro-batches per process and update (gradient accumulation).
         shard: divide the model among the processes, for one that does not fit a device. Validation and checkpoints
             still take all of its parameters, those alone, on each; a checkpoint takes the optimizer's state, too, in
             the main memory of the first.
@@ -464,7 +465,7 @@ class _Run:
             checkpoint.mark_best(newest)
         rows = [row for row in read_metrics(self.out) if row["step"] <= self.trainer.step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        checkpoint.write_file(self.out / METRICS, text.encode())
+        write_file(self.out / METRICS, text.encode())
 
     def train(self) -> None:
         """Update until a limit is reached."""
@@ -600,7 +601,7 @@ class _Progress:
         until = f"{config.max_steps} updates"
         if config.max_minutes is not None:
             until += f" or {config.max_minutes:g} min"
-        parts = f" in {run.trainer.micro_batches} parts" if run.trainer.micro_batches > 1 else ""
+        parts = f" in {run.trainer.micro_batches} micro-batches" if run.trainer.micro_batches > 1 else ""
         own = ""
         if run.trainer.shard:
             held = sum(distributed.local(p).numel() for p in run.trainer.model.parameters())

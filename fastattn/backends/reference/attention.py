@@ -17,7 +17,7 @@ from torch import Tensor
 from fastattn.backends.common import is_recorded, is_torchs, memory_order, without_autocast
 from fastattn.backends.reference.dropout import dropper, opmath
 from fastattn.backends.reference.softmax_dropout import softmax_backward
-from fastattn.backends.visibility import add_mask, softmax, visibility
+from fastattn.backends.visibility import add_mask, softmax, unused_keys, visibility
 from fastattn.torch_private import flash_attention, flash_attention_backward
 
 # Elements of P that a CPU computes at a time: what its cache holds over the passes.
@@ -100,8 +100,7 @@ def _probabilities(
     key_lengths = None if key_lengths is None else take(key_lengths[:, None])[:, 0]
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     if visible is not None:
-        # An unused key may hold NaN (unused cache memory), and 0 * NaN is NaN.
-        unused = ~visible.any(-2).unsqueeze(-1)
+        unused = unused_keys(visible)
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     probabilities, stats = softmax(add_mask((q @ k.mT).mul_(scale), attn_mask), visible)
     return q, k, v, probabilities, stats
@@ -139,8 +138,7 @@ def _torchs(
         )
     if visible is None:
         return (query, k, v), {"is_causal": is_causal, "scale": scale}, None
-    visible = visible[(None,) * (4 - visible.dim())]
-    unused = ~visible.any(-2).unsqueeze(-1)
+    unused = unused_keys(visible)
     if unused.any():
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     added = query.new_zeros(()) if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask

@@ -1,0 +1,32 @@
+"""Figures of matplotlib, and the files they are saved to."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from fastattn import files
+from fastattn.errors import InputError, require
+
+FORMATS = ("png", "svg")
+
+
+def check_path(path: Path) -> None:
+    """Raises :class:`InputError` unless a picture can be written to ``path``."""
+    if path.suffix[1:] not in FORMATS:
+        raise InputError(f"cannot draw {path}: expected a name that ends in .{' or .'.join(FORMATS)}")
+    files.check_file(path)
+    require("matplotlib")
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches."""
+    return require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def save(picture: Any, path: Path, dpi: int = 150, source: str | None = None) -> None:
+    """Write a figure, whole or not at all; the same file for the same figure. The file keeps ``source``: what it was
+    drawn from."""
+    content, metadata = io.BytesIO(), {"Date": None, "Source": source}
+    with require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
+        picture.savefig(content, format=path.suffix[1:], dpi=dpi, metadata=metadata)
+    files.write_file(path, content.getvalue())

@@ -1,0 +1,125 @@
+"""Files and folders that are written whole or not at all."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastattn.errors import InputError
+
+PARTIAL = ".partial-"
+"""Begins the name of what is still being written or already being removed."""
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; what is no regular file (a device, a pipe) is written to directly.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():  # of which a link, as /dev/stdout is, may lead nowhere
+        partial = path
+    else:
+        path = path.resolve()
+        partial = path.with_name(f"{PARTIAL}{path.name}")
+    try:
+        partial.write_bytes(content)
+        if partial != path:
+            flush(partial)
+            partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        if partial != path:
+            partial.unlink(missing_ok=True)
+
+
+def check_file(path: Path) -> None:
+    """Raises :class:`InputError` unless :func:`write_file` may write there: asked before the work, not after it."""
+    path = path.absolute()
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: its folder does not exist")
+    if not os.access(path.parent if path.is_file() or not path.exists() else path, os.W_OK):
+        raise InputError(f"cannot write {path}: permission denied")
+
+
+def expect_absent(folder: Path) -> None:
+    """Raises :class:`InputError` if there is one of this name."""
+    if folder.exists():
+        raise InputError(f"{folder} exists already: name another folder")
+
+
+@contextlib.contextmanager
+def written_whole(final: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``final`` when all is written.
+
+    It has a hidden name until then, and reaches the disk before it is renamed. One process at a time writes it.
+
+    Raises:
+        InputError: ``final`` exists, or cannot be written, or is being written by another process. Nothing of this one
+            is left then.
+    """
+    expect_absent(final)
+    partial = final.with_name(f"{PARTIAL}{final.name}")
+    with contextlib.ExitStack() as stack:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_held(partial))
+        except BlockingIOError:
+            raise InputError(f"{final} is being written by another process: name another folder") from None
+        except OSError as error:
+            raise InputError(f"cannot write {final}: {error.strerror or error}") from None
+        try:
+            expect_absent(final)  # which another process may have finished meanwhile
+            for left_behind in partial.iterdir():
+                left_behind.unlink()
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                flush(path)
+            partial.rename(final)
+            flush(final.parent)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise InputError(f"cannot write {final}: {error.strerror or error}") from None
+            raise
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The kernel's lock of the folder itself; raises BlockingIOError where another process has it, or had it and has
+    renamed the folder since."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())):
+            raise BlockingIOError
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a link or folder, which first loses its name, so that no half of one is ever left."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    if not path.name.startswith(PARTIAL):
+        nameless = path.with_name(f"{PARTIAL}old-{path.name}")
+        if nameless.exists():  # of an interrupted removal
+            shutil.rmtree(nameless)
+        path = path.rename(nameless)
+    shutil.rmtree(path)
+
+
+def flush(path: Path) -> None:
+    """Have the file or folder reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
