@@ -349,7 +349,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--peers",
         action="store_true",
-        help="beside torch's functions: its other backends, FlexAttention, torch.compile and, where they are "
+        help="in addition to torch's functions: its other backends, FlexAttention, torch.compile and, where they are "
         "installed, zentorch and ONNX Runtime",
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")

@@ -1,4 +1,4 @@
-"""Error against float64, ours beside torch's own functions, per operation, dtype and length.
+"""Error against float64, ours compared with torch's own functions, per operation, dtype and length.
 
     python benchmarks/accuracy.py --record
 

@@ -2,7 +2,7 @@
 
     pytest benchmarks/               the floors, dispatch overhead, a sample of the sweep
     pytest benchmarks/ --sweep       the whole sweep as well
-    pytest benchmarks/ --peers       beside torch's functions: its other backends, FlexAttention, torch.compile
+    pytest benchmarks/ --peers       in addition: torch's other backends, FlexAttention, torch.compile
     pytest benchmarks/ --report      only wrong results fail; floors and lost ratios are reported
     pytest benchmarks/ --record      keep the results as benchmarks/results/MACHINE.json
     pytest benchmarks/ --results DIR     compare with, and record in, another folder
@@ -119,7 +119,7 @@ def pytest_terminal_summary(terminalreporter, config):
         found, path = found.beside(recorded), _path(config)
     if found.results:
         found.write(path)
-    terminalreporter.section("fastattn beside torch and the machine's limits")
+    terminalreporter.section("fastattn compared with torch and the machine's limits")
     terminalreporter.write_line(report.table(results.values()))
     if weakest := report.weakest(results.values()):
         terminalreporter.section("the ten weakest")

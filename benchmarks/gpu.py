@@ -290,7 +290,7 @@ def section(found, predicted, tuned, host, trained, tested):
         (
             head,
             tests,
-            "### Beside torch's backends",
+            "### Compared with torch's backends",
             f"Cases of commit {found['commit'][:7]}, replayed as CUDA graphs; peers' times over ours.",
             by_case,
             not_reached,

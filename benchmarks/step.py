@@ -216,7 +216,7 @@ def tables(results: dict[str, Any]) -> str:
     beside |= {f"the loss: {name}": f"{value:.2f}" for name, value in results["losses"].items()}
     sections = [
         report.markdown([["share of an update", *of_shares], *share_rows]),
-        report.markdown([["beside ours", "time over ours"], *beside.items()]),
+        report.markdown([["alternative", "time over ours"], *beside.items()]),
     ]
     if found := results.get("packing"):
         sections.append(

@@ -1,4 +1,4 @@
-"""A training step of the base model beside torch.nn.Transformer's."""
+"""A training step of the base model compared with torch.nn.Transformer's."""
 
 import pytest
 

@@ -240,7 +240,7 @@ def record(runs: dict[str, dict[str, Any]]) -> None:
 
 def table(recorded: list[dict[str, Any]]) -> str:
     """A row for each run on each machine."""
-    head = ["processor", "model", "loss", "precision", "minutes", "updates", "target tokens/s", "beside torch"]
+    head = ["processor", "model", "loss", "precision", "minutes", "updates", "target tokens/s", "compared with torch"]
     rows = [[*head, "validation loss", "greedy BLEU", "measured"]]
     for data in recorded:
         torchs = data["runs"].get("torch", {}).get("tokens_per_second")

@@ -57,7 +57,7 @@ def run(out: Path | None = None) -> int:
         wrong += bool(errors)
         print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
 
-    _title("Speed beside torch's own operations")
+    _title("Speed compared with torch's own operations")
     print(bench.speed_table())
 
     _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two to three minutes on two free cores)")

@@ -1,4 +1,4 @@
-"""One training step of the base model, forward and backward without the optimiser, beside torch.nn.Transformer's."""
+"""One training step of the base model, forward and backward without the optimiser, and torch.nn.Transformer's."""
 
 from __future__ import annotations
 
