@@ -62,7 +62,7 @@ def random_ids(sentences: int, pieces: int, vocabulary: int = VOCABULARY) -> lis
 def corpus() -> tuple[Tokenizer, ParallelText]:
     sources, targets = read_parallel(*verses("train"))
     tokenizer = Tokenizer.train(sources + targets, PRESETS["tiny"].vocab_size)
-    return tokenizer, ParallelText.encoded(tokenizer, sources, targets)
+    return tokenizer, ParallelText.encoded(tokenizer, sources, targets, "training")
 
 
 def trainer(preset: str, vocabulary: int, text: ParallelText, batch_tokens: int) -> Trainer:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gzip
 import io
 import json
 import os
@@ -129,13 +130,19 @@ def _translate(options: argparse.Namespace) -> None:
     if first == 1:
         raise InputError("standard input is empty: expected one sentence a line")
     if options.output is not None:
-        write_file(options.output, "".join(text).encode())
+        _write_text(options.output, "".join(text))
     if picture is not None:
         raise InputError(f"{picture} is not drawn: every line is blank")
 
 
 def _best_lines(found: list[list[Any]]) -> str:
     return "".join(f"{translations[0].text if translations else ''}\n" for translations in found)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Gzipped where the name ends in .gz, as text is read."""
+    content = text.encode()
+    write_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def _n_best_lines(found: list[list[Any]], first: int) -> str:
@@ -159,12 +166,12 @@ def _evaluate(options: argparse.Namespace) -> None:
     trained_on = training_sources(options.model, tokenizer)
     if trained_on is not None:
         _warn(options, *overlap_warnings(sources, tokenizer, trained_on))
-    text = ParallelText.encoded(tokenizer, sources, references)
+    text = ParallelText.encoded(tokenizer, sources, references, "test")
     of_references = held_out(model, map(text.batch, text.batches(EVALUATION_TOKENS)), contextlib.nullcontext())
     with _sentences_done(len(sources)) as advance:
         translations = translate(model, tokenizer, sources, search, advance)
     if options.output is not None:
-        write_file(options.output, "".join(f"{line}\n" for line in translations).encode())
+        _write_text(options.output, "".join(f"{line}\n" for line in translations))
     _warn(options, *evaluation_warnings(sources, translations, references, text))
     found = scores(translations, references)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
@@ -197,7 +204,8 @@ def _plot(options: argparse.Namespace) -> None:
 def _average(options: argparse.Namespace) -> None:
     from fastattn.translation import checkpoint
 
-    out = options.out or Path(f"{options.folder}-mean")
+    folder = options.folder if options.folder.name not in ("", "..") else options.folder.resolve()
+    out = options.out or Path(f"{folder}-mean")
     checkpoint.average(options.folder, options.last, out)
     print(f"{out} holds the mean of {options.last} checkpoints")
 

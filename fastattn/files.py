@@ -11,6 +11,8 @@ from fastattn.errors import InputError
 
 PARTIAL = ".partial-"
 """Begins the name of what is still being written or already being removed."""
+LONGEST_NAME = 255
+"""Bytes, on Linux's file systems."""
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -19,26 +21,28 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    if path.exists() and not path.is_file():  # of which a link, as /dev/stdout is, may lead nowhere
-        partial = path
-    else:
+    try:
+        if path.exists() and not path.is_file():  # of which a link, as /dev/stdout is, may lead nowhere
+            path.write_bytes(content)
+            return
         path = path.resolve()
         partial = path.with_name(f"{PARTIAL}{path.name}")
-    try:
-        partial.write_bytes(content)
-        if partial != path:
+        try:
+            partial.write_bytes(content)
             flush(partial)
             partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):  # which would hide the first one
+                partial.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        if partial != path:
-            partial.unlink(missing_ok=True)
 
 
 def check_file(path: Path) -> None:
     """Raises :class:`InputError` unless :func:`write_file` may write there: asked before the work, not after it."""
     path = path.absolute()
+    if len(os.fsencode(f"{PARTIAL}{path.name}")) > LONGEST_NAME:
+        raise InputError(f"cannot write {path}: its name is too long")
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder")
     if not path.parent.is_dir():

@@ -482,11 +482,22 @@ def test_blank_lines_have_no_attention(run, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr() == ("\n\n", f"fastattn translate: error: {picture} is not drawn: every line is blank\n")
 
 
-def test_a_mean_without_a_name(run, tmp_path, capsys):
+def test_a_mean_without_a_name(run, tmp_path, capsys, monkeypatch):
     shutil.copytree(run, tmp_path / "run", symlinks=True)
     assert cli.main(["average", f"{tmp_path / 'run'}/", "--last", "1"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run-mean'} holds the mean of 1 checkpoints\n"
     assert (tmp_path / "run-mean/model.safetensors").exists()
+    monkeypatch.chdir(tmp_path / "run")
+    assert cli.main(["average", ".", "--last", "1"]) == 1
+    assert f"{tmp_path / 'run-mean'} exists already" in capsys.readouterr().err
+
+
+def test_output_is_gzipped_by_its_name(run, tmp_path, capsys):
+    (tmp_path / "lines").write_text("God\n")
+    for name in ("plain", "packed.gz"):
+        command = ["translate", str(run), "--input", str(tmp_path / "lines"), "--output", str(tmp_path / name)]
+        assert cli.main(command) == 0
+    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == (tmp_path / "plain").read_bytes()
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])
@@ -710,7 +721,7 @@ def test_references_are_checked_before_anything_is_translated(run, small, tmp_pa
     references.write_text("God " * 300 + "\n")
     (tmp_path / "one").write_text("God\n")
     message = failure(["evaluate", run, "--test", tmp_path / "one", references], capsys)
-    assert "no sentence pair has two sides of 1 to 256 pieces" in message
+    assert "no sentence pair of the test text has two sides of 1 to 256 pieces" in message
 
 
 def test_texts_are_read_before_a_model(run, tmp_path, capsys, monkeypatch):

@@ -21,7 +21,7 @@ TARGET = {
     "jadore": ["<unk>", "<blank>", "<s>", "</s>", "dos", "uno", "x", "tres", "¡", "!"],
     "annotated": ["<s>", "</s>", "<blank>", "<unk>", "tres", "dos", "uno", "x", "!", "¡", "más"],
 }
-SENTENCES = [["one", "two", "x"], ["three"], ["don't", "x", "three", "unheard", "one"], ["x", "x"]]
+SENTENCES = [["one", "two", "x"], ["three"], ["don't", "x", "three", "unheard", "of", "one"], ["x", "x"]]
 
 
 def shuffled(model):

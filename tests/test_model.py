@@ -180,6 +180,20 @@ def test_bad_tokens_are_refused(spoil):
         Transformer(SMALL)(spoil(source), target)
 
 
+def test_a_step_takes_a_token_for_each_hypothesis():
+    model = Transformer(SMALL).eval()
+    source, _ = batch()
+    with torch.no_grad():
+        state = model.begin(source)
+    for tokens in (torch.ones(len(source), 2, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"expected one for each sentence and hypothesis, \(\d, 1\)"):
+            model.step(tokens, state)
+    with pytest.raises(TypeError, match="tokens must be an int64 tensor"):
+        model.step(source[:, 0], state)
+    with torch.no_grad():
+        assert model.step(source[:, :1], state).shape == (len(source), 1, SMALL.d_model)
+
+
 def test_bad_input_is_refused():
     model = Transformer(SMALL)
     source, target = batch()

@@ -25,6 +25,7 @@ VARIANTS = {
     "untied": dataclasses.replace(SMALL, tying="none", scale_embeddings=False, encoder_layers=3),
     "biases": dataclasses.replace(SMALL, attention_bias=True, output_bias=True, encoder_layers=1),
     "logits scaled": dataclasses.replace(SMALL, tying="output", scale_logits=True),
+    "tied, logits scaled": dataclasses.replace(SMALL, scale_logits=True),
 }
 
 
@@ -108,7 +109,7 @@ def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
-@pytest.mark.parametrize("variant", ["paper", "logits scaled", *slow("untied", "biases")])
+@pytest.mark.parametrize("variant", ["paper", "tied, logits scaled", *slow("logits scaled", "untied", "biases")])
 def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
     """Logits of real sentences, padded; greedy translations of 40; ids of the tokenizer."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")

@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +26,12 @@ def tokenizer(corpus):
 
 
 def warned(train, valid, tokenizer):
-    return training_warnings(zip(*train, strict=True), valid, ParallelText.encoded(tokenizer, *train), tokenizer)
+    texts = ParallelText.encoded(tokenizer, *train, "training"), ParallelText.encoded(tokenizer, *valid, "validation")
+    return training_warnings(zip(*train, strict=True), valid, *texts, tokenizer)
 
 
 def evaluated(sources, translations, references, tokenizer):
-    text = ParallelText.encoded(tokenizer, sources, references)
+    text = ParallelText.encoded(tokenizer, sources, references, "test")
     return evaluation_warnings(sources, translations, references, text)
 
 
@@ -55,6 +57,10 @@ def empty(train, valid):
 
 def overlong(train, valid):
     return (train[0], [line * (20 if 7 <= n < 50 else 1) for n, line in enumerate(train[1])]), valid
+
+
+def overlong_validation(train, valid):
+    return train, (valid[0], [line * (20 if 7 <= n < 50 else 1) for n, line in enumerate(valid[1])])
 
 
 def copies(train, valid):
@@ -83,6 +89,7 @@ def windows(train, valid):
             r"43 of 622 training pairs are left out, the first in line 8: a side is empty or longer than 256 pieces",
         ),
         (overlong, r"43 of 622 training pairs are left out, the first in line 8: "),
+        (overlong_validation, r"42 of 581 validation pairs are left out, the first in line 8: "),
         (copies, r"4\d of 622 training pairs have two equal sides, the first in line 8: "),
         (shifted, r"lengths of the training lines .* hardly go together \(correlation -?0\.\d\d\)"),
         (mojibake, r"training target lines look like text in a wrong encoding, the first in line 31: 'Ã"),
@@ -106,14 +113,14 @@ def test_overlap_is_looked_for_in_all_of_the_text(corpus, tokenizer, monkeypatch
 def test_a_test_text_that_was_trained_on(corpus, tokenizer, monkeypatch):
     (sources, targets), (others, _) = corpus
     monkeypatch.setattr(data, "CHUNK", 100)
-    training = ParallelText.encoded(tokenizer, sources, targets).sources
+    training = ParallelText.encoded(tokenizer, sources, targets, "training").sources
     assert training.hold(tokenizer.encode([sources[99], "Never said.", sources[100], ""])) == [True, False, True, False]
     assert overlap_warnings(others, tokenizer, training) == []
     (warning,) = overlap_warnings([*others, *sources[300:340]], tokenizer, training)
     assert re.match(r"4\d of \d+ test sources also stand in the training text, the first in line \d+: ", warning)
 
 
-def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path):
+def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path, monkeypatch):
     """It is what the run encoded with the checkpoint's tokenizer, and no other folder of that name."""
     files = verses("test")
     step, text = tmp_path / "step", tmp_path / checkpoint.TEXT
@@ -129,6 +136,8 @@ def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path):
     (sources, targets), _ = corpus
     assert data.training_sources(step, tokenizer).hold(tokenizer.encode(sources[:3])) == [True] * 3
     assert data.training_sources(step, Tokenizer.train(targets, 300)) is None
+    monkeypatch.chdir(step)
+    assert data.training_sources(Path("."), tokenizer) is not None
 
 
 def test_a_vocabulary_that_splits_every_word(corpus):
@@ -171,7 +180,7 @@ def test_pairs_that_the_perplexity_leaves_out(corpus, tokenizer):
 def test_the_cost_is_linear_in_the_lines(corpus, tokenizer):
     train, valid = corpus
     many = tuple(side * 20 for side in train)
-    text = ParallelText.encoded(tokenizer, *many)
+    text, valid_text = (ParallelText.encoded(tokenizer, *pairs, "some") for pairs in (many, valid))
     start = time.perf_counter()
-    training_warnings(zip(*many, strict=True), valid, text, tokenizer)
+    training_warnings(zip(*many, strict=True), valid, text, valid_text, tokenizer)
     assert time.perf_counter() - start < 10  # a median taken anew for every line takes longer

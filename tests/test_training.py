@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.errors import InputError
-from fastattn.files import write_file
+from fastattn.files import check_file, write_file
 from fastattn.translation import checkpoint, memory, plots
+from fastattn.translation import tokenizer as tokenizer_module
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import (
     LENGTH_MULTIPLE,
@@ -70,13 +71,13 @@ def verses():
 @pytest.fixture(scope="module")
 def text(verses):
     sources, targets, tokenizer = verses
-    return ParallelText.encoded(tokenizer, sources, targets)
+    return ParallelText.encoded(tokenizer, sources, targets, "training")
 
 
-def small_model(dropout=0.1):
+def small_model(dropout=0.1, d_ff=64):
     torch.manual_seed(0)
     rates = {"dropout": dropout, "attention_dropout": dropout, "ffn_dropout": dropout}
-    config = TransformerConfig(200, d_model=32, d_ff=64, num_heads=4, encoder_layers=1, decoder_layers=1, **rates)
+    config = TransformerConfig(200, d_model=32, d_ff=d_ff, num_heads=4, encoder_layers=1, decoder_layers=1, **rates)
     return Transformer(config)
 
 
@@ -100,6 +101,7 @@ def test_reading(tmp_path):
         ("empty", b"", "is empty: expected one sentence a line"),
         ("blank", b"\n  \n", "is empty"),
         ("latin1", "a\nseñor".encode("latin-1"), "is not UTF-8: byte 0xf1 in line 2"),
+        ("after a mark", b"\xef\xbb\xbfab\xffcd\n", "is not UTF-8: byte 0xff in line 1"),
         ("cut.gz", gzip.compress(b"text" * 100, mtime=0)[:-9], "is not a complete gzip file"),
         ("plain.gz", b"text", "cannot read .*plain.gz: Not a gzipped file"),
     ],
@@ -165,12 +167,38 @@ def test_tokenizer(verses):
     assert UNK_ID not in long.encode(["ж"])[0]
 
 
+def test_a_vocabulary_of_many_lines_is_the_same_every_time(verses, monkeypatch):
+    """Drawn from all of them."""
+    sources, targets, _ = verses
+    monkeypatch.setattr(tokenizer_module, "LEARNED_FROM", 100)
+    lines = sources + targets
+    drawn = [list(tokenizer_module._drawn(lines)) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 100
+    assert set(drawn[0]) <= set(lines)
+    places = sorted(map(lines.index, drawn[0]))
+    assert places[0] < len(lines) / 10
+    assert places[-1] > len(lines) * 9 / 10
+    assert Tokenizer.train(lines, 120).model == Tokenizer.train(lines, 120).model
+    assert list(tokenizer_module._drawn(lines[:100])) == lines[:100]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "Input/output error"), InputError("no")], ids=repr)
+def test_what_interrupts_the_lines_of_a_vocabulary_is_raised(error):
+    def lines():
+        yield "one"
+        raise error
+
+    with pytest.raises(type(error)):
+        Tokenizer.train(lines(), 10)
+
+
 # --- batches ---
 
 
 def test_a_batch(verses):
     sources, targets, tokenizer = verses
-    batch = ParallelText.encoded(tokenizer, sources, targets).batch(torch.tensor([4, 0]))
+    batch = ParallelText.encoded(tokenizer, sources, targets, "training").batch(torch.tensor([4, 0]))
     source, target = ([tokenizer.encode([side[i]])[0] for i in (4, 0)] for side in (sources, targets))
     wanted = [[[*ids, EOS_ID] for ids in source], [[BOS_ID, *ids] for ids in target]]
     for side, sentences in zip((batch.source, batch.target), wanted, strict=True):
@@ -225,10 +253,11 @@ def test_epochs_can_be_entered_anywhere(text):
 
 def test_pairs_without_text_are_left_out(verses):
     _, _, tokenizer = verses
-    text = ParallelText.encoded(tokenizer, ["one", "", "three", "God " * 300], ["uno", "dos", " ", "Dios " * 300])
+    sides = ["one", "", "three", "God " * 300], ["uno", "dos", " ", "Dios " * 300]
+    text = ParallelText.encoded(tokenizer, *sides, "validation")
     assert (len(text.sources), text.left_out, text.first_left_out) == (1, 3, 2)
-    with pytest.raises(InputError, match="no sentence pair has two sides of 1 to 256 pieces"):
-        ParallelText.encoded(tokenizer, [""], ["dos"])
+    with pytest.raises(InputError, match="no sentence pair of the validation text has two sides of 1 to 256 pieces"):
+        ParallelText.encoded(tokenizer, [""], ["dos"], "validation")
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -629,7 +658,7 @@ def test_training_learns_and_search_finds_it():
     sources = [f"{word} {tail}" for word in ("one", "two", "three", "four") for tail in ("day", "night and day")]
     targets = [f"{tail} {word}" for word in ("uno", "dos", "tres", "cuatro") for tail in ("dia", "noche y dia")]
     tokenizer = Tokenizer.train(sources + targets, 45)
-    text = ParallelText.encoded(tokenizer, sources, targets)
+    text = ParallelText.encoded(tokenizer, sources, targets, "training")
     torch.manual_seed(0)
     config = TransformerConfig(45, d_model=64, d_ff=128, num_heads=4, encoder_layers=1, decoder_layers=1, dropout=0.0)
     trainer = Trainer(Transformer(config), text, OPTIONS)
@@ -917,6 +946,18 @@ def test_a_stream_that_fails():
         list(arriving_lines(io.BufferedReader(Stream()), "pipe", 10))
 
 
+def test_the_error_of_a_thread_that_reads_reaches_the_caller():
+    class Stream(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        list(arriving_lines(io.BufferedReader(Stream()), "pipe", 10))
+
+
 # --- checkpoints ---
 
 
@@ -987,6 +1028,18 @@ def test_the_average_of_checkpoints(tmp_path, verses):
         checkpoint.average(tmp_path / "run", 1, tmp_path / "mean")
 
 
+@pytest.mark.parametrize("other", ["shape", "vocabulary"])
+def test_checkpoints_of_two_runs_have_no_average(tmp_path, verses, other):
+    sources, _, tokenizer = verses
+    models = [small_model(), small_model(d_ff=96) if other == "shape" else small_model()]
+    tokenizers = [tokenizer, Tokenizer.train(sources, 200) if other == "vocabulary" else tokenizer]
+    for step, pair in enumerate(zip(models, tokenizers, strict=True), 1):
+        checkpoint.save(tmp_path / "run", step, *pair, {}, OPTIONS)
+    with pytest.raises(InputError, match="step-00000001 is of another run than step-00000002"):
+        checkpoint.average(tmp_path / "run", 2, tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
 def test_an_older_best_is_not_averaged(tmp_path, verses):
     """What was kept beside the newest; but one more checkpoint between two, as Ctrl-C writes it, is one of them."""
     _, _, tokenizer = verses
@@ -1016,6 +1069,16 @@ def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
     assert checkpoint.find(tmp_path).resolve().name == "step-00000002"
     assert checkpoint.newest(tmp_path).name == "step-00000005"
     assert checkpoint.find(tmp_path / "step-00000004").name == "step-00000004"
+
+
+def test_a_copy_without_links_goes_on(tmp_path, verses):
+    """`scp -r` makes a folder of the link."""
+    saved = [checkpoint.save(tmp_path, step, small_model(), verses[2], {}, OPTIONS) for step in (1, 2)]
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/config.json").touch()
+    checkpoint.mark_best(saved[1])
+    assert (tmp_path / "best").readlink() == Path("step-00000002")
+    assert not list(tmp_path.glob(".partial-*"))
 
 
 def test_what_others_keep_in_a_runs_folder_is_left_alone(tmp_path, verses):
@@ -1137,6 +1200,15 @@ def test_what_an_interrupted_removal_leaves_is_removed(tmp_path, verses, monkeyp
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
     checkpoint.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_what_a_file_cannot_be_called_is_said(tmp_path):
+    for length in (250, 300):
+        path = tmp_path / ("x" * length)
+        with pytest.raises(InputError, match=r"cannot write .*xxx: its name is too long"):
+            check_file(path)
+        with pytest.raises(InputError, match=r"cannot write .*xxx: File name too long"):
+            write_file(path, b"")
 
 
 def test_a_pipe_is_written_to_directly(tmp_path):
@@ -1289,7 +1361,7 @@ def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys, monkeypat
     for name in ("loss", "perplexity", "accuracy", "tokens_per_second", "learning_rate", "valid_loss"):
         assert math.isfinite(rows[0][name])
     model, tokenizer = checkpoint.load(best)
-    valid = ParallelText.encoded(tokenizer, *map(read_lines, files))
+    valid = ParallelText.encoded(tokenizer, *map(read_lines, files), "validation")
     of_text = held_out(model, map(valid.batch, valid.batches(1000)), torch.autocast("cpu", enabled=False))
     assert rows[0]["valid_loss"] == pytest.approx(of_text["valid_loss"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()

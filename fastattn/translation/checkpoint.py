@@ -85,7 +85,7 @@ def average(run: Path, last: int, out: Path) -> None:
     which others have been removed.
 
     Raises:
-        InputError: ``out`` exists, or the run has fewer checkpoints.
+        InputError: ``out`` exists, or the run has fewer checkpoints, or they are not of one run.
     """
     expect_absent(out)
     trained = [path for path in steps(run) if updates(path) != 0]
@@ -101,7 +101,10 @@ def average(run: Path, last: int, out: Path) -> None:
     model, tokenizer = load(found[-1])
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
     for path in found:
-        for total, parameter in zip(sums, load(path)[0].parameters(), strict=True):
+        other, others_tokenizer = load(path)
+        if (other.config, others_tokenizer.model) != (model.config, tokenizer.model):
+            raise InputError(f"{path} is of another run than {found[-1].name}: it has another shape or vocabulary")
+        for total, parameter in zip(sums, other.parameters(), strict=True):
             total += parameter.detach()
     with torch.no_grad():
         for total, parameter in zip(sums, model.parameters(), strict=True):
@@ -204,7 +207,10 @@ def mark_best(checkpoint: Path) -> None:
     link = checkpoint.parent / f"{PARTIAL}best"
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
-    os.replace(link, checkpoint.parent / "best")
+    best = checkpoint.parent / "best"
+    if best.is_dir() and not best.is_symlink():  # of a copy that followed links
+        remove(best)
+    os.replace(link, best)
     flush(checkpoint.parent)
 
 

@@ -22,7 +22,7 @@ class TransformerConfig:
     Args:
         vocab_size: number of pieces, shared by both languages.
         d_model, d_ff, num_heads, encoder_layers, decoder_layers: the paper's d_model, d_ff, h and N.
-        head_dim, value_head_dim: d_k and d_v of one head; d_model // num_heads where not given.
+        head_dim, value_head_dim: d_k and d_v of one head; d_model // num_heads, and ``head_dim``, where not given.
         dropout: rate on every sub-layer output and on embeddings plus positions (section 5.4).
         attention_dropout: rate on the attention probabilities.
         ffn_dropout: rate on the hidden layer of the feed-forward network.

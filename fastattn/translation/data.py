@@ -69,7 +69,7 @@ def _decoded(line: bytes, number: int, name: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8: byte {line[error.start]:#04x} in line {number}") from None
+        raise InputError(f"{name} is not UTF-8: byte {error.object[error.start]:#04x} in line {number}") from None
 
 
 def read_lines(path: Path) -> list[str]:
@@ -83,7 +83,7 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
     Raises:
         InputError: a line is not UTF-8, or the stream cannot be read.
     """
-    arrived: queue.Queue[bytes | OSError | None] = queue.Queue(most)
+    arrived: queue.Queue[bytes | Exception | None] = queue.Queue(most)
 
     def read() -> None:
         try:
@@ -92,13 +92,15 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
             if own is not stream:
                 own.close()
             arrived.put(None)
-        except OSError as error:
+        except Exception as error:
             arrived.put(error)
 
     def next_line() -> bytes | None:
         line = arrived.get()
         if isinstance(line, OSError):
             raise InputError(f"cannot read {name}: {line.strerror}")
+        if isinstance(line, Exception):
+            raise line
         return line
 
     own = _reopened(stream)
@@ -315,15 +317,16 @@ class ParallelText:
         self.left_out, self.first_left_out = left_out, first_left_out
 
     @classmethod
-    def encoded(cls, tokenizer: Tokenizer, sources: list[str], targets: list[str]) -> "ParallelText":
-        """Lines that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are left out.
+    def encoded(cls, tokenizer: Tokenizer, sources: list[str], targets: list[str], name: str) -> "ParallelText":
+        """Lines of the text ``name`` that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``,
+        are left out.
 
         Raises:
             InputError: all are.
         """
         kept: tuple[list[list[int]], list[list[int]]] = ([], [])
         left_out: list[int] = []
-        for *pair, lines in _encoded(tokenizer, zip(sources, targets, strict=True)):
+        for *pair, lines in _encoded(tokenizer, zip(sources, targets, strict=True), name):
             for side, ids in zip(kept, pair, strict=True):
                 side += ids
             left_out += lines
@@ -391,7 +394,7 @@ def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
     Raises:
         InputError: there is no checkpoint, or the text is damaged.
     """
-    folder = checkpoint.find(path).parent / checkpoint.TEXT
+    folder = checkpoint.find(path).resolve().parent / checkpoint.TEXT
     return Sentences.mapped(folder / SIDES[0]) if _says(folder, _by(tokenizer)) else None
 
 
@@ -416,7 +419,7 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
                 for side in SIDES
             ]
             left_out, first_left_out = 0, None
-            for *pair, lines in _encoded(tokenizer, pairs_of(*files)):
+            for *pair, lines in _encoded(tokenizer, pairs_of(*files), "training"):
                 for writer, ids in zip(writers, pair, strict=True):
                     writer.write(ids)
                 left_out += len(lines)
@@ -426,7 +429,7 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
 
 
 def _encoded(
-    tokenizer: Tokenizer, pairs: Iterable[tuple[str, str]]
+    tokenizer: Tokenizer, pairs: Iterable[tuple[str, str]], name: str
 ) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:
     """Piece ids of both sides of the pairs that are used, and the line numbers of others, chunk after chunk.
 
@@ -442,4 +445,4 @@ def _encoded(
         first += len(chunk)
         kept_any = kept_any or any(used)
     if not kept_any:
-        raise InputError(f"no sentence pair has two sides of 1 to {MAX_TRAINING_PIECES} pieces")
+        raise InputError(f"no sentence pair of the {name} text has two sides of 1 to {MAX_TRAINING_PIECES} pieces")

@@ -95,10 +95,11 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
 
     order = torch.arange(config.d_model).view(-1, 2).t().flatten()  # the even features, then the odd
     tied = config.tying != "none" and not config.scale_logits
+    share = config.tying == "all" and tied  # transformers hands a shared matrix on to tied models alone
     scale = config.d_model**-0.5 if config.scale_logits else 1.0
     bias = torch.zeros(config.vocab_size) if model.output.bias is None else model.output.bias
     weights = {"final_logits_bias": bias[None]}
-    if config.tying == "all":
+    if share:
         weights["model.shared.weight"] = model.source_embedding.weight[:, order]
     else:
         weights["model.encoder.embed_tokens.weight"] = model.source_embedding.weight[:, order]
@@ -118,7 +119,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         "encoder_attention_heads": config.num_heads, "decoder_attention_heads": config.num_heads,
         "dropout": config.dropout, "attention_dropout": config.attention_dropout,
         "activation_dropout": config.ffn_dropout, "max_position_embeddings": SINUSOIDS,
-        "scale_embedding": config.scale_embeddings, "share_encoder_decoder_embeddings": config.tying == "all",
+        "scale_embedding": config.scale_embeddings, "share_encoder_decoder_embeddings": share,
         "tie_word_embeddings": tied, "forced_eos_token_id": None, **special,
     }  # fmt: skip
     generation = {"max_new_tokens": SINUSOIDS - 1, "bad_words_ids": [[config.pad_id], [config.bos_id]], **special}

@@ -228,7 +228,18 @@ class Transformer(nn.Module):
         return DecoderState(self.encode(source, source_lengths), source_lengths, self.config.decoder_layers)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Features (B, W, d_model) of the next token, (B, W), of each hypothesis of ``state``, which it joins."""
+        """Features (B, W, d_model) of the next token, (B, W), of each hypothesis of ``state``, which it joins. There is
+        one hypothesis a sentence (W = 1) until :meth:`DecoderState.select` makes more.
+
+        Raises:
+            TypeError, ValueError: ``tokens`` are no integers of this shape.
+        """
+        self._check_tokens(tokens)
+        if tokens.shape != state.ancestry.shape[:2]:
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)}, expected one for each sentence and hypothesis, "
+                f"{tuple(state.ancestry.shape[:2])}: DecoderState.select makes more"
+            )
         x = self._embed(self.target_embedding, self.target_positions(state.position, 1, tokens.device), tokens, None)
         state.advance(tokens.shape[1])
         x, residual = self.decoder.begin(x)

@@ -25,20 +25,25 @@ MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd")
 
 
 def training_warnings(
-    pairs: Iterable[tuple[str, str]], valid: Pairs, text: ParallelText, tokenizer: Tokenizer
+    pairs: Iterable[tuple[str, str]],
+    valid: Pairs,
+    train_text: ParallelText,
+    valid_text: ParallelText,
+    tokenizer: Tokenizer,
 ) -> list[str]:
-    """What is suspicious in the text of a run: its training ``pairs``, which ``text`` holds encoded, and ``valid``."""
+    """What is suspicious in the text of a run: its training ``pairs`` and those of ``valid``, and both encoded."""
     pairs = iter(pairs)
     first = list(itertools.islice(pairs, EXAMINED))
     train = [source for source, _ in first], [target for _, target in first]
     found = [*_pairing(train, "training"), *_encoding(train, "training"), *_encoding(valid, "validation")]
     found += _swapped(train, valid)
-    number = len(text.sources) + text.left_out
-    if text.left_out > LEFT_OUT * number:
-        found.append(
-            f"{text.left_out} of {number} training pairs are left out, the first in line {text.first_left_out}: "
-            f"a side is empty or longer than {MAX_TRAINING_PIECES} pieces"
-        )
+    for text, name in ((train_text, "training"), (valid_text, "validation")):
+        number = len(text.sources) + text.left_out
+        if text.left_out > LEFT_OUT * number:
+            found.append(
+                f"{text.left_out} of {number} {name} pairs are left out, the first in line {text.first_left_out}: "
+                f"a side is empty or longer than {MAX_TRAINING_PIECES} pieces"
+            )
     held_out = list(map(_normal, valid[0]))
     seen = set(held_out).intersection(_normal(source) for source, _ in itertools.chain(first, pairs))
     found += _overlap((line in seen for line in held_out), "validation")

@@ -70,7 +70,7 @@ class Search:
         if not -STEEPEST <= self.length_penalty <= STEEPEST:
             raise InputError(f"length_penalty is {self.length_penalty}, expected {-STEEPEST:g} to {STEEPEST:g}")
         if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}, expected a probability above 0")
+            raise InputError(f"top_p is {self.top_p}, expected a probability above 0 and at most 1")
         if self.temperature is None:
             if self.n_best > self.beam:
                 raise InputError(f"n_best is {self.n_best}, expected at most the beam, {self.beam}")

@@ -285,14 +285,14 @@ def train(
 
             tokenizer = Tokenizer(world.on_main(learn_pieces))
             model = world.main_first(lambda: _new_model(model_config, training.seed))
-        valid = world.main_first(lambda: ParallelText.encoded(tokenizer, *valid_pairs))
+        valid = world.main_first(lambda: ParallelText.encoded(tokenizer, *valid_pairs, "validation"))
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
         text = world.main_first(lambda: ParallelText.mapped(out / checkpoint.TEXT))
         to_translate = Sentences.of(tokenizer.encode(valid_pairs[0]) if training.bleu_every else [])
         world.main_first(lambda: _expect_positions(model_config, text, valid, to_translate))
 
         def warn() -> None:
-            for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, tokenizer):
+            for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, valid, tokenizer):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
 
         if newest is None:
