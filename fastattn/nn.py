@@ -332,9 +332,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         key_lengths = torch.tensor(lengths_k, device=key.device)
         out, weights = self.forward(padded_q, padded_k, padded_v, key_lengths=key_lengths, **options)
         if weights is not None:
-            absent = torch.arange(out.size(1)) >= torch.tensor(lengths_q)[:, None]
+            device = weights.device
+            absent = torch.arange(out.size(1), device=device) >= torch.tensor(lengths_q, device=device)[:, None]
             absent = absent[:, :, None] if weights.dim() == 3 else absent[:, None, :, None]
-            weights = weights.masked_fill(absent.to(weights.device), 0.0)
+            weights = weights.masked_fill(absent, 0.0)
         rows = [padded_rows[:length] for padded_rows, length in zip(out, lengths_q, strict=True)]
         if whole.layout == torch.jagged:
             return with_values(whole, torch.cat(rows)), weights

@@ -594,6 +594,32 @@ def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
     assert (lse[0, :, hidden] == -math.inf).all()
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("reference", torch.float32),
+        ("reference", torch.float64),
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_nan_of_a_query_that_sees_nothing_stays_there(backend, p, dtype):
+    """In the query, and in its output's gradient; of attention and of its weights. On triton it reaches dK and dV."""
+    query, key, value = operands((1, 2, 2, 5, 7, 16, 16), dtype)
+    mask = torch.rand(5, 7, dtype=torch.float64) < 0.7
+    mask[:, 0], mask[3] = True, False
+    grad = torch.randn_like(query)
+    query[:, :, 3] = grad[:, :, 3] = math.nan
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    out = scaled_dot_product_attention(*tensors, mask, p, seed=SEED)
+    found = torch.autograd.grad(out, tensors, grad)
+    weights = attention_weights(query, key, mask, p, seed=SEED)
+    found += torch.autograd.grad(weights, (query, key), torch.randn_like(weights))
+    assert all(t.isfinite().all() for t in (out, weights, *found))
+
+
 def test_nan_reaches_what_attends_to_it(backend):
     query, key, value = operands((1, 1, 1, 9, 40, 8, 8))
     value[0, 0, 20, 3] = math.nan

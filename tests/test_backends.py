@@ -503,3 +503,23 @@ def test_the_bindings_check_numbers_of_heads(heads):
     operands = (torch.zeros(1, n, 5, 8) for n in heads)
     with pytest.raises(RuntimeError, match="heads of query, key and value"):
         TABLE["cpu"].FUNCTIONS["attention"](*operands, None, None, None, 1.0, 5, 5, False, 0)
+
+
+def test_a_thread_of_little_stack(python):
+    """200 KiB, which torch's own operations do with."""
+    require("cpu")
+    program = """
+        import threading, torch, fastattn
+
+        def work():
+            q, x = torch.randn(2, 8, 300, 64, requires_grad=True), torch.randn(512, 4096, requires_grad=True)
+            fastattn.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum().backward()
+            fastattn.dropout_add_layer_norm(x, x, dropout_p=0.1).sum().backward()
+            print(q.grad.isfinite().all().item(), x.grad.isfinite().all().item())
+
+        threading.stack_size(200 << 10)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """
+    assert python(program) == "True True\n"

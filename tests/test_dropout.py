@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, interpreted, slow
+from conftest import DEVICE, interpreted, require, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import dropout as exact
@@ -198,6 +198,22 @@ def test_twice_differentiable(backend):
     (grad,) = torch.autograd.grad(dropout(input, 0.4, seed=SEED).square().sum(), input, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), input)
     torch.testing.assert_close(second, 2 * exact(torch.ones(9, 33), 0.4, SEED).float() ** 2)
+
+
+def test_a_sparse_gradient():
+    """Of an embedding whose table is dropped, which torch's dropout takes."""
+    table, index = torch.randn(50, 8, requires_grad=True), torch.tensor([3, 7, 3])
+    out = F.embedding(index, dropout(table, 0.5, seed=SEED), sparse=True)
+    (found,) = torch.autograd.grad(out.sum(), table)
+    wanted = torch.zeros(50, 8).index_add(0, index, torch.ones(3, 8)) * exact(torch.ones(50, 8), 0.5, SEED)
+    torch.testing.assert_close(found.to_dense(), wanted.float())
+
+
+def test_out_of_memory_says_so():
+    """In words that cli.py and others' handlers look for: torch's do not pass its stable ABI."""
+    require("cpu")
+    with pytest.raises(RuntimeError, match=r"out of memory, for a tensor of shape \(2147483648, 2147483648\)"):
+        dropout_mask((2**31, 2**31), 0.5, SEED)
 
 
 @pytest.mark.representative

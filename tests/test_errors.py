@@ -115,6 +115,7 @@ BAD = [
     (lambda: varlen(max_q=3), "max_q", "3", "5"),
     (lambda: varlen(max_k=4), "max_k", "4", "5"),
     (lambda: varlen(max_q=5.5), "max_q", "5.5"),
+    (lambda: varlen(max_k=2**63), "max_k", "2**63"),
     (lambda: varlen(window_size=(0,)), "window_size", "(0,)"),
     (lambda: varlen(dropout_p=2.0), "dropout_p", "2.0"),
     (lambda: varlen(dropout_p=0.1, seed=torch.tensor([1])), "seed", "(1,)"),

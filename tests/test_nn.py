@@ -515,6 +515,13 @@ def test_nested_operands(backend, layout, average):
         torch.testing.assert_close(got, row.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_nested_operands_beside_another_default_device():
+    module, x = MultiHeadAttention(16, 4, batch_first=True), jagged(5, 2)
+    wanted = module(x, x, x)[1]
+    with torch.device("meta"):
+        assert torch.equal(module(x, x, x)[1], wanted)
+
+
 def jagged(*lengths):
     return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
 

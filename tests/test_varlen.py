@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import slow
+from conftest import require, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -103,6 +103,39 @@ def test_bounds_may_exceed_the_lengths_and_be_int64(backend):
     spread = [boundaries(lengths, torch.int64).repeat_interleave(2)[::2] for lengths in (QUERIES, KEYS)]
     used = torch.tensor(KEYS).repeat_interleave(2)[::2]
     assert torch.equal(narrow, varlen_attn(*tensors, *spread, 33, 40, seqused_k=used))
+
+
+WRONG = {
+    "max_q": ((0, 12, 24), 8, 12, "max_q must be at least the longest sequence, got 8 and a sequence of 12"),
+    "max_k": ((0, 12, 24), 12, 8, "max_k must be at least the longest sequence, got 8 and a sequence of 12"),
+    "beyond": ((0, 12, 25), 13, 13, "cu_seq_q must rise from 0 to 24, got from 0 to 25"),
+    "falling": ((0, 14, 12, 24), 14, 14, "cu_seq_q must rise, got 12 after 14"),
+}
+
+
+@pytest.mark.parametrize("how", ["compiled", *slow("exported"), "vmap", "a parameter"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_traced_call_of_wrong_boundaries_is_refused(wrong, how):
+    """Traced with right ones. Nothing reads them in Python, and the kernels' buffers are as large as the bounds say."""
+    require("cpu")
+    given, max_q, max_k, message = WRONG[wrong]
+    starts, right = torch.tensor(given), torch.tensor((0, *(12,) * (len(given) - 2), 24))
+    x = torch.randn(24, 2, 16)
+
+    class Attend(torch.nn.Module):
+        def forward(self, x, starts):
+            return varlen_attn(x, x, x, starts, starts, max_q, max_k)
+
+    calls = {
+        "compiled": lambda: torch.compile(Attend(), backend="eager", fullgraph=True)(x, starts),
+        "exported": lambda: torch.export.export(Attend(), (x, right)).module()(x, starts),
+        "vmap": lambda: torch.vmap(lambda s: Attend()(x, s))(starts[None]),
+        "a parameter": lambda: Attend()(x, torch.nn.Parameter(starts, requires_grad=False)),
+    }
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=message):
+        calls[how]()
+    torch._dynamo.reset()
 
 
 def test_no_sequence(backend):

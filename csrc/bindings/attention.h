@@ -72,8 +72,8 @@ void run_attention_backward(const Backend& backend, Problem& a, const Tensor& gr
                             const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
                             const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
   const Tensor dout = with_dense_columns(grad_out), o = with_dense_columns(out);
-  const Tensor rows = torch::stable::contiguous(stats);
-  const std::optional<Tensor> dlse = contiguous(grad_lse);
+  const Tensor rows = dense(stats);
+  const std::optional<Tensor> dlse = dense(grad_lse);
   a.out = heads_of(o);
   set_stats(a, rows);
   a.grad_out = heads_of(dout);

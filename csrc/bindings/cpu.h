@@ -30,7 +30,7 @@ inline Parallel torch_threads() {
 // A call's workspace, 64-byte aligned: on the stack where it is small; of medium size, memory that the thread keeps,
 // since page faults would cost such a call more than its arithmetic.
 struct Workspace {
-  static constexpr int64_t kAlignment = 64, kLocal = 128 << 10, kKept = 1 << 20;
+  static constexpr int64_t kAlignment = 64, kLocal = 16 << 10, kKept = 1 << 20;
   struct Kept {
     alignas(kAlignment) char data[kKept];
     bool taken;
@@ -61,7 +61,7 @@ namespace {
 
 // Where a call's results lie, and what runs its kernel.
 struct Backend {
-  static constexpr bool kSumsMaskGrad = true;
+  static constexpr bool kSumsMaskGrad = true, kReadsOffsets = true;
   Device device;
 
   explicit Backend(const Tensor&) {}

@@ -23,7 +23,7 @@ namespace {
 
 // An operand's device, which is the current device in this scope, and its current stream.
 struct Backend {
-  static constexpr bool kSumsMaskGrad = false;
+  static constexpr bool kSumsMaskGrad = false, kReadsOffsets = false;
   Device device;
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream;

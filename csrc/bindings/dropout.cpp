@@ -89,7 +89,7 @@ Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
   const bool same_order = !input.is_contiguous() && is_dense(input);
   Matrices in;
   if (!in.describe(input)) {
-    const Tensor out = dropout(torch::stable::contiguous(input), seed, threshold);
+    const Tensor out = dropout(dense(input), seed, threshold);
     if (!same_order) return out;
     Tensor reordered = empty_strided(input.sizes(), input.strides(), dtype, backend.device);
     return torch::stable::copy_(reordered, out);

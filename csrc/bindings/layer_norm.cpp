@@ -17,9 +17,7 @@ struct Rows {
   int64_t stride = 0;
 
   Rows(const Tensor& source, const char* name)
-      : tensor(folds(source) ? source : torch::stable::contiguous(source)),
-        data(tensor.const_data_ptr()),
-        dtype(dtype_of(source, name)) {
+      : tensor(folds(source) ? source : dense(source)), data(tensor.const_data_ptr()), dtype(dtype_of(source, name)) {
     const Sizes sizes = tensor.sizes(), strides = tensor.strides();
     for (int64_t d = (int64_t)sizes.size() - 2; d >= 0; --d)
       if (sizes[d] > 1) {
@@ -67,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, c
   const Backend backend(input);
   const Sizes sizes = input.sizes(), outer(sizes.data(), sizes.size() - 1);
   const Rows x(input, "input");
-  const std::optional<Tensor> w = contiguous(weight), b = contiguous(bias);
+  const std::optional<Tensor> w = dense(weight), b = dense(bias);
   LayerNorm problem = {};
   set_shape(problem, sizes, !residual);
   problem.input = x.data, problem.input_dtype = problem.dtype = x.dtype, problem.input_row = x.stride;
@@ -137,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
   const Backend backend(x);
   const Rows dy(grad_out, "grad_out"), normalised(x, "input");
   if (normalised.dtype != Dtype::float32) check_dtype(grad_out, "grad_out", normalised.dtype);
-  const std::optional<Tensor> w = contiguous(weight);
+  const std::optional<Tensor> w = dense(weight);
   LayerNormBackward problem = {};
   set_shape(problem, x.sizes(), !input_dtype);
   problem.grad_out = dy.data, problem.grad_out_dtype = dy.dtype, problem.grad_out_row = dy.stride;

@@ -102,11 +102,18 @@ inline Device device_of(const Tensor& tensor) {
   return device;
 }
 
-// Not through the dispatcher, which costs as much as a small operation.
+inline std::string shape_of(Sizes sizes) {
+  std::string shape;
+  for (const int64_t size : sizes) shape += (shape.empty() ? "(" : ", ") + std::to_string(size);
+  return shape + ")";
+}
+
+// Not through the dispatcher, which costs as much as a small operation. Torch's own words do not pass its stable ABI.
 inline Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Device device) {
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
-                                                  shim_dtype(dtype), device.type, device.index, &handle));
+  const AOTITorchError error = aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
+                                                        shim_dtype(dtype), device.type, device.index, &handle);
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "fastattn: out of memory, for a tensor of shape ", shape_of(sizes));
   const Tensor tensor(handle);
   if (device.type == aoti_torch_device_type_cpu()) prefer_huge_pages(tensor, tensor.numel() * size_of(dtype));
   return tensor;
@@ -143,14 +150,20 @@ inline bool is_plain(const Tensor& tensor, Dtype* dtype) {
          *dtype != Dtype::boolean;
 }
 
-inline Tensor with_dense_columns(const Tensor& tensor) {
-  return has_dense_columns(tensor) ? tensor : torch::stable::contiguous(tensor);
+inline Tensor dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  std::optional<Tensor> copy;
+  try {
+    copy = torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {
+  }
+  STD_TORCH_CHECK(copy, "fastattn: out of memory, for a dense copy of shape ", shape_of(tensor.sizes()));
+  return *copy;
 }
 
-inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  if (!tensor || tensor->is_contiguous()) return tensor;
-  return torch::stable::contiguous(*tensor);
-}
+inline Tensor with_dense_columns(const Tensor& tensor) { return has_dense_columns(tensor) ? tensor : dense(tensor); }
+
+inline std::optional<Tensor> dense(const std::optional<Tensor>& tensor) { return tensor ? dense(*tensor) : tensor; }
 
 template <class T>
 const T* data_of(const std::optional<Tensor>& tensor) {

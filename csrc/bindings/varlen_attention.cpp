@@ -6,10 +6,28 @@
 namespace fastattn {
 namespace {
 
+// The kernels' buffers are as large as the bounds say. Python checks what it can read: nothing while a call is compiled
+// or exported.
+inline void check_offsets(const Tensor& offsets, const char* name, int64_t total, int64_t longest, const char* bound) {
+  const int64_t *at = offsets.const_data_ptr<int64_t>(), count = offsets.numel();
+  STD_TORCH_CHECK(at[0] == 0 && at[count - 1] == total, "varlen_attn: ", name, " must rise from 0 to ", total,
+                  ", got from ", at[0], " to ", at[count - 1]);
+  for (int64_t s = 1; s < count; ++s) {
+    const int64_t length = at[s] - at[s - 1];
+    STD_TORCH_CHECK(length >= 0, "varlen_attn: ", name, " must rise, got ", at[s], " after ", at[s - 1]);
+    STD_TORCH_CHECK(length <= longest, "varlen_attn: ", bound, " must be at least the longest sequence, got ", longest,
+                    " and a sequence of ", length);
+  }
+}
+
 // No sequence is longer than all of them together, whatever bound is given.
 inline void set_packed(Attention& a, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
                        const std::optional<Tensor>& seqused_k, int64_t max_q, int64_t max_k) {
   a.batch = cu_seq_q.numel() - 1;
+  if constexpr (Backend::kReadsOffsets) {
+    check_offsets(cu_seq_q, "cu_seq_q", a.seqlen_q, max_q, "max_q");
+    check_offsets(cu_seq_k, "cu_seq_k", a.seqlen_k, max_k, "max_k");
+  }
   a.seqlen_q = std::min(max_q, a.seqlen_q), a.seqlen_k = std::min(max_k, a.seqlen_k);
   a.window_left = std::min(a.window_left, a.seqlen_k), a.window_right = std::min(a.window_right, a.seqlen_q);
   a.cu_seq_q = cu_seq_q.const_data_ptr<int64_t>(), a.cu_seq_k = cu_seq_k.const_data_ptr<int64_t>();

@@ -27,6 +27,12 @@ def visibility(
     return visible if visible is None else visible[(None,) * (4 - visible.dim())]
 
 
+def blind_queries(visible: Tensor) -> Tensor:
+    """bool, (1 or B, 1 or H, 1 or rows, 1), True where a query sees nothing. It may hold NaN, which the products of the
+    backward pass would spread."""
+    return ~visible.any(3, keepdim=True)
+
+
 def unused_keys(visible: Tensor) -> Tensor:
     """bool, (1 or B, 1 or H, columns, 1), True where no row sees the key. It may hold NaN (unused cache memory), and
     0 * NaN is NaN."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
-from fastattn.backends.visibility import add_mask, packed_visibility, softmax, unused_keys, visibility
+from fastattn.backends.visibility import add_mask, blind_queries, packed_visibility, softmax, unused_keys, visibility
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call
@@ -136,6 +136,7 @@ def attention_weights(
     backend = choose("softmax_dropout", (unmade, *settings))
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, left, right, lower_right)
     if visible is not None:  # the gradient of the product would spread their NaN
+        q = q.masked_fill(blind_queries(visible), 0.0)
         k = k.masked_fill(unused_keys(visible).all(1, keepdim=True), 0.0)
     with without_autocast(q.device):  # in float32, as attention's own scores are
         groups = (k.size(1), q.size(1) // max(k.size(1), 1))
@@ -432,6 +433,8 @@ def _cumulative(
     check.same_device(name, label, offsets, device)
     if isinstance(longest, bool) or not isinstance(longest, numbers.Integral | torch.SymInt) or longest < 0:
         raise check.BadValue(f"{name}: {longest_label} must be an integer of at least 0, got {longest!r}")
+    if isinstance(longest, numbers.Integral) and longest >= 2**63:
+        raise check.BadValue(f"{name}: {longest_label} must be less than 2**63, got {longest}")
     if check.is_readable(offsets):
         lengths = offsets.diff()
         least, most = map(int, lengths.aminmax()) if lengths.numel() else (0, 0)
@@ -507,7 +510,7 @@ def _decompose_attention(
             mask = attn_mask.to(q.dtype).masked_fill(~visible, -torch.inf)
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     if visible is not None:
-        out = out.masked_fill(~visible.any(3, keepdim=True), 0.0)
+        out = out.masked_fill(blind_queries(visible), 0.0)
     _, stats = softmax(add_mask(q.to(wide) @ k.to(wide).mT * scale, attn_mask), visible)
     return out.to(query.dtype), stats[0] + stats[1].log(), stats
 

@@ -198,7 +198,8 @@ def _autograd_function(
                     f"fastattn: {name} has no derivative on this backend (double backward); "
                     'run the forward pass inside fastattn.backend("reference"), where it has one'
                 )
-            found = backward(ctx, *grads)
+            # That of an embedding after dropout, with sparse=True, is sparse.
+            found = backward(ctx, *(grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads))
             return *found, *(None,) * (ctx.count - len(found))
 
     Function.__name__ = Function.__qualname__ = f"fastattn_{name}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastattn.backends.common import is_recorded, is_torchs, memory_order, without_autocast
 from fastattn.backends.reference.dropout import dropper, opmath
 from fastattn.backends.reference.softmax_dropout import softmax_backward
-from fastattn.backends.visibility import add_mask, softmax, unused_keys, visibility
+from fastattn.backends.visibility import add_mask, blind_queries, softmax, unused_keys, visibility
 from fastattn.torch_private import flash_attention, flash_attention_backward
 
 # Elements of P that a CPU computes at a time: what its cache holds over the passes.
@@ -93,7 +93,8 @@ def _probabilities(
     take: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     key_lengths: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a part: operands in the dtype of computation, key and value per query head, unused keys zeroed; P; stats."""
+    """Of a part: operands in the dtype of computation, key and value per query head, zeros where a query sees nothing
+    or nobody sees a key; P; stats."""
     q, k, v = (opmath(take(tensor)) for tensor in (query, key, value))
     k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
     attn_mask = None if attn_mask is None else take(attn_mask)
@@ -101,7 +102,7 @@ def _probabilities(
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
     if visible is not None:
         unused = unused_keys(visible)
-        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+        q, k, v = q.masked_fill(blind_queries(visible), 0.0), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     probabilities, stats = softmax(add_mask((q @ k.mT).mul_(scale), attn_mask), visible)
     return q, k, v, probabilities, stats
 
@@ -138,12 +139,14 @@ def _torchs(
         )
     if visible is None:
         return (query, k, v), {"is_causal": is_causal, "scale": scale}, None
-    unused = unused_keys(visible)
+    blind, unused = blind_queries(visible), unused_keys(visible)
+    if blind.any():
+        query = query.masked_fill(blind, 0.0)
     if unused.any():
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     added = query.new_zeros(()) if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
     mask = torch.where(visible, added, query.new_full((), -torch.inf)).to(query.dtype)
-    return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, ~visible.any(-1)
+    return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, blind.squeeze(-1)
 
 
 def _keeps_sums(lse: Tensor) -> bool:
@@ -192,6 +195,8 @@ def attention_backward(
         if call is not None and _keeps_sums(lse := stats[0] + stats[1].masked_fill(stats[1] == 0, 1.0).log()):
             operands, options, empty = call
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+            if empty is not None:
+                grad_out = grad_out.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_q, grad_k, grad_v = flash_attention_backward(
                 grad_out, *operands, out, lse, 0.0, options.pop("is_causal"), **options
             )
@@ -203,13 +208,14 @@ def attention_backward(
     for first, take in parts:
         q, k, v, probabilities, (_, total) = _probabilities(take, query, key, value, *settings)
         drop = dropper(probabilities.shape, seed, threshold, first_matrix + first)
-        grad_o = opmath(take(grad_out))
+        empty = total.unsqueeze(-1) == 0
+        grad_o = opmath(take(grad_out)).masked_fill(empty, 0.0)
         grad_v = drop(probabilities).mT @ grad_o
         grad_scores = softmax_backward(drop(grad_o @ v.mT), probabilities)
         if grad_lse is not None:  # d lse_i / d s_ij = P_ij
             of_lse = probabilities * take(grad_lse).unsqueeze(-1)
             grad_scores = grad_scores + of_lse.masked_fill(probabilities == 0, 0.0)
-        grad_q = (grad_scores @ k * scale).masked_fill(total.unsqueeze(-1) == 0, 0.0)
+        grad_q = (grad_scores @ k * scale).masked_fill(empty, 0.0)
         found.append((grad_q, grad_scores.mT @ q * scale, grad_v))
         if attn_mask is not None and mask_grad:
             summed = grad_scores.sum_to_size(take(attn_mask).shape)
