@@ -148,7 +148,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--input", type=Path, metavar="FILE", help="text or .gz, a sentence a line (default: standard input)"
     )
-    command.add_argument("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write, gzipped where the name ends in .gz (default: standard output)",
+    )
     command.add_argument(
         "--n-best",
         type=_positive(int),
@@ -175,7 +180,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--test", type=Path, nargs=2, required=True, metavar=("SRC", "REF"), help="text or .gz, a sentence a line"
     )
-    command.add_argument("--output", type=Path, metavar="FILE", help="also write the translations there")
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write the translations there, gzipped where the name ends in .gz",
+    )
     command.add_argument("--json", action="store_true", help="print the scores as JSON")
     _add_search(command)
 

@@ -92,8 +92,8 @@ def _translate(options: argparse.Namespace) -> None:
     from fastattn.translation.sanity import translation_warnings
     from fastattn.translation.search import candidates
 
-    is_enclosed = options.model is None
-    if is_enclosed:
+    is_bundled = options.model is None
+    if is_bundled:
         options.model = checkpoint.PRETRAINED
     picture, kind = options.attention, options.attention_kind or "cross"
     if picture is not None:
@@ -106,7 +106,7 @@ def _translate(options: argparse.Namespace) -> None:
         parts, total = iter([lines]), sum(bool(line.strip()) for line in lines)
     model, tokenizer = _load(options, dtype)
     layer = plots.check_layer(model.config, kind, options.attention_layer)
-    if is_enclosed:
+    if is_bundled:
         print(f"fastattn translate: {BUNDLED}", file=sys.stderr)
     if options.input is None and sys.stdin.isatty():
         print("fastattn translate: type a sentence a line; Ctrl-D ends", file=sys.stderr)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
+from torch._ops import _get_dispatch_mode_pre_dispatch as _get_pre_dispatch_mode
 from torch.autograd import forward_ad
 from torch.nn.attention import _registry
 from torch.nn.modules.module import _has_any_global_hook
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 _is_compiling = torch.compiler.is_compiling  # a name less to look up
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # torch's fused attention on the CPU, of one mask and no dropout, differentiable once: returns (out, logsumexp).
 flash_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -61,8 +63,8 @@ def is_traced() -> bool:
 
 
 def is_proxied() -> bool:
-    """Inside ``make_fx``, which refuses to read a value."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Inside ``make_fx``, ``pre_dispatch`` or not, which refuses to read a value."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None or _get_pre_dispatch_mode(_PROXY) is not None
 
 
 def is_observed() -> bool:

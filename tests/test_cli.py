@@ -96,7 +96,7 @@ def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
     assert capsysbinary.readouterr().out == printed
 
 
-def test_the_enclosed_model_translates(monkeypatch, capsysbinary):
+def test_the_bundled_model_translates(monkeypatch, capsysbinary):
     """Without a folder; what it is good for is said, but not among the translations."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"And God said to Moses,\n\nThe king went out.\n")))
     assert cli.main(["translate"]) == 0
@@ -109,7 +109,7 @@ def test_the_enclosed_model_translates(monkeypatch, capsysbinary):
 
 
 @pytest.mark.slow
-def test_how_good_the_enclosed_model_is(capsys):
+def test_how_good_the_bundled_model_is(capsys):
     folder = Path(fastattn.__file__).parent
     test = map(str, verses("test"))
     assert cli.main(["evaluate", str(folder / "pretrained"), "--test", *test, "--beam", "1", "--json"]) == 0

@@ -213,8 +213,9 @@ def test_function_transforms(backend, name):
             torch.func.jvp(loss, (x[0],), (x[0],))
 
 
+@pytest.mark.parametrize("pre_dispatch", [False, True])
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx(mode):
+def test_make_fx(mode, pre_dispatch):
     """Traced without a look at the lengths and boundaries, the program takes others."""
 
     def attend(x, lengths, starts):
@@ -222,7 +223,9 @@ def test_make_fx(mode):
         return dense, varlen_attn(x[0], x[0], x[0], starts, starts, 3, 3)
 
     x, others = torch.randn(2, 5, 4, 8), (torch.tensor([4, 2]), torch.tensor([0, 2, 5]))
-    program = make_fx(attend, tracing_mode=mode)(x, torch.tensor([1, 3]), torch.tensor([0, 3, 5]))
+    program = make_fx(attend, tracing_mode=mode, pre_dispatch=pre_dispatch)(
+        x, torch.tensor([1, 3]), torch.tensor([0, 3, 5])
+    )
     for got, wanted in zip(program(x, *others), attend(x, *others), strict=True):
         assert torch.equal(got, wanted)
 

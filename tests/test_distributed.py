@@ -126,7 +126,7 @@ def test_a_process_reads_its_share_of_an_update(text, monkeypatch):  # noqa: F81
 
 
 def test_an_update_goes_on_into_the_next_epoch(text):  # noqa: F811
-    """Every batch once an epoch, whether or not the parts of an update divide their number."""
+    """Every batch once an epoch, whether or not the micro-batches of an update divide their number."""
     config = TrainingConfig(batch_tokens=4000, micro_batches=4, warmup=1000, precision="fp32")
     trainer, seen, updates = Trainer(small_model(), text, config), 0, 12
     for _ in range(updates):
@@ -193,7 +193,10 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
         ([new, "--config", config, "--preset", "tiny"], "expected one of them"),
         ([new, "--config", tmp_path / "none"], f"cannot read {tmp_path / 'none'}: No such file"),
         ([new, "--accumulate", "0"], "argument --accumulate: 0 is given, expected a positive number"),
-        ([new, "--batch-tokens", "3", "--accumulate", "4"], "at least one for each of the 4 parts of an update"),
+        (
+            [new, "--batch-tokens", "3", "--accumulate", "4"],
+            "at least one for each of the 4 micro-batches of an update",
+        ),
         ([first, "--resume", "--config", config], "leave --config out"),
         (
             [first, "--resume", "--accumulate", "3"],

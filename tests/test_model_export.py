@@ -86,7 +86,7 @@ def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant)
 
 
 @pytest.mark.slow
-def test_ctranslate2_translates_as_the_enclosed_model(ctranslate2, tmp_path):
+def test_ctranslate2_translates_as_the_bundled_model(ctranslate2, tmp_path):
     """Greedily, 200 sentences in float32, from their beginning to their end."""
     model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
     to_ctranslate2(model, tokenizer, tmp_path / "model")

@@ -35,7 +35,7 @@ def evaluated(sources, translations, references, tokenizer):
     return evaluation_warnings(sources, translations, references, text)
 
 
-def test_the_enclosed_corpus_is_sane(corpus, tokenizer):
+def test_the_bundled_corpus_is_sane(corpus, tokenizer):
     assert warned(*corpus, tokenizer) == []
     (sources, targets), _ = corpus
     assert evaluated(sources, targets[1:] + targets[:1], targets, tokenizer) == []

@@ -265,9 +265,10 @@ def test_tracing_is_noticed():
     assert not torch_private.is_traced()
 
 
-def test_make_fx_is_noticed():
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx_is_noticed(pre_dispatch):
     found = []
-    make_fx(lambda x: (found.append(torch_private.is_proxied()), x * 2)[1])(X)
+    make_fx(lambda x: (found.append(torch_private.is_proxied()), x * 2)[1], pre_dispatch=pre_dispatch)(X)
     assert found == [True]
     assert not torch_private.is_proxied()
 

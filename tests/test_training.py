@@ -189,8 +189,9 @@ def test_what_interrupts_the_lines_of_a_vocabulary_is_raised(error):
         yield "one"
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as raised:
         Tokenizer.train(lines(), 10)
+    assert raised.value is error
 
 
 # --- batches ---
@@ -1078,6 +1079,9 @@ def test_a_copy_without_links_goes_on(tmp_path, verses):
     (tmp_path / "best/config.json").touch()
     checkpoint.mark_best(saved[1])
     assert (tmp_path / "best").readlink() == Path("step-00000002")
+    assert not list(tmp_path.glob(".partial-*"))
+    (tmp_path / ".partial-old-best").mkdir()  # of a killed removal
+    checkpoint.prune(tmp_path, keep=2)
     assert not list(tmp_path.glob(".partial-*"))
 
 

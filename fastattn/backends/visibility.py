@@ -10,7 +10,8 @@ def visibility(
     rows: int, columns: int, device: torch.device, attn_mask: Tensor | None, key_lengths: Tensor | None,
     window_left: int, window_right: int, lower_right: bool,
 ) -> Tensor | None:  # fmt: skip
-    """bool, (1 or B, 1 or H, 1 or rows, columns), True where a row sees a column; None where all see all."""
+    """bool, of four dimensions, each the size of (B, H, rows, columns) or 1, True where a row sees a column; None where
+    all see all."""
     visible = None
     j = torch.arange(columns, device=device)
     length: Tensor | int = columns
@@ -34,8 +35,8 @@ def blind_queries(visible: Tensor) -> Tensor:
 
 
 def unused_keys(visible: Tensor) -> Tensor:
-    """bool, (1 or B, 1 or H, columns, 1), True where no row sees the key. It may hold NaN (unused cache memory), and
-    0 * NaN is NaN."""
+    """bool, (1 or B, 1 or H, 1 or columns, 1), True where no row sees the key. It may hold NaN (unused cache memory),
+    and 0 * NaN is NaN."""
     return ~visible.any(2).unsqueeze(-1)
 
 

@@ -221,7 +221,7 @@ def prune(run: Path, keep: int) -> None:
         if checkpoint.resolve() != best:
             remove(checkpoint)
     for left_behind in run.glob(f"{PARTIAL}*"):
-        if re.fullmatch(r"(old-)?(step-\d{8,}|text)|best", left_behind.name.removeprefix(PARTIAL)):  # of others nothing
+        if re.fullmatch(r"(old-)?(step-\d{8,}|text|best)", left_behind.name.removeprefix(PARTIAL)):  # of others nothing
             remove(left_behind)
 
 

@@ -133,9 +133,9 @@ class TrainingConfig:
 
     Args:
         preset: the name of the preset that it began with, for people.
-        batch_tokens: tokens a side of an update, at most (section 5.1); its parts have equal shares of it, and a
-            sentence that is longer than a share is a part of its own.
-        micro_batches: parts of an update, each a packed batch with dropout of its own. They are computed by several
+        batch_tokens: tokens a side of an update, at most (section 5.1); its micro-batches have equal shares of it,
+            and a sentence that is longer than a share is one of its own.
+        micro_batches: of an update, each a packed batch with dropout of its own. They are computed by several
             processes, or one after the other. None: one a process; a run's own configuration has their number.
         warmup, rate: of the schedule.
         label_smoothing: probability spread over all pieces (section 5.4).
@@ -183,7 +183,7 @@ class TrainingConfig:
         self._expect(
             "batch_tokens",
             self.micro_batches is None or self.batch_tokens >= self.micro_batches,
-            f"at least one for each of the {self.micro_batches} parts of an update",
+            f"at least one for each of the {self.micro_batches} micro-batches of an update",
         )
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:

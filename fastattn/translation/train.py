@@ -154,18 +154,18 @@ class Trainer:
         if self._batches is None:
             budget = config.batch_tokens // self.micro_batches
             self._batches = self.text.epochs(budget, config.seed, self.epoch, self.place)
-        parts = list(itertools.islice(self._batches, self.micro_batches))
-        self.epoch, self.place, _ = parts[-1]
+        batches = list(itertools.islice(self._batches, self.micro_batches))
+        self.epoch, self.place, _ = batches[-1]
         self.step, self.place = self.step + 1, self.place + 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step)
-        tokens = sum(int(self.text.targets.lengths_of(index).sum()) for _, _, index in parts)
+        tokens = sum(int(self.text.targets.lengths_of(index).sum()) for _, _, index in batches)
         *first, last = range(world.rank, self.micro_batches, world.size)
         sums = torch.zeros(6, dtype=torch.float64, device=self.device)
         for number in first:
             with distributed.unsummed(self.loss):
-                sums += self._backward(self.text.batch(parts[number][2]), number, tokens)
-        sums += self._backward(self.text.batch(parts[last][2]), last, tokens)
+                sums += self._backward(self.text.batch(batches[number][2]), number, tokens)
+        sums += self._backward(self.text.batch(batches[last][2]), last, tokens)
         if config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         self.optimizer.step()
@@ -370,9 +370,9 @@ def _resumed(
     if saved is None:
         raise _not_ours(newest)
     given = changes if preset is None else {"preset": preset, **changes}
-    if accumulate is not None and (parts := _at_least_one(accumulate) * processes) != saved.micro_batches:
+    if accumulate is not None and (asked := _at_least_one(accumulate) * processes) != saved.micro_batches:
         raise InputError(
-            f"--accumulate {accumulate} makes {parts} micro-batches of an update (number of processes: {processes}) "
+            f"--accumulate {accumulate} makes {asked} micro-batches of an update (number of processes: {processes}) "
             f"but the run to resume has {saved.micro_batches}: leave it out"
         )
     for name, value in given.items():
@@ -390,11 +390,11 @@ def _at_least_one(accumulate: int) -> int:
 
 
 def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
-    parts = training.micro_batches or processes
-    if parts % processes:
+    micro_batches = training.micro_batches or processes
+    if micro_batches % processes:
         raise InputError(
-            f"an update of {parts} micro-batches cannot be divided among {processes} processes: expected a number of "
-            f"processes that divides {parts}, or for a new run --accumulate"
+            f"an update of {micro_batches} micro-batches cannot be divided among {processes} processes: expected a "
+            f"number of processes that divides {micro_batches}, or for a new run --accumulate"
         )
     return training
 
