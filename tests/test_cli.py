@@ -751,6 +751,7 @@ def start(arguments, **pipes):
     # The bits of torch's own matrix products depend on the number of threads: as many as here.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     root = Path(fastattn.__file__).parent.parent  # of the tested package, which it imports from where it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is begun with it ignored
     return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True, **pipes)
 
 
@@ -804,7 +805,6 @@ def until(process, beginning):
 @pytest.mark.slow
 def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
     """SIGINT saves after the update at hand."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is begun with it ignored
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = start(train_arguments(small, broken, "--save-every", "1000", "--max-steps", "100000"))
     until(process, "update 20: ")

@@ -96,11 +96,7 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
             arrived.put(error)
 
     def next_line() -> bytes | None:
-        line: bytes | Exception | None
-        while True:
-            with contextlib.suppress(queue.Empty):
-                line = arrived.get(timeout=1)  # a signal that comes just before a wait does not end it
-                break
+        line = arrived.get()
         if isinstance(line, OSError):
             raise InputError(f"cannot read {name}: {line.strerror}")
         if isinstance(line, Exception):
