@@ -106,6 +106,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -133,6 +134,7 @@ def test_long_rows_of_many_queries(backend, dtype):
     check(*operands((1, 8, 8, 300, 3100, 16, 16), dtype), mask)
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 255, 257, 513, *slow(31, 32, 95, 96, 191, 192)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lengths_around_tiles(backend, dtype, length):
@@ -221,6 +223,7 @@ def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
     check(*tensors, enable_gqa=True, window_size=window, **options)
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("kind", MASKS)
@@ -841,6 +844,7 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     assert torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 2**32])))
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("kind", MASKS)

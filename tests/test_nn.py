@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, KERNELS
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_accurate, dropout_mask, largest
@@ -96,6 +96,7 @@ def test_alias():
     assert fastattn.MultiheadAttention is MultiHeadAttention
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 @pytest.mark.parametrize(

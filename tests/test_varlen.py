@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import require, slow
+from conftest import KERNELS, require, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
@@ -52,6 +52,7 @@ def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options
     return ours
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 16, 16), (4, 2, 59, 24), (3, 1, 64, 64)], ids=str)
