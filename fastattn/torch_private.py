@@ -20,6 +20,8 @@ from torch._ops import _get_dispatch_mode_pre_dispatch as _get_pre_dispatch_mode
 from torch.autograd import forward_ad
 from torch.nn.attention import _registry
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight as _ExpandedWeight
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_mode_stack
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 _is_compiling = torch.compiler.is_compiling  # a name less to look up
@@ -96,6 +98,31 @@ def is_batched(tensor: Tensor) -> bool:
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
+
+
+def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Let the active ``FlopCounterMode``s know these formulas, {op: formula}, unless the user gave them others.
+
+    A counter copies torch's registry when it is made. Torch's module of it imports Triton, so an import of fastattn
+    does not register them there.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None or _is_compiling():
+        return
+    for mode in _dispatch_mode_stack():
+        if isinstance(mode, module._FlopCounterMode):
+            registry = mode.counter.flop_registry
+            registry.update({op: formula for op, formula in formulas.items() if op not in registry})
+
+
+def is_expanded_weight(tensor: Any) -> bool:
+    """Whether it stands for a parameter in ``call_for_per_sample_grads``, which knows torch's own functions alone."""
+    return hasattr(type(tensor), "handled_functions") and isinstance(tensor, _ExpandedWeight)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is not its values: it is negated when it is read, or has no memory and is zero."""
+    return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def ragged_dim(tensor: torch.Tensor) -> int:

@@ -1,5 +1,6 @@
 """Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
 
+import contextlib
 import functools
 import inspect
 import platform
@@ -523,3 +524,71 @@ def test_a_thread_of_little_stack(python):
         thread.join()
     """
     assert python(program) == "True True\n"
+
+
+class _Watch(TorchDispatchMode):
+    """The backends that the ops of fastattn are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastattn":
+            self.seen.append((func.__name__.partition(".")[0], args[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+CHECKPOINTS = {
+    "context_fn": lambda: functools.partial(checkpoint, use_reentrant=False, context_fn=fastattn.checkpoint_contexts),
+    "reentrant": lambda: lambda function, x: checkpoint(backend("reference")(function), x, use_reentrant=True),
+}
+
+
+@needs_cpu
+@pytest.mark.torch_version
+@pytest.mark.parametrize("inside", [None, "cpu", "reference"])
+@pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_checkpoint_computes_again_on_the_backend_of_its_forward_pass(run, inside):
+    """Wherever the backward pass is called: outside the block, or in another."""
+    leaf = X.clone().requires_grad_()
+    with backend("reference"):
+        out = run()(lambda t: layer_norm(t, (8,)).relu(), leaf)
+    with _Watch() as watch, backend(inside) if inside else contextlib.nullcontext():
+        out.sum().backward()
+    assert watch.seen == [("layer_norm", "reference"), ("layer_norm_backward", "reference")]
+
+
+@needs_cpu
+def test_a_checkpoint_outside_of_blocks_chooses_anew():
+    leaf = X.clone().requires_grad_()
+    out = CHECKPOINTS["context_fn"]()(lambda t: layer_norm(t, (8,)).relu(), leaf)
+    with _Watch() as watch, backend("reference"):
+        out.sum().backward()
+    assert watch.seen == [("layer_norm", "cpu"), ("layer_norm_backward", "cpu")]
+
+
+@pytest.mark.torch_version
+def test_operations_are_counted():
+    """As torch counts its own attention: 2 products forward, 5 backward, masked or not."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    shapes = (3, 4, 7, 8), (3, 4, 9, 8), (3, 4, 9, 5)
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    with FlopCounterMode(display=False) as counter:
+        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    grad_out = 3, 4, 7, 5
+    assert counter.get_total_flops() == sdpa_flop_count(*shapes) + sdpa_backward_flop_count(grad_out, *shapes)
+
+    packed = [torch.randn(8, 4, 8, requires_grad=True) for _ in range(3)]
+    offsets = torch.tensor([0, 3, 8])
+    with FlopCounterMode(display=False) as counter:
+        varlen_attn(*packed, offsets, offsets, 5, 5).sum().backward()
+    shapes = [[(1, 4, length, 8)] * 3 for length in (3, 5)]
+    wanted = sum(sdpa_flop_count(*of) + sdpa_backward_flop_count(of[0], *of) for of in shapes)
+    assert counter.get_total_flops() == wanted
+
+    mapping = {torch.ops.fastattn.attention: lambda *shapes, **_: 1}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        scaled_dot_product_attention(q.detach(), k.detach(), v.detach())
+    assert counter.get_total_flops() == 1

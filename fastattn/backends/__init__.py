@@ -20,7 +20,7 @@ import torch
 from fastattn.backends import cpu, cuda, reference, triton
 from fastattn.backends.common import device_of
 
-__all__ = ["backend", "explain"]
+__all__ = ["backend", "checkpoint_contexts", "explain"]
 
 TABLE: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}
 # In order of preference, before the reference, which serves everything; the last serves whatever the others do. Others
@@ -133,6 +133,10 @@ def backend(name: str) -> Iterator[None]:
     A call inside the block that the backend cannot serve raises RuntimeError with the reason. The backward
     pass runs on the backend of its forward pass, inside the block or not.
 
+    ``torch.utils.checkpoint`` computes a function again in the backward pass, after the block. Its recomputation runs
+    on the same backend if it is given ``context_fn=fastattn.checkpoint_contexts``. With ``use_reentrant=True``, which
+    has no ``context_fn``, decorate the function: ``checkpoint(backend("reference")(function), x, use_reentrant=True)``.
+
     Args:
         name: ``"reference"``, ``"cpu"``, ``"triton"`` or ``"cuda"``.
 
@@ -141,12 +145,31 @@ def backend(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or name not in TABLE:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, TABLE))}, got {name!r}")
+    with _forced(name):
+        yield
+
+
+@contextlib.contextmanager
+def _forced(name: str | None) -> Iterator[None]:
     previous = thread.forced
     thread.forced = name
     try:
         yield
     finally:
         thread.forced = previous
+
+
+def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Carry ``backend(name)`` into the recomputation of ``torch.utils.checkpoint``.
+
+    ``checkpoint(function, x, use_reentrant=False, context_fn=fastattn.checkpoint_contexts)``, called inside the block,
+    computes the function again on the block's backend, wherever the backward pass is called. Outside a block the
+    recomputation chooses as the forward pass does, also if the backward pass is called inside one.
+
+    Returns:
+        The contexts of the forward pass and of the recomputation, as ``context_fn`` returns them.
+    """
+    return contextlib.nullcontext(), _forced(thread.forced)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

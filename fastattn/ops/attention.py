@@ -19,6 +19,7 @@ from fastattn.backends.visibility import add_mask, blind_queries, packed_visibil
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call
+from fastattn.ops.sharding import Shards, attend, is_sharded
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 from fastattn.torch_private import max_length, ragged_dim
 
@@ -54,7 +55,8 @@ def scaled_dot_product_attention(
             of 0 every weight is the same.
         key: (..., Hk, Lk, E) of query's dtype. Batch dimensions broadcast.
         value: (..., Hk, Lk, Ev) of query's dtype. All three may be jagged nested tensors (B, H, sequence, E) instead,
-            which ``varlen_attn`` serves: without ``attn_mask`` and ``key_lengths``.
+            which ``varlen_attn`` serves: without ``attn_mask`` and ``key_lengths``. Or all are DTensors, divided alike
+            along batch dimensions and heads.
         attn_mask: bool (True = takes part) or float (added to the scaled scores, may require grad), broadcastable to
             (..., Hq, Lq, Lk); or torch's ``CausalBias``.
         dropout_p: probability in [0, 1] of dropping a weight; kept ones are scaled up (docs/design.md has the formula).
@@ -78,6 +80,13 @@ def scaled_dot_product_attention(
     name = "scaled_dot_product_attention"
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
+    if is_sharded(query):
+        return attend(
+            scaled_dot_product_attention, query, {"key": key, "value": value}, value.size(-1), attn_mask=attn_mask,
+            dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            causal_variant=causal_variant, key_lengths=key_lengths, window_size=window_size, return_lse=return_lse,
+            seed=seed,
+        )  # fmt: skip
     if is_jagged(query) and is_jagged(key) and is_jagged(value):
         _check_jagged(name, query, key, value, is_causal, causal_variant, window_size, attn_mask, key_lengths)
         return _jagged_attention(
@@ -127,6 +136,12 @@ def attention_weights(
     """
     name = "attention_weights"
     check.flag(name, "enable_gqa", enable_gqa)
+    if is_sharded(query):
+        return attend(
+            attention_weights, query, {"key": key}, key.size(-2), attn_mask=attn_mask, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, causal_variant=causal_variant,
+            key_lengths=key_lengths, window_size=window_size, seed=seed,
+        )  # fmt: skip
     q, k, _, batch = _operands(name, query, key, key, enable_gqa)
     settings = dense_settings(
         name, q, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
@@ -173,7 +188,7 @@ def varlen_attn(
     ``return_aux``. torch's ``block_table``, ``num_splits`` and ``return_aux`` are refused.
 
     Args:
-        query: (Tq, Hq, E), float32, bfloat16, float16 or float64.
+        query: (Tq, Hq, E), float32, bfloat16, float16 or float64. All three may be DTensors, divided alike along heads.
         key: (Tk, Hk, E); value: (Tk, Hk, Ev).
         cu_seq_q, cu_seq_k: (N + 1,) integers from 0 to Tq or Tk, never falling: sequence s is rows cu[s] to cu[s + 1].
         max_q, max_k: the longest sequence's length.
@@ -194,6 +209,22 @@ def varlen_attn(
     check.flag(name, "return_lse", return_lse)
     if unsupported:
         raise check.BadType(f"varlen_attn: {', '.join(sorted(unsupported))} is not supported; leave it out")
+    if is_sharded(query):
+        shards = Shards(name, "query", query, (1,))
+        k, v, settings = shards.local("key", key), shards.local("value", value), (cu_seq_q, cu_seq_k, seqused_k)
+        offsets_q, offsets_k, used = (shards.part("cu_seq_q, cu_seq_k and seqused_k", t, {}) for t in settings)
+        if not (shards.divides(1, query.size(1)) and shards.divides(1, key.size(1))):
+            raise check.BadValue(
+                f"{name}: as DTensors query and key must have heads that the processes divide evenly, got "
+                f"{query.size(1)} and {key.size(1)}"
+            )
+        out, lse = varlen_attn(
+            shards.own, k, v, offsets_q, offsets_k, max_q, max_k, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, window_size=window_size, enable_gqa=enable_gqa, seqused_k=used, return_lse=True,
+            seed=shards.seed(seed, dropout_p),
+        )  # fmt: skip
+        out, lse = shards.whole(out, (*query.shape[:2], value.size(2))), shards.whole(lse, query.shape[:2])
+        return (out, lse) if return_lse else out
     call = packed_call(
         name, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout_p, is_causal, scale, window_size, enable_gqa,
         seqused_k, seed,
@@ -444,7 +475,7 @@ def _cumulative(
             raise check.BadValue(
                 f"{name}: {longest_label} must be at least the longest sequence, {most}, got {longest}"
             )
-    return offsets.to(torch.int64).contiguous()
+    return check.owned(offsets, offsets.to(torch.int64).contiguous())
 
 
 def _brief(values: Tensor) -> str:
@@ -470,7 +501,22 @@ def _fake_attention_backward(
     return *grads, fake_mask_grad(query, attn_mask, rest[-1])
 
 
-attention_backward_op = Op("attention_backward", _fake_attention_backward)
+def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+    """Two products, as torch counts its own attention: without regard to masks."""
+    batch, heads, rows, head_dim = query.shape
+    return 2 * batch * heads * rows * key.size(2) * (head_dim + value.size(3))
+
+
+def _backward_flops(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    *rest: Any,
+) -> int:  # fmt: skip
+    """Five products, of which the first computes the scores again."""
+    batch, heads, rows, head_dim = query.shape
+    return 2 * batch * heads * rows * key.size(2) * (3 * head_dim + 2 * value.size(3))
+
+
+attention_backward_op = Op("attention_backward", _fake_attention_backward, flops=_backward_flops)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -515,7 +561,7 @@ def _decompose_attention(
     return out.to(query.dtype), stats[0] + stats[1].log(), stats
 
 
-attention_op = Op("attention", _fake_attention, _setup, _attention_backward, _decompose_attention)
+attention_op = Op("attention", _fake_attention, _setup, _attention_backward, _decompose_attention, _flops)
 
 
 def _fake_varlen_attention_backward(
@@ -525,7 +571,35 @@ def _fake_varlen_attention_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_attention_backward)
+def _packed_pairs(query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> int:
+    """Pairs of a query and a key in one sequence, over all heads; of the longest sequences where none can be read."""
+    if check.is_readable(cu_seq_q):
+        pairs = int((cu_seq_q.diff() * cu_seq_k.diff()).sum())
+    else:
+        pairs = (cu_seq_q.size(0) - 1) * max_q * max_k
+    return query.size(1) * pairs
+
+
+def _varlen_flops(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    seed: Tensor | None, max_q: int, max_k: int, *rest: Any,
+) -> int:  # fmt: skip
+    pairs = _packed_pairs(query, cu_seq_q, cu_seq_k, max_q, max_k)
+    return 2 * pairs * (query.size(2) + value.size(2))
+
+
+def _varlen_backward_flops(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, seed: Tensor | None, max_q: int, max_k: int,
+    *rest: Any,
+) -> int:  # fmt: skip
+    pairs = _packed_pairs(query, cu_seq_q, cu_seq_k, max_q, max_k)
+    return 2 * pairs * (3 * query.size(2) + 2 * value.size(2))
+
+
+varlen_attention_backward_op = Op(
+    "varlen_attention_backward", _fake_varlen_attention_backward, flops=_varlen_backward_flops
+)
 
 
 def _varlen_attention_backward(
@@ -550,5 +624,5 @@ def _decompose_varlen_attention(
 
 
 varlen_attention_op = Op(
-    "varlen_attention", _fake_attention, _setup, _varlen_attention_backward, _decompose_varlen_attention
+    "varlen_attention", _fake_attention, _setup, _varlen_attention_backward, _decompose_varlen_attention, _varlen_flops
 )

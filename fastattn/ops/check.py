@@ -150,7 +150,25 @@ def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tens
     """The seed that a dropout of this threshold needs: the caller's, or one from torch's default generator."""
     if threshold == 0:
         return None
-    return new_seeds((2,), device) if seed is None else seed.contiguous()
+    return new_seeds((2,), device) if seed is None else owned(seed, seed.contiguous())
+
+
+def owned(given: Tensor, converted: Tensor) -> Tensor:
+    """``converted``, as a copy if it is the caller's own memory and a backward pass may read it.
+
+    The caller may change lengths, boundaries and seeds between the forward and the backward pass.
+    """
+    is_shared = converted is given and torch.is_grad_enabled()
+    return converted.clone() if is_shared else converted
+
+
+def expanded_clone(tensor: Tensor) -> Tensor:
+    """A copy whose expanded dimensions (stride 0) stay expanded."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.clone()
+    kept = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    return kept.clone().expand(tensor.shape)
 
 
 def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -209,7 +227,7 @@ def key_lengths(
     if lengths.shape != (batch,):
         raise BadValue(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)
-    lengths = lengths.to(torch.int64).contiguous()
+    lengths = owned(lengths, lengths.to(torch.int64).contiguous())
     if is_readable(lengths) and batch > 0:
         low, high = (int(extreme) for extreme in lengths.aminmax())
         if low < 0 or high > keys:

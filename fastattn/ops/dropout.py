@@ -17,6 +17,7 @@ from fastattn.backends.common import empty_dense
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, on_values
 from fastattn.ops.register import Op, save_call
+from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["dropout", "dropout_mask"]
 
@@ -30,7 +31,8 @@ def dropout(
     The rate is realised in steps of 2**-16 and the scale is that of the realised rate, so the result is unbiased.
 
     Args:
-        input: any shape, float32, bfloat16, float16 or float64; or a jagged nested tensor, whose ``values()`` count.
+        input: any shape, float32, bfloat16, float16 or float64; or a jagged nested tensor, whose ``values()`` count; or
+            a DTensor, divided along any dimension.
         p: probability in [0, 1] of dropping an element.
         training: without it, input, of whatever dtype, is returned as it is.
         inplace: write the result into input.
@@ -51,6 +53,10 @@ def dropout(
     if is_jagged(input):
         return on_values(lambda values: dropout(values, p, training, inplace, seed=seed), input)
     check.operand("dropout", "input", input)
+    if is_sharded(input):
+        shards = Shards("dropout", "input", input, range(input.dim()))
+        out = dropout(shards.own, p, seed=shards.seed(seed, p))
+        return input.copy_(shards.whole(out, input.shape)) if inplace else shards.whole(out, input.shape)
     check.seed("dropout", seed, input.device)
     out = dropout_op(input, check.draw_seed(seed, threshold, input.device), threshold)
     return input.copy_(out) if inplace else out

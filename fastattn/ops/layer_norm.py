@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
+from fastattn.ops.dropout import dropout
 from fastattn.ops.jagged import is_jagged, on_values
 from fastattn.ops.register import Op, fast_path, may_want_gradient
+from fastattn.ops.sharding import Shards, is_sharded
+from fastattn.torch_private import is_expanded_weight
 
 __all__ = ["dropout_add_layer_norm", "layer_norm"]
 
@@ -33,7 +37,8 @@ def layer_norm(
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, a superset of torch's function.
 
     Args:
-        input: (..., *normalized_shape), float32, bfloat16, float16 or float64; or a jagged nested tensor.
+        input: (..., *normalized_shape), float32, bfloat16, float16 or float64; or a jagged nested tensor; or a DTensor,
+            divided along other dimensions than the last ones.
         normalized_shape: the sizes of the last dimensions, over which mean and (biased) variance are taken.
         weight, bias: tensors of normalized_shape, of any of these dtypes, float32 beside low-precision input included.
         eps: added to the variance, any number; where the sum is negative the row is NaN, as torch's.
@@ -61,6 +66,12 @@ def layer_norm(
             f"{name}: normalized_shape must be input's last sizes, "
             f"got {shape} for an input of shape {tuple(input.shape)}"
         )
+    if is_sharded(input):
+        shards = Shards(name, "input", input, range(input.dim() - dims))
+        weight, bias = shards.part("weight", weight, {}), shards.part("bias", bias, {})
+        return shards.whole(layer_norm(shards.own, shape, weight, bias, eps), input.shape)
+    if is_expanded_weight(weight) or is_expanded_weight(bias):  # it knows torch's own functions alone
+        return F.layer_norm(input, shape, weight, bias, eps)
     _parameters(name, input, weight, bias, shape)
     eps = _eps(name, eps)
     x = check.autocast_float32(input)
@@ -90,7 +101,8 @@ def dropout_add_layer_norm(
     stream without a cast. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
 
     Args:
-        input: (..., D), the sub-layer's output, float32, bfloat16, float16 or float64.
+        input: (..., D), the sub-layer's output, float32, bfloat16, float16 or float64. With ``residual`` it may be a
+            DTensor, both divided alike, not along D.
         residual: of input's shape, any of these dtypes.
         weight, bias: (D,), any of these dtypes, or None.
         dropout_p: probability in [0, 1] of dropping an element of input; kept ones are scaled up.
@@ -115,6 +127,19 @@ def dropout_add_layer_norm(
             f"{name}: input and residual must have one shape (..., D), "
             f"got {tuple(input.shape)} and {tuple(residual.shape)}"
         )
+    if is_sharded(input):
+        shards = Shards(name, "input", input, range(input.dim() - 1))
+        residual, seed = shards.local("residual", residual), shards.seed(seed, dropout_p)
+        weight, bias = shards.part("weight", weight, {}), shards.part("bias", bias, {})
+        results = dropout_add_layer_norm(
+            shards.own, residual, weight, bias, dropout_p, eps, prenorm=True, seed=seed, out_dtype=out_dtype
+        )
+        out, total = (shards.whole(result, input.shape) for result in results)
+        return (out, total) if prenorm else out
+    if is_expanded_weight(weight) or is_expanded_weight(bias):
+        total = residual + dropout(input, dropout_p, seed=seed)
+        out = F.layer_norm(total, total.shape[-1:], weight, bias, eps).to(out_dtype or total.dtype)
+        return (out, total) if prenorm else out
     check.same_device(name, "residual", residual, input.device)
     _parameters(name, input, weight, bias, input.shape[-1:])
     eps = _eps(name, eps)

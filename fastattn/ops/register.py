@@ -14,11 +14,12 @@ from torch.nn import Parameter
 from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.common import is_recorded
 from fastattn.backends.schema import SCHEMAS
-from fastattn.ops.check import unscriptable
+from fastattn.ops.check import expanded_clone, unscriptable
 from fastattn.torch_private import (
     SingleLevelFunction,
     below_autograd,
     bind_apply,
+    count_flops,
     is_autocast_enabled,
     is_batched_gradient,
     is_forward_mode,
@@ -33,6 +34,7 @@ __all__ = ["decompositions"]
 PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
 _decompositions: dict[Any, Callable[..., Any]] = {}
+_flops: dict[Any, Callable[..., int]] = {}
 
 
 class Op:
@@ -49,6 +51,7 @@ class Op:
         backward: as of ``autograd.Function``; returns the gradients of the leading arguments, as many as it has any of.
             An op without is a backward pass itself, which only the reference, being differentiable, differentiates.
         decompose: takes the function's arguments, returns its results by torch's own functions, of threshold 0 alone.
+        flops: takes the function's arguments, returns the floating-point operations that ``FlopCounterMode`` counts.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Op:
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         decompose: Callable[..., Any] | None = None,
+        flops: Callable[..., int] | None = None,
     ) -> None:
         arguments, results = SCHEMAS[name].split(") ->")
         self.name = name
@@ -75,6 +79,8 @@ class Op:
         self._apply = bind_apply(_autograd_function(name, setup_context, backward))
         if decompose is not None:
             _decompositions[self._overload] = self._decomposed
+        if flops is not None:
+            _flops[self._overload.overloadpacket] = lambda *args, out_val: flops(*args[:-1])
 
     def __call__(self, *args: Any) -> Any:
         """The results, from the backend that serves the call or that this thread is told to use."""
@@ -83,6 +89,7 @@ class Op:
     def on(self, backend: str, *args: Any) -> Any:
         """The results, from this backend."""
         if is_observed():
+            count_flops(_flops)
             if is_forward_mode() and backend == "reference":  # torch's own operations, differentiable in both modes
                 return TABLE[backend].FUNCTIONS[self.name](*args)
             return self._overload(*args, backend)
@@ -189,7 +196,10 @@ def _autograd_function(
             ctx.count, ctx.backend = len(inputs), inputs[-2]
             ctx.set_materialize_grads(False)
             if setup_context is not None:
-                setup_context(ctx, inputs[:-2], output)
+                # A bool mask may be refilled before the backward pass, through numpy even unnoticed, or be an
+                # inference tensor, which autograd cannot save. Torch's function keeps a float copy of it.
+                saved = (expanded_clone(arg) if _is_bool(arg) else arg for arg in inputs[:-2])
+                setup_context(ctx, tuple(saved), output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -204,6 +214,10 @@ def _autograd_function(
 
     Function.__name__ = Function.__qualname__ = f"fastattn_{name}"
     return Function
+
+
+def _is_bool(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.dtype is torch.bool
 
 
 # The Python types that a fast path takes for a schema's.

@@ -14,6 +14,7 @@ from fastattn.backends.common import stat_dtype
 from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
 from fastattn.ops.register import Op, save_call
+from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["softmax_dropout"]
 
@@ -34,7 +35,8 @@ def softmax_dropout(
     that fused attention applies for the same seed. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
 
     Args:
-        input: (..., L, S) scores, float32, bfloat16, float16 or float64; 1-D is one row.
+        input: (..., L, S) scores, float32, bfloat16, float16 or float64; 1-D is one row. It may be a DTensor, divided
+            along other dimensions than L and S.
         dropout_p: probability in [0, 1] of dropping an element; kept ones are scaled up.
         attn_mask: bool (True = takes part) or float (added to scale * input, may require grad), broadcastable to input.
         is_causal: element (i, j) takes part only where j <= i.
@@ -51,6 +53,10 @@ def softmax_dropout(
     check.operand(name, "input", input)
     if input.dim() == 0:
         raise check.BadValue(f"{name}: input must have at least 1 dimension, got a scalar")
+    if is_sharded(input):
+        shards = Shards(name, "input", input, range(input.dim() - 2))
+        mask, seed = shards.mask(attn_mask), shards.seed(seed, dropout_p)
+        return shards.whole(softmax_dropout(shards.own, dropout_p, mask, is_causal, scale, seed=seed), input.shape)
     x = check.autocast_float32(input)
     threshold = check.threshold(name, dropout_p)
     check.seed(name, seed, x.device)

@@ -5,14 +5,17 @@ Triton is imported with the first function that is needed, not with this package
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastattn.backends.common import attention_operands, common_refusal, device_of, python_functions
+from fastattn.torch_private import is_lazy
 
 DEVICE = "cuda"
 MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones
@@ -27,8 +30,21 @@ else:
 
 class _Functions(dict[str, Callable[..., Any]]):
     def __missing__(self, name: str) -> Callable[..., Any]:
-        self.update(python_functions(__name__))
+        self.update({stem: _on_values(function) for stem, function in python_functions(__name__).items()})
         return self[name]
+
+
+def _on_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` for operands whose memory holds other values than they have: lazily negated ones and lazy zeros.
+
+    Kernels read memory. Torch's dispatcher computes such operands before a kernel of torch or of a library runs.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*(arg.clone() if isinstance(arg, Tensor) and is_lazy(arg) else arg for arg in args))
+
+    return call
 
 
 FUNCTIONS = _Functions()

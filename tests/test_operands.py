@@ -1,0 +1,181 @@
+"""Operands whose memory is not what the backward pass or a kernel should read: changed, lazy, of inference mode."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fastattn
+from fastattn import (
+    attention_weights,
+    dropout,
+    dropout_add_layer_norm,
+    layer_norm,
+    scaled_dot_product_attention,
+    softmax_dropout,
+    varlen_attn,
+)
+
+L, E = 9, 8
+OFFSETS = torch.tensor([0, 4, L])
+
+
+def operand(*shape):
+    return torch.randn(shape).requires_grad_()
+
+
+def dense(**options):
+    return lambda leaf: scaled_dot_product_attention(leaf, leaf, leaf, **options)
+
+
+def packed(**options):
+    offsets = options.pop("offsets", OFFSETS)
+    return lambda leaf: varlen_attn(leaf[0], leaf[0], leaf[0], offsets, offsets, L, L, **options)
+
+
+# Calls by the argument that is changed: the call, the argument, and what changes it.
+CHANGED = {
+    "attention, mask": (lambda mask: dense(attn_mask=mask), torch.randn(L, L) > 0, torch.logical_not),
+    "attention, expanded mask": (
+        lambda mask: dense(attn_mask=mask.expand(1, L, L, L)), torch.randn(L, L) > 0, torch.logical_not,
+    ),
+    "attention, lengths": (lambda lengths: dense(key_lengths=lengths), torch.tensor([5]), lambda t: t + 2),
+    "attention, seed": (lambda seed: dense(dropout_p=0.5, seed=seed), torch.tensor([3, 4]), lambda t: t + 1),
+    "softmax_dropout, mask": (
+        lambda mask: lambda leaf: softmax_dropout(leaf @ leaf.mT, attn_mask=mask), torch.randn(L, L) > 0,
+        torch.logical_not,
+    ),
+    "packed, offsets": (lambda offsets: packed(offsets=offsets), OFFSETS.clone(), lambda t: t - (t == 4).long()),
+    "packed, used": (lambda used: packed(seqused_k=used), torch.tensor([3, 5]), lambda t: t - 1),
+    "packed, seed": (lambda seed: packed(dropout_p=0.5, seed=seed), torch.tensor([3, 4]), lambda t: t + 1),
+    "dropout, seed": (lambda seed: lambda leaf: dropout(leaf, seed=seed), torch.tensor([3, 4]), lambda t: t + 1),
+    "dropout_add_layer_norm, seed": (
+        lambda seed: lambda leaf: dropout_add_layer_norm(leaf, leaf, dropout_p=0.5, seed=seed), torch.tensor([3, 4]),
+        lambda t: t + 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["in place", "through numpy"])
+@pytest.mark.parametrize("case", CHANGED)
+def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case, how):
+    """Through numpy autograd does not notice: a wrong gradient, where torch's function has its own copy of a mask."""
+    call, argument, change = CHANGED[case]
+    leaf = operand(1, L, L, E)
+    changed = argument.clone()
+    (wanted,) = torch.autograd.grad(call(argument)(leaf).square().sum(), leaf)
+    out = call(changed)(leaf)
+    if how == "in place":
+        changed.copy_(change(changed))
+    else:
+        np.copyto(changed.numpy(), change(changed).numpy())
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+    assert torch.equal(grad, wanted)
+    assert not torch.equal(changed, argument)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_arguments_made_in_inference_mode_serve_in_training(backend, case):
+    call, argument, _ = CHANGED[case]
+    leaf = operand(1, L, L, E)
+    with torch.inference_mode():
+        made = argument.clone()
+    assert made.is_inference()
+    grads = [torch.autograd.grad(call(given)(leaf).square().sum(), leaf)[0] for given in (argument, made)]
+    assert torch.equal(*grads)
+
+
+def test_a_float_mask_that_is_changed_raises_as_torchs_does():
+    for function in (F.scaled_dot_product_attention, scaled_dot_product_attention):
+        leaf, mask = operand(1, 2, L, E), torch.zeros(L, L)
+        out = function(leaf, leaf, leaf, mask)
+        mask += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_the_copy_of_a_mask_is_not_expanded():
+    """A mask that is broadcast over heads takes no more memory than it has elements of its own."""
+    leaf, mask = operand(2, 4, L, E), torch.ones(L, L, dtype=torch.bool).expand(2, 4, L, L)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        scaled_dot_product_attention(leaf, leaf, leaf, mask)
+    (copy,) = [tensor for tensor in saved if tensor.dtype == torch.bool]
+    assert copy.untyped_storage().nbytes() == L * L
+    assert copy.shape == mask.shape
+
+
+def negated(tensor):
+    """What ``z.conj().imag`` is, in contiguous memory: a view that torch negates when it reads it."""
+    view = torch._neg_view(tensor.detach())
+    assert view.is_neg()
+    assert torch.complex(tensor, tensor).conj().imag.is_neg()
+    return view
+
+
+def zeros(tensor):
+    """A tensor of zeros without memory, as torch makes them for gradients that it knows to be 0."""
+    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+LAZY = {
+    "attention": lambda t: scaled_dot_product_attention(t, t, t, t[0, 0, :, :1]),
+    "attention_weights": lambda t: attention_weights(t, t, t[0, 0, :, :1]),
+    "varlen_attn": lambda t: varlen_attn(t[0], t[0], t[0], OFFSETS, OFFSETS, L, L),
+    "softmax_dropout": lambda t: softmax_dropout(t, attn_mask=t[:, :1]),
+    "layer_norm": lambda t: layer_norm(t, (E,), t[0, 0, 0], t[0, 0, 1]),
+    "dropout_add_layer_norm": lambda t: dropout_add_layer_norm(t, t, t[0, 0, 0], t[0, 0, 1]),
+    "dropout": lambda t: dropout(t, seed=torch.tensor([1, 2])),
+}
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize(
+    ("name", "lazy"), [*((name, negated) for name in LAZY), *((name, zeros) for name in ("layer_norm", "dropout"))]
+)
+def test_lazy_operands(backend, name, lazy):
+    """A kernel that reads their memory would miss the sign, or find no memory at all."""
+    function, given = LAZY[name], lazy(torch.randn(1, L, L, E))
+    assert torch.equal(function(given), function(given.clone()))
+    grads = []
+    for convert in (torch.Tensor.detach, torch.Tensor.clone):
+        leaf = convert(given).detach().requires_grad_()
+        out = function(leaf)
+        grad_out = convert(lazy(torch.linspace(0, 1, out.numel()).view(out.shape)))
+        grads += torch.autograd.grad(out, leaf, grad_out)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("module", ["LayerNorm", "DropoutAddLayerNorm"])
+def test_gradients_per_sample(module):
+    """``call_for_per_sample_grads`` replaces parameters by objects that know torch's own functions alone."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    x = torch.randn(3, L, E)
+    norm = getattr(fastattn, module)(E)
+    torch.nn.init.normal_(norm.weight)
+    torchs = torch.nn.LayerNorm(E)
+    torchs.load_state_dict(norm.state_dict())
+    norm.eval()
+    call_for_per_sample_grads(norm)(*(x,) * (2 if module == "DropoutAddLayerNorm" else 1)).square().sum().backward()
+    for n, sample in enumerate(x * (2 if module == "DropoutAddLayerNorm" else 1)):
+        torchs.zero_grad()
+        torchs(sample).square().sum().backward()
+        for name in ("weight", "bias"):
+            torch.testing.assert_close(getattr(norm, name).grad_sample[n], getattr(torchs, name).grad)
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("how", ["in place", "through numpy"])
+def test_a_mask_may_change_before_a_compiled_backward_pass(how):
+    """A partition of the traced program that recomputed the copy there would read the changed mask."""
+    leaf, mask = operand(1, 2, L, E), torch.randn(L, L) > 0
+    (wanted,) = torch.autograd.grad(dense(attn_mask=mask.clone())(leaf).square().sum(), leaf)
+    compiled = torch.compile(lambda leaf, mask: dense(attn_mask=mask)(leaf), backend="aot_eager_decomp_partition")
+    out = compiled(leaf, mask)
+    if how == "in place":
+        mask.logical_not_()
+    else:
+        np.logical_not(mask.numpy(), out=mask.numpy())
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+    torch.testing.assert_close(grad, wanted)
