@@ -1,13 +1,17 @@
 """patch(model): models that exist on fastattn's kernels, with their own results, state and structure."""
 
+import ast
 import copy
 import functools
 import io
 import math
 import pickle
 import re
+import sys
 import threading
+import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +23,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
+import known_code
 from fastattn.ops import check
-from fastattn.patching import programs, torch_modules
+from fastattn.patching import known, programs, torch_modules
 from fastattn.patching.weights import LazyWeights
 
 pytestmark = pytest.mark.torch_version
@@ -1019,6 +1024,11 @@ class TakesABias(annotated.MultiHeadedAttention):
         return super().forward(query, key, value, mask)
 
 
+class TakesItsSize(annotated.LayerNorm):
+    def __new__(cls, size):
+        return super().__new__(cls)
+
+
 class NeedsMore(annotated.LayerNorm):
     def forward(self, x):
         return super().forward(x) * self.gain
@@ -1052,11 +1062,8 @@ LEFT = {
         "overrides",
     ),
     "a ScriptModule": (lambda: torch.jit.script(nn.LayerNorm(4)), "patch the model that torch.jit made it of"),
-    "another order": (lambda: NormFirst(8, 16), "computes something else .* in evaluation"),
-    "no dropout": (lambda: NoDropout(1.0), "computes something else .* in training"),
-    "an attribute set": (lambda: Remembers(4), "sets last"),
+    "other code": (lambda: NormFirst(8, 16), r"its code is not .* pass patch\(..., trust=\(NormFirst,\)\)"),
     "other arguments": (lambda: TakesABias(2, 8), r"takes \(query, key, value, mask=None, bias=None\)"),
-    "other parts": (lambda: NeedsMore(4), "no attribute 'gain'"),
     "a class that says how it is pickled": (lambda: Reduced(4), "says itself how it is pickled"),
     "a class of named arguments": (lambda: WithNamedArguments(4), "says itself how it is pickled"),
     "a sub-layer of which the parts are patched": (lambda: annotated.SublayerConnection(8, 0.1), "nothing is left"),
@@ -1071,6 +1078,344 @@ def test_left_with_a_reason(name):
     kind = type(model)
     assert re.search(reason, fastattn.patch(model).left[""])
     assert type(model) is kind
+
+
+LEFT_BY_THE_TRIAL = {
+    "another order": (lambda: NormFirst(8, 16), "computes something else .* in evaluation"),
+    "no dropout": (lambda: NoDropout(1.0), "computes something else .* in training"),
+    "an attribute set": (lambda: Remembers(4), "sets last"),
+    "other parts": (lambda: NeedsMore(4), "no attribute 'gain'"),
+    "a new of its own": (lambda: TakesItsSize(4), "no stand-in of it can be made"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_BY_THE_TRIAL)
+def test_trusted_classes_are_tried(name):
+    make, reason = LEFT_BY_THE_TRIAL[name]
+    model = make()
+    kind = type(model)
+    assert re.search(reason, fastattn.patch(model, trust=(kind,)).left[""])
+    assert type(model) is kind
+
+
+# The code of a class
+
+
+def with_globals(function, **others):
+    """The function with other globals."""
+    made = types.FunctionType(function.__code__, {**function.__globals__, **others}, function.__name__)
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return made
+
+
+def clamped_attention(query, key, value, mask=None, dropout=None):
+    scores = (query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))).clamp(-50, 50)
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    weights = scores.softmax(-1)
+    if dropout is not None:
+        weights = dropout(weights)
+    return weights @ value, weights
+
+
+def clamped_function(Q, K, V, temperature, dropout, mask=None):
+    scores = Q.bmm(K.transpose(1, 2)).clamp(-50, 50)
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    return dropout((scores / temperature).softmax(-1)).bmm(V)
+
+
+class ClampsScores(jadore.ScaledDotProductAttention):
+    def forward(self, q, k, v, mask=None):
+        scores = ((q / self.temperature) @ k.transpose(2, 3)).clamp(-50, 50)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -1e9)
+        attn = self.dropout(scores.softmax(-1))
+        return attn @ v, attn
+
+
+class ClampsInAHelper(annotated.MultiHeadedAttention):
+    forward = with_globals(annotated.MultiHeadedAttention.forward, attention=clamped_attention)
+
+
+class ClampsInAFunction(notebook.AttentionHead):
+    forward = with_globals(notebook.AttentionHead.forward, scaled_dot_product_attention=clamped_function)
+
+
+class ClampsTheRelu(jadore.PositionwiseFeedForward):
+    def forward(self, x):
+        out = self.dropout(self.w_2(F.relu(self.w_1(x)).clamp(max=50)))
+        out += x
+        return self.layer_norm(out)
+
+
+class ClampsTheDeviation(annotated.LayerNorm):
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return self.a_2 * centred / (x.std(-1, keepdim=True).clamp(max=50) + self.eps) + self.b_2
+
+
+class ClampsTheSum(notebook.Residual):
+    def forward(self, *x, mask=None):
+        named = {} if mask is None else {"mask": mask}
+        return self.layer_normalization((x[-1] + self.current_sublayer(*x, **named)).clamp(-50, 50))
+
+
+class BoundsLongSequences(annotated.MultiHeadedAttention):
+    def forward(self, query, key, value, mask=None):
+        return super().forward(query, key[:, -512:], value[:, -512:], mask)
+
+
+class OtherMath:
+    @staticmethod
+    def sqrt(size):
+        return math.sqrt(min(size, 4096))
+
+
+class OtherModule(annotated.MultiHeadedAttention):
+    attention = with_globals(annotated.attention, math=OtherMath)
+    forward = with_globals(annotated.MultiHeadedAttention.forward, attention=attention)
+
+
+def own_zip(*iterables, strict):
+    return zip(*iterables, strict=strict)
+
+
+class OtherBuiltin(annotated.MultiHeadedAttention):
+    forward = with_globals(annotated.MultiHeadedAttention.forward, zip=own_zip)
+
+
+UNKNOWN = {
+    "jadore, scores": lambda: ClampsScores(1.0),
+    "jadore, relu": lambda: ClampsTheRelu(8, 16),
+    "notebook, a function": lambda: ClampsInAFunction(8, 4, 4),
+    "notebook, a sum": lambda: ClampsTheSum(notebook.MultiHeadAttention(2, 8, 4, 4), 8),
+    "annotated, a function": lambda: ClampsInAHelper(2, 8),
+    "annotated, a deviation": lambda: ClampsTheDeviation(8),
+    "annotated, long sequences": lambda: BoundsLongSequences(2, 8),
+    "annotated, another math": lambda: OtherModule(2, 8),
+    "annotated, another zip": lambda: OtherBuiltin(2, 8),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_code_that_a_trial_cannot_tell_from_a_program_s_is_left(name):
+    model = UNKNOWN[name]()
+    kind = type(model)
+    report = fastattn.patch(model)
+    assert re.search(rf"its code is not that of .*, pass patch\(..., trust=\({kind.__name__},\)\)", report.left[""])
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])
+def test_a_clamping_program_computes_after_patch_what_it_did(name):
+    """Scores of some thousands, which the clamp makes equal: without it the largest has the whole weight."""
+    x = torch.arange(40.0).sin().view(1, 5, 8) * 100
+    model, args = {
+        "jadore": (ClampsScores(1.0), (x[None], x[None], x[None])),
+        "notebook": (ClampsInAFunction(8, 4, 4), (x, x, x)),
+        "annotated": (ClampsInAHelper(2, 8), (x, x, x)),
+    }[name]
+    expected = copy.deepcopy(model).eval()(*args)
+    fastattn.patch(model.eval())
+    torch.testing.assert_close(model(*args), expected, rtol=0, atol=0)
+
+
+class HalfTemperature(jadore.ScaledDotProductAttention):
+    temperature = property(lambda self: vars(self)["temperature"] / 2)
+
+
+class OwnDropout(jadore.ScaledDotProductAttention):
+    def dropout(self, attn):
+        return attn.clamp(max=0.9)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(HalfTemperature, "temperature"), (OwnDropout, "dropout")])
+def test_a_class_that_shadows_what_its_instances_hold_is_left(kind, name):
+    model = jadore.ScaledDotProductAttention(2.0)
+    model.__class__ = kind
+    assert f"its class defines {name}, which each instance" in fastattn.patch(model).left[""]
+
+
+def code_of(text, **names):
+    """The function ``f`` of this text, as a notebook's cell makes it: without a file, among the notebook's names."""
+    cell = {**vars(annotated), **names}
+    exec(compile(text, "<cell>", "exec", dont_inherit=True), cell)
+    return known.digest(cell["f"])
+
+
+WRITTEN = """
+def f(self, query, mask=None, *rest, scale=1.0, **others):
+    if mask is not None:
+        query = query.masked_fill(mask == 0, -1e9)
+    count = query.size(0)
+    parts = [linear(x).view(count, -1, self.h) for linear, x in zip(self.linears, (query, query), strict=False)]
+    total = torch.matmul(F.softmax(parts[0], dim=-1), parts[1]) / math.sqrt(count)
+    return total, query
+"""
+SAME = {
+    "a docstring": ("mask=None, *rest, scale=1.0, **others):", "mask=None, *rest, scale=1.0, **others):\n    'Text.'"),
+    "annotations": ("query, mask=None", "query: torch.Tensor, mask: torch.Tensor | None = None"),
+    "an annotated local": ("count = ", "count: int = "),
+    "names of locals": ("count", "total_of_the_batch"),
+    "names of captured locals": ("count", "zzz"),
+    "names of the comprehension's": ("linear(x)", "l(x)", "for linear,", "for l,"),
+    "line breaks": ("(", "(\n", ", ", ",\n", "return total,\n", "return total, ", "for linear,\n", "for linear, "),
+    "comments": ("count = ", "# of the batch\n\n    count = "),
+    "one line": ("if mask is not None:\n        ", "if mask is not None: "),
+    "imports in the same file": ("\ndef f", "\nimport math\nimport torch\nfrom torch.nn import functional as F\ndef f"),
+    "another name of a module": ("\ndef f", "\nimport math as m\ndef f", "math.sqrt", "m.sqrt"),
+    "annotations of the future": ("\ndef f", "from __future__ import annotations\ndef f"),
+}  # fmt: skip
+OTHER = {
+    "a constant": ("-1e9", "-1e4"),
+    "a constant's type": ("dim=-1", "dim=-1.0"),
+    "an operator": ("mask == 0", "mask != 0"),
+    "another test": ("is not None", "is None"),
+    "a method": (".view(", ".reshape("),
+    "a keyword": ("dim=-1", "axis=-1"),
+    "another local": ("parts[0], dim", "parts[1], dim"),
+    "a captured local": ("(count, -1", "(query, -1"),
+    "within a comprehension": ("linear(x).view", "linear(x).clamp(-50, 50).view"),
+    "the order of arguments": ("query, mask=None", "mask, query=None"),
+    "an argument's name": ("mask", "attn_mask"),
+    "a default": ("mask=None", "mask=0"),
+    "a named default": ("scale=1.0", "scale=2.0"),
+    "a generator": ("return total", "yield total"),
+    "a coroutine": ("def f", "async def f"),
+    "another module": ("\ndef f", "\nimport cmath as math\ndef f"),
+    "another builtin": ("\ndef f", "\ndef zip(*x, strict): return x\ndef f"),
+    "another class in a module's place": ("\ndef f", "\nclass F: softmax = None\ndef f"),
+    "caught errors": ("    count = query.size(0)", "    try: count = query.size(0)\n    except Exception: count = 1"),
+}
+
+
+def rewritten(text, *changes):
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_layout_and_names_of_locals_do_not_matter_to_a_digest(change):
+    assert code_of(rewritten(WRITTEN, *SAME[change])) == code_of(WRITTEN)
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_what_runs_matters_to_a_digest(change):
+    assert code_of(rewritten(WRITTEN, *OTHER[change])) != code_of(WRITTEN)
+
+
+def test_code_that_runs_and_is_watched_keeps_its_digest():
+    """Python specialises instructions that run often, and monitoring replaces them in place."""
+    model, x = annotated.MultiHeadedAttention(2, 8), torch.randn(1, 2, 8)
+    before = known.digest(type(model).forward)
+    for _ in range(100):
+        model(x, x, x)
+    assert known.digest(type(model).forward) == before
+    trace = sys.gettrace()
+    sys.settrace(lambda *event: None)
+    try:
+        model(x, x, x)
+        assert known.digest(type(model).forward) == before
+    finally:
+        sys.settrace(trace)
+    if sys.version_info < (3, 12):
+        return
+    tool, events = sys.monitoring.PROFILER_ID, sys.monitoring.events
+    sys.monitoring.use_tool_id(tool, "a test")
+    try:
+        sys.monitoring.set_events(tool, events.LINE | events.INSTRUCTION | events.CALL)
+        model(x, x, x)
+        assert known.digest(type(model).forward) == before
+    finally:
+        sys.monitoring.set_events(tool, 0)
+        sys.monitoring.free_tool_id(tool)
+
+
+def test_programs_without_source_files_are_recognised():
+    """In a notebook, classes and functions come from cells; a program may be shipped compiled."""
+    cell = {"__name__": "__main__"}
+    exec(compile(Path(annotated.__file__).read_text(), "<cell>", "exec", dont_inherit=True), cell)
+    model = cell["make_model"](8, 8, N=1, d_model=8, d_ff=8, h=2)
+    families = {"MultiHeadedAttention of the Annotated Transformer", "LayerNorm of the Annotated Transformer"}
+    assert families <= set(fastattn.patch(model).changed.values())
+
+
+def test_every_family_has_digests_for_every_python():
+    forwards = [family.family for family in programs.FAMILIES if family is not programs.SublayerConnection]
+    helpers = ["attention of the Annotated Transformer", "scaled_dot_product_attention of the notebook"]
+    assert known.DIGESTS.keys() == {*forwards, *helpers}
+    for digests in known.DIGESTS.values():
+        assert digests.keys() >= {"3.10", "3.11", "3.12", "3.13", "3.14"}
+
+
+def test_another_python_s_code_is_unknown(monkeypatch):
+    monkeypatch.setattr(known, "PYTHON", "3.99")
+    model = annotated.MultiHeadedAttention(2, 8)
+    reason = fastattn.patch(model).left[""]
+    assert "does not know MultiHeadedAttention of the Annotated Transformer as Python 3.99 compiles it" in reason
+    assert "trust=(MultiHeadedAttention,)" in reason
+    assert "" in fastattn.patch(model, trust=(annotated.MultiHeadedAttention,)).changed
+
+
+@pytest.mark.parametrize("module", [annotated, jadore, notebook], ids=lambda module: module.__name__)
+def test_the_tool_prints_the_digests_of_imported_code(module, capsys):
+    known_code.main("a program", module.__file__)
+    printed = ast.literal_eval("{" + capsys.readouterr().out + "}")
+    for name in (
+        "MultiHeadAttention",
+        "MultiHeadedAttention",
+        "attention",
+        "scaled_dot_product_attention",
+        "LayerNorm",
+    ):
+        if hasattr(module, name):
+            function = getattr(getattr(module, name), "forward", getattr(module, name))
+            assert printed[f"{name} of a program"] == {known.PYTHON: known.digest(function)}
+
+
+# Classes that the user trusts
+
+
+class Renamed(annotated.MultiHeadedAttention):
+    def forward(self, query, key, value, mask=None):
+        return super().forward(query, key, value, mask=mask)
+
+
+def test_trusted_classes_are_patched():
+    model = nn.Sequential(Renamed(2, 8), annotated.LayerNorm(8))
+    own, x = copy.deepcopy(model).eval(), torch.randn(3, 2, 5, 8)
+    assert fastattn.patch(model, trust=(Renamed,)).changed["0"] == programs.MultiHeadedAttention.family
+    torch.testing.assert_close(model.eval()[0](*x), own[0](*x))
+    assert fastattn.patch(model, trust=(Renamed,)).left["0"] == "it is patched already"
+
+
+def test_a_class_does_not_vouch_for_its_subclasses():
+    model = nn.Sequential(Renamed(2, 8), ClampsInAHelper(2, 8))
+    report = fastattn.patch(model, trust=[Renamed])
+    assert "0" in report.changed
+    assert "its code is not that of attention of the Annotated Transformer" in report.left["1"]
+
+
+def test_a_trusted_class_of_no_family_is_reported():
+    assert "its parts are not those of a module" in fastattn.patch(nn.Linear(2, 2), trust=(nn.Linear,)).left[""]
+
+
+@pytest.mark.parametrize("trust", [Renamed, (Renamed(2, 8),), ("Renamed",), (int,), None, 1])
+def test_trust_takes_classes_of_modules(trust):
+    model = nn.LayerNorm(4)
+    with pytest.raises(TypeError, match=r"trust must be a tuple of classes of modules, as \(MyAttention,\), got"):
+        fastattn.patch(model, trust=trust)
+    assert type(model) is nn.LayerNorm
+
+
+def test_a_trusted_class_that_the_model_lacks():
+    model = nn.LayerNorm(4)
+    with pytest.raises(ValueError, match="trust names Renamed, but the model has no module of that class"):
+        fastattn.patch(model, trust=(Renamed,))
+    assert type(model) is nn.LayerNorm
 
 
 def test_methods_replaced_on_an_instance_are_kept():
@@ -1092,7 +1437,7 @@ class Optional(annotated.MultiHeadedAttention):
 def test_what_an_instance_alone_holds_is_tried_too():
     usual, doubled, locked = (Optional(2, 8) for _ in range(3))
     usual.note, doubled.doubled, locked.lock = "of no effect", True, threading.Lock()
-    report = fastattn.patch(nn.ModuleList([usual, doubled, locked]))
+    report = fastattn.patch(nn.ModuleList([usual, doubled, locked]), trust=(Optional,))
     assert "0" in report.changed
     assert "computes something else" in report.left["1"]
     assert "lock cannot be copied for a trial" in report.left["2"]

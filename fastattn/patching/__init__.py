@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,25 +40,30 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module) -> PatchReport:
+def patch(model: nn.Module, *, trust: Iterable[type[nn.Module]] = ()) -> PatchReport:
     """Let the modules of ``model`` that fastattn knows run on its kernels, in place.
 
     Known are torch's MultiheadAttention, LayerNorm, Dropout, TransformerEncoderLayer, TransformerDecoderLayer and
-    TransformerEncoder, and the attention, feed-forward, residual and norm modules of three public programs, by what
-    they compute rather than where they are imported from (docs/migrate.md). A patched module's class becomes a subclass
-    of its own: parameters, state dict, hooks, training mode, ``isinstance`` and results stay, except that rows masked
-    whole, which torch's modules return as NaN, are 0, and that dropout draws fastattn's mask.
+    TransformerEncoder, and the attention, feed-forward, residual and norm modules of three public programs, by their
+    compiled code rather than where they are imported from (docs/migrate.md). A patched module's class becomes a
+    subclass of its own: parameters, state dict, hooks, training mode, ``isinstance`` and results stay, except that rows
+    masked whole, which torch's modules return as NaN, are 0, and that dropout draws fastattn's mask.
 
     Args:
         model: any module. Modules shared within it stay shared.
+        trust: classes, not their subclasses, whose modules are patched although their code differs from the program's.
+            A trial on a small stand-in must still find no difference. You vouch for what a trial does not show, as a
+            bound that only large scores reach.
 
     Returns:
         What was changed and what was recognised but left, with the reason; ``print`` it.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: model is not a module, or trust is not a collection of module classes.
+        ValueError: the model has no module of a class in trust.
     """
     _check("patch", model)
+    trusted = _trusted(model, trust)
     changed, left = {}, {}
     for name, module in model.named_modules():
         if isinstance(module, Family):
@@ -65,8 +71,10 @@ def patch(model: nn.Module) -> PatchReport:
             continue
         family = next((family for family in FAMILIES if family.recognises(module)), None)
         if family is None:
+            if type(module) in trusted:
+                left[name] = "it is trusted, but its parts are not those of a module that fastattn knows"
             continue
-        reason = _refusal(module) or family.refusal(module)
+        reason = _refusal(module) or family.refusal(module, type(module) in trusted)
         if reason:
             left[name] = reason
         else:
@@ -102,8 +110,19 @@ def _check(function: str, model: nn.Module) -> None:
         raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
+def _trusted(model: nn.Module, trust: Iterable[type[nn.Module]]) -> set[type]:
+    """Return the classes of ``trust``, each of which some module of the model has."""
+    classes = set(trust) if isinstance(trust, Iterable) else {None}
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+        raise TypeError(f"patch: trust must be a tuple of classes of modules, as (MyAttention,), got {trust!r}")
+    present = {module.original if isinstance(module, Family) else type(module) for module in model.modules()}
+    if missing := sorted(kind.__name__ for kind in classes - present):
+        raise ValueError(f"patch: trust names {', '.join(missing)}, but the model has no module of that class")
+    return classes
+
+
 def _refusal(module: nn.Module) -> str | None:
-    """What keeps a module of any family from being patched."""
+    """Return what keeps a module of any family from being patched."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule; patch the model that torch.jit made it of, and use torch.compile in its place"
     if parametrize.is_parametrized(module):

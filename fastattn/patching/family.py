@@ -31,8 +31,12 @@ class Family(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
-        """Why a module that looks like one of this family must keep its own forward; None if it need not."""
+    def refusal(cls, module: nn.Module, trusted: bool) -> str | None:
+        """Return why a module that looks like one of this family must keep its own forward; None if it need not.
+
+        Args:
+            trusted: the user vouches for the code of the module's class.
+        """
         raise NotImplementedError
 
     @classmethod

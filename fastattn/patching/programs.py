@@ -1,4 +1,4 @@
-"""The families of three public programs, recognised by what their modules hold and compute, wherever they come from.
+"""The families of three public programs, recognised by what their modules hold and by their code, wherever it is from.
 
 - ``jadore801120/attention-is-all-you-need-pytorch``
 - a notebook with one module for each head
@@ -26,7 +26,7 @@ from fastattn.backends.common import stat_dtype
 from fastattn.ops import check
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.layer_norm import layer_norm
-from fastattn.patching import torch_modules
+from fastattn.patching import known, torch_modules
 from fastattn.patching.family import Family, is_served, is_silent, patched_class
 from fastattn.patching.torch_modules import add_norm, dropout_p
 from fastattn.patching.weights import weights_when_read
@@ -65,11 +65,11 @@ def is_usual(mask: Tensor | None, scores: tuple[int, ...], temperature: float = 
 
 
 class ProgramFamily(Family):
-    """Base of these families: recognised by names, confirmed by a trial.
+    """Base of these families: recognised by names, confirmed by the code of the class and by a trial.
 
-    The trial runs the class's own forward and the family's on a small stand-in, in evaluation and in training, with the
-    same dropout: only a class that computes the same is patched. The stand-in has what else the module holds, which its
-    forward may heed.
+    The code must be a known version of the program's, or trusted by the user. The trial runs the class's own forward
+    and the family's on a small stand-in, in evaluation and in training, with the same dropout, and both must give the
+    same. The stand-in has the module's other attributes too, because the forward may read them.
     """
 
     children_names: ClassVar[set[str]]
@@ -85,12 +85,17 @@ class ProgramFamily(Family):
         )
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
+    def refusal(cls, module: nn.Module, trusted: bool) -> str | None:
         family, kind = cls, type(module)  # type: Any, Any
         arguments = _arguments(kind)
         if arguments != cls.arguments:
             return f"its forward takes ({arguments}), that of {cls.family} ({cls.arguments})"
-        usual = _stand_in(family, kind)
+        if not trusted and (reason := cls.unknown(kind)):
+            return f"{reason}; to patch it if a trial finds no difference, pass patch(..., trust=({kind.__name__},))"
+        try:
+            usual = _stand_in(family, kind)
+        except Exception as error:  # whatever the class raises
+            return f"no stand-in of it can be made for a trial: {error}"
         extra = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
         extra -= {name for name, _ in usual.named_parameters(recurse=False)}
         if extra:
@@ -99,12 +104,22 @@ class ProgramFamily(Family):
             name: held for name, held in vars(module).items() if name not in (*vars(usual), "_compiled_call_impl")
         }
         if not others:
-            return _usual_trial(family, kind)
+            return _usual_trial(family, kind, kind.forward)
         try:
             others = copy.deepcopy(others)  # a forward may change them
         except Exception as error:  # whatever their own copying raises
             return f"its {', '.join(others)} cannot be copied for a trial: {error}"
         return _trial(family, kind, others)
+
+    @classmethod
+    def unknown(cls, kind: type[nn.Module]) -> str | None:
+        """Return what of the class's code is not a known version of the program's; None if all is."""
+        classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        held = {*cls.children_names, *cls.attributes}
+        shadowing = sorted({name for each in classes for name in vars(each)} & held)
+        if shadowing:
+            return f"its class defines {', '.join(shadowing)}, which each instance of {cls.family} holds"
+        return known.difference(kind.forward, cls.family)
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -118,8 +133,11 @@ class ProgramFamily(Family):
 
 
 def _arguments(kind: type[nn.Module]) -> str:
-    """Those of the class's forward, without annotations."""
-    parameters = inspect.signature(kind.forward).parameters.values()
+    """Return the arguments of the class's forward, without annotations."""
+    try:
+        parameters = inspect.signature(kind.forward).parameters.values()
+    except (TypeError, ValueError):  # compiled code may have none
+        return "unknown arguments"
     return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters).partition(", ")[2]
 
 
@@ -142,8 +160,8 @@ def _float32_by_default() -> Iterator[None]:
 
 
 @cache
-def _usual_trial(family: Any, kind: Any) -> str | None:
-    """That of all modules of ``kind`` that hold nothing else."""
+def _usual_trial(family: Any, kind: Any, forward: Any) -> str | None:
+    """Return the trial's result for all modules of ``kind`` with no other attributes, per forward of the class."""
     return _trial(family, kind, {})
 
 
@@ -352,11 +370,11 @@ class HeadList(ProgramFamily):
         return super().recognises(module) and all(AttentionHead.recognises(head) for head in module.heads)
 
     @classmethod
-    def refusal(cls, module: Any) -> str | None:
+    def refusal(cls, module: Any, trusted: bool) -> str | None:
         sizes = [[tuple(weight.shape) for weight in head.parameters()] for head in module.heads]
         if any(size != sizes[0] for size in sizes):
             return "its heads have different sizes"
-        return super().refusal(module)
+        return super().refusal(module, trusted)
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -463,7 +481,7 @@ class SublayerConnection(ProgramFamily):
         return super().recognises(module) and _arguments(type(module)) == cls.arguments
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
+    def refusal(cls, module: nn.Module, trusted: bool) -> str | None:
         return "its norm and its dropout are patched; a sub-layer is between them, so that nothing is left to fuse"
 
 

@@ -35,7 +35,7 @@ class TorchFamily(Family):
         return scripted or isinstance(module, cls.base)
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
+    def refusal(cls, module: nn.Module, trusted: bool) -> str | None:
         kind = type(module)
         if kind.__module__.startswith("fastattn."):
             return "it is fastattn's own"

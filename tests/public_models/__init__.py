@@ -1,1 +1,21 @@
-"""Three public programs, written anew with their class and parameter names and their arithmetic, slips included."""
+"""Three public programs, written anew with their class and parameter names and their arithmetic, slips included.
+
+Their code is not the programs' own, so it is made known to ``fastattn.patch`` here.
+"""
+
+from fastattn.patching import known
+from public_models import annotated, jadore, notebook
+
+KNOWN = {
+    "jadore801120": [
+        jadore.ScaledDotProductAttention, jadore.MultiHeadAttention, jadore.PositionwiseFeedForward,
+    ],
+    "the Annotated Transformer": [annotated.attention, annotated.MultiHeadedAttention, annotated.LayerNorm],
+    "the notebook": [
+        notebook.scaled_dot_product_attention, notebook.AttentionHead, notebook.MultiHeadAttention, notebook.Residual,
+    ],
+}  # fmt: skip
+for program, written in KNOWN.items():
+    for made in written:
+        digests = known.DIGESTS[f"{made.__name__} of {program}"]
+        digests[known.PYTHON] = f"{digests.get(known.PYTHON, '')} {known.digest(getattr(made, 'forward', made))}"
