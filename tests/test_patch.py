@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 import known_code
+from fastattn import patching
 from fastattn.ops import check
 from fastattn.patching import known, programs, torch_modules
 from fastattn.patching.weights import LazyWeights
@@ -1416,6 +1417,81 @@ def test_a_trusted_class_that_the_model_lacks():
     with pytest.raises(ValueError, match="trust names Renamed, but the model has no module of that class"):
         fastattn.patch(model, trust=(Renamed,))
     assert type(model) is nn.LayerNorm
+
+
+# torch's modules whose classes change a call elsewhere
+
+
+class LoudCall(nn.LayerNorm):
+    def __call__(self, input):
+        return 2 * super().__call__(input)
+
+
+class LoudImplementation(nn.Dropout):
+    def _call_impl(self, input):
+        return 2 * super()._call_impl(input)
+
+
+class OtherForward(nn.LayerNorm):
+    def __getattribute__(self, name):
+        return (lambda input: input) if name == "forward" else super().__getattribute__(name)
+
+
+class OwnMasks(nn.MultiheadAttention):
+    def merge_masks(self, attn_mask, key_padding_mask, query):
+        return super().merge_masks(None, key_padding_mask, query)
+
+
+class OwnHelper(nn.MultiheadAttention):
+    def _packed(self):
+        return "the user's"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: LoudCall(8), "its class overrides __call__ of torch.nn.Module"),
+        (lambda: LoudImplementation(), "its class overrides _call_impl of torch.nn.Module"),
+        (lambda: OtherForward(8), "its class overrides __getattribute__ of torch.nn.Module"),
+        (lambda: OwnMasks(8, 2), "OwnMasks overrides merge_masks of torch.nn.MultiheadAttention"),
+        (lambda: OwnHelper(8, 2), "its class defines _packed, and fastattn's forward has methods of these names"),
+    ],
+    ids=["call", "implementation", "attributes", "masks", "helper"],
+)
+def test_classes_that_change_a_call_elsewhere_are_left(make, reason):
+    model = make()
+    kind = type(model)
+    assert fastattn.patch(model).left[""] == reason
+    assert type(model) is kind
+
+
+def test_a_norm_that_changes_its_call_is_called_by_a_fused_parent():
+    own = jadore.PositionwiseFeedForward(8, 16).eval()
+    own.layer_norm = LoudCall(8)
+    patched, x = copy.deepcopy(own), torch.randn(2, 3, 8)
+    assert "" in fastattn.patch(patched).changed
+    torch.testing.assert_close(patched(x), own(x))
+
+
+def test_methods_of_torch_that_were_replaced_before_fastattn_was_imported(monkeypatch):
+    """They are what fastattn took for torch's then."""
+
+    def replaced(self, *args):
+        return args[0]
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", replaced)
+    monkeypatch.setitem(torch_modules.LayerNorm.methods, "forward", replaced)
+    reason = fastattn.patch(nn.LayerNorm(4)).left[""]
+    assert reason == "forward of torch.nn.LayerNorm was replaced before fastattn was imported"
+    monkeypatch.setattr(nn.Module, "__call__", replaced)
+    monkeypatch.setitem(patching.METHODS, "__call__", replaced)
+    reason = fastattn.patch(nn.Dropout()).left[""]
+    assert reason == "__call__ of torch.nn.Module was replaced before fastattn was imported"
+
+
+def test_a_forward_of_torch_that_was_replaced_since_is_noticed(monkeypatch):
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, input: input)
+    assert fastattn.patch(nn.LayerNorm(4)).left == {"": "LayerNorm overrides forward of torch.nn.LayerNorm"}
 
 
 def test_methods_replaced_on_an_instance_are_kept():

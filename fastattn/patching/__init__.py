@@ -11,11 +11,14 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastattn.patching import programs, torch_modules
-from fastattn.patching.family import Family, patched_class
+from fastattn.patching.family import Family, is_torchs, patched_class
 
 __all__ = ["PatchReport", "patch", "unpatch"]
 
 FAMILIES = (*torch_modules.FAMILIES, *programs.FAMILIES)
+CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "__getattribute__", "__getattr__")
+METHODS = {name: getattr(nn.Module, name) for name in CALL}
+"""What runs between a module's call and its forward."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def patch(model: nn.Module, *, trust: Iterable[type[nn.Module]] = ()) -> PatchRe
             if type(module) in trusted:
                 left[name] = "it is trusted, but its parts are not those of a module that fastattn knows"
             continue
-        reason = _refusal(module) or family.refusal(module, type(module) in trusted)
+        reason = _refusal(module, family) or family.refusal(module, type(module) in trusted)
         if reason:
             left[name] = reason
         else:
@@ -121,8 +124,8 @@ def _trusted(model: nn.Module, trust: Iterable[type[nn.Module]]) -> set[type]:
     return classes
 
 
-def _refusal(module: nn.Module) -> str | None:
-    """Return what keeps a module of any family from being patched."""
+def _refusal(module: nn.Module, family: type[Family]) -> str | None:
+    """Return what keeps a module of the family, whichever that is, from being patched."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule; patch the model that torch.jit made it of, and use torch.compile in its place"
     if parametrize.is_parametrized(module):
@@ -134,4 +137,11 @@ def _refusal(module: nn.Module) -> str | None:
         return "its class says itself how it is pickled, which a patched class has to"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
+    overridden = [name for name, method in METHODS.items() if getattr(kind, name) is not method]
+    if overridden:
+        return f"its class overrides {', '.join(overridden)} of torch.nn.Module"
+    if replaced := [name for name, method in METHODS.items() if not is_torchs(method)]:
+        return f"{', '.join(replaced)} of torch.nn.Module was replaced before fastattn was imported"
+    if clashes := family.clashes(kind):
+        return f"its class defines {', '.join(clashes)}, and fastattn's forward has methods of these names"
     return None

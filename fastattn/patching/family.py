@@ -40,6 +40,17 @@ class Family(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def clashes(cls, kind: type[nn.Module]) -> list[str]:
+        """Return the names that the module's class defines and this family defines too, other than ``forward``."""
+
+        def names(classes: list[type]) -> set[str]:
+            return {name for each in classes for name in vars(each) if not name.startswith("__") and name != "forward"}
+
+        own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "builtins")]
+        ours = [each for each in cls.__mro__ if each.__module__.partition(".")[0] == "fastattn"]
+        return sorted(names(own) & names(ours))
+
+    @classmethod
     def attach(cls, module: nn.Module) -> None:
         """What patching does to the module beside its class."""
 
@@ -70,6 +81,12 @@ def patched_class(family: type[Family], original: type[nn.Module]) -> Any:
 def _new(family: Any, original: Any, *arguments: Any) -> nn.Module:
     cls = patched_class(family, original)
     return cls.__new__(cls, *arguments)
+
+
+def is_torchs(function: Any) -> bool:
+    """Return whether a method of a class of torch's comes from torch: another package may have replaced it."""
+    namespace = getattr(function, "__globals__", {"__name__": "torch"})  # methods in C have none
+    return namespace["__name__"].partition(".")[0] == "torch"
 
 
 def is_served(*tensors: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fastattn.nn
 from fastattn.ops.dropout import dropout
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
-from fastattn.patching.family import Family, is_served, is_silent
+from fastattn.patching.family import Family, is_served, is_silent, is_torchs
 from fastattn.torch_private import may_be_skipped, never_skipped
 
 
@@ -43,6 +43,9 @@ class TorchFamily(Family):
         overridden = [name for name, method in methods if name in own or getattr(kind, name) is not method]
         if overridden:
             return f"{kind.__name__} overrides {' and '.join(overridden)} of {cls.family}"
+        replaced = [name for name, method in methods if not is_torchs(method)]
+        if replaced:
+            return f"{' and '.join(replaced)} of {cls.family} was replaced before fastattn was imported"
         return None
 
 
@@ -90,7 +93,9 @@ def dropout_p(dropout: Any) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-class MultiheadAttention(TorchFamily, fastattn.nn.MultiHeadAttention, base=nn.MultiheadAttention):
+class MultiheadAttention(
+    TorchFamily, fastattn.nn.MultiHeadAttention, base=nn.MultiheadAttention, methods=("forward", "merge_masks")
+):
     num_kv_heads = property(lambda self: self.num_heads)
     value_head_dim = property(lambda self: self.head_dim)
 
