@@ -179,3 +179,22 @@ def test_a_mask_may_change_before_a_compiled_backward_pass(how):
         np.logical_not(mask.numpy(), out=mask.numpy())
     (grad,) = torch.autograd.grad(out.square().sum(), leaf)
     torch.testing.assert_close(grad, wanted)
+
+
+def test_gradients_per_sample_of_a_patched_model():
+    """A patched norm hands such a parameter to torch's function, as the program does."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    class Block(torch.nn.Sequential):
+        """Layers that torch's own per-sample gradients serve."""
+
+    x, found = torch.randn(3, L, E), []
+    model = Block(torch.nn.Linear(E, E), torch.nn.LayerNorm(E), torch.nn.Dropout(0.0), torch.nn.Linear(E, 2))
+    for patched in (False, True):
+        if patched:
+            assert fastattn.patch(model).changed
+        call_for_per_sample_grads(model)(x).square().sum().backward()
+        found.append([parameter.grad_sample for parameter in model.parameters()])
+        for parameter in model.parameters():
+            del parameter.grad_sample
+    torch.testing.assert_close(*found)
