@@ -189,6 +189,29 @@ def test_large_and_extreme_values(backend, dtype):
 
 
 @pytest.mark.representative
+@pytest.mark.parametrize("size", [1e10, 1e20, 1e37])
+def test_scores_that_rounding_moves_by_hundreds(backend, size):
+    """The largest score takes all, because every score is rounded before the row's maximum is subtracted."""
+    input = torch.randn(8, 96) * size
+    (out,), (grad,) = gradients(lambda t: softmax_dropout(t, scale=0.3), [input])
+    assert torch.equal(out, F.one_hot(input.argmax(-1), 96).float())
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("columns", [*(pytest.param(n, marks=pytest.mark.representative) for n in (41, 96)), 9003])
+def test_scores_that_overflow_are_nan(backend, columns):
+    """The row has no finite maximum, so it is NaN as torch's. Other rows keep their weights."""
+    input = torch.randn(4, columns)
+    input[1, 7] = input[2] = 3e38
+    input[3, 7], input[3, 8] = 3e38, -3e38
+    (out,), (grad,) = gradients(lambda t: softmax_dropout(t, scale=2.0), [input])
+    torch.testing.assert_close(out[0], (2 * input[0]).softmax(-1))
+    assert grad[0].isfinite().all()
+    assert out[1:].isnan().all()
+    assert grad[1:].isnan().all()
+
+
+@pytest.mark.representative
 @pytest.mark.parametrize("columns", [41, 9003])
 def test_the_maximum_comes_late(backend, columns):
     """After much that is smaller, or that a mask hides, or in another place than the row before has it."""

@@ -98,7 +98,8 @@ FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int
   }
   const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
   body([&](int64_t j, int n) {
-    const vf score = load_ahead(input + j, n) * scores.scale;
+    // Rounded before row_max is subtracted: an exact product may differ from a large row_max by hundreds.
+    const vf score = rounded(load_ahead(input + j, n) * scores.scale);
     return n == kLanes ? score : select_bits(first_lanes(n), score, splat(-INFINITY));
   });
 }
