@@ -196,6 +196,16 @@ def test_rows_far_from_zero(backend, columns):
     check(torch.randn(9, columns) * 1e15, (columns,))
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("value", [100000.3, 1e12, 1e20])
+@pytest.mark.parametrize("columns", [64, 700])
+def test_large_constant_rows_become_the_bias(backend, columns, value):
+    """The rounded mean of equal values may differ from them by more than sqrt(eps)."""
+    input, bias = torch.full((2, columns), value), torch.randn(columns)
+    assert torch.equal(layer_norm(input, (columns,), bias=bias), bias.expand(2, columns))
+    assert torch.equal(dropout_add_layer_norm(torch.zeros(2, columns), input, bias=bias), bias.expand(2, columns))
+
+
 @pytest.mark.parametrize(("columns", "dtype"), [(4104, torch.bfloat16), (4105, torch.float32)], ids=str)
 def test_weight_gradients_of_wide_rows(backend, columns, dtype):
     """More rows than groups of them, of more columns than a kernel holds."""

@@ -12,10 +12,17 @@ from fastattn.backends.common import is_torchs
 from fastattn.backends.reference.dropout import drop, opmath
 
 
+def _centre(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x - mean and the mean, whose rounding error the mean of the differences corrects: constant rows give 0."""
+    mean = x.mean(-1, keepdim=True)
+    deviations = x - mean
+    shift = deviations.mean(-1, keepdim=True)
+    return deviations.sub_(shift), mean + shift
+
+
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) with the biased variance, mean and rstd."""
-    mean = x.mean(-1, keepdim=True)
-    centred = x - mean
+    centred, mean = _centre(x)
     rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
     return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)
 
@@ -59,7 +66,7 @@ def layer_norm_backward(
             nothing if weight_grad_dtype is None else grad_weight.to(weight_grad_dtype),
             nothing if bias_grad_dtype is None else grad_bias.to(bias_grad_dtype),
         )
-    centred = x - x.mean(-1, keepdim=True)
+    centred, _ = _centre(x)
     # The saved rstd, which carries eps, as a function of the variance again: the factor is exactly 1.
     variance = (centred * centred).mean(-1, keepdim=True)
     saved = rstd.detach().unsqueeze(-1)
