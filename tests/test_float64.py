@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import gradients
 
 from fastattn import backend, dropout_add_layer_norm, layer_norm, scaled_dot_product_attention, varlen_attn
@@ -79,6 +80,21 @@ def test_a_mask_that_holds_nan_or_infinity(monkeypatch, value):
     wanted = scaled_dot_product_attention(*operands, attn_mask=mask)
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, equal_nan=True)  # roundings, as in `agrees`
     assert wanted.isnan().any(-1).sum() == 2 * 4  # the row of each head that holds it
+
+
+@pytest.mark.parametrize("columns", [9, 33, 64, 700])
+def test_statistics_that_overflow_are_nan(columns):
+    """torch 2.13's kernel gives 0 for some sizes. An infinite eps makes other rows 0."""
+    rows = double(3, columns)
+    rows[1] *= 1e200
+    (out,), (grad,) = gradients(lambda x: layer_norm(x, (columns,)), (rows,))
+    (wanted,), (wanted_grad,) = gradients(lambda x: F.layer_norm(x, (columns,)), (rows,))
+    for got, expected in ((out, wanted), (grad, wanted_grad)):
+        assert got[1].isnan().all()
+        torch.testing.assert_close(got[::2], expected[::2], rtol=1e-13, atol=1e-13)
+    infinite = layer_norm(rows, (columns,), eps=torch.inf)
+    assert (infinite[::2] == 0).all()
+    assert infinite[1].isnan().all()
 
 
 PARTS = [1, 3, 5, 11, 19]

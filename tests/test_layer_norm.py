@@ -194,6 +194,7 @@ def test_rows_far_from_zero(backend, columns):
     check(torch.randn(9, columns) + 1000, (columns,), *affine((columns,), "wb", torch.float32))
     check(torch.randn(9, columns) * 1e-4 + 1, (columns,))
     check(torch.randn(9, columns) * 1e15, (columns,))
+    check(torch.randn(9, columns) * 1e19 / math.sqrt(columns), (columns,))  # squares sum to 1e38, a third of the range
 
 
 @pytest.mark.representative
@@ -204,6 +205,65 @@ def test_large_constant_rows_become_the_bias(backend, columns, value):
     input, bias = torch.full((2, columns), value), torch.randn(columns)
     assert torch.equal(layer_norm(input, (columns,), bias=bias), bias.expand(2, columns))
     assert torch.equal(dropout_add_layer_norm(torch.zeros(2, columns), input, bias=bias), bias.expand(2, columns))
+
+
+def rows_that_overflow(columns, dtype):
+    """(7, columns): a healthy row, then one row for each way in which statistics overflow float32."""
+    rows = torch.randn(7, columns)
+    rows[1] *= 1e20
+    rows[2] *= 1e30
+    rows[3], rows[3, ::2] = 3e38, -3e38
+    rows[4, 2] = 3e38
+    rows[5, 2] = math.inf
+    rows[6, 2] = math.nan
+    return rows.to(dtype)
+
+
+@OPERATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [*(pytest.param(n, marks=pytest.mark.representative) for n in (9, 700)), 9003])
+def test_statistics_that_overflow_are_nan(backend, operation, columns, dtype):
+    """The row and its gradient are NaN, never 0. They do not affect the healthy row and its gradient."""
+    rows, (weight, bias) = rows_that_overflow(columns, dtype), affine((columns,), "wb", torch.float32)
+    functions = {
+        "layer_norm": lambda x, w, b: layer_norm(x, (columns,), w, b),
+        "dropout_add_layer_norm": lambda x, w, b: dropout_add_layer_norm(torch.zeros_like(x), x, w, b),
+    }
+    (out,), (grad, grad_weight, grad_bias) = gradients(functions[operation], (rows, weight, bias))
+    (wanted,), (wanted_grad, _, _) = gradients(lambda x, w, b: exact(x, (columns,), w, b), (rows, weight, bias))
+    for name, got, healthy in (("out", out, wanted[0]), ("grad", grad, wanted_grad[0])):
+        assert got[1:].isnan().all(), name
+        torch.testing.assert_close(got[0], healthy.to(dtype), rtol=0.02, atol=0.02, msg=name)
+    assert grad_weight.isnan().all()
+    assert grad_bias.isfinite().all()
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_that_overflow_are_nan(backend, dtype):
+    """The operands are finite, their sum is infinite."""
+    input, residual = torch.randn(2, 2, 33).to(dtype)
+    input[1] = residual[1] = 3e38
+    (out, total), grads = gradients(lambda x, r: dropout_add_layer_norm(x, r, prenorm=True), (input, residual))
+    assert total[1].isinf().all()
+    for tensor in (out, *grads):
+        assert tensor[0].isfinite().all()
+        assert tensor[1].isnan().all()
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("eps", [2.5e38, 1e300])
+def test_eps_beside_large_variances(backend, eps):
+    """A row whose variance and finite eps sum to infinity is NaN. An eps that is infinite in float32 makes it 0, as
+    torch's."""
+    large = torch.tensor([-1.2e19, 1.2e19])  # a variance of 1.4e38, and its sum with the smaller eps is infinite
+    rows = torch.stack([torch.tensor([-3.0, 5.0]), large, 10 * large])
+    (out,), (grad,) = gradients(lambda x: layer_norm(x, (2,), eps=eps), (rows,))
+    (wanted,), (wanted_grad,) = gradients(lambda x: exact(x, (2,), eps=eps), (rows,))
+    overflows = slice(1, 3) if eps == 2.5e38 else slice(2, 3)
+    for got, expected in ((out, wanted), (grad, wanted_grad)):
+        assert got[overflows].isnan().all()
+        torch.testing.assert_close(got[: overflows.start], expected[: overflows.start].float(), rtol=1e-5, atol=1e-24)
 
 
 @pytest.mark.parametrize(("columns", "dtype"), [(4104, torch.bfloat16), (4105, torch.float32)], ids=str)
@@ -341,7 +401,7 @@ def test_nan_stays_in_its_row(backend):
     input = torch.randn(9, 33)
     input[4, 20], input[6, 3] = math.nan, math.inf
     out = layer_norm(input, (33,))
-    assert out[[4, 6]].isnan().any(-1).all()
+    assert out[[4, 6]].isnan().all()
     assert not out[[0, 1, 2, 3, 5, 7, 8]].isnan().any()
 
 

@@ -1,5 +1,7 @@
 // LayerNorm over the last dimension, alone or of residual + dropout(input) in one pass, and the backward passes.
 #pragma once
+#include <math.h>
+
 #include "types.h"
 
 namespace fastattn {
@@ -24,6 +26,18 @@ struct LayerNorm {
   const int64_t* seed;  // (key, offset)
   int threshold;        // 0: no dropout
 };
+
+namespace {
+
+// 1 / sqrt(variance + eps), or NaN if the variance, or its sum with a finite eps, overflows. An rstd of 0 would make
+// the row look healthy.
+FASTATTN_HOST_DEVICE inline float rstd_of(float variance, float eps) {
+  const float radicand = variance + eps;
+  const bool overflowed = radicand == INFINITY && (variance == INFINITY || eps < INFINITY);
+  return overflowed ? NAN : 1.0f / sqrtf(radicand);
+}
+
+}  // namespace
 
 // For y = LN(x) * weight + bias with xhat = (x - mean) * rstd and g = grad_out * weight:
 //   grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat)), grad_weight = sum grad_out * xhat, grad_bias = sum grad_out

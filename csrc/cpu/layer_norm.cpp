@@ -54,7 +54,7 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
   const float rest = (float)(left / (double)columns), center = about + rest;
   const float square = (float)(squares / (double)columns);
   const float corrected = square - rest * rest, variance = corrected < 0 ? 0 : corrected;  // NaN stays
-  const float scale = 1.0f / sqrtf(variance + p.eps);
+  const float scale = rstd_of(variance, p.eps);
   p.mean[row] = center, p.rstd[row] = scale;
 
   const float *weight = (const float*)p.weight, *bias = (const float*)p.bias;

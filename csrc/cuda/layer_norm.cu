@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
     }
     team.reduce(moments, Sum());
     const float rest = moments[0] / (float)p.columns;
-    const float variance = fmaxf(moments[1] / (float)p.columns - rest * rest, 0.0f);
-    const float rstd = 1.0f / sqrtf(variance + p.eps);
+    const float corrected = moments[1] / (float)p.columns - rest * rest;
+    const float rstd = rstd_of(corrected < 0 ? 0 : corrected, p.eps);  // fmaxf would turn NaN into 0
     if (team.thread == 0) p.mean[row] = center + rest, p.rstd[row] = rstd;
 
     for (int64_t piece = 0; piece < pieces; ++piece) {

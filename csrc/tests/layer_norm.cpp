@@ -35,9 +35,29 @@ std::string describe(const char* op, int64_t matrices, int64_t rows, int64_t col
 
 Dtype promoted(Dtype a, Dtype b) { return a == b ? a : Dtype::float32; }
 
+// Rows of +-`size`, whose variance overflows float32: their rstd and the normalised rows are NaN, not 0.
+void test_overflow(Dtype dtype, int64_t columns, double size) {
+  constexpr int64_t kRows = 3;
+  begin_case("layer_norm of +-" + std::to_string(size) + " (1, 3, " + std::to_string(columns) + ") " + name_of(dtype) +
+             " on " + kInstructionSets[instruction_set()]);
+  Buffer input(dtype, kRows * columns), out(dtype, kRows * columns);
+  Buffer means(Dtype::float32, kRows), rstds(Dtype::float32, kRows);
+  for (int64_t i = 0; i < input.count; ++i) input.set(i, i % 2 == 0 ? size : -size);
+  LayerNorm p = {};
+  p.matrices = 1, p.rows = kRows, p.columns = columns, p.eps = 1e-5f;
+  p.input = input.data, p.input_dtype = p.dtype = p.out_dtype = dtype, p.input_row = columns;
+  p.out = out.data, p.mean = (float*)means.data, p.rstd = (float*)rstds.data;
+  run_on_threads({&out, &means, &rstds}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
+  expect_close("rstd", rstds, std::vector<double>(kRows, NAN), 0);
+  expect_close("out", out, std::vector<double>((size_t)out.count, NAN), 0);
+}
+
 }  // namespace
 
 void test_layer_norm(int cases) {
+  for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16})
+    for (const int64_t columns : {5, 700})
+      for (const double size : {1e20, 3e38}) test_overflow(dtype, columns, size);
   Random random = {2};
   for (int i = 0; i < cases; ++i) {
     const bool large = i % 50 == 0, fused = random.chance(60);

@@ -36,6 +36,9 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, a superset of torch's function.
 
+    A row and its gradient are NaN if the row holds NaN or infinity, or if its mean or variance overflows: float32's
+    range, or float64's for float64. The variance of values about 1e19 does. torch gives 0 or NaN there.
+
     Args:
         input: (..., *normalized_shape), float32, bfloat16, float16 or float64; or a jagged nested tensor; or a DTensor,
             divided along other dimensions than the last ones.
@@ -98,7 +101,8 @@ def dropout_add_layer_norm(
     """layer_norm(residual + dropout(input)) over the last dimension: the end of every sub-layer, in one pass.
 
     The sum has the promoted dtype of input and residual, so that a bfloat16 sub-layer adds to a float32 residual
-    stream without a cast. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
+    stream without a cast. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation. A row of the sum whose statistics
+    overflow is NaN, as in ``layer_norm``.
 
     Args:
         input: (..., D), the sub-layer's output, float32, bfloat16, float16 or float64. With ``residual`` it may be a

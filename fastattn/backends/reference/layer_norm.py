@@ -20,10 +20,20 @@ def _centre(x: Tensor) -> tuple[Tensor, Tensor]:
     return deviations.sub_(shift), mean + shift
 
 
+def _rstd(variance: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(variance + eps), or NaN if the variance, or its sum with a finite eps, overflows.
+
+    An rstd of 0 would make the row look healthy.
+    """
+    radicand = variance + eps
+    bounded = radicand if eps <= torch.finfo(variance.dtype).max else variance
+    return torch.rsqrt(radicand).masked_fill(bounded == torch.inf, torch.nan)
+
+
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) with the biased variance, mean and rstd."""
     centred, mean = _centre(x)
-    rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    rstd = _rstd((centred * centred).mean(-1, keepdim=True), eps)
     return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)
 
 
@@ -37,7 +47,8 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     if is_torchs(x, weight, bias):
         weight, bias = (p if p is None else p.to(x.dtype) for p in (weight, bias))
         out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-        return out, mean.squeeze(-1), rstd.squeeze(-1)
+        if rstd.all():  # torch 2.13 gives 0, for some sizes, if the variance overflows
+            return out, mean.squeeze(-1), rstd.squeeze(-1)
     normal, mean, rstd = _normalise(x, eps)
     return _affine(normal, weight, bias), mean, rstd
 

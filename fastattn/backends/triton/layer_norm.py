@@ -25,6 +25,8 @@ from fastattn.backends.triton.rows import (
 LIMITS["layer_norm"] = RowLimits(4096, 16384, 8192, 1024)
 LIMITS["layer_norm_backward"] = RowLimits(2048, 8192, 8192, 512)
 
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
 # The programs that share the rows of a weight gradient: the same number on every device, for one order of summation.
 MAX_PROGRAMS = 512
 
@@ -68,6 +70,17 @@ def _affine(normal, weight, bias, column, columns, ALIGNED: tl.constexpr):
     if bias is not None:
         normal += _parameter(bias, column, columns, ALIGNED)
     return normal
+
+
+@triton.jit
+def _rstd(variance, eps):
+    """Return 1 / sqrt(variance + eps), or NaN if the variance, or its sum with a finite eps, overflows.
+
+    An rstd of 0 would make the row look healthy.
+    """
+    radicand = variance + eps
+    overflowed = (radicand == float("inf")) & ((variance == float("inf")) | (eps <= LARGEST))
+    return tl.where(overflowed, float("nan"), 1.0 / tl.sqrt_rn(radicand))
 
 
 @kernel
@@ -120,7 +133,7 @@ def _forward(
             squares += tl.sum(centred * centred, 1) + step * (block_shift - shift) * first
             shift += step
     center = origin + shift
-    scaling = 1.0 / tl.sqrt_rn(squares / columns + eps)
+    scaling = _rstd(squares / columns, eps)
     tl.store(mean + row, center, mask=row < rows)
     tl.store(rstd + row, scaling, mask=row < rows)
     if ROW_FITS:
