@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,18 @@ __all__ = [
 _NAME = "MultiHeadAttention"
 
 
+class _Parameters(NamedTuple):
+    """The parameters of the input projection and the appended key, as one call has read them.
+
+    Each read of a parametrised one computes it again, so one call reads each of them once.
+    """
+
+    weights: Sequence[Tensor]  # in_proj_weight, or the weights of query, key and value
+    bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+
+
 class MultiHeadAttention(nn.MultiheadAttention):
     """Multi-head attention with torch's constructor, forward, state dict and initialisation, on fastattn's kernels.
 
@@ -41,6 +53,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
     values than of queries, ``is_causal`` without a mask and together with padding, key lengths, windows, a key-value
     cache, 4-D masks, output 0 (not NaN) for rows masked whole. All of it combines. Inside torch's encoder and decoder
     layers it is called in training and evaluation.
+
+    A call reads ``in_proj_weight`` and each other parameter once: one under a parametrisation is computed once, and
+    queries, keys and values are projected with the same weights.
 
     Args:
         embed_dim: size of query and output.
@@ -203,20 +218,34 @@ class MultiHeadAttention(nn.MultiheadAttention):
             TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it. They
                 are RuntimeErrors and AssertionErrors too where torch's module raises these.
         """
-        self._check_operands(query, key, value, cache)
+        parameters = self._read_parameters()
+        self._check_operands(query, key, value, cache, parameters.weights[0].dtype)
         packed = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k, "max_q": max_q, "max_k": max_k}
         if any(argument is not None for argument in packed.values()):
             return self._packed(
-                query, key, value, packed, need_weights, is_causal, window_size, seed, key_lengths=key_lengths,
-                key_padding_mask=key_padding_mask, attn_mask=None if is_causal else attn_mask, cache=cache,
+                parameters, query, key, value, packed, need_weights, is_causal, window_size, seed,
+                key_lengths=key_lengths, key_padding_mask=key_padding_mask,
+                attn_mask=None if is_causal else attn_mask, cache=cache,
             )  # fmt: skip
         if query.is_nested or key.is_nested or value.is_nested:
             return self._nested(
-                query, key, value, key_padding_mask, attn_mask, key_lengths, cache, need_weights=need_weights,
-                average_attn_weights=average_attn_weights, is_causal=is_causal, window_size=window_size, seed=seed,
+                parameters, query, key, value, key_padding_mask, attn_mask, key_lengths, cache,
+                need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal,
+                window_size=window_size, seed=seed,
             )  # fmt: skip
+        return self._attend(
+            parameters, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal,
+            key_lengths, window_size, cache, seed,
+        )  # fmt: skip
+
+    def _attend(
+        self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,
+        need_weights: bool, attn_mask: Tensor | None, average_attn_weights: bool, is_causal: bool,
+        key_lengths: Tensor | None, window_size: tuple[int, int], cache: KeyValueCache | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """:meth:`forward` of operands that have been checked, neither packed nor nested."""
         batched = query.dim() == 3
-        q, k, v = self._project(query, key, value, cache, self._split_heads)
+        q, k, v = self._project(query, key, value, cache, parameters, self._split_heads)
         if cache is not None:
             k, v = cache._stored(k, v)
         length = k.size(2)
@@ -224,11 +253,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise check.BadValue(f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
         mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
         causal_variant = "lower_right" if cache is not None and not cache.static else "upper_left"
-        if self.bias_k is not None or self.add_zero_attn:
+        if parameters.bias_k is not None or self.add_zero_attn:
             mask = self._visible(q, k, mask, is_causal, causal_variant, key_lengths, window_size)
             is_causal, key_lengths, window_size = False, None, (-1, -1)
             appended = -k.size(2)
-            k, v = self._append_key(k, self.bias_k), self._append_key(v, self.bias_v)
+            k, v = self._append_key(k, parameters.bias_k), self._append_key(v, parameters.bias_v)
             appended += k.size(2)
             mask = mask if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
         dropout_p = self.dropout if self.training else 0.0
@@ -252,8 +281,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
             weights = weights.mean(1)
         return out, weights if batched else weights.squeeze(0)
 
-    def _check_operands(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None) -> None:
-        parameter = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+    def _read_parameters(self) -> _Parameters:
+        if self._qkv_same_embed_dim:
+            weights: Sequence[Tensor] = (self.in_proj_weight,)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        return _Parameters(weights, self.in_proj_bias, self.bias_k, self.bias_v)
+
+    def _check_operands(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None, dtype: torch.dtype
+    ) -> None:
         for label, tensor, size in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),
@@ -269,9 +306,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 raise check.BadValue(
                     f"{_NAME}: {label} must have size {size} in its last dimension, got {_last_size(tensor)}"
                 )
-            if tensor.dtype != parameter.dtype and check.autocast_dtype(query) is None:
+            if tensor.dtype != dtype and check.autocast_dtype(query) is None:
                 raise check.BadType(
-                    f"{_NAME}: {label} must have the parameters' dtype {check.dtype_name(parameter.dtype)}, "
+                    f"{_NAME}: {label} must have the parameters' dtype {check.dtype_name(dtype)}, "
                     f"got {check.dtype_name(tensor.dtype)}"
                 )
         if key is not value and not key.is_nested and key.shape[:-1] != value.shape[:-1]:
@@ -283,8 +320,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise TypeError(f"{_NAME}: cache must be a KeyValueCache, got {type(cache).__name__}")
 
     def _packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: dict[str, Any], need_weights: bool, is_causal: bool,
-        window_size: tuple[int, int], seed: Tensor | None, **others: Any,
+        self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, packed: dict[str, Any],
+        need_weights: bool, is_causal: bool, window_size: tuple[int, int], seed: Tensor | None, **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Packed operands; ``others`` are those that do not go with them."""
         missing = [name for name, argument in packed.items() if argument is None]
@@ -295,13 +332,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 f"{_NAME}: packed sequences are (tokens, {self.embed_dim}), got query of {query.dim()} dimensions"
                 f"{_shape(query)}"
             )
-        others |= {"add_bias_kv": self.bias_k, "add_zero_attn": self.add_zero_attn or None}
+        others |= {"add_bias_kv": parameters.bias_k, "add_zero_attn": self.add_zero_attn or None}
         given = [name for name, argument in others.items() if argument is not None]
         if given:
             raise check.BadValue(f"{_NAME}: packed sequences do not go with {given[0]}: leave it out, or pad them")
         if need_weights:
             raise check.BadValue(f"{_NAME}: packed sequences have no weights: pass need_weights=False, or pad them")
-        q, k, v = self._project(query, key, value, None, _packed_heads)
+        q, k, v = self._project(query, key, value, None, parameters, _packed_heads)
         out = varlen_attn(
             q, k, v, **packed, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
             window_size=window_size, enable_gqa=self.num_kv_heads != self.num_heads, seed=seed,
@@ -309,8 +346,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return _linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias), None
 
     def _nested(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None,
-        key_lengths: Tensor | None, cache: KeyValueCache | None, **options: Any,
+        self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None, key_lengths: Tensor | None, cache: KeyValueCache | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Nested operands, padded for the products and the kernels; weights are padded with zeros."""
         if not self.batch_first:
@@ -330,7 +367,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if lengths_k != lengths_v:
             raise check.BadValue(f"{_NAME}: key and value must have the same lengths, got {lengths_k} and {lengths_v}")
         key_lengths = torch.tensor(lengths_k, device=key.device)
-        out, weights = self.forward(padded_q, padded_k, padded_v, key_lengths=key_lengths, **options)
+        out, weights = self._attend(
+            parameters, padded_q, padded_k, padded_v, key_padding_mask=None, attn_mask=None, key_lengths=key_lengths,
+            cache=None, **options,
+        )  # fmt: skip
         if weights is not None:
             device = weights.device
             absent = torch.arange(out.size(1), device=device) >= torch.tensor(lengths_q, device=device)[:, None]
@@ -342,31 +382,25 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(rows), weights
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None,
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None, parameters: _Parameters,
         split: Callable[[Tensor, int], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The ``split`` queries, keys and values, by as few products as shared operands allow."""
-        sizes = self._projection_sizes
-        if self._qkv_same_embed_dim:
-            weights: Sequence[Tensor] = (
-                [self.in_proj_weight] if query is key is value else self.in_proj_weight.split(sizes)
-            )
-        else:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        biases: Sequence[Tensor | None] = [None] * 3
-        if self.in_proj_bias is not None:
-            biases = [self.in_proj_bias] if len(weights) == 1 else self.in_proj_bias.split(sizes)
-        if len(weights) == 1:
-            q, k, v = _linear(query, weights[0], biases[0]).split(sizes, -1)
+        sizes, weights, bias = self._projection_sizes, parameters.weights, parameters.bias
+        is_joint = len(weights) == 1
+        if is_joint and query is key is value:
+            q, k, v = _linear(query, weights[0], bias).split(sizes, -1)
             q = split(q, self.num_heads)
             return q, split(k, self.num_kv_heads), split(v, self.num_kv_heads)
+        rows = (sizes[0], sizes[1] + sizes[2]) if is_joint and key is value else sizes
+        if is_joint:
+            weights = weights[0].split(rows)
+        biases: Sequence[Tensor | None] = [None] * len(rows) if bias is None else bias.split(rows)
         q = split(_linear(query, weights[0], biases[0]), self.num_heads)
         if cache is not None and cache.static and cache.length:
             return q, *cache.contents()
-        if key is value and self._qkv_same_embed_dim:
-            weight = self.in_proj_weight[sizes[0] :]
-            bias = None if self.in_proj_bias is None else self.in_proj_bias[sizes[0] :]
-            k, v = _linear(key, weight, bias).split(sizes[1:], -1)
+        if len(rows) == 2:
+            k, v = _linear(key, weights[1], biases[1]).split(sizes[1:], -1)
         else:
             k, v = _linear(key, weights[1], biases[1]), _linear(value, weights[2], biases[2])
         return q, split(k, self.num_kv_heads), split(v, self.num_kv_heads)

@@ -10,7 +10,9 @@ import torch
 from conftest import DEVICE, KERNELS
 from hypothesis import given
 from hypothesis import strategies as st
+from observers import Noisy, count_reads
 from oracle import assert_accurate, dropout_mask, largest
+from torch.nn.utils import parametrizations, parametrize
 
 import fastattn
 from fastattn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention, SoftmaxDropout
@@ -52,7 +54,7 @@ def compare(ours, theirs, inputs, **options):
     # A score s rounded by eps |s| is a relative error eps |s| of P, once in the forward and once in the backward pass,
     # whose sums differ in order: 2 eps |s|, beside the 8 eps of the rule.
     with torch.no_grad():
-        q, k, _ = ours._project(*inputs, None, ours._split_heads)
+        q, k, _ = ours._project(*inputs, None, ours._read_parameters(), ours._split_heads)
         largest_score = largest(q @ k.mT) / math.sqrt(ours.head_dim)
     for n, (a, e, p) in enumerate(zip(*results, strict=True)):
         if e is None:
@@ -724,10 +726,12 @@ def test_half_precision_biases(backend, training, shape):
     ours, theirs = pair(16, 4, batch_first=True)
     x = torch.randn(shape)
     with torch.no_grad():
-        for bias in (ours.in_proj_bias, theirs.in_proj_bias):
-            bias.copy_(bias.half())
+        for module in (ours, theirs):
+            for bias in (module.in_proj_bias, module.out_proj.bias):
+                bias.copy_(bias.half())
     expected = theirs(x, x, x)[0]
     ours.in_proj_bias = torch.nn.Parameter(ours.in_proj_bias.half())
+    ours.out_proj.bias = torch.nn.Parameter(ours.out_proj.bias.half())
     torch.testing.assert_close(ours.train(training)(x, x, x)[0], expected, **CLOSE)
 
 
@@ -971,6 +975,105 @@ def test_modules_travel(name):
         a, e = twin(*x), module(*x)
         assert all(map(torch.equal, a, e)) if isinstance(a, tuple) else torch.equal(a, e)
     assert name in repr(module)
+
+
+def nested(*lengths):
+    return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
+
+
+def cross(module, x, y, **options):
+    return module(x, y, y, **options)[0]
+
+
+def decode(module, x, y, static):
+    """A first call, and a second one that the first one's keys and values serve too: the number of calls."""
+    cache = KeyValueCache(static=static)
+    with torch.no_grad():
+        for rows in (x[:, :3], x[:, 3:]):
+            keys = y if static else rows
+            module(rows, keys, keys, cache=cache)
+    return 2
+
+
+READS = {
+    "self-attention": ({}, lambda m, x, y: cross(m, x, x)),
+    "weights": ({}, lambda m, x, y: cross(m, x, x, average_attn_weights=False)),
+    "key is value": ({}, cross),
+    "query is key": ({}, lambda m, x, y: m(y, y, y + 1)),
+    "three operands": ({}, lambda m, x, y: m(x, y, y + 1)),
+    "sizes of their own": ({"kdim": 12, "vdim": 10}, lambda m, x, y: m(x, y[..., :12], y[..., :10])),
+    "no biases": ({"bias": False}, cross),
+    "appended keys": ({"add_bias_kv": True, "add_zero_attn": True}, lambda m, x, y: cross(m, x, y, is_causal=True)),
+    "grouped heads": ({"num_kv_heads": 2, "head_dim": 5, "value_head_dim": 3}, cross),
+    "packed": ({}, lambda m, x, y: cross(m, x[0], y[0], need_weights=False, **packed((2, 3), (4, 5)))),
+    "packed self-attention": ({}, lambda m, x, y: cross(m, x[0], x[0], need_weights=False, **packed((2, 3)))),
+    "nested": ({}, lambda m, x, y: cross(m, nested(2, 4), nested(3, 5))),
+    "nested self-attention": ({"add_bias_kv": True}, lambda m, x, y: (lambda n: cross(m, n, n))(nested(2, 4))),
+    "cache": ({}, lambda m, x, y: decode(m, x, y, static=False)),
+    "static cache": ({}, lambda m, x, y: decode(m, x, y, static=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("case", READS)
+def test_a_parametrised_parameter_is_computed_once_a_call(case):
+    options, call = READS[case]
+    module = MultiHeadAttention(16, 4, batch_first=True, **options)
+    counts = count_reads(module)
+    calls = call(module, torch.randn(2, 5, 16), torch.randn(2, 9, 16))
+    assert {count.calls for count in counts.values()} == {calls if isinstance(calls, int) else 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 10}], ids=str)
+def test_a_parametrised_parameter_of_a_patched_module_is_computed_once_a_call(options):
+    module = torch.nn.MultiheadAttention(16, 4, **options)
+    fastattn.patch(module)
+    counts = count_reads(module)
+    module(torch.randn(5, 2, 16), *(torch.randn(9, 2, options.get(name, 16)) for name in ("kdim", "vdim")))
+    assert {count.calls for count in counts.values()} == {1}
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, DropoutAddLayerNorm])
+def test_a_parametrised_parameter_of_a_norm_is_computed_once_a_call(kind):
+    module, x = kind(16), torch.randn(2, 5, 16)
+    counts = count_reads(module)
+    module(*[x] * (2 if kind is DropoutAddLayerNorm else 1))
+    assert [count.calls for count in counts.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("operands", ["self", "cross", "three"])
+def test_a_random_parametrisation_is_one_for_queries_keys_and_values(operands):
+    """torch's module of the weight that the seed draws gives the same output and the same gradient."""
+    x, y = torch.randn(5, 2, 16), torch.randn(9, 2, 16)
+    inputs = {"self": (x, x, x), "cross": (x, y, y), "three": (x, y, y + 1)}[operands]
+    ours, theirs = pair(16, 4)
+    parametrize.register_parametrization(ours, "in_proj_weight", Noisy())
+    original, results = ours.parametrizations.in_proj_weight.original, []
+    for module, weight in ((ours, original), (theirs, theirs.in_proj_weight)):
+        torch.manual_seed(1)
+        if module is theirs:
+            with torch.no_grad():
+                weight.copy_(Noisy()(weight))
+        out, _ = module(*inputs)
+        results.append((out, *torch.autograd.grad(out.square().sum(), weight)))
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5 * e.abs().max().item())
+
+
+@pytest.mark.parametrize("normalise", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_a_normalised_input_projection(normalise):
+    """In training each read of a spectrally normalised weight is one more step of the power iteration."""
+    x, y = torch.randn(5, 2, 16), torch.randn(9, 2, 16)
+    results = []
+    for module in pair(16, 4):
+        torch.manual_seed(1)
+        normalise(module, "in_proj_weight")
+        normalise(module.out_proj)
+        out, _ = module.train()(x, y, y)
+        after = [buffer for name, buffer in module.named_buffers() if "in_proj" in name]
+        results.append((out, *after))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 @given(

@@ -1,0 +1,34 @@
+"""Additions that programs make to a module: parametrisations, here one that counts."""
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+class Counted(nn.Module):
+    """A parametrisation without effect, which counts how often it is computed."""
+
+    calls = 0
+
+    def forward(self, original):
+        self.calls += 1
+        return original
+
+
+def count_reads(model):
+    """Put a :class:`Counted` on each parameter of each module in ``model``: {(the module, parameter's name): it}."""
+    owned = [(module, name) for module in model.modules() for name, parameter in module.named_parameters(recurse=False)]
+    counts = {}
+    for module, name in owned:
+        counts[module, name] = Counted()
+        parametrize.register_parametrization(module, name, counts[module, name])
+    for count in counts.values():
+        count.calls = 0
+    return counts
+
+
+class Noisy(nn.Module):
+    """A parametrisation that is another one at each read: noise is added to the weight."""
+
+    def forward(self, original):
+        return original + torch.randn_like(original)
