@@ -18,7 +18,7 @@ from fastattn.ops.dropout import dropout
 from fastattn.ops.jagged import with_values
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 from fastattn.ops.softmax_dropout import softmax_dropout
-from fastattn.torch_private import never_skipped
+from fastattn.torch_private import is_plain_linear, never_skipped
 
 __all__ = [
     "Dropout",
@@ -55,7 +55,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
     layers it is called in training and evaluation.
 
     A call reads ``in_proj_weight`` and each other parameter once: one under a parametrisation is computed once, and
-    queries, keys and values are projected with the same weights.
+    queries, keys and values are projected with the same weights. ``out_proj`` is called as a module, so its hooks run,
+    and a module that replaces it computes the output. torch's module reads its weight and bias instead.
 
     Args:
         embed_dim: size of query and output.
@@ -271,7 +272,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if cache is not None:
             cache.length = length  # only now: a call that was refused has added nothing
         out = out.transpose(1, 2) if self.batch_first or not batched else out.permute(2, 0, 1, 3)  # as query lies
-        out = _linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
+        out = self._project_out(out.flatten(2))
         if not batched:
             out = out.squeeze(0)
         if not need_weights:
@@ -343,7 +344,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             q, k, v, **packed, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
             window_size=window_size, enable_gqa=self.num_kv_heads != self.num_heads, seed=seed,
         )  # fmt: skip
-        return _linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias), None
+        return self._project_out(out.flatten(1)), None
 
     def _nested(
         self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,
@@ -404,6 +405,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
         else:
             k, v = _linear(key, weights[1], biases[1]), _linear(value, weights[2], biases[2])
         return q, split(k, self.num_kv_heads), split(v, self.num_kv_heads)
+
+    def _project_out(self, heads: Tensor) -> Tensor:
+        """``out_proj`` of the heads' outputs, (..., num_heads * value_head_dim)."""
+        if is_plain_linear(self.out_proj):  # a call costs 4 us more, and fails for a bias of another dtype
+            return _linear(heads, self.out_proj.weight, self.out_proj.bias)
+        return self.out_proj(heads)
 
     def _split_heads(self, projected: Tensor, heads: int) -> Tensor:
         """(N, heads, length, head size)"""

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._ops import _get_dispatch_mode_pre_dispatch as _get_pre_dispatch_mode
 from torch.autograd import forward_ad
 from torch.nn.attention import _registry
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight as _ExpandedWeight
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_mode_stack
@@ -43,6 +44,8 @@ SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 single_level_autograd = enable_single_level_autograd_function
 # A region in which an op's call goes on to the dispatch keys below autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# The forward of torch's linear modules, which a program may replace.
+_LINEAR_FORWARD = nn.Linear.forward
 # Whether torch.nn.attention.sdpa_kernel allows flash attention. The public question cannot be compiled.
 is_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 
@@ -270,6 +273,24 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or _has_any_global_hook()
+    )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a call of this module is ``linear`` of its weight and bias, and nothing can tell that it was not made.
+
+    The module is torch's own, without hooks other than the empty one of :func:`never_skipped`. Neither the module nor
+    the class has another ``forward``.
+    """
+    kind, hooks = type(module), module._forward_pre_hooks
+    return (
+        (kind is NonDynamicallyQuantizableLinear or kind is nn.Linear)
+        and nn.Linear.forward is _LINEAR_FORWARD
+        and "forward" not in vars(module)
+        and (not hooks or (len(hooks) == 1 and -1 in hooks))
+        and not (
+            module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook()
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""Additions that programs make to a module: parametrisations, here one that counts."""
+"""Additions that programs make to a module: parametrisations, here one that counts, and adapters of low rank."""
 
 import torch
 from torch import nn
@@ -32,3 +32,20 @@ class Noisy(nn.Module):
 
     def forward(self, original):
         return original + torch.randn_like(original)
+
+
+class Lora(nn.Module):
+    """The linear module ``base`` and an adapter of rank 2."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    def merged(self):
+        """The weight of the linear module that computes the same."""
+        return self.base.weight + self.up @ self.down

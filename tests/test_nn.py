@@ -10,7 +10,7 @@ import torch
 from conftest import DEVICE, KERNELS
 from hypothesis import given
 from hypothesis import strategies as st
-from observers import Noisy, count_reads
+from observers import Lora, Noisy, count_reads
 from oracle import assert_accurate, dropout_mask, largest
 from torch.nn.utils import parametrizations, parametrize
 
@@ -1074,6 +1074,105 @@ def test_a_normalised_input_projection(normalise):
         results.append((out, *after))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def forms(module):
+    """Calls of attention of (2, 5, 16) and (2, 9, 16), one for each way to its output projection."""
+    x, y = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+    return {
+        "padded": lambda: cross(module, x, y),
+        "self-attention": lambda: cross(module, x, x, need_weights=False),
+        "packed": lambda: cross(module, x[0], y[0], need_weights=False, **packed((2, 3), (4, 5))),
+        "nested": lambda: cross(module, nested(2, 4), nested(3, 5)),
+    }
+
+
+FORMS = pytest.mark.parametrize("form", forms(None))
+
+
+@pytest.fixture(params=["ours", "patched"])
+def attention(request):
+    if request.param == "ours":
+        return MultiHeadAttention(16, 4, batch_first=True)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    fastattn.patch(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@FORMS
+def test_hooks_of_the_output_projection_are_called(attention, form):
+    """Once a call, with its input and output; what a hook returns is the output."""
+    call, seen = forms(attention)[form], []
+    expected = call()
+    handles = [
+        attention.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0])),
+        attention.out_proj.register_forward_hook(lambda *args: seen.append(args[2])),
+    ]
+    call()
+    found, out = seen
+    torch.testing.assert_close(torch.nn.functional.linear(found, *attention.out_proj.parameters()), out)
+    if form != "nested":  # whose rows are padded inside; each call of it has other operands
+        assert torch.equal(out, expected)
+        handles.append(attention.out_proj.register_forward_hook(lambda *args: args[2] * 2))
+        assert torch.equal(call(), expected * 2)
+    for handle in handles:
+        handle.remove()
+    call()
+    assert len(seen) == (2 if form == "nested" else 4)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "global", "own forward", "class's forward"])
+def test_whoever_observes_the_output_projection_sees_its_call(kind, monkeypatch):
+    module, x, seen = MultiHeadAttention(16, 4), torch.randn(5, 2, 16), []
+
+    def see(module, *_):
+        if module is projection:
+            seen.append(module)
+
+    projection, forward = module.out_proj, torch.nn.Linear.forward
+    if kind == "forward":
+        projection.register_forward_hook(see)
+    elif kind == "backward":
+        projection.register_full_backward_hook(see)
+    elif kind == "global":
+        handle = torch.nn.modules.module.register_module_forward_hook(see)
+    elif kind == "own forward":
+        projection.forward = lambda x: see(projection) or forward(projection, x)
+    else:
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: see(self) or forward(self, x))
+    module(x, x, x)[0].sum().backward()
+    assert seen == [projection]
+    if kind == "global":
+        handle.remove()
+
+
+@pytest.mark.parametrize("form", ["padded", "self-attention", "packed"])
+def test_an_adapter_of_the_output_projection_has_its_effect(form):
+    """torch's module of the merged weight gives the same output."""
+    ours, theirs = pair(16, 4, batch_first=True)
+    adapter = ours.out_proj = Lora(ours.out_proj)
+    with torch.no_grad():
+        theirs.out_proj.weight.copy_(adapter.merged())
+    x, y = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+    if form == "packed":
+        out = cross(ours, x.flatten(0, 1), y.flatten(0, 1), need_weights=False, **packed((5, 5), (9, 9)))
+        out, expected = out.unflatten(0, (2, 5)), cross(theirs, x, y)
+    else:
+        out, expected = (cross(module, x, x if form == "self-attention" else y) for module in (ours, theirs))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(out.sum(), (adapter.down, adapter.up)))
+
+
+def test_an_output_projection_normalised_by_hooks():
+    """The hook of torch's older ``weight_norm`` computes the weight, so an optimizer's step has its effect."""
+    module, x = MultiHeadAttention(16, 4), torch.randn(5, 2, 16)
+    bias, before = module.out_proj.bias.detach(), module(x, x, x)[0]
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        torch.nn.utils.weight_norm(module.out_proj)
+    with torch.no_grad():
+        module.out_proj.weight_g.mul_(2)
+    torch.testing.assert_close(module(x, x, x)[0] - bias, 2 * (before - bias), **CLOSE)
 
 
 @given(

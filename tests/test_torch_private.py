@@ -384,6 +384,28 @@ def test_hooks_are_noticed(kind):
     assert not torch_private.has_hooks(module)
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.modules.linear.NonDynamicallyQuantizableLinear])
+def test_a_plain_linear_module_is_known(kind, monkeypatch):
+    """Hooks, another forward or another class make a call of it worth making; the empty hook does not."""
+    for hook in HOOKS.values():
+        module = kind(2, 2)
+        torch_private.never_skipped(module)
+        assert torch_private.is_plain_linear(module)
+        handle = hook(module)
+        assert not torch_private.is_plain_linear(module)
+        handle.remove()
+        assert torch_private.is_plain_linear(module)
+    module.forward = module.forward
+    assert not torch_private.is_plain_linear(module)
+    module = kind(2, 2)
+    torch.nn.utils.parametrizations.weight_norm(module)
+    assert not torch_private.is_plain_linear(module)
+    module = kind(2, 2)
+    forward = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x))
+    assert not torch_private.is_plain_linear(module)
+
+
 def test_a_wrapper_tensor_goes_to_its_class():
     class Wrapper(torch.Tensor):
         seen: ClassVar = []
