@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from observers import count_reads
+from torch import nn
 from torch.nn import functional as F
 
 import fastattn
@@ -274,6 +276,43 @@ def test_the_padding_embedding_is_zero_and_frozen(tying, through):
         assert torch.equal(weight.grad[0], torch.zeros(32))
         assert weight.grad.abs().sum() > 0
     assert (model.output.weight.grad[0].abs().sum() == 0) == (tying != "none")
+
+
+def called(model, run):
+    """The names of the modules that a run calls, each time they are called."""
+    names, handles = [], []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(lambda *_, name=name: names.append(name)))
+    run()
+    for handle in handles:
+        handle.remove()
+    return names
+
+
+@torch.no_grad()
+def test_every_module_is_called(model):
+    """A forward pass calls every module except lists. Decoding calls the parts of the encoder, then of the decoder."""
+    source, target = batch()
+    modules = {name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)} - {"output"}
+    if model.source_embedding is model.target_embedding:
+        modules -= {"source_embedding"}
+    assert set(called(model, lambda: model(source, target))) == modules
+    decoding = {name for name in modules if name.startswith(("decoder", "target", "embedding_dropout"))}
+    state = model.begin(source)
+    assert set(called(model, lambda: model.begin(source))) == modules - decoding - {"", "output"} | {
+        "embedding_dropout", *({"target_embedding"} if model.source_embedding is model.target_embedding else ())
+    }  # fmt: skip
+    assert set(called(model, lambda: model.step(target[:, :1], state))) == decoding
+
+
+@torch.no_grad()
+def test_a_parametrised_parameter_is_computed_once_a_call_of_its_module(model):
+    source, target = batch()
+    counts = count_reads(model)
+    model(source, target)
+    shared = model.source_embedding is model.target_embedding
+    for (module, name), count in counts.items():
+        assert count.calls == (2 if shared and module is model.source_embedding else 1), (module, name)
 
 
 def test_initialisation():

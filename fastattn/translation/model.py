@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         positions = self.target_positions(0, target.shape[1], target.device)
         x = self._embed(self.target_embedding, positions, target, next(sites))
         within, across = {"key_lengths": target_lengths}, {"key_lengths": source_lengths}
-        return self._decoder_layers(x, memory, within, across, sites, weights)
+        return self.decoder(x, within, memory, across, sites, weights)
 
     def packed_features(self, source: Packed, target: Packed, *, seeds: Tensor | None = None) -> Tensor:
         """:meth:`features` of packed sentences, as ``ParallelText.batch`` makes them: (target tokens, d_model).
@@ -213,9 +213,9 @@ class Transformer(nn.Module):
             return self._embed(embedding, rows, side.tokens, next(sites))
 
         x = embed(source, self.source_embedding, self.source_positions)
-        memory = self._encoder_layers(x, _between(source, source), sites, None)
+        memory = self.encoder(x, _between(source, source), sites, None)
         x = embed(target, self.target_embedding, self.target_positions)
-        return self._decoder_layers(x, memory, _between(target, target), _between(target, source), sites, None)
+        return self.decoder(x, _between(target, target), memory, _between(target, source), sites, None)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model) for source (B, S)."""
@@ -242,13 +242,11 @@ class Transformer(nn.Module):
             )
         x = self._embed(self.target_embedding, self.target_positions(state.position, 1, tokens.device), tokens, None)
         state.advance(tokens.shape[1])
-        x, residual = self.decoder.begin(x)
-        blocked = state.blocked(self.config.window_size[0])
-        for layer, *caches in zip(self.decoder.layers, state.self_attention, state.cross_attention, strict=True):
-            x, residual = layer.step(  # type: ignore[operator]
-                x, residual, blocked, state.memory, state.source_lengths, *caches
-            )
-        return x
+        # The hypotheses of a sentence are the queries of one attention.
+        within = {"is_causal": False, "window_size": (-1, -1), "attn_mask": state.blocked(self.config.window_size[0])}
+        across = {"key_lengths": state.source_lengths}
+        caches = list(zip(state.self_attention, state.cross_attention, strict=True))
+        return self.decoder(x, within, state.memory, across, itertools.repeat(None), None, caches=caches)
 
     def logits(self, features: Tensor) -> Tensor:
         """Scores (..., vocab_size) of features (..., d_model)."""
@@ -300,31 +298,27 @@ class Transformer(nn.Module):
         self._check_tokens(source)
         positions = self.source_positions(0, source.shape[1], source.device)
         x = self._embed(self.source_embedding, positions, source, next(sites))
-        return self._encoder_layers(x, {"key_lengths": source_lengths}, sites, weights)
-
-    def _encoder_layers(self, x, within, sites, weights) -> Tensor:
-        x, residual = self.encoder.begin(x)
-        for layer in self.encoder.layers:
-            x, residual = layer(x, residual, within, sites, weights)
-        return x
-
-    def _decoder_layers(self, x, memory, within, across, sites, weights) -> Tensor:
-        x, residual = self.decoder.begin(x)
-        for layer in self.decoder.layers:
-            x, residual = layer(x, residual, within, memory, across, sites, weights)
-        return x
+        return self.encoder(x, {"key_lengths": source_lengths}, sites, weights)
 
 
 class _Stack(nn.Module):
-    """Layers, and with ``norm_first`` the norm before the first of them."""
+    """Layers, and with ``norm_first`` the norm before the first of them.
+
+    It takes the embedded tokens and the further arguments of its layers, and returns the last layer's output.
+    ``caches`` holds the caches of each layer's attentions.
+    """
 
     def __init__(self, config: TransformerConfig, count: int, layer: type[nn.Module], factory: dict):
         super().__init__()
         self.norm = LayerNorm(config.d_model, eps=config.norm_eps, **factory) if config.norm_first else nn.Identity()
         self.layers = nn.ModuleList(layer(config, factory, is_last=number == count - 1) for number in range(count))
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(x), x
+    def forward(self, x: Tensor, *arguments: Any, caches: list[tuple[KeyValueCache, ...]] | None = None) -> Tensor:
+        x, residual = self.norm(x), x
+        for number, layer in enumerate(self.layers):
+            of_layer = {} if caches is None else {"caches": caches[number]}
+            x, residual = layer(x, residual, *arguments, **of_layer)
+        return x
 
 
 class EncoderLayer(nn.Module):
@@ -358,7 +352,11 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the encoder's output, and feed-forward network."""
+    """Causal self-attention, attention to the encoder's output, and feed-forward network.
+
+    ``caches`` of self-attention and of the attention to the encoder's output serve decoding token by token. Then
+    ``within`` says which of the cached keys a query sees.
+    """
 
     SITES = 6
 
@@ -373,30 +371,18 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(config, factory)
         self.feed_forward_norm = _norm(config, factory)
 
-    def forward(self, x, residual, within, memory, across, sites, weights):
+    def forward(self, x, residual, within, memory, across, sites, weights, caches=(None, None)):
         need = {"need_weights": weights is not None, "average_attn_weights": False}
-        y, self_weights = self.self_attention(
-            x, x, x, is_causal=True, window_size=self.window_size, seed=next(sites), **within, **need
-        )
+        own = {"is_causal": True, "window_size": self.window_size, "cache": caches[0], **within, **need}
+        y, self_weights = self.self_attention(x, x, x, seed=next(sites), **own)
         x, residual = _add_norm(self.self_attention_norm, y, residual, next(sites))
-        y, cross_weights = self.cross_attention(x, memory, memory, seed=next(sites), **across, **need)
+        y, cross_weights = self.cross_attention(x, memory, memory, seed=next(sites), cache=caches[1], **across, **need)
         x, residual = _add_norm(self.cross_attention_norm, y, residual, next(sites))
         if weights is not None:
             weights.decoder.append(self_weights)
             weights.cross.append(cross_weights)
         y = self.feed_forward(x, next(sites))
         return _add_norm(self.feed_forward_norm, y, residual, next(sites), self.is_last)
-
-    def step(self, x, residual, blocked, memory, memory_lengths, self_cache, cross_cache):
-        """:meth:`forward` of one token of each hypothesis, x and residual (B, W, d_model): the hypotheses of a sentence
-        are the queries of one attention."""
-        y, _ = self.self_attention(x, x, x, need_weights=False, attn_mask=blocked, cache=self_cache)
-        x, residual = _add_norm(self.self_attention_norm, y, residual, None)
-        y, _ = self.cross_attention(
-            x, memory, memory, need_weights=False, key_lengths=memory_lengths, cache=cross_cache
-        )
-        x, residual = _add_norm(self.cross_attention_norm, y, residual, None)
-        return _add_norm(self.feed_forward_norm, self.feed_forward(x), residual, None, self.is_last)
 
 
 class FeedForward(nn.Module):
@@ -447,12 +433,13 @@ class LearnedPositions(nn.Module):
 
     def forward(self, start: int, length: int, device: torch.device) -> Tensor:
         """Rows ``start`` to ``start + length``: (length, d_model), on the device of the parameter."""
-        if start + length > self.weight.shape[0]:
+        weight = self.weight
+        if start + length > weight.shape[0]:
             raise InputError(
-                f"a sequence of {start + length} tokens is longer than max_positions={self.weight.shape[0]}: "
+                f"a sequence of {start + length} tokens is longer than max_positions={weight.shape[0]}: "
                 "shorten it, or use sinusoidal positions"
             )
-        return self.weight[start : start + length]
+        return weight[start : start + length]
 
 
 def _positions(config: TransformerConfig, factory: dict) -> nn.Module:
