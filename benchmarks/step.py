@@ -32,7 +32,7 @@ from fastattn.bench.timer import Neighbours, interleave
 from fastattn.translation import memory, precision
 from fastattn.translation.config import PRESETS, TrainingConfig
 from fastattn.translation.data import Batch, ParallelText, Sentences, read_parallel, verses
-from fastattn.translation.evaluate import smoothed_loss
+from fastattn.translation.evaluate import loss_of, smoothed_loss
 from fastattn.translation.tokenizer import PAD_ID, Tokenizer
 from fastattn.translation.train import Trainer
 
@@ -154,9 +154,7 @@ class PaddedLoss(nn.Module):
         sides = padded(source.tokens, source), padded(target.tokens, target)
         features = self.model.features(*sides, lengths(source), lengths(target), seeds=seeds)
         labels = padded(batch.labels, target).flatten()
-        return smoothed_loss(
-            *self.model.projection(features.flatten(0, 1)), labels, self.smoothing, PAD_ID, self.model.fixed_id
-        )
+        return loss_of(self.model, features.flatten(0, 1), labels, self.smoothing)
 
 
 def packing(tokenizer: Tokenizer, text: ParallelText, seconds: float) -> dict[str, float]:

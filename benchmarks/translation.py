@@ -40,6 +40,8 @@ class TorchTransformer(nn.Module):
     """`torch.nn.Transformer` between tied embeddings and sinusoidal positions, called as `fastattn.Transformer` is."""
 
     dropout_sites = 0
+    fixed_id = None
+    device = torch.device("cpu")
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
-from observers import count_reads
+from observers import Counted, Lora, count_reads
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import fastattn
 from fastattn import Transformer, TransformerConfig
 from fastattn.errors import InputError
-from fastattn.translation.evaluate import smoothed_loss
+from fastattn.translation.evaluate import loss_of, smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights, Packed, SinusoidalPositions
 from fastattn.translation.tokenizer import BOS_ID
 
@@ -278,6 +279,107 @@ def test_the_padding_embedding_is_zero_and_frozen(tying, through):
     assert (model.output.weight.grad[0].abs().sum() == 0) == (tying != "none")
 
 
+OBSERVED = ["hook", "own forward", "module in its place", "parametrisation"]
+
+
+def observe(model, kind):
+    """Have calls of the last product observed, without effect: a function that returns their number."""
+    output, calls = model.output, []
+    if kind == "hook":
+        output.register_forward_hook(lambda *_: calls.append(1))
+    elif kind == "own forward":
+        forward = output.forward
+        output.forward = lambda features: calls.append(1) or forward(features)
+    elif kind == "module in its place":
+        model.output = nn.Sequential(output)
+        model.output.append(nn.Identity()).register_forward_hook(lambda *_: calls.append(1))
+    else:
+        count = Counted()
+        parametrize.register_parametrization(output, "weight", count)
+        count.calls = 0
+        return lambda: count.calls
+    return lambda: len(calls)
+
+
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_the_last_product_is_called_as_a_module(model, kind):
+    """One call computes the logits and gradients of an output that nobody observes. The padding's row is not 0 here, so
+    that features and bias have gradients through it."""
+    with torch.no_grad():
+        model.output.weight[0].normal_()
+        if model.output.bias is not None:
+            model.output.bias.normal_()
+    parameters, results = list(model.parameters()), []
+    for number in range(2):
+        logits = model(*batch())
+        results.append((logits, *torch.autograd.grad(logits.square().sum(), parameters)))
+        if number == 0:
+            calls = observe(model, kind)
+    assert calls() == 1
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+    shared = model.target_embedding.weight
+    if model.config.tying != "none":
+        assert any(parameter is shared for parameter in model.output.parameters())
+        assert results[1][1 + [parameter is shared for parameter in parameters].index(True)][0].abs().max() == 0
+    with torch.no_grad():
+        model.logits(model.step(torch.full((2, 1), BOS_ID), model.begin(batch()[0])))
+    assert calls() == 2
+
+
+def test_a_hook_of_the_last_product_changes_the_logits(model):
+    logits = model(*batch())
+    model.output.register_forward_hook(lambda module, args, out: out - 3)
+    assert torch.equal(model(*batch()), logits - 3)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_an_adapter_of_the_last_product_has_its_effect(model, smoothing):
+    """Logits, loss and gradients are those of the merged weight."""
+    with torch.no_grad():
+        model.output.weight[0].normal_()
+    bias, factor = model.output.bias, model.config.d_model**-0.5 if model.config.scale_logits else 1.0
+    adapter = model.output = Lora(model.output)
+    features = model.features(*batch()).detach().flatten(0, 1).requires_grad_()
+    labels = torch.arange(len(features)) % 7  # 0 is the padding
+    merged = adapter.merged().detach().requires_grad_()
+    logits = F.linear(features * factor, merged, bias)
+    torch.testing.assert_close(model.logits(features), logits, **CLOSE)
+    loss, nll, correct = loss_of(model, features, labels, smoothing)
+    wanted = F.cross_entropy(logits, labels, ignore_index=0, label_smoothing=smoothing, reduction="sum")
+    torch.testing.assert_close(loss.float(), wanted, **CLOSE)
+    plain = F.cross_entropy(logits, labels, ignore_index=0, reduction="sum")
+    torch.testing.assert_close(nll.float(), plain.detach(), **CLOSE)
+    assert correct == ((logits.argmax(-1) == labels) & (labels != 0)).sum()
+    leaves = (features, adapter.base.weight, adapter.down, adapter.up)
+    of_features, base, down, up = torch.autograd.grad(loss, leaves)
+    wanted_features, of_weight = torch.autograd.grad(wanted, (features, merged))
+    torch.testing.assert_close(of_features, wanted_features, **CLOSE)
+    torch.testing.assert_close(up, of_weight @ adapter.down.t(), **CLOSE)
+    torch.testing.assert_close(down, adapter.up.t() @ of_weight, **CLOSE)
+    if model.config.tying != "none":
+        of_weight = of_weight.index_fill(0, torch.tensor(0), 0.0)
+    torch.testing.assert_close(base, of_weight, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@torch.no_grad()
+def test_quantised_linear_modules(model):
+    """Each linear module that torch quantises computes; the last product is as near as its roundings allow."""
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert not isinstance(quantised.output, nn.Linear)
+    assert quantised.device == torch.device("cpu")
+    assert quantised(*batch()).isfinite().all()
+    features = quantised.features(*batch())
+    x = features * (model.config.d_model**-0.5 if model.config.scale_logits else 1.0)
+    # Features are rounded to steps of a 127th of their range with 0, weights to steps of a 127th of the largest.
+    of_x = (x.amax().clamp(min=0) - x.amin().clamp(max=0)) / 127
+    of_weight = model.output.weight.abs().max() / 127
+    weight = model.output.weight.abs()
+    bound = of_x * weight.sum(1) + of_weight * (x.abs() + of_x).sum(-1, keepdim=True)
+    assert ((quantised.logits(features) - model.logits(features)).abs() <= bound).all()
+
+
 def called(model, run):
     """The names of the modules that a run calls, each time they are called."""
     names, handles = [], []
@@ -293,7 +395,7 @@ def called(model, run):
 def test_every_module_is_called(model):
     """A forward pass calls every module except lists. Decoding calls the parts of the encoder, then of the decoder."""
     source, target = batch()
-    modules = {name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)} - {"output"}
+    modules = {name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)}
     if model.source_embedding is model.target_embedding:
         modules -= {"source_embedding"}
     assert set(called(model, lambda: model(source, target))) == modules
@@ -355,11 +457,14 @@ def test_built_without_memory(model):
 @pytest.mark.slow
 @pytest.mark.torch_version
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_compiles_as_one_graph(norm_first):
-    """Training with dropout, at two sizes: the eager numbers and gradients."""
+@pytest.mark.parametrize("hook", [False, True], ids=["no hook", "hook"])
+def test_compiles_as_one_graph(norm_first, hook):
+    """Training with dropout, at two sizes: the eager numbers and gradients. With a hook the last product is called."""
     torch._dynamo.reset()
     config = dataclasses.replace(SMALL, norm_first=norm_first, encoder_layers=1, decoder_layers=1, dropout=0.2)
     model = Transformer(config)
+    if hook:
+        model.output.register_forward_hook(lambda module, args, out: out * 2)
     seeds = torch.stack((torch.full((model.dropout_sites,), 7), torch.arange(model.dropout_sites)), dim=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for lengths in (((9, 4), (7, 5)), ((5, 12), (8, 3))):

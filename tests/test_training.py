@@ -25,6 +25,8 @@ import matplotlib.axes
 import pytest
 import torch
 from conftest import require, slow
+from observers import Lora
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -51,7 +53,7 @@ from fastattn.translation.data import (
     read_parallel,
     sent,
 )
-from fastattn.translation.evaluate import held_out, scores, smoothed_loss
+from fastattn.translation.evaluate import held_out, loss_of, scores, smoothed_loss
 from fastattn.translation.model import ROW_MULTIPLE, AttentionWeights
 from fastattn.translation.precision import DTYPES
 from fastattn.translation.search import Search, _draw, _largest, beam_search, candidates, translate
@@ -464,6 +466,31 @@ def test_smoothed_loss_reads_no_row_of_padding():
     assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in nothing)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tying", ["all", "none"])
+def test_the_loss_of_a_last_product_with_a_hook(tying, smoothing):
+    """The hook sees one call, of all rows. Loss and gradients are those without it, which are made part by part."""
+    config = TransformerConfig(50, 16, 16, 2, 1, 1, tying=tying, output_bias=True, scale_logits=True)
+    model, seen = Transformer(config, dtype=torch.float64), []
+    with torch.no_grad():
+        model.output.weight[PAD_ID].normal_()
+        model.output.bias.normal_()
+    features, labels = torch.randn(70, 16, dtype=torch.float64, requires_grad=True), torch.arange(70) % 50
+    leaves = [features, *model.output.parameters()]
+
+    def found():
+        loss, nll, correct = loss_of(model, features, labels, smoothing)
+        return torch.stack((loss, nll, correct)), *torch.autograd.grad(loss, leaves)
+
+    wanted = found()
+    model.output.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    for value, exact in zip(found(), wanted, strict=True):
+        torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
+    assert seen == [(70, 50)]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.stack(loss_of(model, features, labels, smoothing)), wanted[0])
+
+
 class Made(TorchDispatchMode):
     """The sizes of the tensors that operations make, views of others left out; the most elements that those larger than
     ``large`` had at a time."""
@@ -672,6 +699,35 @@ def test_training_learns_and_search_finds_it():
     assert translate(model, tokenizer, [*sources[::-1], "", sources[2]]) == [*targets[::-1], "", targets[2]]
     assert translate(model, tokenizer, []) == []
     assert translate(model.to(torch.bfloat16), tokenizer, sources) == targets
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_with_a_hook_of_the_last_product(text, precision):
+    """It is called once a micro-batch, and the updates are those without it."""
+    config = dataclasses.replace(OPTIONS, micro_batches=2, precision=precision)
+    found, seen = [], []
+    for observed in (False, True):
+        trainer = Trainer(small_model(), text, config)
+        if observed:
+            trainer.model.output.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        found.append(torch.stack([trainer.update() for _ in range(3)]))
+        assert trainer.model.output.weight[PAD_ID].abs().max() == 0
+    assert seen == [torch.bfloat16 if precision == "bf16" else torch.float32] * 6
+    # The gradient of the logits is rounded to the dtype of the products.
+    torch.testing.assert_close(*found, rtol=1e-5 if precision == "fp32" else 2**-8, atol=0)
+
+
+def test_training_an_adapter_of_the_last_product(text):
+    """It learns, and nothing else does."""
+    model = small_model(dropout=0.0)
+    model.requires_grad_(False)
+    model.output = Lora(model.output)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = Trainer(model, text, OPTIONS)
+    losses = [float(sums[0] / sums[3]) for sums in (trainer.update() for _ in range(60))]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {"output.down", "output.up"}
 
 
 # --- search ---
@@ -1229,6 +1285,25 @@ def test_a_pipe_is_written_to_directly(tmp_path):
 
 
 # --- scores and pictures ---
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_quantised_model_is_evaluated_and_translates(text, verses):
+    """As its own logits say. The ``weight`` of a quantised module is a method."""
+    sources, targets, tokenizer = verses
+    model = torch.ao.quantization.quantize_dynamic(small_model().eval(), {nn.Linear})
+    batch = text.batch(torch.arange(8))
+    found = held_out(model, [batch], torch.autocast("cpu", enabled=False))
+    with torch.no_grad():
+        logits = model.logits(model.packed_features(batch.source, batch.target))
+    wanted = F.cross_entropy(logits, batch.labels, ignore_index=PAD_ID)
+    assert found["valid_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert found["valid_accuracy"] == pytest.approx(
+        ((logits.argmax(-1) == batch.labels) & (batch.labels != PAD_ID)).sum().item() / batch.tokens
+    )
+    assert len(translate(model, tokenizer, sources[:2], Search(beam=2))) == 2
+    heads = plots.attention_heads(model, tokenizer, sources[0], targets[0])
+    torch.testing.assert_close(heads.weights.sum(-1), torch.ones(heads.weights.shape[:2]))
 
 
 def test_held_out_loss(text):

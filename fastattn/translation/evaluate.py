@@ -1,6 +1,7 @@
 """How good a model is: loss on held-out text, BLEU and chrF."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -48,6 +49,31 @@ def smoothed_loss(
         nats, and the number of labels above whose logit there is none.
     """
     return _SmoothedLoss.apply(features, weight, bias, labels, smoothing, pad_id, fixed_id, torch.is_grad_enabled())
+
+
+def loss_of(model: Transformer, features: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute :func:`smoothed_loss` of the model's features.
+
+    If ``model.output`` has to be called, it is called once, with all rows. Then all logits exist at once.
+
+    Args:
+        features: (N, d_model).
+        labels: int64 (N,).
+
+    Returns:
+        What :func:`smoothed_loss` returns.
+    """
+    projection, pad_id = model.projection(features), model.config.pad_id
+    if projection is not None:
+        return smoothed_loss(*projection, labels, smoothing, pad_id, model.fixed_id)
+    logits = model.logits(features)
+    logits = logits.to(stat_dtype(logits.dtype))
+    of_rows = functools.partial(F.cross_entropy, target=labels, ignore_index=pad_id, reduction="none")
+    loss = of_rows(logits, label_smoothing=smoothing).double().sum()
+    with torch.no_grad():
+        of_label = logits.gather(1, labels[:, None])[:, 0]
+        correct = (of_label >= logits.amax(1)) & (labels != pad_id)
+        return loss, of_rows(logits).double().sum(), correct.double().sum()
 
 
 class _SmoothedLoss(torch.autograd.Function):
@@ -131,14 +157,14 @@ def held_out(
     ``autocast`` is the context manager to compute in, ``total`` adds what other processes found in theirs. The model is
     left in training mode if it was.
     """
-    was_training, device = model.training, model.output.weight.device
+    was_training, device = model.training, model.device
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     with autocast:
         for batch in batches:
             batch = batch.to(device)
-            projection = model.projection(model.packed_features(batch.source, batch.target))
-            sums[:3] += torch.stack(smoothed_loss(*projection, batch.labels, 0.0, model.config.pad_id)).cpu()
+            features = model.packed_features(batch.source, batch.target)
+            sums[:3] += torch.stack(loss_of(model, features, batch.labels, 0.0)).cpu()
             sums[3] += batch.tokens
     _, nll, correct, tokens = total(sums).tolist()
     model.train(was_training)

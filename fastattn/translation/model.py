@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fastattn.errors import InputError
 from fastattn.nn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention
 from fastattn.ops import check
+from fastattn.torch_private import is_plain_linear
 from fastattn.translation.config import TransformerConfig
 
 
@@ -155,6 +156,11 @@ class Transformer(nn.Module):
                 embedding.weight[self.config.pad_id].zero_()
 
     @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.parameters()).device
+
+    @property
     def dropout_sites(self) -> int:
         """Number of places where a forward pass drops elements: the rows of ``seeds``."""
         encoder, decoder = self.config.encoder_layers, self.config.decoder_layers
@@ -249,22 +255,49 @@ class Transformer(nn.Module):
         return self.decoder(x, within, state.memory, across, itertools.repeat(None), None, caches=caches)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Scores (..., vocab_size) of features (..., d_model)."""
-        features, weight, bias = self.projection(features)
+        """Compute scores (..., vocab_size) of features (..., d_model).
+
+        ``output`` is called as a module: its hooks run, and a module that replaces it computes the scores. A linear
+        module of torch whose call nothing can observe has its weight and bias read instead.
+        """
+        projection = self.projection(features)
+        if projection is not None:
+            features, weight, bias = projection
+            return F.linear(features, self._without_fixed_row(weight), bias)
+        features, matrices = self._scaled(features), {}  # matrices that replace parameters during the call
         if self.fixed_id is not None and torch.is_grad_enabled():
-            weight = weight.select_scatter(weight[self.fixed_id].detach(), 0, self.fixed_id)
-        return F.linear(features, weight, bias)
+            shared = set(self.target_embedding.parameters())
+            matrices = {
+                name: self._without_fixed_row(parameter)
+                for name, parameter in self.output.named_parameters()
+                if parameter in shared
+            }
+        return torch.func.functional_call(self.output, matrices, (features,)) if matrices else self.output(features)
 
     @property
     def fixed_id(self) -> int | None:
         """The piece whose row of the last product's matrix is not trained: the padding's, of a shared embedding."""
         return None if self.config.tying == "none" else self.config.pad_id
 
-    def projection(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The arguments of the product that gives :meth:`logits`: input, weight and bias of ``linear``."""
-        if self.config.scale_logits:
-            features = features * self.config.d_model**-0.5
-        return features, self.output.weight, self.output.bias
+    def projection(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return the arguments of the product that gives :meth:`logits`: input, weight and bias of ``linear``.
+
+        Returns:
+            The three, or None if ``output`` has to be called: it is no linear module of torch, or has hooks or another
+            ``forward``.
+        """
+        if not is_plain_linear(self.output):
+            return None
+        return self._scaled(features), self.output.weight, self.output.bias
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        return features * self.config.d_model**-0.5 if self.config.scale_logits else features
+
+    def _without_fixed_row(self, matrix: Tensor) -> Tensor:
+        """Return ``matrix``, (vocab_size, d_model), whose row ``fixed_id`` receives no gradient."""
+        if self.fixed_id is None or not torch.is_grad_enabled():
+            return matrix
+        return matrix.select_scatter(matrix[self.fixed_id].detach(), 0, self.fixed_id)
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens before the padding of each row of (B, L): int64 (B,)."""

@@ -61,7 +61,7 @@ def attention_heads(
     source_ids, target_ids = tokenizer.encode([source, target])
     read, seen, predicted = [*source_ids, end], [begin, *target_ids], [*target_ids, end]
     weights = AttentionWeights()
-    device = model.output.weight.device
+    device = model.device
     model(torch.tensor([read], device=device), torch.tensor([seen], device=device), weights=weights)
     rows, columns = {"encoder": (read, read), "decoder": (predicted, seen), "cross": (predicted, read)}[kind]
     of_layer = getattr(weights, kind)[layer - 1][0].float().cpu()

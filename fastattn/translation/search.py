@@ -252,7 +252,7 @@ def candidates(
     ids = tokenizer.encode(lines)
     sentences = Sentences.of(ids)
     order = sorted((i for i, sentence in enumerate(ids) if sentence), key=lambda i: len(ids[i]), reverse=True)
-    device, most = model.output.weight.device, model.config.most_positions
+    device, most = model.device, model.config.most_positions
     found: list[list[Translation]] = [[] for _ in lines]
     hypotheses = search.beam if search.temperature is None else search.n_best
     first = 0

@@ -43,7 +43,7 @@ from fastattn.translation.data import (
     sent,
 )
 from fastattn.translation.distributed import World
-from fastattn.translation.evaluate import held_out, perplexity, scores, smoothed_loss
+from fastattn.translation.evaluate import held_out, loss_of, perplexity, scores
 from fastattn.translation.model import Transformer
 from fastattn.translation.sanity import training_warnings
 from fastattn.translation.search import Search, translate
@@ -67,7 +67,7 @@ class Trainer:
 
     Attributes:
         loss: the module that is called with a batch and the seeds of its dropout, and returns what
-            :func:`~fastattn.translation.evaluate.smoothed_loss` does.
+            :func:`~fastattn.translation.evaluate.loss_of` does.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Trainer:
         self.model = model.train()
         self.text = text
         self.config = config
-        self.world = world or World(0, 1, model.output.weight.device)
+        self.world = world or World(0, 1, model.device)
         self.device = self.world.device
         self.micro_batches = config.micro_batches or self.world.size
         self.shard = shard
@@ -184,17 +184,15 @@ class Trainer:
 
 
 class _Loss(nn.Module):
-    """The model's :func:`~fastattn.translation.evaluate.smoothed_loss` of a batch, as a module, which
-    DistributedDataParallel wants."""
+    """:func:`~fastattn.translation.evaluate.loss_of` as a module of batch and seeds, for DistributedDataParallel."""
 
     def __init__(self, model: Transformer, smoothing: float):
         super().__init__()
         self.model, self.smoothing = model, smoothing
 
     def forward(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        model = self.model
-        projection = model.projection(model.packed_features(batch.source, batch.target, seeds=seeds))
-        return smoothed_loss(*projection, batch.labels, self.smoothing, model.config.pad_id, model.fixed_id)
+        features = self.model.packed_features(batch.source, batch.target, seeds=seeds)
+        return loss_of(self.model, features, batch.labels, self.smoothing)
 
 
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
