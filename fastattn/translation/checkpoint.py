@@ -321,7 +321,7 @@ def _with_weights(config: TransformerConfig, path: Path) -> Transformer:
     if found != expected:
         differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         raise InputError(f"{path.name} does not fit {CONFIG}: they differ in {', '.join(differing[:3])}")
-    model = Transformer(config)
+    model = Transformer(config, device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

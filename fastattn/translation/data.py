@@ -184,8 +184,9 @@ class Sentences:
     @classmethod
     def of(cls, ids: list[list[int]]) -> "Sentences":
         """Those of these piece ids."""
-        lengths = torch.tensor([0, *(len(sentence) + 1 for sentence in ids)], dtype=torch.int64)
-        tokens = torch.tensor([token for sentence in ids for token in (*sentence, EOS_ID)], dtype=torch.int32)
+        lengths = torch.tensor([0, *(len(sentence) + 1 for sentence in ids)], dtype=torch.int64, device="cpu")
+        flat = [token for sentence in ids for token in (*sentence, EOS_ID)]
+        tokens = torch.tensor(flat, dtype=torch.int32, device="cpu")
         return cls(tokens, lengths.cumsum(0))
 
     @classmethod
@@ -197,7 +198,8 @@ class Sentences:
         """
 
         def read(path: Path, dtype: torch.dtype) -> Tensor:
-            return torch.from_file(str(path), shared=False, size=path.stat().st_size // dtype.itemsize, dtype=dtype)
+            size = path.stat().st_size // dtype.itemsize
+            return torch.from_file(str(path), shared=False, size=size, dtype=dtype, device="cpu")
 
         tokens, offsets = read(stem.with_suffix(TOKENS), torch.int32), read(stem.with_suffix(OFFSETS), torch.int64)
         fits = len(offsets) and int(offsets[0]) == 0 and int(offsets[-1]) == len(tokens)
@@ -235,8 +237,8 @@ class Sentences:
         lengths = self.lengths_of(index)
         rest = -int(lengths.sum()) % ROW_MULTIPLE
         offsets = functional.pad(torch.cat((lengths, lengths.new_tensor([rest]))).cumsum(0), (1, 0))
-        sentence = torch.arange(len(index)).repeat_interleave(lengths)
-        places = torch.arange(len(sentence)) - offsets[sentence]
+        sentence = torch.arange(len(index), device="cpu").repeat_interleave(lengths)
+        places = torch.arange(len(sentence), device="cpu") - offsets[sentence]
         tokens = self._tokens[self._offsets[index][sentence] + places].long()
         padded = functional.pad(tokens, (0, rest), value=PAD_ID), functional.pad(places, (0, rest))
         return Packed(*padded, offsets, int(lengths.max()))
@@ -248,7 +250,8 @@ class Sentences:
         """
         lengths = self.lengths_of(index)
         longest = int(lengths.max())
-        column = torch.arange(max(longest, min(most, longest + -longest % LENGTH_MULTIPLE)))
+        width = max(longest, min(most, longest + -longest % LENGTH_MULTIPLE))
+        column = torch.arange(width, device="cpu")
         position = (self._offsets[index, None] + column).clamp_(max=len(self._tokens) - 1)
         return self._tokens[position].long().masked_fill_(column >= lengths[:, None], PAD_ID), lengths
 
@@ -349,9 +352,9 @@ class ParallelText:
     def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> Iterator[Tensor]:
         """Indices of the pairs of each batch, as many as have at most ``batch_tokens`` tokens a side, in the order of
         the text or, with ``shuffle``, a random one. A pair that has more is a batch of its own."""
-        order = torch.arange(len(self.sources))
+        order = torch.arange(len(self.sources), device="cpu")
         if shuffle is not None:
-            order = torch.randperm(len(order), generator=shuffle)
+            order = torch.randperm(len(order), generator=shuffle, device="cpu")
         ends = [functional.pad(side.lengths_of(order).cumsum(0), (1, 0)) for side in (self.sources, self.targets)]
         first = 0
         while first < len(order):
@@ -368,7 +371,7 @@ class ParallelText:
         """
         while True:
             key = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8).digest()
-            shuffle = torch.Generator().manual_seed(*struct.unpack("<q", key))
+            shuffle = torch.Generator("cpu").manual_seed(*struct.unpack("<q", key))
             for place, index in enumerate(self.batches(batch_tokens, shuffle)):
                 if place >= skip:
                     yield epoch, place, index

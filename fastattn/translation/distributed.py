@@ -76,7 +76,7 @@ class World:
         """For each flag, whether it is set in any process: the same answer in all."""
         if self.size == 1:
             return flags
-        found = torch.tensor(flags, dtype=torch.int32)
+        found = torch.tensor(flags, dtype=torch.int32, device="cpu")
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return tuple(map(bool, found.tolist()))
 

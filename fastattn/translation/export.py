@@ -93,11 +93,11 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         if not holds:
             raise InputError(f"Marian's architecture {what}")
 
-    order = torch.arange(config.d_model).view(-1, 2).t().flatten()  # the even features, then the odd
+    order = torch.arange(config.d_model, device="cpu").view(-1, 2).t().flatten()  # the even features, then the odd
     tied = config.tying != "none" and not config.scale_logits
     share = config.tying == "all" and tied  # transformers hands a shared matrix on to tied models alone
     scale = config.d_model**-0.5 if config.scale_logits else 1.0
-    bias = torch.zeros(config.vocab_size) if model.output.bias is None else model.output.bias
+    bias = torch.zeros(config.vocab_size, device="cpu") if model.output.bias is None else model.output.bias
     weights = {"final_logits_bias": bias[None]}
     if share:
         weights["model.shared.weight"] = model.source_embedding.weight[:, order]
@@ -210,7 +210,7 @@ def _norm(spec: Any, norm: Any) -> None:
 def _positions(positions: Any) -> Any:
     if isinstance(positions, LearnedPositions):
         return _numbers(positions.weight)
-    return _numbers(positions.sinusoids(SINUSOIDS))
+    return _numbers(positions.sinusoids(SINUSOIDS, "cpu"))
 
 
 def _numbers(tensor: Tensor) -> Any:

@@ -21,7 +21,7 @@ from fastattn.translation.tokenizer import Tokenizer
 
 # The programs' spellings of padding, begin, end and unknown, in the order of the tokenizer's ids.
 SPECIAL = (("<blank>", "<pad>"), ("<s>",), ("</s>",), ("<unk>",))
-ONE, ZERO = torch.ones(1), torch.zeros(1)
+ONE, ZERO = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
 NEVER = -1e9  # the logit of a word that the program does not know
 
 Weights = dict[str, Tensor]
@@ -60,19 +60,20 @@ def import_model(
     rows = [{word: row for row, word in enumerate(words)} for words in lists]
     known = [{word for word in words if not any(word in names for names in SPECIAL)} for words in lists]
     tokenizer, pieces = Tokenizer.of_words(sorted(known[0] | known[1]))
-    source, target = (torch.tensor(_places(side, pieces)) for side in rows)
-    missing = torch.tensor([piece not in rows[1] for piece in pieces])
+    source, target = (torch.tensor(_places(side, pieces), device="cpu") for side in rows)
+    missing = torch.tensor([piece not in rows[1] for piece in pieces], device="cpu")
     missing[: len(SPECIAL)] = False
     weights["source_embedding.weight"] = weights["source_embedding.weight"][source]
     weights["target_embedding.weight"] = weights["target_embedding.weight"][target]
     weights["output.weight"] = weights["output.weight"][target]
     bias = weights.pop("output.bias", None)
     if bias is not None or missing.any():
-        bias = torch.zeros(len(missing)) if bias is None else bias[target]
+        bias = torch.zeros(len(missing), device="cpu") if bias is None else bias[target]
         weights["output.bias"] = bias.masked_fill(missing, NEVER)
     equal = [torch.equal(weights[name], weights["target_embedding.weight"]) for name in (tables[0], "output.weight")]
     tying = "all" if all(equal) else "output" if equal[1] else "none"
-    model = Transformer(TransformerConfig(len(pieces), tying=tying, output_bias="output.bias" in weights, **fields))
+    config = TransformerConfig(len(pieces), tying=tying, output_bias="output.bias" in weights, **fields)
+    model = Transformer(config, device="cpu")
     model.load_state_dict(weights)
     return model.eval(), tokenizer
 

@@ -105,7 +105,7 @@ def _pairing(pairs: Pairs, name: str) -> list[str]:
     copied = (_normal(s) == _normal(t) != "" for s, t in zip(sources, targets, strict=True))
     found = _share(copied, COPIES, f"{name} pairs have two equal sides", "a model learns to copy from them")
     if len(sources) >= ENOUGH:
-        sizes = torch.tensor([[len(line) for line in side] for side in pairs], dtype=torch.float64)
+        sizes = torch.tensor([[len(line) for line in side] for side in pairs], dtype=torch.float64, device="cpu")
         bounded = sizes.minimum(3 * sizes.median(dim=1, keepdim=True).values)  # a few are overlong
         correlation = float(torch.corrcoef(bounded)[0, 1])  # NaN where all lines of a side are as long
         if correlation < PAIRED:

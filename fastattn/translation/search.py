@@ -260,7 +260,7 @@ def candidates(
         longest = min(len(ids[order[first]]), most)
         index = order[first : first + max(1, min(search.batch_size, MOST_TOKENS // (longest * hypotheses)))]
         first += len(index)
-        source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index), most))
+        source, lengths = (tensor.to(device) for tensor in sentences.padded(torch.tensor(index, device="cpu"), most))
         results = (beam_search if search.temperature is None else sample)(model, source, lengths, search)
         for i, best in zip(index, results, strict=True):
             texts = tokenizer.decode([hypothesis.tokens for hypothesis in best])

@@ -51,7 +51,7 @@ from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 METRICS = "metrics.jsonl"
 REPORT_EVERY = 20  # updates
-NOTHING = torch.zeros(())  # begins a sum, on any device
+NOTHING = torch.zeros((), device="cpu")  # begins a sum, on any device
 
 
 class Trainer:
@@ -96,7 +96,7 @@ class Trainer:
         if self.world.size > 1:
             # From the second pass on it sums gradients in the order of their arrival, and a sum's bits depend on the
             # order. A first pass of no effect lets a resumed run begin with the sums of the one that it continues.
-            self._backward(self.text.batch(torch.tensor([0])), 0, 1)
+            self._backward(self.text.batch(torch.tensor([0], device="cpu")), 0, 1)
             self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict:
@@ -179,7 +179,7 @@ class Trainer:
         with self.autocast():
             loss, nll, correct = self.loss(batch.to(self.device), sent(seeds, self.device))
         (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
-        counts = torch.tensor((batch.tokens, batch.filled, batch.rows), dtype=torch.float64)
+        counts = torch.tensor((batch.tokens, batch.filled, batch.rows), dtype=torch.float64, device="cpu")
         return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), sent(counts, self.device)))
 
 
@@ -202,7 +202,7 @@ def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tenso
     """
     digest = hashlib.blake2b(struct.pack("<3q", seed, update, micro_batch), digest_size=8).digest()
     (key,) = struct.unpack("<q", digest)
-    return torch.stack((torch.full((sites,), key), torch.arange(sites)), dim=1)
+    return torch.stack((torch.full((sites,), key, device="cpu"), torch.arange(sites, device="cpu")), dim=1)
 
 
 def train(
@@ -311,7 +311,7 @@ def train(
 def _new_model(config: TransformerConfig, seed: int) -> Transformer:
     torch.manual_seed(seed)
     try:
-        return Transformer(config)
+        return Transformer(config, device="cpu")
     except RuntimeError as error:  # the allocator's
         size = f"d_model {config.d_model}, d_ff {config.d_ff}, vocab_size {config.vocab_size}"
         raise InputError(f"there is no memory for a model of {size}: {str(error).splitlines()[0]}") from None
