@@ -118,6 +118,104 @@ def test_translations(tmp_path, name, tied, capsys):
     assert len({tuple(words) for words in wanted}) > 2
 
 
+class AsLightning(torch.nn.Module):
+    """A module that trains a model and has a loss with weights of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+
+
+def as_compiled(model):
+    """The names that torch.compile gives, without compiling."""
+    return torch.compile(model, backend="eager")
+
+
+def within(model):
+    """A compiled part in place of a part."""
+    model.encoder = as_compiled(model.encoder)
+    return model
+
+
+WRAPPERS = {
+    "module.": torch.nn.DataParallel,
+    "_orig_mod.": as_compiled,
+    "_orig_mod.module.": lambda model: as_compiled(torch.nn.DataParallel(model)),
+    "module._orig_mod.": lambda model: torch.nn.DataParallel(as_compiled(model)),
+    "model._orig_mod.": lambda model: AsLightning(as_compiled(model)),
+    "encoder._orig_mod.": within,
+    "an average": torch.optim.swa_utils.AveragedModel,
+}
+AROUND = {
+    "as the program": lambda weights: weights,
+    "state_dict": lambda weights: {"state_dict": weights, "epoch": 3, "optimizer_states": [{"state": {0: {}}}]},
+    "nested": lambda weights: {"checkpoint": {"model": {"state_dict": weights}}, "step": torch.tensor(3)},
+}
+
+
+class Bare(torch.nn.Module):
+    """A module of these names and tensors."""
+
+    def __init__(self, weights):
+        super().__init__()
+        for name, tensor in weights.items():
+            module = self
+            *parts, last = name.split(".")
+            for part in parts:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_buffer(last, tensor)
+
+
+@pytest.mark.parametrize("name", ["jadore", "annotated"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
+    """Under the names that torch's own wrappers give, in dictionaries within one another."""
+    program(name, tmp_path / "model")
+    files = word_files(name, tmp_path)
+    wanted, tokenizer = import_model(tmp_path / "model", *files, heads=4)
+    saved = torch.load(tmp_path / "model", weights_only=False)
+    weights = saved["model"] if name == "jadore" else saved
+    wrapped = WRAPPERS[wrapper](Bare(weights)).state_dict()
+    assert wrapped.keys() != weights.keys()
+    for around in AROUND.values():
+        beside = {"settings": saved["settings"]} if name == "jadore" else {}
+        within = around(wrapped)
+        torch.save({**beside, "model": within} if beside else within, tmp_path / "wrapped")
+        found, same = import_model(tmp_path / "wrapped", *files, heads=4)
+        assert (found.config, same.model) == (wanted.config, tokenizer.model)
+        for parameter, other in zip(found.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+
+
+def test_several_models_in_a_file(tmp_path, capsys):
+    """A trained model and its moving average: which one is meant, the user has to say."""
+    program("annotated", path := tmp_path / "model")
+    words = word_files("annotated", tmp_path)
+    weights = torch.load(path)
+    averaged = {f"module.{name}": tensor for name, tensor in weights.items()}
+    for saved, places in (
+        ({"state_dict": weights, "ema": averaged}, "state_dict, ema.module"),
+        ({**weights, **averaged, "n_averaged": torch.tensor(3)}, "the top level, module"),
+    ):
+        torch.save(saved, path)
+        message = failure(["import", path, tmp_path / "out", "--words", *words], capsys)
+        assert message.endswith(f"{path} holds 2 models, at {places}: save the one to import alone")
+
+
+def test_weights_without_their_settings(tmp_path, capsys):
+    program("jadore", path := tmp_path / "model")
+    words = word_files("jadore", tmp_path)
+    saved = torch.load(path, weights_only=False)
+    torch.save({"state_dict": saved["model"]}, path)
+    message = failure(["import", path, tmp_path / "out", "--words", *words], capsys)
+    assert "without its settings: expected the program's dictionary of" in message
+    torch.save({"model": saved["model"], "settings": vars(saved["settings"])}, path)
+    assert import_model(path, *words)[0].config.num_heads == 3
+
+
 def test_what_is_not_imported(tmp_path, capsys):
     def said(path, words, *more):
         return failure(["import", path, tmp_path / "out", "--words", *words, *more], capsys)

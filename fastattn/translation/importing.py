@@ -7,6 +7,7 @@ side, as it was to the program, and is never said. Text is in the program's own 
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from fastattn.translation.tokenizer import Tokenizer
 SPECIAL = (("<blank>", "<pad>"), ("<s>",), ("</s>",), ("<unk>",))
 ONE, ZERO = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
 NEVER = -1e9  # the logit of a word that the program does not know
+# Names of a module inside a wrapper: DataParallel's and DistributedDataParallel's, torch.compile's, FSDP's, activation
+# checkpointing's. Neither program has a module of such a name.
+WRAPPED = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# One weight of each program, by whose name its weights are found.
+JADORE, ANNOTATED = "encoder.src_word_emb.weight", "src_embed.0.lut.weight"
 
 Weights = dict[str, Tensor]
 
@@ -34,20 +40,33 @@ def import_model(
 
     Args:
         path: what the program saved: jadore801120's dictionary of "settings" and "model", or The Annotated
-            Transformer's state dict.
+            Transformer's state dict. The weights may lie in dictionaries within one another, under a prefix, and have
+            the names that DataParallel, DistributedDataParallel, FSDP and torch.compile give them.
         source_words, target_words: text, a word a line in the order of the program's ids.
         heads: of attention, which The Annotated Transformer's checkpoint does not say; 8, its default, if not given.
 
     Raises:
-        InputError: a file that cannot be read or is of neither program, words that do not fit, or a model that computes
-            what :class:`~fastattn.Transformer` does not, with the reason.
+        InputError: a file that cannot be read, is of neither program or holds several models, words that do not fit,
+            or a model that computes what :class:`~fastattn.Transformer` does not, with the reason.
     """
     saved = _read(path)
+    models = list(_models(saved))
+    if not models:
+        raise InputError(f"{path} is of neither program: expected weights, among them {JADORE} or {ANNOTATED}")
+    if len(models) > 1:
+        places = ", ".join(place.rstrip(".") or "the top level" for place, *_ in models)
+        raise InputError(f"{path} holds {len(models)} models, at {places}: save the one to import alone")
+    ((_, kind, weights, settings),) = models
+    if kind == JADORE and settings is None:
+        raise InputError(
+            f"{path} holds the weights of jadore801120's program without its settings: expected the program's "
+            'dictionary of "settings" and "model"'
+        )
     try:
-        if "settings" in saved:
-            fields, weights = _jadore(saved["model"], vars(saved["settings"]))
+        if kind == JADORE:
+            fields, weights = _jadore(weights, settings if isinstance(settings, dict) else vars(settings))
         else:
-            fields, weights = _annotated(saved, heads or 8)
+            fields, weights = _annotated(weights, heads or 8)
     except (KeyError, IndexError, ValueError, TypeError) as error:
         if isinstance(error, InputError):
             raise
@@ -76,6 +95,35 @@ def import_model(
     model = Transformer(config, device="cpu")
     model.load_state_dict(weights)
     return model.eval(), tokenizer
+
+
+def _models(saved: dict[Any, Any], place: str = "", settings: Any = None) -> Iterator[tuple[str, str, Weights, Any]]:
+    """Find the models in a dictionary and in those within it.
+
+    Yields:
+        The prefix of its names, with the keys that lead there; ``JADORE`` or ``ANNOTATED``; the weights under the
+        program's names, without scalars, which are counters of a wrapper; the settings beside or above them, or None.
+    """
+    settings = saved.get("settings", settings)
+    weights = {
+        name: value
+        for name, value in saved.items()
+        if isinstance(name, str) and isinstance(value, Tensor) and value.dim()
+    }
+    for kind in (JADORE, ANNOTATED):
+        for name in weights:
+            if f".{_unwrapped(name)}".endswith(f".{kind}"):
+                prefix = name[: name.rindex(kind.partition(".")[0] + ".")]
+                own = {_unwrapped(key[len(prefix) :]): weights[key] for key in weights if key.startswith(prefix)}
+                yield place + prefix, kind, own, settings
+    for name, value in saved.items():
+        if isinstance(value, dict):
+            yield from _models(value, f"{place}{name}.", settings)
+
+
+def _unwrapped(name: str) -> str:
+    """A weight's name without those that wrappers have added."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _jadore(weights: Weights, settings: dict[str, Any]) -> tuple[dict[str, Any], Weights]:
@@ -184,7 +232,10 @@ def _read(path: Path) -> dict[str, Any]:
     except MemoryError:
         raise
     except Exception:  # what the unpickler raises depends on the bytes: KeyError, struct.error, any
-        raise InputError(f"cannot read {path}: it is no file of torch.save, or holds more than weights") from None
+        raise InputError(
+            f"cannot read {path}: it is no file of torch.save, or holds more than weights and settings; "
+            "save the model's state dict"
+        ) from None
     return saved if isinstance(saved, dict) else {}
 
 
