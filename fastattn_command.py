@@ -21,6 +21,9 @@ SPIN = "1000"  # iterations, about a hundredth of a millisecond
 MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")
 CORPORA = ("wmt14-en-de", "wmt14-en-fr")
+TOKENIZERS = (  # sacrebleu's
+    "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "flores101", "flores200", "spm", "spBLEU-1K", "none",
+)  # fmt: skip
 PRESETS = (
     "tiny", "base", "big", "A-h1", "A-h4", "A-h16", "A-h32", "B-dk16", "B-dk32", "C-N2", "C-N4", "C-N8", "C-dmodel256",
     "C-dmodel1024", "C-dff1024", "C-dff4096", "D-Pdrop0.0", "D-Pdrop0.2", "D-eps0.0", "D-eps0.2", "E-learned",
@@ -185,6 +188,12 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="also write the translations there, gzipped where the name ends in .gz",
+    )
+    command.add_argument(
+        "--tokenize",
+        choices=TOKENIZERS,
+        metavar="NAME",
+        help=f"sacrebleu's tokenizer for BLEU: {', '.join(TOKENIZERS)} (default: by the script of the references)",
     )
     command.add_argument("--json", action="store_true", help="print the scores as JSON")
     _add_search(command)

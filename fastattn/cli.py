@@ -154,6 +154,7 @@ def _n_best_lines(found: list[list[Any]], first: int) -> str:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    from fastattn.translation.bleu import choose
     from fastattn.translation.data import ParallelText, read_parallel, training_sources
     from fastattn.translation.evaluate import held_out, scores
     from fastattn.translation.sanity import evaluation_warnings, overlap_warnings
@@ -162,6 +163,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     search, dtype = _search(options)
     require("sacrebleu")  # before anything is translated
     sources, references = read_parallel(*options.test)
+    tokenize, warnings = choose(references, options.tokenize)
+    _warn(options, *warnings)
     model, tokenizer = _load(options, dtype)
     trained_on = training_sources(options.model, tokenizer)
     if trained_on is not None:
@@ -173,7 +176,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.output is not None:
         _write_text(options.output, "".join(f"{line}\n" for line in translations))
     _warn(options, *evaluation_warnings(sources, translations, references, text))
-    found = scores(translations, references)
+    found = scores(translations, references, tokenize)
     perplexity, accuracy = of_references["valid_perplexity"], of_references["valid_accuracy"]
     if options.json:
         numbers = {"sentences": len(sources), "perplexity": perplexity, "accuracy": accuracy}
@@ -182,9 +185,10 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(
         f"BLEU {found.bleu:.2f} on {len(references)} sentences\n{found.bleu_signature}\n"
         f"chrF {found.chrf:.2f}\n{found.chrf_signature}\n"
-        f"perplexity {perplexity:.2f}, accuracy {accuracy:.3f} of the references' pieces\n"
-        f"tokenised, compound-split BLEU {found.compound_split_bleu:.2f}: the kind that the paper reports"
+        f"perplexity {perplexity:.2f}, accuracy {accuracy:.3f} of the references' pieces"
     )
+    if found.compound_split_bleu is not None:
+        print(f"tokenised, compound-split BLEU {found.compound_split_bleu:.2f}: the kind that the paper reports")
 
 
 def _plot(options: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fastattn.backends.common import stat_dtype
 from fastattn.errors import InputError, require
 from fastattn.ops.softmax_dropout import softmax_dropout_op
+from fastattn.translation.bleu import choose, metric
 from fastattn.translation.data import Batch
 from fastattn.translation.model import Transformer
 
@@ -186,34 +187,44 @@ class Scores:
 
     BLEU and chrF compare detokenised translations with raw references. ``compound_split_bleu`` is of the kind that the
     paper reports: of tokenised text whose hyphenated compounds are split at the hyphens. It is higher, and comparable
-    with nothing else.
+    with nothing else. It is None unless BLEU's tokenizer is 13a.
     """
 
     bleu: float
     bleu_signature: str
     chrf: float
     chrf_signature: str
-    compound_split_bleu: float
+    compound_split_bleu: float | None
 
 
-def scores(translations: list[str], references: list[str]) -> Scores:
+def scores(translations: list[str], references: list[str], tokenize: str | None = None) -> Scores:
     """The :class:`Scores` of translations, each with one reference.
 
+    Args:
+        tokenize: BLEU's tokenizer, by sacrebleu's name; None: the one that :func:`~fastattn.translation.bleu.choose`
+            finds for the script of the references.
+
     Raises:
-        InputError: they differ in number, or sacrebleu is not installed.
+        InputError: they differ in number, sacrebleu is not installed, or the tokenizer cannot be used.
     """
     if len(translations) != len(references):
         raise InputError(f"{len(translations)} translations cannot be scored against {len(references)} references")
     metrics = require("sacrebleu.metrics")
-    tokenize = require("sacrebleu.tokenizers.tokenizer_13a").Tokenizer13a()
-    bleu, chrf, tokenised_bleu = metrics.BLEU(), metrics.CHRF(), metrics.BLEU(tokenize="none", force=True)
-    split_translations, split_references = (
-        [COMPOUND.sub(r"\1 ##AT##-##AT## \2", tokenize(line)) for line in lines] for lines in (translations, references)
-    )
+    tokenize, _ = choose(references, tokenize)
+    bleu, chrf = metric(tokenize), metrics.CHRF()
     return Scores(
         bleu.corpus_score(translations, [references]).score,
         str(bleu.get_signature()),
         chrf.corpus_score(translations, [references]).score,
         str(chrf.get_signature()),
-        tokenised_bleu.corpus_score(split_translations, [split_references]).score,
+        _compound_split_bleu(translations, references) if tokenize == "13a" else None,
     )
+
+
+def _compound_split_bleu(translations: list[str], references: list[str]) -> float:
+    words = require("sacrebleu.tokenizers.tokenizer_13a").Tokenizer13a()
+    bleu = require("sacrebleu.metrics").BLEU(tokenize="none", force=True)
+    split_translations, split_references = (
+        [COMPOUND.sub(r"\1 ##AT##-##AT## \2", words(line)) for line in lines] for lines in (translations, references)
+    )
+    return bleu.corpus_score(split_translations, [split_references]).score

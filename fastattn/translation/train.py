@@ -30,6 +30,7 @@ from fastattn.errors import InputError, require
 from fastattn.files import write_file
 from fastattn.translation import checkpoint, distributed, memory
 from fastattn.translation import precision as precisions
+from fastattn.translation.bleu import choose
 from fastattn.translation.config import CHANGEABLE, PRESETS, TrainingConfig, TransformerConfig
 from fastattn.translation.data import (
     Batch,
@@ -290,7 +291,11 @@ def train(
         world.main_first(lambda: _expect_positions(model_config, text, valid, to_translate))
 
         def warn() -> None:
-            for warning in training_warnings(pairs_of(*train_files), valid_pairs, text, valid, tokenizer):
+            tokenize, warnings = choose(valid_pairs[1]) if training.bleu_every else ("", [])
+            if tokenize:
+                print(f"validation BLEU is of sacrebleu's tokenizer {tokenize}", file=sys.stderr, flush=True)
+            warnings += training_warnings(pairs_of(*train_files), valid_pairs, text, valid, tokenizer)
+            for warning in warnings:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
 
         if newest is None:

@@ -1,0 +1,204 @@
+# ruff: noqa: RUF001
+"""BLEU of texts in scripts of many kinds, against sacrebleu; which tokenizer is chosen, and what is said of it."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+from sacrebleu.metrics import bleu as sacrebleus
+from sacrebleu.tokenizers import tokenizer_spm
+from test_cli import failure
+
+import fastattn_command as cli
+from fastattn import Transformer, TransformerConfig
+from fastattn.errors import InputError
+from fastattn.translation import bleu, checkpoint
+from fastattn.translation.config import TrainingConfig
+from fastattn.translation.data import read_lines
+from fastattn.translation.evaluate import scores
+from fastattn.translation.search import Search, translate
+from fastattn.translation.tokenizer import Tokenizer
+from fastattn.translation.train import read_metrics
+
+TEXT = {
+    "Chinese": "起初，神创造天地。地是空虚混沌，渊面黑暗（神的灵运行在水面上）。",
+    "Japanese": "はじめに神は天と地とを創造された。地は形なく、むなしく、やみが淵のおもてにあった。",
+    "Korean": "태초에 하나님이 천지를 창조하시니라 땅이 혼돈하고 공허하며 흑암이 깊음 위에 있고",
+    "Thai": "ในปฐมกาลพระเจ้าทรงเนรมิตสร้างฟ้าและแผ่นดิน แผ่นดินก็ว่างเปล่าอยู่",
+    "Lao": "ໃນຕົ້ນເດີມນັ້ນ ພຣະເຈົ້າໄດ້ເນລະມິດສ້າງຟ້າສະຫວັນແລະແຜ່ນດິນໂລກ",
+    "Khmer": "កាលដើមដំបូងឡើយ ព្រះបានបង្កើតផ្ទៃមេឃ និងផែនដី",
+    "Myanmar": "အစအဦး၌ ဘုရားသခင်သည် ကောင်းကင်နှင့် မြေကြီးကို ဖန်ဆင်းတော်မူ၏။",
+    "Tibetan": "ཐོག་མར་དཀོན་མཆོག་གིས་གནམ་དང་ས་བཀོད་པ་མཛད།",
+}
+SPACED = [
+    "En el principio creó Dios los cielos y la tierra.",
+    "В начале сотворил Бог небо и землю.",
+    "आदि में परमेश्वर ने आकाश और पृथ्वी की सृष्टि की।",
+    "في البدء خلق الله السماوات والأرض.",
+    "Beijing (北京) means northern capital.",
+    "1, 2, 3!",
+    "",
+]
+
+
+def usable(tokenize):
+    """Whether sacrebleu has all that the tokenizer needs."""
+    try:
+        sacrebleus.BLEU(tokenize=tokenize)
+    except RuntimeError:
+        return False
+    return True
+
+
+DEFAULTS = {"Chinese": "zh", "Japanese": "ja-mecab", "Korean": "ko-mecab"}
+INSTALLED = {script: name for script, name in DEFAULTS.items() if usable(name)}
+
+
+def test_good_chinese_is_not_worth_nothing():
+    """Its phrases are single words to 13a, by which it has a BLEU of 0."""
+    references = [TEXT["Chinese"], "神说：“要有光”，就有了光。"] * 5
+    translations = [line.replace("创造", "造了").replace("就有了", "便有") for line in references]
+    found = scores(translations, references)
+    wanted = sacrebleu.corpus_bleu(translations, [references], tokenize="zh").score
+    assert found.bleu == wanted > 60
+    assert "tok:zh" in found.bleu_signature
+    assert found.compound_split_bleu is None
+    assert scores(translations, references, "13a").bleu < 1
+
+
+@pytest.mark.parametrize("script", TEXT)
+def test_the_tokenizer_of_a_script(script):
+    """sacrebleu's own choice for the language where it has one, characters elsewhere and where it is not installed."""
+    references = [TEXT[script], "Amen."]
+    assert bleu.writing(references) == script
+    name, warnings = bleu.choose(references)
+    assert name == INSTALLED.get(script, "char")
+    assert bool(warnings) == (script in DEFAULTS.keys() - INSTALLED.keys())
+    translations = [TEXT[script][::-1], "Amen."]
+    found = scores(translations, references)
+    assert found.bleu == sacrebleu.corpus_bleu(translations, [references], tokenize=name).score
+    assert scores(references, references).bleu == pytest.approx(100)
+
+
+@pytest.mark.parametrize("line", SPACED)
+def test_scripts_with_spaces_have_13a(line):
+    """A few Chinese characters among other letters change nothing."""
+    assert bleu.choose([line] * 3) == ("13a", [])
+
+
+def test_kanji_alone_do_not_make_japanese_chinese():
+    """A name in katakana does not make Chinese Japanese."""
+    assert bleu.writing(["東京都", "国会議事堂", "山に登った。", "花が咲いた。"]) == "Japanese"
+    assert bleu.writing([TEXT["Chinese"] * 3, "ポケモン"]) == "Chinese"
+
+
+@pytest.mark.parametrize("module", ["MeCab", "mecab_ko"])
+def test_what_a_tokenizer_needs_is_named(monkeypatch, module):
+    """The default becomes characters; a tokenizer that was asked for is refused."""
+    script, name, extra = {"MeCab": ("Japanese", "ja-mecab", "ja"), "mecab_ko": ("Korean", "ko-mecab", "ko")}[module]
+    tokenizer = __import__(f"sacrebleu.tokenizers.tokenizer_{name.replace('-', '_')}", fromlist=["MeCab"])
+    monkeypatch.setattr(tokenizer, "MeCab", None)
+    found, (warning,) = bleu.choose([TEXT[script]])
+    assert found == "char"
+    assert warning == (
+        f"BLEU is of the tokenizer char: sacrebleu's tokenizer {name} cannot be used; "
+        f'install what it needs: pip install "sacrebleu[{extra}]"'
+    )
+    with pytest.raises(InputError, match=f"sacrebleu's tokenizer {name} cannot be used; install"):
+        scores([TEXT[script]], [TEXT[script]], name)
+
+
+def test_a_tokenizer_whose_model_cannot_be_fetched(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(tokenizer_spm, "SACREBLEU_DIR", str(tmp_path))
+    with pytest.raises(InputError, match=r"flores200 cannot be used; its model is fetched once, which failed .*route"):
+        scores(["a"], ["a"], "flores200")
+    with pytest.raises(InputError, match="sacrebleu has no tokenizer '13b'"):
+        scores(["a"], ["a"], "13b")
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "script", "words"),
+    [
+        ("13a", "Chinese", "most letters of the references are Chinese; leave --tokenize out, or give zh"),
+        ("intl", "Thai", "most letters of the references are Thai; leave --tokenize out, or give char"),
+        ("zh", "Japanese", "most letters of the references are Japanese; leave --tokenize out, or give ja-mecab"),
+        ("13a", "Korean", "most letters of the references are Korean; leave --tokenize out, or give ko-mecab"),
+        ("char", "Chinese", None),
+        ("zh", "Chinese", None),
+        ("intl", None, None),
+        ("char", None, None),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit(tokenize, script, words):
+    found, warnings = bleu.choose([TEXT.get(script, SPACED[0])], tokenize)
+    assert found == tokenize
+    assert warnings == ([] if words is None else [f"the tokenizer {tokenize} does not fit: {words}"])
+
+
+def test_the_commands_tokenizers_are_sacrebleus():
+    assert sorted(cli.TOKENIZERS) == sorted(sacrebleus._TOKENIZERS)
+    assert set(cli.TOKENIZERS) >= {name for names in bleu.FITTING.values() for name in names}
+
+
+SMALL = TransformerConfig(60, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two files of Chinese."""
+    folder = tmp_path_factory.mktemp("chinese")
+    for name in ("source", "references"):
+        (folder / name).write_text(TEXT["Chinese"] + "\n神说：“要有光”，就有了光。\n", encoding="utf-8")
+    return [str(folder / "source"), str(folder / "references")]
+
+
+def test_the_validation_of_a_run(files, tmp_path, capsys):
+    """Says its tokenizer, and is the BLEU of what the model says after the last update."""
+    (tmp_path / "config.json").write_text(SMALL.to_json(TrainingConfig(max_steps=1, bleu_every=1, precision="fp32")))
+    run = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]
+    assert cli.main(["train", "--train", *files, "--valid", *files, *run]) == 0
+    assert "validation BLEU is of sacrebleu's tokenizer zh\n" in capsys.readouterr().err
+    sources, references = map(read_lines, map(Path, files))
+    translations = translate(*checkpoint.load(tmp_path / "run"), sources, Search(beam=1))
+    wanted = sacrebleu.corpus_bleu(translations, [references], tokenize="zh").score
+    assert read_metrics(tmp_path / "run")[-1]["valid_bleu"] == wanted
+
+
+@pytest.fixture(scope="module")
+def chinese(files, tmp_path_factory):
+    """The command that scores a model of no training."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    checkpoint.save_model(Transformer(SMALL), Tokenizer.train(read_lines(Path(files[0])), 60), folder / "model")
+    return ["evaluate", str(folder / "model"), "--test", *files]
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [([], "zh"), (["--tokenize", "char"], "char"), (["--tokenize", "13a"], "13a")]
+)
+def test_evaluate(chinese, capsys, asked, used):
+    """The signature names the tokenizer; the paper's BLEU, of words between spaces, goes with 13a alone."""
+    assert cli.main([*chinese, "--beam", "1", *asked]) == 0
+    out, err = capsys.readouterr()
+    assert f"|tok:{used}|" in out
+    assert ("the kind that the paper reports" in out) == (used == "13a")
+    assert ("evaluate: warning: the tokenizer 13a does not fit" in err) == (used == "13a")
+    assert cli.main([*chinese, "--beam", "1", "--json", *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"|tok:{used}|" in found["bleu_signature"]
+    assert (found["compound_split_bleu"] is None) == (used != "13a")
+
+
+def test_evaluate_refuses_a_tokenizer_before_it_translates(chinese, capsys, monkeypatch):
+    monkeypatch.setattr("fastattn.translation.evaluate.held_out", lambda *args: pytest.fail("computed a perplexity"))
+    assert "argument --tokenize: invalid choice: '13b'" in failure([*chinese, "--tokenize", "13b"], capsys)
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
+    assert "ja-mecab cannot be used; install what it needs" in failure([*chinese, "--tokenize", "ja-mecab"], capsys)
