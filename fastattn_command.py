@@ -21,6 +21,7 @@ SPIN = "1000"  # iterations, about a hundredth of a millisecond
 MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")
 CORPORA = ("wmt14-en-de", "wmt14-en-fr")
+NORMALIZATIONS = ("nfkc", "nmt_nfkc", "identity")
 TOKENIZERS = (  # sacrebleu's
     "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "flores101", "flores200", "spm", "spBLEU-1K", "none",
 )  # fmt: skip
@@ -324,6 +325,11 @@ def _add_train(command: argparse.ArgumentParser) -> None:
         ("--keep", _positive(int), "newest checkpoints that are kept, beside the best (default: the preset's)"),
     ):
         command.add_argument(name, type=kind, default=argparse.SUPPRESS, help=text)
+    for name, text in (
+        ("--normalization", "of the source's characters: nfkc, nmt_nfkc (default) or identity, which keeps them"),
+        ("--target-normalization", "of the target's characters (default: identity)"),
+    ):
+        command.add_argument(name, choices=NORMALIZATIONS, metavar="RULE", default=argparse.SUPPRESS, help=text)
     _add_precision(command, argparse.SUPPRESS)
     command.add_argument("--shard", action="store_true", help="divide the model among torchrun's processes (FSDP2)")
     command.add_argument("--resume", action="store_true", help="continue the run in DIR from its newest checkpoint")

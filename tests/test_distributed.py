@@ -166,7 +166,7 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     assert json.loads(config.read_text())["training"] == {
         **{"preset": "small", "batch_tokens": 300, "micro_batches": 2, "warmup": 400, "rate": 1, "precision": "fp32"},
         **{"label_smoothing": 0.2, "clip_norm": 0.5, "seed": 5, "max_steps": 2, "max_minutes": None, "save_every": 1},
-        **{"bleu_every": None, "keep": 1},
+        **{"bleu_every": None, "keep": 1, "normalization": "nmt_nfkc", "target_normalization": "identity"},
     }
     train(files, files, first, resume=True, max_steps=3)
     train(files, files, second, config=config, max_steps=3)

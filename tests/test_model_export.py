@@ -149,15 +149,16 @@ def test_what_marian_cannot_hold_is_refused(verses, tmp_path, change, words):
 
 
 FILES = {
-    "ctranslate2": ["model.bin", "tokenizer.model"],
-    "huggingface": ["model.safetensors", "config.json", "source.spm", "vocab.json"],
-    "int8": ["model.safetensors", "config.json", "tokenizer.model"],
+    "ctranslate2": ["model.bin", "tokenizer.model", "target.model"],
+    "huggingface": ["model.safetensors", "config.json", "source.spm", "target.spm", "vocab.json"],
+    "int8": ["model.safetensors", "config.json", "tokenizer.model", "target.model"],
 }
 
 
 @pytest.mark.parametrize("program", FILES)
 def test_the_command(ctranslate2, verses, tmp_path, capsys, program):
-    checkpoint.save(tmp_path / "run", 3, random_model(SMALL), verses[2], {}, TrainingConfig())
+    tokenizer = Tokenizer.of_pairs(zip(*verses[:2], strict=True), 300, "nmt_nfkc", "identity")
+    checkpoint.save(tmp_path / "run", 3, random_model(SMALL), tokenizer, {}, TrainingConfig())
     arguments = ["export", str(tmp_path / "run"), "--to", program, str(tmp_path / "out")]
     assert cli.main(arguments) == 0
     for name in FILES[program]:

@@ -6,6 +6,7 @@ validation loss::
     model.safetensors   the weights (tied matrices once) and the number of updates they have had
     config.json         the model's TransformerConfig, and under "training" the run's TrainingConfig
     tokenizer.model     the sentencepiece model
+    target.model        the same pieces with the target's normalization, where that is another than the source's
     training.pt         optimizer and place in the data: what resuming needs and translating does not
 
 Beside them lies ``text/``, the training text, encoded (:func:`fastattn.translation.data.encode`); where it is missing,
@@ -15,6 +16,7 @@ One of :func:`save_int8` has no training.pt.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import os
@@ -33,7 +35,8 @@ from fastattn.translation.config import TrainingConfig, TransformerConfig, from_
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
-WEIGHTS, CONFIG, TOKENIZER, TRAINING = "model.safetensors", "config.json", "tokenizer.model", "training.pt"
+WEIGHTS, CONFIG, TRAINING = "model.safetensors", "config.json", "training.pt"
+TOKENIZER, TARGET_TOKENIZER = "tokenizer.model", "target.model"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"  # the bundled English-Spanish model
 LOCK, TEXT = ".lock", "text"
 ABOUT = "text.json"  # says in the folder TEXT which text it holds
@@ -102,7 +105,7 @@ def average(run: Path, last: int, out: Path) -> None:
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
     for path in found:
         other, others_tokenizer = load(path)
-        if (other.config, others_tokenizer.model) != (model.config, tokenizer.model):
+        if (other.config, others_tokenizer.models) != (model.config, tokenizer.models):
             raise InputError(f"{path} is of another run than {found[-1].name}: it has another shape or vocabulary")
         for total, parameter in zip(sums, other.parameters(), strict=True):
             total += parameter.detach()
@@ -133,7 +136,18 @@ def _write(
 ) -> None:
     write_weights(weights, folder / WEIGHTS, {} if updates is None else {"updates": str(updates)})
     (folder / CONFIG).write_text(model.config.to_json(config), encoding="utf-8")
-    (folder / TOKENIZER).write_bytes(tokenizer.model)
+    write_tokenizer(tokenizer, folder)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the file of the tokenizer, or its two files."""
+    for name, model in zip((TOKENIZER, TARGET_TOKENIZER), tokenizer.models, strict=False):
+        (folder / name).write_bytes(model)
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    names = (TOKENIZER, TARGET_TOKENIZER) if (folder / TARGET_TOKENIZER).exists() else (TOKENIZER,)
+    return Tokenizer(*((folder / name).read_bytes() for name in names))
 
 
 def write_weights(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -259,7 +273,7 @@ def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, T
     for package in ("safetensors.torch", "sentencepiece"):  # without which it is not the checkpoint that is unreadable
         require(package)
     with _readable(checkpoint):
-        tokenizer = Tokenizer((checkpoint / TOKENIZER).read_bytes())
+        tokenizer = _tokenizer(checkpoint)
         config = TransformerConfig.from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
         model = _with_weights(config, checkpoint / WEIGHTS)
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -281,7 +295,11 @@ def updates(path: Path) -> int | None:
 def load_config(checkpoint: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
     """The configuration of a checkpoint's model, and of the run that wrote it if it says."""
     with _readable(checkpoint):
-        return from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
+        model, training = from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    if training is not None and not (checkpoint / TARGET_TOKENIZER).exists():
+        # One normalization is of both sides. Runs of earlier versions do not name it: it was the default of today.
+        training = dataclasses.replace(training, target_normalization=training.normalization)
+    return model, training
 
 
 def read_config(path: Path) -> tuple[TransformerConfig, TrainingConfig | None]:

@@ -11,6 +11,7 @@ from typing import Any
 from fastattn.errors import InputError
 
 POSITIONS = ("sinusoidal", "learned")
+NORMALIZATIONS = ("nfkc", "nmt_nfkc", "identity")  # rules of sentencepiece
 SIZE = "an integer from 1 to 2**31 - 1"
 TYING = ("all", "output", "none")
 
@@ -146,6 +147,8 @@ class TrainingConfig:
         save_every: updates between checkpoints, each with a validation; the paper's were ten minutes apart.
         bleu_every: updates between BLEU scores on the validation text; None: never.
         keep: the newest checkpoints that are kept, beside the best; as many as the paper averages.
+        normalization, target_normalization: what is done to the characters of sources and targets before they are
+            divided into pieces: "nfkc", "nmt_nfkc" (which also turns invisible characters into spaces) or "identity".
 
     Raises:
         InputError: a value out of its range, named with what was expected.
@@ -165,6 +168,8 @@ class TrainingConfig:
     save_every: int = 1500
     bleu_every: int | None = None
     keep: int = 5
+    normalization: str = "nmt_nfkc"
+    target_normalization: str = "identity"
 
     def __post_init__(self):
         for name in ("batch_tokens", "micro_batches", "warmup", "max_steps", "save_every", "bleu_every", "keep"):
@@ -180,6 +185,8 @@ class TrainingConfig:
         self._expect("seed", _is_int(self.seed) and -(2**63) <= self.seed < 2**63, "an integer of 64 bits")
         for name in ("preset", "precision"):
             self._expect(name, isinstance(getattr(self, name), str), "a name")
+        for name in ("normalization", "target_normalization"):
+            self._expect(name, getattr(self, name) in NORMALIZATIONS, f"one of {', '.join(NORMALIZATIONS)}")
         self._expect(
             "batch_tokens",
             self.micro_batches is None or self.batch_tokens >= self.micro_batches,

@@ -380,7 +380,7 @@ class ParallelText:
 
 def _by(tokenizer: Tokenizer) -> dict[str, str]:
     """What ``checkpoint.ABOUT`` says of the tokenizer."""
-    return {"tokenizer": hashlib.sha256(tokenizer.model).hexdigest()}
+    return {"tokenizer": hashlib.sha256(b"".join(tokenizer.models)).hexdigest()}
 
 
 def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
@@ -441,7 +441,8 @@ def _encoded(
     """
     pairs, first, kept_any = iter(pairs), 1, False
     while chunk := list(itertools.islice(pairs, CHUNK)):
-        sides = [tokenizer.encode(list(lines)) for lines in zip(*chunk, strict=True)]
+        sources, targets = (list(lines) for lines in zip(*chunk, strict=True))
+        sides = tokenizer.encode(sources), tokenizer.encode(targets, target=True)
         used = [bool(s and t) and max(len(s), len(t)) <= MAX_TRAINING_PIECES for s, t in zip(*sides, strict=True)]
         source, target = ([ids for ids, use in zip(side, used, strict=True) if use] for side in sides)
         yield source, target, [line for line, use in enumerate(used, first) if not use]

@@ -69,7 +69,7 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     spec.optimize()
     with written_whole(out) as partial:
         spec.save(str(partial))
-        (partial / checkpoint.TOKENIZER).write_bytes(tokenizer.model)
+        checkpoint.write_tokenizer(tokenizer, partial)
 
 
 def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
@@ -138,8 +138,8 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         checkpoint.write_weights(contiguous, partial / checkpoint.WEIGHTS, {"format": "pt"})
         for name, content in files.items():
             (partial / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        for name in ("source.spm", "target.spm"):
-            (partial / name).write_bytes(tokenizer.model)
+        (partial / "source.spm").write_bytes(tokenizer.models[0])
+        (partial / "target.spm").write_bytes(tokenizer.models[-1])
 
 
 def _marian_layer(layer: Any, order: Tensor) -> Iterator[tuple[str, Tensor]]:

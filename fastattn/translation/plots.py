@@ -58,7 +58,7 @@ def attention_heads(
     """
     layer = check_layer(model.config, kind, layer)
     begin, end = model.config.bos_id, model.config.eos_id
-    source_ids, target_ids = tokenizer.encode([source, target])
+    source_ids, target_ids = tokenizer.encode([source])[0], tokenizer.encode([target], target=True)[0]
     read, seen, predicted = [*source_ids, end], [begin, *target_ids], [*target_ids, end]
     weights = AttentionWeights()
     device = model.device

@@ -52,7 +52,7 @@ def training_warnings(
         number = words.total()
         if not number or sum(len(word) * count for word, count in words.items()) > SPACED * number:
             continue
-        encoded = zip(words.values(), tokenizer.encode(list(words)), strict=True)
+        encoded = zip(words.values(), tokenizer.encode(list(words), target=side == "target"), strict=True)
         whole = sum(count for count, ids in encoded if len(ids) == 1)
         if whole < WHOLE_WORDS * number:
             found.append(

@@ -5,9 +5,11 @@ import io
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from fastattn.errors import InputError, require
+from fastattn.translation.config import NORMALIZATIONS
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 LEARNED_FROM = 10_000_000  # lines
@@ -20,56 +22,50 @@ class Tokenizer:
 
     Args:
         model: the bytes of a sentencepiece model, as :meth:`train` makes them and a checkpoint's tokenizer.model holds.
+        target_model: the same pieces with the normalization of the target's text, as target.model holds them; None:
+            ``model``, whose normalization is then of both sides.
+
+    Attributes:
+        models: the given bytes, one or two.
     """
 
-    def __init__(self, model: bytes):
+    def __init__(self, model: bytes, target_model: bytes | None = None):
         self.model = model
-        if not model:
-            raise InputError("the tokenizer is not a readable sentencepiece model: it is empty")
-        try:
-            self._processor = require("sentencepiece").SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise InputError(f"the tokenizer is not a readable sentencepiece model: {error}") from None
+        self.models = (model,) if target_model is None else (model, target_model)
+        processors = [_processor(each) for each in self.models]
+        self._processor, self._target_processor = processors[0], processors[-1]
+        if target_model is not None:
+            pieces = [processor.id_to_piece(list(range(processor.vocab_size()))) for processor in processors]
+            if pieces[0] != pieces[1]:
+                raise InputError("the tokenizers of source and target have different pieces: expected two of one run")
 
     @classmethod
-    def train(cls, lines: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn ``vocab_size`` pieces from ``lines``, every character of them included; of more than ``LEARNED_FROM``
-        lines, from as many drawn at random, the same ones in every process."""
-        if vocab_size <= UNK_ID:
-            raise InputError(
-                f"a vocabulary of {vocab_size} is too small: padding, begin, end and unknown alone are 4 pieces"
-            )
-        model, raised = io.BytesIO(), []
+    def train(cls, lines: Iterable[str], vocab_size: int, normalization: str = "nmt_nfkc") -> "Tokenizer":
+        """Learn ``vocab_size`` pieces from lines that one normalization is for: :meth:`of_pairs` has the rules."""
+        return cls(_with_rule(_learned(map(_normalizer(normalization), lines), vocab_size), normalization))
 
-        def drawn() -> Iterator[str]:
-            try:
-                yield from _drawn(lines)
-            except (Exception, KeyboardInterrupt) as error:  # which sentencepiece would put into words of its own
-                raised.append(error)
-                raise
+    @classmethod
+    def of_pairs(
+        cls, pairs: Iterable[tuple[str, str]], vocab_size: int, normalization: str, target_normalization: str
+    ) -> "Tokenizer":
+        """Learn ``vocab_size`` pieces from both sides of sentence pairs.
 
-        trainer = require("sentencepiece").SentencePieceTrainer
-        try:
-            trainer.train(
-                sentence_iterator=drawn(), model_writer=model, vocab_size=vocab_size, model_type="bpe",
-                character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
-                max_sentence_length=LONGEST_LINE,
-            )  # fmt: skip
-        except (RuntimeError, ValueError) as error:
-            if raised:
-                raise raised[0] from None
-            most = re.search(r"value <= (\d+)", str(error))
-            if most:
-                raise InputError(
-                    f"a vocabulary of {vocab_size} is larger than this text allows: it has {most[1]} pieces at most"
-                ) from None
-            least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
-            if least:
-                raise InputError(
-                    f"a vocabulary of {vocab_size} is too small for this text: its characters alone need {least[1]}"
-                ) from None
-            raise InputError(f"sentencepiece could not learn a vocabulary of {vocab_size}: {error}") from None
-        return cls(model.getvalue())
+        Of more than ``LEARNED_FROM`` lines, as many are drawn at random, the same ones in
+        every process.
+
+        Args:
+            normalization, target_normalization: rules of sentencepiece, for sources and targets: "nfkc", "nmt_nfkc" or
+                "identity".
+
+        Raises:
+            InputError: another rule, or a vocabulary that does not fit the text.
+        """
+        rules = normalization, target_normalization
+        sides = [_normalizer(rule) for rule in rules]
+        lines = (normalized(line) for pair in pairs for normalized, line in zip(sides, pair, strict=True))
+        model = _learned(lines, vocab_size)
+        source, target = (_with_rule(model, rule) for rule in rules)
+        return cls(source, None if source == target else target)
 
     @classmethod
     def of_words(cls, words: list[str]) -> tuple["Tokenizer", list[str]]:
@@ -101,12 +97,13 @@ class Tokenizer:
         pieces = self.pieces(list(range(UNK_ID + 1, self.vocab_size)))
         return all(len(piece) > 1 and piece.startswith(SPACE) for piece in pieces)
 
-    def encode(self, lines: list[str]) -> list[list[int]]:
-        """Piece ids of each line, without begin and end."""
+    def encode(self, lines: list[str], target: bool = False) -> list[list[int]]:
+        """Piece ids of each line, without begin and end; ``target``: of the target's text, not of the source's."""
         if self._has_words:  # sentencepiece makes one piece of unknown words side by side
             words = ([f"{SPACE}{word}" for word in line.split(" ") if word] for line in lines)
             return [self._processor.piece_to_id(pieces) for pieces in words]
-        return self._processor.encode(lines, num_threads=-1) if lines else []
+        processor = self._target_processor if target else self._processor
+        return processor.encode(lines, num_threads=-1) if lines else []
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Text of each list of ids; begin, end and padding vanish."""
@@ -121,7 +118,80 @@ class Tokenizer:
         return self._processor.id_to_piece(ids)
 
 
-def _drawn(lines: Iterable[str]) -> Iterator[str]:
+def _processor(model: bytes) -> Any:
+    if not model:
+        raise InputError("the tokenizer is not a readable sentencepiece model: it is empty")
+    try:
+        return require("sentencepiece").SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise InputError(f"the tokenizer is not a readable sentencepiece model: {error}") from None
+
+
+def _normalizer(rule: str) -> Callable[[str], str]:
+    """Make the function that normalises a line; spaces are left to the model that encodes it."""
+    if rule not in NORMALIZATIONS:
+        raise InputError(f"unknown normalization {rule!r}, expected one of {', '.join(NORMALIZATIONS)}")
+    if rule == "identity":
+        return str
+    spaces = dict.fromkeys(("add_dummy_prefix", "escape_whitespaces", "remove_extra_whitespaces"), False)
+    return require("sentencepiece").SentencePieceNormalizer(rule_name=rule, **spaces).normalize
+
+
+def _with_rule(model: bytes, rule: str) -> bytes:
+    """Give a model of identity normalization another rule.
+
+    A serialized message that follows another one is merged into it: protobuf's encoding. So no package is needed that
+    knows the fields.
+    """
+    if rule == "identity":
+        return model
+    spaces = dict.fromkeys(("add_dummy_prefix", "escape_whitespaces", "remove_extra_whitespaces"), True)
+    normalizer = require("sentencepiece").SentencePieceNormalizer(rule_name=rule, **spaces)
+    return model + normalizer.serialized_model_proto()
+
+
+def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
+    """Train a model of ``vocab_size`` pieces on normalised lines; it normalises nothing itself."""
+    if vocab_size <= UNK_ID:
+        raise InputError(
+            f"a vocabulary of {vocab_size} is too small: padding, begin, end and unknown alone are 4 pieces"
+        )
+    kept = _drawn(lines)
+    model, raised = io.BytesIO(), []
+
+    def given() -> Iterator[str]:
+        kept.reverse()
+        try:
+            while kept:  # one by one, which frees them
+                yield kept.pop()
+        except (Exception, KeyboardInterrupt) as error:  # sentencepiece would raise an error of its own
+            raised.append(error)
+            raise
+
+    try:
+        require("sentencepiece").SentencePieceTrainer.train(
+            sentence_iterator=given(), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+            character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
+            normalization_rule_name="identity", max_sentence_length=LONGEST_LINE,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        if raised:
+            raise raised[0] from None
+        most = re.search(r"value <= (\d+)", str(error))
+        if most:
+            raise InputError(
+                f"a vocabulary of {vocab_size} is larger than this text allows: it has {most[1]} pieces at most"
+            ) from None
+        least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+        if least:
+            raise InputError(
+                f"a vocabulary of {vocab_size} is too small for this text: its characters alone need {least[1]}"
+            ) from None
+        raise InputError(f"sentencepiece could not learn a vocabulary of {vocab_size}: {error}") from None
+    return model.getvalue()
+
+
+def _drawn(lines: Iterable[str]) -> list[str]:
     """``LEARNED_FROM`` of the lines, each as likely as any other, or all (Vitter 1985, algorithm R)."""
     lines, generator = iter(lines), random.Random(0)
     kept = list(itertools.islice(lines, LEARNED_FROM))
@@ -129,6 +199,4 @@ def _drawn(lines: Iterable[str]) -> Iterator[str]:
         place = int(generator.random() * seen)
         if place < len(kept):
             kept[place] = line
-    kept.reverse()
-    while kept:  # one by one, which frees them
-        yield kept.pop()
+    return kept

@@ -274,15 +274,15 @@ def train(
             model, tokenizer = world.main_first(lambda: checkpoint.load(newest))
         else:
 
-            def learn_pieces() -> bytes:
+            def learn_pieces() -> tuple[bytes, ...]:
                 print(f"learning a vocabulary of {model_config.vocab_size} pieces", file=sys.stderr, flush=True)
-                lines = itertools.chain.from_iterable(pairs_of(*train_files))
-                pieces = Tokenizer.train(lines, model_config.vocab_size).model
+                rules = training.normalization, training.target_normalization
+                pieces = Tokenizer.of_pairs(pairs_of(*train_files), model_config.vocab_size, *rules).models
                 stack.enter_context(checkpoint.locked(out, world.launch))
                 checkpoint.expect_new(out)
                 return pieces
 
-            tokenizer = Tokenizer(world.on_main(learn_pieces))
+            tokenizer = Tokenizer(*world.on_main(learn_pieces))
             model = world.main_first(lambda: _new_model(model_config, training.seed))
         valid = world.main_first(lambda: ParallelText.encoded(tokenizer, *valid_pairs, "validation"))
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))

@@ -1,0 +1,189 @@
+# ruff: noqa: RUF001
+"""Normalization of each side, against sentencepiece's own models."""
+
+import io
+import json
+import shutil
+
+import pytest
+import sentencepiece
+import torch
+from test_cli import failure
+
+import fastattn_command as cli
+from fastattn.errors import InputError
+from fastattn.translation import checkpoint, config, plots
+from fastattn.translation.data import SIDES, VERSES, Sentences, read_lines
+from fastattn.translation.tokenizer import UNK_ID, Tokenizer
+
+# Characters that a rule of normalization changes: full-width forms, ligatures, spaces without a break and of a
+# character's width, joiners, marks of direction, decomposed letters, selectors of a variant, hyphens that do not show.
+TEXT = [
+    "起初，神创造天地！（一）“光”；昼：夜？",
+    "　全角　空白",
+    "Il dit\u00a0: «\u202fVoilà\u202f»…",
+    "می\u200cخواهم و نمی\u200cدانم",
+    "क्\u200dष और क्\u200cष",
+    "\u200fשלום\u200f, a\u200eb",
+    "e\u0301te\u0301 d\u0323\u0307",
+    "❤\ufe0f and 👩\u200d👩\u200d👧",
+    "ﬁne ½ x² ™ Å ｶﾞ",
+    "soft\u00adly b\ufefforn",
+    "tab\there, ⁇ and �",
+]
+LINES = read_lines(VERSES / "dev.en")[:200]
+
+
+def sentencepieces(lines, vocab_size, rule):
+    """A model that sentencepiece normalises and learns on its own."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+        character_coverage=1.0, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, normalization_rule_name=rule,
+    )  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def all_pieces(tokenizer):
+    return tokenizer.pieces(list(range(tokenizer.vocab_size)))
+
+
+@pytest.mark.parametrize("rule", config.NORMALIZATIONS)
+def test_a_vocabulary_of_one_rule_is_sentencepieces(rule):
+    """Pieces, their order, and the ids of text."""
+    theirs = sentencepieces(LINES + TEXT, 400, rule)
+    ours = Tokenizer.train(LINES + TEXT, 400, rule)
+    assert all_pieces(ours) == [theirs.id_to_piece(number) for number in range(400)]
+    assert ours.encode(LINES + TEXT) == ours.encode(LINES + TEXT, target=True) == theirs.encode(LINES + TEXT)
+    assert len(ours.models) == 1
+
+
+@pytest.mark.parametrize("rule", config.NORMALIZATIONS)
+def test_each_side_has_its_rule(rule):
+    """The default keeps the target's characters; the source is as sentencepiece normalises it."""
+    normalizer = sentencepiece.SentencePieceNormalizer(rule_name=rule, add_dummy_prefix=False, escape_whitespaces=False)
+    normalized = [normalizer.normalize(line) for line in TEXT]
+    tokenizer = Tokenizer.of_pairs(
+        zip(TEXT, TEXT, strict=True), 250, rule, config.TrainingConfig().target_normalization
+    )
+    targets = tokenizer.encode(TEXT, target=True)
+    assert tokenizer.decode(targets) == TEXT
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == normalized
+    assert (normalized != TEXT) == (rule != "identity")
+    assert not any(UNK_ID in ids for ids in (*targets, *tokenizer.encode(TEXT)))
+    again = Tokenizer(*tokenizer.models)
+    assert (again.encode(TEXT), again.encode(TEXT, target=True)) == (tokenizer.encode(TEXT), targets)
+    for target, model in enumerate((tokenizer.models[0], tokenizer.models[-1])):  # as another program reads them
+        theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+        assert theirs.encode(TEXT) == tokenizer.encode(TEXT, target=bool(target))
+
+
+def test_what_cannot_be_a_tokenizer():
+    with pytest.raises(InputError, match="unknown normalization 'nfc', expected one of nfkc, nmt_nfkc, identity"):
+        Tokenizer.train(LINES, 100, "nfc")
+    with pytest.raises(InputError, match="target_normalization is 'nfc', expected one of nfkc, nmt_nfkc, identity"):
+        config.TrainingConfig(target_normalization="nfc")
+    with pytest.raises(InputError, match="source and target have different pieces"):
+        Tokenizer(Tokenizer.train(LINES, 100).model, Tokenizer.train(LINES[:100], 100).model)
+    assert cli.NORMALIZATIONS == config.NORMALIZATIONS
+
+
+# --- a run ---
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Pairs whose sides have the same characters."""
+    folder = tmp_path_factory.mktemp("text")
+    sides = [f"{a} {line}" for a, line in zip("abcdefghijk", TEXT, strict=True)], [f"{line} b" for line in TEXT]
+    for name, lines in zip(("source", "target"), sides, strict=True):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return [folder / "source", folder / "target"]
+
+
+SMALL = config.TransformerConfig(250, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1)
+
+
+def arguments(files, out, *more):
+    """Of a run of a small model, which a file beside the text describes."""
+    of_model = files[0].with_name("config.json")
+    of_model.write_text(SMALL.to_json(config.TrainingConfig(batch_tokens=200, precision="fp32")))
+    files = list(map(str, files))
+    sizes = [] if "--resume" in more else ["--config", str(of_model)]
+    return ["train", "--train", *files, "--valid", *files, "--out", str(out), *sizes, *more]
+
+
+@pytest.fixture(scope="module")
+def run(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert cli.main(arguments(files, out, "--normalization", "nfkc", "--max-steps", "1")) == 0
+    return out
+
+
+def test_a_run_encodes_each_side_by_its_rule(files, run):
+    """As its folder says and its checkpoints do."""
+    normalizer = sentencepiece.SentencePieceNormalizer(
+        rule_name="nfkc", add_dummy_prefix=False, escape_whitespaces=False
+    )
+    model, tokenizer = checkpoint.load(run)
+    wanted = [normalizer.normalize(line) for line in read_lines(files[0])], read_lines(files[1])
+    for side, lines in zip(SIDES, wanted, strict=True):
+        sentences = Sentences.mapped(run / "text" / side)
+        padded, _ = sentences.padded(torch.arange(len(sentences)))
+        assert tokenizer.decode(padded.tolist()) == lines
+    _, training = checkpoint.load_config(checkpoint.find(run))
+    assert (training.normalization, training.target_normalization) == ("nfkc", "identity")
+    heads = plots.attention_heads(model, tokenizer, "（，", "（，", "cross")
+    assert "".join(heads.columns).removesuffix("</s>") == "▁(,"
+    assert "".join(heads.rows).removesuffix("</s>") == "▁（，"
+
+
+def test_copies_of_a_checkpoint_keep_both_rules(run, tmp_path):
+    """Their mean, in int8, and resumed."""
+    _, tokenizer = checkpoint.load(run)
+    assert len(tokenizer.models) == 2
+    checkpoint.average(run, 1, tmp_path / "mean")
+    model, _ = checkpoint.load(run)
+    checkpoint.save_int8(model, tokenizer, 1, tmp_path / "int8")
+    for path in (tmp_path / "mean", tmp_path / "int8"):
+        assert checkpoint.load(path)[1].models == tokenizer.models
+    damaged = tmp_path / "mean" / checkpoint.TARGET_TOKENIZER
+    damaged.write_bytes(Tokenizer.train(LINES, 250).model)
+    with pytest.raises(InputError, match=r"cannot read the checkpoint .*: the tokenizers of source and target have"):
+        checkpoint.load(tmp_path / "mean")
+
+
+def test_a_run_is_resumed_with_its_rules(files, run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    more = ["--max-steps", "2", "--resume"]
+    message = failure(arguments(files, tmp_path / "run", *more, "--normalization", "identity"), capsys)
+    assert "normalization is 'identity' but the run to resume has 'nfkc': leave it out" in message
+    assert cli.main(arguments(files, tmp_path / "run", *more)) == 0
+    assert checkpoint.load(checkpoint.newest(tmp_path / "run"))[1].models == checkpoint.load(run)[1].models
+
+
+def test_a_run_of_an_earlier_version_goes_on(files, tmp_path):
+    """Its checkpoints have one model and name no rule: it was nmt_nfkc, for both sides."""
+    run = tmp_path / "run"
+    assert cli.main(arguments(files, run, "--max-steps", "1", "--target-normalization", "nmt_nfkc")) == 0
+    for step in checkpoint.steps(run):
+        assert not (step / checkpoint.TARGET_TOKENIZER).exists()
+        fields = json.loads((step / checkpoint.CONFIG).read_text())
+        for name in ("normalization", "target_normalization"):
+            assert fields["training"].pop(name) == "nmt_nfkc"
+        (step / checkpoint.CONFIG).write_text(json.dumps(fields))
+    about = (run / "text" / checkpoint.ABOUT).read_text()
+    assert cli.main(arguments(files, run, "--max-steps", "2", "--resume")) == 0
+    newest = checkpoint.newest(run)
+    _, training = checkpoint.load_config(newest)
+    assert newest.name == "step-00000002"
+    assert (training.normalization, training.target_normalization) == ("nmt_nfkc", "nmt_nfkc")
+    assert not (newest / checkpoint.TARGET_TOKENIZER).exists()
+    assert (run / "text" / checkpoint.ABOUT).read_text() == about
+    assert checkpoint.load(run)[1].encode(TEXT, target=True) == checkpoint.load(run)[1].encode(TEXT)
+
+
+def test_the_bundled_model_has_one_rule():
+    """That of before: nmt_nfkc, of both sides."""
+    _, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
+    assert tokenizer.encode(["ｔｈｅ\u00a0ｋｉｎｇ"], target=True) == tokenizer.encode(["the king"])
