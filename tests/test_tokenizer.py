@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""Normalization of each side, against sentencepiece's own models."""
+"""Normalization of each side and the characters of a vocabulary, against sentencepiece's own models."""
 
 import io
 import json
@@ -13,7 +13,8 @@ from test_cli import failure
 import fastattn_command as cli
 from fastattn.errors import InputError
 from fastattn.translation import checkpoint, config, plots
-from fastattn.translation.data import SIDES, VERSES, Sentences, read_lines
+from fastattn.translation.data import SIDES, VERSES, ParallelText, Sentences, read_lines
+from fastattn.translation.sanity import training_warnings
 from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
 # Characters that a rule of normalization changes: full-width forms, ligatures, spaces without a break and of a
@@ -86,6 +87,57 @@ def test_what_cannot_be_a_tokenizer():
     with pytest.raises(InputError, match="source and target have different pieces"):
         Tokenizer(Tokenizer.train(LINES, 100).model, Tokenizer.train(LINES[:100], 100).model)
     assert cli.NORMALIZATIONS == config.NORMALIZATIONS
+
+
+# --- the characters of a vocabulary ---
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["abc", "only ▅ here: ж", "▅▅"], ["only ▅ here: ж", "▅", "a▅▅b ▅"]),  # U+2585, sentencepiece's own
+        (["abc", "say </s> or <pad>", "<unk>"], ["say </s> or <pad>", "<unk>", "<s>"]),  # the names of pieces
+        (["abc", "a\0ж"], ["aж"]),  # text behind a zero
+        (["abc", "a\tb\x07c\x7f\u0085\u2028d\re"], ["a\tb\x07c\x7f\u0085\u2028d\re"]),
+        (["abc", "\ufeffa\ufdd0\U0010ffff"], ["\ufeffa\ufdd0\U0010ffff"]),
+    ],
+    ids=["U+2585", "names of pieces", "zero", "control characters", "no characters"],
+)
+def test_every_character_is_a_piece(lines, text):
+    """sentencepiece's trainer leaves out a line with U+2585, and what is spelt as a piece of its own."""
+    tokenizer = smallest(lines)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not any(UNK_ID in ids for ids in tokenizer.encode(text))
+
+
+def smallest(lines):
+    """The smallest vocabulary that there is."""
+    with pytest.raises(InputError, match="its characters alone need") as raised:
+        Tokenizer.train(lines, 5, "identity")
+    return Tokenizer.train(lines, int(str(raised.value).rpartition(" ")[2]), "identity")
+
+
+@pytest.mark.slow
+def test_rare_characters_of_a_large_text():
+    """sentencepiece counts in float32 what is covered: of 2**25 characters one more is none."""
+    lines = ["ab cd " * 6_000_000, "ж"]
+    assert UNK_ID not in Tokenizer.train(lines, 14, "identity").encode(["ж"])[0]
+
+
+def test_ordinary_text_has_no_piece_for_what_it_lacks():
+    assert "▅" not in all_pieces(Tokenizer.train(LINES, 200))
+    assert "▅" in all_pieces(Tokenizer.train([*LINES, "a▅b"], 200))
+
+
+def test_zeros_look_like_a_wrong_encoding():
+    """UTF-16 read as UTF-8, the only text with U+0000, which no vocabulary has."""
+    lines = [f"{line} x" for line in LINES[:100]]
+    broken = [line.encode("utf-16-le").decode("latin-1") for line in lines]
+    tokenizer = Tokenizer.train(lines, 200)
+    text = Sentences.of(tokenizer.encode(lines))
+    pairs = ParallelText(text, text)
+    found = training_warnings(zip(lines, broken, strict=True), (lines[:1], lines[:1]), pairs, pairs, tokenizer)
+    assert "100 training target lines look like text in a wrong encoding, the first in line 1: '\\x00'" in found
 
 
 # --- a run ---

@@ -20,8 +20,8 @@ WHOLE_WORDS = 0.2  # of words that are one piece, at least
 SPACED = 20  # characters a word, at most: above, the script has no spaces between words
 PAIRED = 0.3  # correlation of the lengths of sentences and their translations, at least; real text has 0.8 and more
 ENOUGH = 100  # lines from which on a share says something
-# UTF-8 read as Latin-1 or Windows-1252 and written again, and the character for what could not be read.
-MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd")
+# UTF-8 read as Latin-1 or Windows-1252 and written again, the character for what could not be read, and UTF-16.
+MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd|\0")
 
 
 def training_warnings(

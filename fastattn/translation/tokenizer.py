@@ -1,5 +1,6 @@
 """Byte-pair encoding shared by both languages, by sentencepiece."""
 
+import collections
 import functools
 import io
 import itertools
@@ -14,6 +15,13 @@ from fastattn.translation.config import NORMALIZATIONS
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 LEARNED_FROM = 10_000_000  # lines
 SPACE = "\u2581"  # begins a word, as sentencepiece spells it
+RESERVED = "\u2585"  # sentencepiece's trainer leaves out a line with this character
+NAME = re.compile(
+    "<(?=(?:pad|s|/s|unk)>)"
+)  # begins the name of a special piece, which the trainer leaves out of a line
+# sentencepiece computes the share of characters that have a piece in float32, and drops the rest once it rounds to 1.
+# A character that is rarer than one of so many is required by name.
+RARE = 2**23
 LONGEST_LINE = 2**30  # bytes; sentencepiece leaves out what is longer
 
 
@@ -50,7 +58,8 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn ``vocab_size`` pieces from both sides of sentence pairs.
 
-        Of more than ``LEARNED_FROM`` lines, as many are drawn at random, the same ones in
+        Every character of the normalised text is a piece, except U+0000, which is unknown, and U+2581, by which
+        sentencepiece spells a space. Of more than ``LEARNED_FROM`` lines, as many are drawn at random, the same ones in
         every process.
 
         Args:
@@ -156,14 +165,19 @@ def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
         raise InputError(
             f"a vocabulary of {vocab_size} is too small: padding, begin, end and unknown alone are 4 pieces"
         )
-    kept = _drawn(lines)
+    kept, characters = _drawn(lines), collections.Counter[str]()
+    for line in kept:
+        characters.update(line)
+    total = characters.total()
+    rare = {character for character, number in characters.items() if number * RARE <= total}
+    required = "".join(sorted(rare - {" ", "\0", SPACE, RESERVED}))
     model, raised = io.BytesIO(), []
 
     def given() -> Iterator[str]:
         kept.reverse()
         try:
             while kept:  # one by one, which frees them
-                yield kept.pop()
+                yield NAME.sub("< ", kept.pop().replace(RESERVED, " "))
         except (Exception, KeyboardInterrupt) as error:  # sentencepiece would raise an error of its own
             raised.append(error)
             raise
@@ -171,7 +185,8 @@ def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
     try:
         require("sentencepiece").SentencePieceTrainer.train(
             sentence_iterator=given(), model_writer=model, vocab_size=vocab_size, model_type="bpe",
-            character_coverage=1.0, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID, minloglevel=2,
+            character_coverage=1.0, required_chars=required, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID,
+            unk_id=UNK_ID, user_defined_symbols=[RESERVED] if RESERVED in characters else [], minloglevel=2,
             normalization_rule_name="identity", max_sentence_length=LONGEST_LINE,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
