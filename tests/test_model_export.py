@@ -132,6 +132,27 @@ def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
         assert translation.startswith(text)
 
 
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+def test_marian_reads_the_names_of_pieces_as_text(verses, tmp_path):
+    """Ids of both sides, each with its normalization. A language code is text behind a space."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    strange = ["a </s> b", "</s>", "<pad>x</s>", "<unk>, <s>", "a<unk>b", "ж</s>жж", ">es<", "a >>es<< b", "x\u2585y"]
+    wide = "\uff11\uff0c\u00a0\u00bd"
+    pairs = [
+        *zip(verses[0], verses[1], strict=True),
+        *((text, text) for text in (*strange[:2], wide, "</s>pad \u2585")),
+    ]
+    tokenizer = Tokenizer.of_pairs(pairs, 300, "nmt_nfkc", "identity")
+    to_huggingface(random_model(SMALL), tokenizer, tmp_path / "model")
+    words = transformers.MarianTokenizer.from_pretrained(tmp_path / "model")
+    text = [*strange, wide, " >>es<< the king", *verses[0][:5]]
+    assert words(text).input_ids == [[*ids, 2] for ids in tokenizer.encode(text)]
+    assert words(text_target=text).input_ids == [[*ids, 2] for ids in tokenizer.encode(text, target=True)]
+    assert words(wide).input_ids != words(text_target=wide).input_ids
+    language, *_ = words(">>es<< the king").input_ids
+    assert language == words.unk_token_id
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -163,5 +184,6 @@ def test_the_command(ctranslate2, verses, tmp_path, capsys, program):
     assert cli.main(arguments) == 0
     for name in FILES[program]:
         assert (tmp_path / "out" / name).is_file()
+    assert ("takes >>word<< at the beginning" in capsys.readouterr().out) == (program == "huggingface")
     assert cli.main(arguments) == 1
     assert "exists already" in capsys.readouterr().err

@@ -75,6 +75,9 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
 def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and MarianTokenizer.
 
+    MarianTokenizer divides text as ``tokenizer`` does, except a text that begins with ``>>`` and has ``<<`` later: it
+    takes what is between them for a language. With a space before it the text is divided as it should be.
+
     Marian keeps the sines of a position before its cosines, where the paper's alternate. So the features are permuted,
     in every matrix alike, which the model's output does not show.
 
@@ -130,7 +133,13 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     files = {
         "config.json": marian,
         "generation_config.json": generation,
-        "tokenizer_config.json": {"tokenizer_class": "MarianTokenizer", "model_max_length": SINUSOIDS, **named},
+        # In text "</s>" is four characters, not the end of the sentence.
+        "tokenizer_config.json": {
+            "tokenizer_class": "MarianTokenizer",
+            "model_max_length": SINUSOIDS,
+            "split_special_tokens": True,
+            **named,
+        },
         "vocab.json": {piece: number for number, piece in enumerate(pieces)},
     }
     with written_whole(out) as partial:
