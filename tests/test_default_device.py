@@ -10,6 +10,7 @@ import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import VERSES, ParallelText, digest, encode, read_lines
+from fastattn.translation.evaluate import held_out
 from fastattn.translation.export import to_huggingface
 from fastattn.translation.importing import import_model
 from fastattn.translation.sanity import training_warnings
@@ -117,3 +118,17 @@ def test_text_and_its_batches(small, tmp_path):
     assert warnings == said
     for tensor, other in zip(tensors, wanted, strict=True):
         assert torch.equal(tensor, other)
+
+
+def test_validation(small):
+    model, tokenizer = small
+    sides = [read_lines(VERSES / f"dev.{language}")[:40] for language in ("en", "es")]
+    text = ParallelText.encoded(tokenizer, *sides, "validation")
+    indices = next(text.epochs(400, 1))[0]
+
+    def found():
+        return held_out(model, [text.batch(indices)], contextlib.nullcontext())
+
+    wanted = found()
+    with elsewhere():
+        assert found() == wanted

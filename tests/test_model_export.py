@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from conftest import slow
+from observers import Lora
+from torch import nn
 
 import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
@@ -50,6 +52,34 @@ def random_model(config):
             if "embedding" in name or name == "output.weight":
                 parameter[config.pad_id].zero_()
     return model
+
+
+def adapted(model):
+    model.output = Lora(model.output)
+
+
+def hooked(model):
+    model.encoder.layers[1].self_attention.out_proj.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def parametrised(model):
+    nn.utils.parametrizations.weight_norm(model.decoder.layers[0].feed_forward.outer)
+
+
+def quantised(model):
+    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("change", [adapted, hooked, parametrised, quantised], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("export", [to_ctranslate2, to_huggingface], ids=lambda export: export.__name__)
+def test_projections_that_do_more_than_their_weights_say_are_refused(ctranslate2, verses, tmp_path, export, change):
+    """Written from weight and bias alone, the export would leave the rest out."""
+    model = random_model(SMALL)
+    change(model)
+    with pytest.raises(InputError, match=r"an export holds plain nn\.Linear modules"):
+        export(model, verses[2], tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -160,7 +160,7 @@ def held_out(
     """
     was_training, device = model.training, model.device
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64, device="cpu")
     with autocast:
         for batch in batches:
             batch = batch.to(device)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn.errors import InputError, require
 from fastattn.files import written_whole
+from fastattn.torch_private import is_plain_linear
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import LearnedPositions, Transformer
@@ -31,6 +32,7 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     Raises:
         InputError: ``out`` exists, ctranslate2 is not installed, or it has no place for what the model does.
     """
+    _check_projections(model)
     specs = require("ctranslate2.specs", "export")
     config = model.config
     if config.window_size != (-1, -1):
@@ -84,6 +86,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     Raises:
         InputError: ``out`` exists, or Marian's architecture has no place for what the model does.
     """
+    _check_projections(model)
     config = model.config
     for holds, what in (
         (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first)"),
@@ -149,6 +152,21 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
             (partial / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (partial / "source.spm").write_bytes(tokenizer.models[0])
         (partial / "target.spm").write_bytes(tokenizer.models[-1])
+
+
+def _check_projections(model: Transformer) -> None:
+    """Raise InputError unless each projection is a plain ``nn.Linear``, whose weight and bias say all that it does."""
+    for name, module in Transformer(model.config, device="meta").named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        found: Any = model
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not is_plain_linear(found):
+            raise InputError(
+                f"{name} is {type(found).__name__}, with hooks, an adapter or a parametrisation: an export holds plain "
+                "nn.Linear modules; merge the adapter, remove hooks and parametrisations, or export before quantising"
+            )
 
 
 def _marian_layer(layer: Any, order: Tensor) -> Iterator[tuple[str, Tensor]]:
