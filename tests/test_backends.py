@@ -64,6 +64,20 @@ def test_explain(function):
     assert forced != text or native.library("cpu") is None
 
 
+class Guarded(torch.nn.Module):
+    """Falls back on another way where something fails."""
+
+    def forward(self, x):
+        try:
+            return layer_norm(x, (8,))
+        except Exception:
+            return x
+
+
+def test_a_module_that_handles_exceptions_is_explained():
+    assert explain(Guarded(), torch.randn(2, 8)).op == "layer_norm"
+
+
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
 def test_explain_draws_no_random_numbers(function):
     before = torch.get_rng_state()

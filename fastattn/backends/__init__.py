@@ -67,7 +67,9 @@ class Explanation:
     __repr__ = __str__
 
 
-class _Explained(Exception):
+class _Explained(BaseException):
+    """Ends the explained call. A module's own ``except Exception`` must not stop it."""
+
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
 
