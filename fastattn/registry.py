@@ -56,12 +56,15 @@ _torchs_sdpa = composite(torch.ops.aten.scaled_dot_product_attention.default)
 
 def _is_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, **options: Any,
+    is_causal: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether a call of torch's function is worth trying: torch would not refuse it, a kernel of ours is faster, and
-    nobody asked for torch's own way (``torch.nn.attention.sdpa_kernel`` without flash attention)."""
+    """Decide whether a call of torch's function is worth trying.
+
+    It is if torch would not refuse it, a kernel of fastattn's is faster, and ``torch.nn.attention.sdpa_kernel`` does
+    not exclude flash attention.
+    """
     if attn_mask is not None and (
-        is_causal or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or not _is_plain(attn_mask)
+        is_causal or not _is_plain(attn_mask) or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
     ):
         return False
     return (
@@ -75,16 +78,18 @@ def _is_ours(
 
 def _is_plain(tensor: Tensor) -> bool:
     """Dense, of at least 2 dimensions, and no subclass with its own idea of torch's operations."""
-    return tensor.layout is torch.strided and tensor.dim() >= 2 and (type(tensor) in PLAIN or is_tracers(type(tensor)))
+    kind = type(tensor)
+    return (kind in PLAIN or is_tracers(kind)) and tensor.layout is torch.strided and tensor.dim() >= 2
 
 
 def _serve(*args: Any, **options: Any) -> Tensor:
-    if not _is_ours(*args):
-        return _torchs_sdpa(*args, **options)
-    try:
-        return _past_fast_path(*args, **options)
-    except (TypeError, ValueError):  # what ours refuses torch takes, or refuses in its own words
-        return _torchs_sdpa(*args, **options)
+    """Serve the op's arguments, which torch's dispatcher has bound."""
+    if _is_ours(*args):
+        try:
+            return _past_fast_path(*args, **options)
+        except check.ARGUMENT_ERRORS:  # torch may serve these arguments; otherwise it refuses them in its own words
+            pass
+    return _torchs_sdpa(*args, **options)
 
 
 _past_fast_path = inspect.unwrap(attention.scaled_dot_product_attention)  # which has had its turn
@@ -114,16 +119,40 @@ class _Intercept(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _bound(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, *,
+    scale: Any = None, enable_gqa: Any = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Bind a call's arguments by the signature of torch's function. Only the binding can raise TypeError."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A call's arguments by position, or None if the signature of torch's function does not take them."""
+    try:
+        bound = _bound(*args, **kwargs)
+    except TypeError:
+        return None
+    return bound if kwargs else args  # without defaults, which the fast path would all check
+
+
 def _sdpa_of_python(*args: Any, **kwargs: Any) -> Tensor:
     """Called above autograd and autocast, with whatever tensors there are."""
-    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-    torchs = functional.scaled_dot_product_attention
-    try:
-        is_ours = not (is_traced() or any(tensor.is_nested or is_batched(tensor) for tensor in tensors))
-        is_ours = is_ours and _is_ours(*args, **kwargs)
-        return (attention.scaled_dot_product_attention if is_ours else torchs)(*args, **kwargs)
-    except (TypeError, ValueError):  # torch says what is missing, too
-        return torchs(*args, **kwargs)
+    call = _by_position(args, kwargs)
+    if call is not None and _is_ours_in_python(call):
+        try:
+            return attention.scaled_dot_product_attention(*call)
+        except check.ARGUMENT_ERRORS:  # as in _serve
+            pass
+    return functional.scaled_dot_product_attention(*args, **kwargs)  # which names a missing or unknown argument
+
+
+def _is_ours_in_python(call: tuple[Any, ...]) -> bool:
+    """``_is_ours`` for a call that torch's dispatcher has not seen."""
+    tensors = [arg for arg in call if isinstance(arg, Tensor)]
+    if is_traced() or any(tensor.is_nested or is_batched(tensor) for tensor in tensors):
+        return False
+    return _is_ours(*call[:6])
 
 
 # A mode is off while it handles a function: in this copy the calls inside are bound to ours by name.
@@ -371,7 +400,7 @@ def _or_torchs(function: Callable[..., Any], key: str) -> Callable[..., Any]:
         try:
             with torch.no_grad(), without_autocast(args[0].device):
                 return function(*args, **options)
-        except (_Unserved, TypeError, ValueError):
+        except (_Unserved, *check.ARGUMENT_ERRORS):
             if torchs is None:
                 raise
         return torchs(keys, *args, **options)

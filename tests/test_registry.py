@@ -1,6 +1,8 @@
 """fastattn in the place of torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
 
+import inspect
 import threading
+import types
 import warnings
 
 import pytest
@@ -25,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import emulation
 import fastattn
 from fastattn import backends, registry
-from fastattn.ops.check import new_seeds
+from fastattn.ops import attention
+from fastattn.ops.check import ARGUMENT_ERRORS, new_seeds
 from fastattn.registry import handle
 
 pytestmark = pytest.mark.torch_version
@@ -283,6 +286,10 @@ def served(serve, call):
 
 
 BAD = {
+    "an unknown argument": lambda: (operands(2, 3, 7), {"return_lse": True}),
+    "a scale by position": lambda: ((*operands(2, 3, 7), None, 0.0, False, 0.5), {}),
+    "a mask of text": lambda: (operands(2, 3, 7), {"attn_mask": "causal"}),
+    "dropout as text": lambda: (operands(2, 3, 7), {"dropout_p": "half"}),
     "a half mask of float32": lambda: (operands(2, 3, 7), {"attn_mask": torch.ones(7, 11).half()}),
     "dtypes": lambda: ((operands(2, 3, 7)[0].half(), *operands(2, 3, 7)[1:]), {}),
     "heads": lambda: (operands(2, 4, 7, kv_heads=2), {}),
@@ -304,6 +311,44 @@ def test_errors_are_torchs(name, serve):
         return str(raised.value)
 
     assert served(serve, message) == message()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_torchs_below_its_parser(name):
+    """Traced code and multi-head attention call the function of the mode itself, whose arguments nobody has bound."""
+    tensors, options = BAD[name]()
+    messages = []
+    for sdpa in (F.scaled_dot_product_attention, registry._sdpa_of_python):
+        with pytest.raises((RuntimeError, TypeError)) as raised:
+            sdpa(*tensors, **options)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+FAULTS = {"type": TypeError, "value": ValueError, "run time": RuntimeError}
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_of_fastattns_surfaces(serve, kind, monkeypatch):
+    """Torch does not serve such a call without a word."""
+    monkeypatch.setattr(attention, "dense_settings", planted(FAULTS[kind]))
+    with pytest.raises(FAULTS[kind], match="planted"):
+        served(serve, lambda: F.scaled_dot_product_attention(*operands(2, 3, 7), dropout_p=0.5))
+
+
+def planted(kind):
+    def fail(*args, **options):
+        raise kind("planted")
+
+    return fail
+
+
+@pytest.mark.parametrize("serve", ["registry", "intercept"])
+def test_what_the_checks_refuse_goes_on_to_torch(serve, monkeypatch):
+    for kind in ARGUMENT_ERRORS:
+        monkeypatch.setattr(attention, "dense_settings", planted(kind))
+        assert FLASH in served(serve, lambda: ops(F.scaled_dot_product_attention, *operands(2, 3, 7)))
 
 
 @pytest.mark.parametrize("serve", ["registry", "intercept"])
@@ -628,6 +673,33 @@ def test_pairs_of_few_queries_on_cuda_and_triton(pair, monkeypatch):
         out, _, grads = pair(*tensors, 0.0, False, grad_out)
     for found, expected in zip((out, *grads), (exact, *wanted), strict=True):
         torch.testing.assert_close(found, expected.float())
+
+
+PAIRS = {function.__name__: function for function in registry._PAIRS if hasattr(torch.ops.aten, function.__name__)}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_take_the_arguments_of_torchs_ops(name):
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    given = [argument.name for argument in arguments if not argument.kwarg_only]
+    inspect.signature(PAIRS[name]).bind(*given, **{a.name: None for a in arguments if a.kwarg_only})
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_leave_to_torch_what_they_refuse_alone(name, monkeypatch):
+    """On a GPU torch has a kernel of its own. A fault of fastattn's surfaces there too."""
+    kernel = types.SimpleNamespace(call_boxed=lambda keys, *args, **options: "torch's")
+    monkeypatch.setattr(torch.library, "get_kernel", lambda op, key: kernel)
+    implementation = registry._or_torchs(PAIRS[name], "CPU")
+    arguments = [a for a in getattr(torch.ops.aten, name).default._schema.arguments if not a.kwarg_only]
+    call = [torch.randn(2, 3, 7, 16) if "Tensor" in str(a.type) else 0 for a in arguments]
+    for kind in (registry._Unserved, *ARGUMENT_ERRORS):
+        monkeypatch.setattr(registry, "_check_served", planted(kind))
+        assert implementation(None, *call) == "torch's"
+    for kind in FAULTS.values():
+        monkeypatch.setattr(registry, "_check_served", planted(kind))
+        with pytest.raises(kind, match="planted"):
+            implementation(None, *call)
 
 
 def test_a_mask_with_a_gradient_is_not_for_the_efficient_pair():

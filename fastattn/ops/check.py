@@ -42,6 +42,9 @@ class BadType(TypeError, RuntimeError, AssertionError):
     """An argument has a wrong type or dtype. Torch raises one of the others, depending on what notices."""
 
 
+ARGUMENT_ERRORS = (BadValue, BadType)  # what the checks raise; any other error is a fault of fastattn's
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
