@@ -516,6 +516,7 @@ def test_pure_wheel(checkout, tmp_path):
     }
     assert {name for name in names if ".dist-info/" not in name} == modules | data | {
         "fastattn/_build.json",
+        "fastattn/py.typed",
         "fastattn_command.py",
     }
     assert reason == "installed with FASTATTN_BUILD=0"
