@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OperatorBase as OperatorBase
 from torch._ops import OpOverload
 from torch._ops import _get_dispatch_mode_pre_dispatch as _get_pre_dispatch_mode
 from torch.autograd import forward_ad

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,27 @@ __all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
 _VARIANTS = ("upper_left", "lower_right")
 
 
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_variant: str = "upper_left", key_lengths: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    return_lse: Literal[False] = False, seed: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_variant: str = "upper_left", key_lengths: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    return_lse: Literal[True], seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_variant: str = "upper_left", key_lengths: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool, seed: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @fast_path("attention_fast")
 def scaled_dot_product_attention(
     query: Tensor,
@@ -44,7 +65,7 @@ def scaled_dot_product_attention(
     window_size: tuple[int, int] = (-1, -1),
     return_lse: bool = False,
     seed: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """dropout(softmax(scale * query @ key^T + mask)) @ value, a superset of torch's function of this name.
 
     The masks may be given together. A row that sees no key gives output 0, gradient 0 and LSE -inf. Like torch's
@@ -161,6 +182,27 @@ def attention_weights(
     return _as_given(weights.to(q.dtype), batch, max(query.dim(), key.dim()))
 
 
+@overload
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: Tensor | None = None,
+    return_lse: Literal[False] = False, seed: Tensor | None = None, **unsupported: Any,
+) -> Tensor: ...  # fmt: skip
+@overload
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: Tensor | None = None,
+    return_lse: Literal[True], seed: Tensor | None = None, **unsupported: Any,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: Tensor | None = None,
+    return_lse: bool, seed: Tensor | None = None, **unsupported: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @check.unscriptable
 def varlen_attn(
     query: Tensor,
@@ -180,7 +222,7 @@ def varlen_attn(
     return_lse: bool = False,
     seed: Tensor | None = None,
     **unsupported: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths packed one after the other, without padding.
 
     Follows ``torch.nn.attention.varlen.varlen_attn``: the diagonal is the lower-right one, ``window_size=(-1, 0)`` is
@@ -297,7 +339,9 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
     return result.contiguous()
 
 
-def _jagged_attention(query: Any, key: Any, value: Any, return_lse: bool, **options: Any) -> Any:
+def _jagged_attention(
+    query: Any, key: Any, value: Any, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """(B, H, sequence, E) jagged tensors, whose values are packed sequences."""
     q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))
     results = varlen_attn(

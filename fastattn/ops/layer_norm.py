@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -85,6 +85,24 @@ def layer_norm(
     return out if dims == 1 else out.view(input.shape)
 
 
+@overload
+def dropout_add_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    eps: float = 1e-5, *, prenorm: Literal[False] = False, seed: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def dropout_add_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    eps: float = 1e-5, *, prenorm: Literal[True], seed: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def dropout_add_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    eps: float = 1e-5, *, prenorm: bool, seed: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @check.unscriptable
 def dropout_add_layer_norm(
     input: Tensor,
@@ -97,7 +115,7 @@ def dropout_add_layer_norm(
     prenorm: bool = False,
     seed: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """layer_norm(residual + dropout(input)) over the last dimension: the end of every sub-layer, in one pass.
 
     The sum has the promoted dtype of input and residual, so that a bfloat16 sub-layer adds to a float32 residual

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fastattn.backends.common import is_recorded
 from fastattn.backends.schema import SCHEMAS
 from fastattn.ops.check import expanded_clone, unscriptable
 from fastattn.torch_private import (
+    OperatorBase,
     SingleLevelFunction,
     below_autograd,
     bind_apply,
@@ -33,7 +34,7 @@ __all__ = ["decompositions"]
 
 PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
 _library = torch.library.Library("fastattn", "DEF")
-_decompositions: dict[Any, Callable[..., Any]] = {}
+_decompositions: dict[OperatorBase, Callable[..., Any]] = {}
 _flops: dict[Any, Callable[..., int]] = {}
 
 
@@ -155,7 +156,7 @@ class Op:
         return self._decompose(*args[:-1])
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
     """fastattn's operations in torch's own, for ``torch.export``.
 
     ``exported.run_decompositions(fastattn.decompositions())`` gives a program that runs without fastattn: attention is
@@ -231,7 +232,11 @@ _TYPES = {
 }
 
 
-def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def fast_path(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a public function: plain calls go to the compiled ``name`` with the user's own arguments.
 
     The compiled function checks them itself and returns None, or raises, for all but plain calls, which the decorated
@@ -259,12 +264,12 @@ def fast_path(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return False
         return True
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         if compiled is None:
             return unscriptable(function)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             if thread.forced is None and not thread.explaining and not is_autocast_enabled() and is_plain(args, kwargs):
                 try:
                     result = compiled(*args, **kwargs)
