@@ -28,121 +28,140 @@ import build  # noqa: E402
 import compile_gate  # noqa: E402
 import native_build  # noqa: E402
 
-# (file in csrc/cuda, marker of the line that is at fault, what takes its place, operation, what is found)
+# (file in csrc/cuda, lines of its code, the fault that takes their place, operation, what is found). Lines are compared
+# without indentation and comments; together they stand in the file exactly once.
 FAULTS = {
-    "none": ("rows.h", None, None, "layer_norm", None),
-    "none in attention": ("attention.cu", None, None, "attention", None),
-    "no barrier before a sum's parts are written": ("rows.h", "barrier-before-write", "", "layer_norm", "not close"),
-    "no barrier before a sum's parts are read": ("rows.h", "barrier-before-read", "", "softmax_dropout", "not close"),
+    "none": ("rows.h", "", "", "layer_norm", None),
+    "none in attention": ("attention.cu", "", "", "attention", None),
+    "no barrier before a sum's parts are written": (
+        "rows.h",
+        "__syncthreads();\nif (lane == 0)",
+        "if (lane == 0)",
+        "layer_norm",
+        "not close",
+    ),
+    "no barrier before a sum's parts are read": (
+        "rows.h",
+        "__syncthreads();\nfor (int n = 0; n < N; ++n)",
+        "for (int n = 0; n < N; ++n)",
+        "softmax_dropout",
+        "not close",
+    ),
     "no barrier between the warps that add to a block's sums": (
         "layer_norm.cu",
-        "barrier-between-warps",
-        "",
+        "__syncthreads();\n}\nfor (int n = 0; n < 2; ++n)",
+        "} for (int n = 0; n < 2; ++n)",
         "layer_norm",
         "not close",
     ),
     "a barrier for some": (
         "rows.h",
-        "barrier-before-read",
-        "if (lane < 16) __syncthreads();",
+        "__syncthreads();\nfor (int n = 0; n < N; ++n)",
+        "if (lane < 16) __syncthreads(); for (int n = 0; n < N; ++n)",
         "softmax_dropout",
         "waits for",
     ),
     "a load beyond the row": (
         "vector.h",
-        "load-bound",
-        "x[e] = column + e <= columns ? to_float(row[column + e]) : 0.0f;",
+        "for (int e = 0; e < kVector; ++e) x[e] = column + e < columns ? to_float(row[column + e]) : 0.0f;",
+        "for (int e = 0; e < kVector; ++e) x[e] = column + e <= columns ? to_float(row[column + e]) : 0.0f;",
         "dropout",
         "outside the operands",
     ),
     "a store beyond the row": (
         "vector.h",
-        "store-bound",
+        "if (column + e < columns) row[column + e] = values[e];",
         "if (column + e <= columns) row[column + e] = values[e];",
         "layer_norm",
         "not close|outside the operands|written",
     ),
     "a vector across the row's end": (
         "vector.h",
-        "multiple-of-vector",
-        "return columns % 4 == 0 &&",
+        "return columns % kVector == 0 && (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 &&",
+        "return columns % 4 == 0 && (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 &&",
         "softmax_dropout",
         "misaligned|outside the operands|not close",
     ),
     "a mask without half of the lanes": (
         "dropout_mask.h",
-        "all-lanes",
+        "constexpr unsigned kAllLanes = 0xffffffff;",
         "constexpr unsigned kAllLanes = 0x0000ffff;",
         "dropout",
         "mask 0xffff lacks the lane itself",
     ),
     "a shuffle that leaves out lanes": (
         "rows.h",
-        "first-shuffle",
-        "for (int step = kWarp / 4; step > 0; step /= 2)",
+        "for (int step = kWarp / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(kAllLanes, x, step));",
+        "for (int step = kWarp / 4; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(kAllLanes, x, step));",
         "layer_norm",
         "not close",
     ),
     "no barrier between the warps that are merged": (
         "attention.cu",
-        "barrier-between-warps",
-        "",
+        "__syncthreads();\nif (w != warp) continue;",
+        "if (w != warp) continue;",
         "attention",
         "not close",
     ),
-    "no barrier before a merged row is read": ("attention.cu", "barrier-before-merged", "", "attention", "not close"),
+    "no barrier before a merged row is read": (
+        "attention.cu",
+        "__syncthreads();\nif (group > 0) return;",
+        "if (group > 0) return;",
+        "attention",
+        "not close",
+    ),
     "no barrier of a warp before its weights are read": (
         "attention_tile.h",
-        "barrier-before-weights",
-        "",
+        "}\n__syncwarp();\n#pragma unroll\nfor (int r = 0; r < kRows; ++r)",
+        "}\n#pragma unroll\nfor (int r = 0; r < kRows; ++r)",
         "attention",
         "not close",
     ),
     "a key beyond the length": (
         "../common/visibility.h",
-        "length",
+        "return center - window_left <= j && j <= center + window_right && j < length;",
         "return center - window_left <= j && j <= center + window_right && j <= length;",
         "attention",
         "not close",
     ),
     "values that nobody sees": (
         "attention_tile.h",
-        "visible-values",
+        "const bool wanted = visible >> j & 1;",
         "const bool wanted = true;",
         "attention",
         "not close|outside the operands",
     ),
     "a row's lanes without the last": (
         "attention_tile.h",
-        "last-lane",
+        "static constexpr int kNextLane = 1, kLastLane = 2;",
         "static constexpr int kNextLane = 1, kLastLane = 1;",
         "attention",
         "not close",
     ),
     "a reduction without a lane": (
         "attention.cu",
-        "reduce-mask",
+        "visible = __reduce_or_sync(kAllLanes, visible);",
         "visible = __reduce_or_sync(0x7fffffff, visible);",
         "attention",
         "lacks the lane itself",
     ),
     "rows of 8 bytes read by 16": (
         "attention.cu",
-        "alignment",
+        "return ((int64_t)heads.data | strides * size_of(a.dtype)) % 16 == 0;",
         "return ((int64_t)heads.data | strides * size_of(a.dtype)) % 2 == 0;",
         "attention",
         "misaligned|outside",
     ),
     "shared memory taken to be 0 at first": (
         "layer_norm.cu",
-        "shared-start",
+        "sum = (warp ? sum : 0.0f) + total[n][f][e];",
         "sum = sum + total[n][f][e];",
         "layer_norm",
         "not close",
     ),
     "a shared array too short": (
         "rows.h",
-        "shared-size",
+        "__shared__ float parts[N][kMaxThreads / kWarp];",
         "__shared__ float parts[N][1];",
         "softmax_dropout",
         "index beyond an array",
@@ -150,19 +169,36 @@ FAULTS = {
 }
 
 
+def planted(path, lines, fault):
+    """The file's source with `fault` in place of these lines."""
+    source = path.read_text().splitlines()
+    code = [line.partition("//")[0].strip() for line in source]
+    wanted = lines.split("\n")
+    found = [n for n in range(len(code)) if code[n : n + len(wanted)] == wanted]
+    assert len(found) == 1, f"{path.name} has {lines!r} {len(found)} times"
+    source[found[0] : found[0] + len(wanted)] = [fault]
+    return "\n".join((*source, ""))
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if FAULTS[name][1]])
+def test_planted_faults_are_still_possible(name):
+    """The line that each one replaces is there, exactly once."""
+    file, lines, fault, *_ = FAULTS[name]
+    path = ROOT / "csrc/cuda" / file
+    assert planted(path, lines, fault) != path.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_emulation_finds_planted_faults(name, tmp_path):
     require("cuda")
-    file, marker, fault, operation, found = FAULTS[name]
+    file, lines, fault, operation, found = FAULTS[name]
     for folder in ("cuda", "common"):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
-    if marker is not None:
+    if lines:
         path = tmp_path / "cuda" / file
-        source, count = re.subn(rf"^.*// fault: {marker}$", fault, path.read_text(), flags=re.MULTILINE)
-        assert count == 1, f"{file} has {count} lines marked {marker}"
-        path.write_text(source)
+        path.write_text(planted(path, lines, fault))
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
     program = [sys.executable, ROOT / "tools/planted_faults_cuda.py", library, operation]
     tested = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}

@@ -23,7 +23,7 @@ struct Visibility {
 
   // Whether key j is visible to the query whose key on the diagonal is `center`, i + diagonal.
   FASTATTN_HOST_DEVICE bool is_visible(Int center, Int j) const {
-    return center - window_left <= j && j <= center + window_right && j < length;  // fault: length
+    return center - window_left <= j && j <= center + window_right && j < length;
   }
 
   // The queries whose window holds key j: from first_query(j) to last_query(j), of all integers.

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
         visible |= (uint32_t)(x != -kInfinity) << tile.key(k);
       }
     }
-    visible = __reduce_or_sync(kAllLanes, visible);  // fault: reduce-mask
+    visible = __reduce_or_sync(kAllLanes, visible);
     if (visible == 0) continue;
 
     const typename Tile::Keys operands = {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     row_sum[n] = total;
   }
   for (int w = 0; w < kWarps; ++w) {
-    __syncthreads();  // fault: barrier-between-warps
+    __syncthreads();
     if (w != warp) continue;
     tile.results([&](int n, int column, float4 x) {
       if (n >= count) return;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads) merge(const Attention a, const Split
         sum = multiply_add(weight[split],
                            *(const float4*)(splits.out + ((split * rows + row) * splits.pitch + 4 * column)), sum);
   of_group[thread] = sum;
-  __syncthreads();  // fault: barrier-before-merged
+  __syncthreads();
   if (group > 0) return;
   for (int n = 1; n < groups; ++n) sum = multiply_add(1.0f, of_group[n * columns + column], sum);
   store_row<T>(a, row, 4 * column, sum, row_max, row_sum);
@@ -267,7 +267,7 @@ int64_t pitch(const Attention& a) { return ceil_div(a.value_head_dim, 4) * 4; }
 bool is_aligned(const Attention& a) {
   const auto fits = [&](const Heads& heads, int head_dim) {
     const int64_t strides = heads.batch | heads.head | heads.row | head_dim;
-    return ((int64_t)heads.data | strides * size_of(a.dtype)) % 16 == 0;  // fault: alignment
+    return ((int64_t)heads.data | strides * size_of(a.dtype)) % 16 == 0;
   };
   return fits(a.query, a.head_dim) && fits(a.key, a.head_dim) && fits(a.value, a.value_head_dim);
 }

@@ -59,7 +59,7 @@ struct Operands {
     return load_line<T, kAligned>(key + j * key_row, column, head_dim, visible >> j & 1);
   }
   __device__ Line<T> load_value(int j, int column) const {
-    const bool wanted = visible >> j & 1;  // fault: visible-values
+    const bool wanted = visible >> j & 1;
     return load_line<T, kAligned>(value + j * value_row, column, value_head_dim, wanted);
   }
 };
@@ -71,7 +71,7 @@ struct TensorTile {
   using Element = T;
   using Keys = Operands<T, kSize, kAligned>;
   static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4;
-  static constexpr int kNextLane = 1, kLastLane = 2;               // fault: last-lane
+  static constexpr int kNextLane = 1, kLastLane = 2;
   static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // resident on a multiprocessor, at least
   struct Shared {
     uint4 query[kSize / 32][2][32];  // A of two instructions, by lanes
@@ -252,7 +252,7 @@ struct FmaTile {
       for (int k = 0; k < kOwnKeys; ++k) shared.weight[warp][key(k)][row(r)] = weight[r][k];
       if (g == 0) shared.rescale[warp][row(r)] = rescale[r];
     }
-    __syncwarp();  // fault: barrier-before-weights
+    __syncwarp();
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       for (auto& chunk : out[r])

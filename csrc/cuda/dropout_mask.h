@@ -8,7 +8,7 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffff;  // fault: all-lanes
+constexpr unsigned kAllLanes = 0xffffffff;
 
 // Whether the eight elements from `column` of row i of matrix z are kept, bits 0 to 7, and those of row i + 8, bits 8
 // to 15; i / 8 is even. All lanes of a warp together, each at 8 columns of its own: lane l at quarter l % 4 of a tile

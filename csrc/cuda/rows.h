@@ -89,8 +89,7 @@ struct Max {
 
 template <class Operation>
 __device__ inline float reduce_warp(float x, Operation operation) {
-  for (int step = kWarp / 2; step > 0; step /= 2)  // fault: first-shuffle
-    x = operation(x, __shfl_xor_sync(kAllLanes, x, step));
+  for (int step = kWarp / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(kAllLanes, x, step));
   return x;
 }
 
@@ -122,12 +121,12 @@ struct Team {
   __device__ void reduce(float (&x)[N], Operation operation) const {
     for (int n = 0; n < N; ++n) x[n] = reduce_warp(x[n], operation);
     if (kSpan == Span::warp || threads == kWarp) return;
-    __shared__ float parts[N][kMaxThreads / kWarp];  // fault: shared-size
+    __shared__ float parts[N][kMaxThreads / kWarp];
     const int lane = thread % kWarp;
-    __syncthreads();  // fault: barrier-before-write
+    __syncthreads();
     if (lane == 0)
       for (int n = 0; n < N; ++n) parts[n][thread / kWarp] = x[n];
-    __syncthreads();  // fault: barrier-before-read
+    __syncthreads();
     for (int n = 0; n < N; ++n)
       x[n] = reduce_warp(lane < threads / kWarp ? parts[n][lane] : Operation::kNone, operation);
   }

@@ -49,9 +49,8 @@ __device__ inline float rounded(float x, Dtype dtype) {
 inline bool is_wide(const void* data, Dtype dtype, int64_t columns, int64_t outer = 0, int64_t inner = 0,
                     int64_t row = 0) {
   const int64_t alignment = dtype == Dtype::boolean ? 8 : 16, size = size_of(dtype);
-  return columns % kVector == 0 &&  // fault: multiple-of-vector
-         (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 && outer * size % alignment == 0 &&
-         inner * size % alignment == 0 && row * size % alignment == 0;
+  return columns % kVector == 0 && (int64_t)((uintptr_t)data % (uintptr_t)alignment) == 0 &&
+         outer * size % alignment == 0 && inner * size % alignment == 0 && row * size % alignment == 0;
 }
 
 inline bool is_wide(const Heads& heads, Dtype dtype, int64_t columns) {
@@ -70,8 +69,7 @@ __device__ inline void load_as(const T* row, bool wide, int64_t column, int64_t 
     memcpy(values, words, sizeof values);
     for (int e = 0; e < kVector; ++e) x[e] = to_float(values[e]);
   } else {
-    for (int e = 0; e < kVector; ++e)
-      x[e] = column + e < columns ? to_float(row[column + e]) : 0.0f;  // fault: load-bound
+    for (int e = 0; e < kVector; ++e) x[e] = column + e < columns ? to_float(row[column + e]) : 0.0f;
   }
 }
 
@@ -88,7 +86,7 @@ __device__ inline void store_as(T* row, bool wide, int64_t column, int64_t colum
         __stwb((uint4*)(row + column) + w, words[w]);  // never split into narrower stores
   } else {
     for (int e = 0; e < kVector; ++e)
-      if (column + e < columns) row[column + e] = values[e];  // fault: store-bound
+      if (column + e < columns) row[column + e] = values[e];
   }
 }
 
