@@ -492,7 +492,7 @@ def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
         path.relative_to(checkout).as_posix()
-        for folder in ("csrc", "fastattn", "tests", "tools", "benchmarks", "docs", "examples")
+        for folder in ("csrc", "fastattn", "tests", "tools", "benchmarks", "docs", "examples", ".github")
         for path in (checkout / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }

@@ -1,0 +1,41 @@
+"""The public host's workflow does what .ci/run does, divided into jobs."""
+
+import re
+from pathlib import Path
+
+import torch_versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = (ROOT / ".ci/run").read_text()
+WORKFLOW = (ROOT / ".github/workflows/ci.yml").read_text()
+JOBS = dict(re.findall(r"^  (\w+):\n((?:    .*\n|\n)+)", WORKFLOW.partition("\njobs:\n")[2], re.MULTILINE))
+
+
+def test_jobs():
+    assert list(JOBS) == ["lint", "tests", "versions", "kernels", "docs"]
+
+
+def test_every_target_of_make_ci_has_a_job():
+    targets = re.search(r"^ci: (.*?)  ##", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    run = set(re.findall(r"run: make (\S+)", WORKFLOW))
+    assert run == set(targets) - {"torch-versions"}
+    assert "tools/torch_versions.py ${{ matrix.torch }}" in JOBS["versions"]
+
+
+def test_the_versions_are_those_of_the_program():
+    assert dict(re.findall(r'python: "(.*?)", torch: "(.*?)"', JOBS["versions"])) == {
+        python: torch for torch, python in torch_versions.VERSIONS.items()
+    }
+
+
+def test_what_is_required():
+    """The kernels' job has all that .ci/run requires, except the Pythons of the job of versions."""
+    wanted = re.search(r"FASTATTN_REQUIRE=(\S+)", RUN)[1].split(",")
+    found = re.search(r'FASTATTN_REQUIRE: "(.*?)"', JOBS["kernels"])[1].split(",")
+    assert found == [name for name in wanted if name != "pythons"]
+    assert "FASTATTN_REQUIRE: pythons" in JOBS["versions"]
+
+
+def test_the_torch_is_readmes():
+    wanted = re.search(r"torch==[\d.]+", (ROOT / "README.md").read_text())[0]
+    assert set(re.findall(r"torch==[\d.]+", WORKFLOW)) == {wanted}
