@@ -218,9 +218,9 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
           for (int f = 0; f < kFragments; ++f)
             for (int e = 0; e < kVector; ++e) {
               float& sum = shared[n][team.column(0, f) + e];
-              sum = (warp ? sum : 0.0f) + total[n][f][e];  // fault: shared-start
+              sum = (warp ? sum : 0.0f) + total[n][f][e];
             }
-      __syncthreads();  // fault: barrier-between-warps
+      __syncthreads();
     }
     for (int n = 0; n < 2; ++n)
       for (int64_t column = threadIdx.x; column < p.columns; column += blockDim.x)
