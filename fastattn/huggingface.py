@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +25,10 @@ _WITHOUT_EFFECT = frozenset(
     )
 )  # fmt: skip
 
+# Model types whose layers have is_causal = False although the model makes a causal mask.
+_CAUSAL_BY_MASK = frozenset(("aimv2_text_model",))
+_LACKS_SDPA: MutableMapping[type, bool | None] = WeakKeyDictionary()  # by class of configuration
+
 
 def register() -> None:
     """Add ``attn_implementation="fastattn"`` to transformers, with its mask function.
@@ -30,7 +36,8 @@ def register() -> None:
     Models made or loaded with that argument, or switched by ``model.set_attn_implementation("fastattn")``, then agree
     with "eager" in evaluation and in training, attention dropout included. It takes padding, causal masks, sliding
     windows, caches, grouped heads, position biases and masks of the user's, and returns the weights where the model
-    hands ``output_attentions`` on. A query that sees no key, as padding on the left, gives 0.
+    hands ``output_attentions`` on. A query that sees no key, as padding on the left, gives 0. Models that declare that
+    they have no sdpa (``_supports_sdpa = False``) get eager's own masks, under which it gives the mean, as in "eager".
 
     What changes the mathematics and is lacking here (soft-capping, attention sinks, sparse indices, paged caches)
     raises ValueError by name in the forward pass, and so does a model that is not built on that interface.
@@ -58,30 +65,43 @@ def attention_mask(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, attention_mask: Tensor | None = None,
     kv_offset: int = 0, allow_is_bidirectional_skip: bool = False, **settings: Any,
 ) -> Tensor | None:  # fmt: skip
-    """The mask of a model's layers, of transformers' mask interface: bool (B, 1, L, S), True = takes part.
+    """Return the mask of a model's layers, for transformers' mask interface: bool (B, 1, L, S), True = takes part.
 
-    None where nothing is hidden, and where a causal layer hides what ``is_causal`` does. The padding of a layer without
-    another mask is a view of ``attention_mask``, which is neither expanded nor read: the kernels skip what it excludes,
-    and no device is waited for.
+    It is None where nothing is hidden, and where the layers' ``is_causal`` hides what a causal mask would. The padding
+    of a layer without another mask is a view of ``attention_mask``, which is neither expanded nor read: the kernels
+    skip what it excludes, and no device is waited for.
+
+    A configuration of a model with ``_supports_sdpa = False``, or of no known model, gets the mask of "eager": float,
+    0 or the dtype's minimum, and always made for causal layers. Such models may add the mask to scores of their own,
+    and their layers' ``is_causal`` is never read by transformers.
 
     Raises:
         ValueError: the model asks for masks alone, and attends by itself: it adds them to its scores.
     """
-    name = _attends_itself(type(settings.get("config")))
+    config = settings.get("config")
+    name = _attends_itself(type(config))
     if name:
         raise ValueError(
             f'attn_implementation="fastattn" is not for {name}, which is not built on transformers\' attention '
             f'interface; use attn_implementation="eager" for this model'
         )
-    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+    from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
 
-    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+    make: Any = sdpa_mask
+    if _lacks_sdpa(type(config)) is not False:
+        make = eager_mask
+    elif mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
         if attention_mask is None:
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length]
         if padding.size(1) == kv_length:
             return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
-    return sdpa_mask(
+    if (
+        getattr(config, "use_bidirectional_attention", None) is True
+        or getattr(config, "model_type", None) in _CAUSAL_BY_MASK
+    ):
+        settings["allow_is_causal_skip"] = False
+    return make(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
         attention_mask=attention_mask, kv_offset=kv_offset, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **settings,
@@ -90,16 +110,37 @@ def attention_mask(
 
 @torch.compiler.assume_constant_result
 def _attends_itself(config: type) -> str:
-    """The name of a model of transformers' with this kind of configuration that calls no attention function, or ""."""
+    """Return the name of a transformers model with this configuration that calls no attention function, or ""."""
+    bases = (base for model in _models(config) for base in model.__mro__ if base.__module__.startswith("transformers"))
+    for base in bases:
+        if getattr(base, "config_class", None) is not None and not base._can_set_attn_implementation():
+            return base.__name__
+    return ""
+
+
+@torch.compiler.assume_constant_result
+def _lacks_sdpa(config: type, as_its_mask: bool = False) -> bool | None:
+    """Return whether a model with this configuration has ``_supports_sdpa = False``, None where no model has it.
+
+    Args:
+        config: class of the configuration.
+        as_its_mask: return the result by which the last mask was made. A search takes 10 to 40 us, too much per layer.
+    """
+    if not as_its_mask or config not in _LACKS_SDPA:
+        models = _models(config)
+        _LACKS_SDPA[config] = not all(model._supports_sdpa for model in models) if models else None
+    return _LACKS_SDPA[config]
+
+
+def _models(config: type) -> list[Any]:
+    """Return the imported model classes of this configuration, or of its nearest base that has some."""
     from transformers import PreTrainedModel
 
     kinds: list[Any] = [PreTrainedModel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        is_its = kind.config_class is config and kind.__module__.startswith("transformers")
-        if is_its and not kind._can_set_attn_implementation():
-            return kind.__name__
-    return ""
+    found = ([kind for kind in kinds if kind.config_class is base] for base in config.__mro__)
+    return next(filter(None, found), [])
 
 
 def attention(
@@ -114,7 +155,8 @@ def attention(
         module: the layer; its ``is_causal`` counts where the argument is None, as transformers has it.
         query: (B, Hq, L, E); key: (B, Hk, S, E); value: (B, Hk, S, Ev), Hk dividing Hq.
         attention_mask: bool (True = takes part) or float, broadcastable to (B, Hq, L, S). It says all that a query
-            sees; without it a causal layer sees the keys up to the query's own place, and one query all keys.
+            sees. Without it a causal layer sees the keys up to the query's own place, and one query all keys. Without
+            it a layer of a model with ``_supports_sdpa = False`` sees all keys, as in "eager".
         dropout: probability of dropping a weight while ``module`` is in training.
         scaling: 1 / sqrt(E) by default.
         position_bias: float, broadcastable to (B, Hq, L, S), added to the scores; may require grad.
@@ -141,6 +183,8 @@ def attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(query.size(2) > 1 and attention_mask is None and causal)
+    if causal and hasattr(module, "config"):
+        causal = not _lacks_sdpa(type(module.config), True)  # eager's layers see all keys without a mask
     window = (-1, -1)
     if causal and sliding_window is not None:
         window = (sliding_window - 1, -1)

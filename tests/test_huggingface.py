@@ -1,6 +1,7 @@
 """transformers' models with ``attn_implementation="fastattn"`` against "eager": random weights, nothing downloaded."""
 
 import copy
+import gc
 import sys
 
 import pytest
@@ -97,6 +98,158 @@ def assert_agree(found, wanted):
     """To float32's rounding, of which some gradients (a key's bias has none) are made whole."""
     for got, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+SMALL = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+SMALL |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "vocab_size": 60, **SEQ2SEQ}
+SMALL |= {"max_position_embeddings": 64}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 37}
+VISION |= {"image_size": 8, "patch_size": 4}
+# Models with _supports_sdpa = False. The first two call the attention function, GIT adds the mask to its own scores.
+LACKING_SDPA = {
+    "bigbird_pegasus": (
+        transformers.BigBirdPegasusForConditionalGeneration,
+        transformers.BigBirdPegasusConfig(**SMALL, attention_type="original_full"),
+    ),
+    "nllb_moe": (
+        transformers.NllbMoeForConditionalGeneration,
+        transformers.NllbMoeConfig(**SMALL, num_experts=2, decoder_layerdrop=0.0, encoder_layerdrop=0.0),
+    ),
+    "git": (transformers.GitForCausalLM, transformers.GitConfig(vision_config=VISION, **SIZES)),
+}
+
+
+def eager_and_ours(kind, config):
+    """The same model twice. The second is switched to fastattn, because transformers cannot make GIT with it."""
+    torch.manual_seed(1)
+    eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.normal_(0.0, 0.3)
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("fastattn")
+    assert ours.config._attn_implementation == "fastattn"
+    return eager, ours
+
+
+@PADDED
+@pytest.mark.parametrize("name", LACKING_SDPA)
+def test_a_model_without_sdpa_agrees_with_eager(name, padding):
+    """Left padding too: eager's own mask gives a query without keys what "eager" gives it."""
+    assert_agree(*(logits_and_gradients(model, padding) for model in eager_and_ours(*LACKING_SDPA[name])))
+
+
+@pytest.mark.parametrize("name", LACKING_SDPA)
+def test_a_model_without_sdpa_does_not_see_the_future(name):
+    _, ours = eager_and_ours(*LACKING_SDPA[name])
+    key = "decoder_input_ids" if ours.config.is_encoder_decoder else "input_ids"
+    changed = IDS.clone()
+    changed[:, -1] = 3 + (IDS[:, -1] - 2) % 57
+    given = {"input_ids": IDS, "use_cache": False}
+    with torch.no_grad():
+        before, after = (ours(**{**given, key: ids}).logits[:, :-1] for ids in (IDS, changed))
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [*slow("no mask"), "left"])
+@pytest.mark.parametrize("name", [*slow("bigbird_pegasus"), "nllb_moe"])
+def test_a_model_without_sdpa_generates_greedily(name, padding):
+    found, wanted = (
+        model.generate(IDS, attention_mask=PADDING[padding], max_new_tokens=5, do_sample=False, disable_compile=True)
+        for model in eager_and_ours(*LACKING_SDPA[name])
+    )
+    assert torch.equal(found, wanted)
+
+
+NOT_CAUSAL = {
+    "aimv2": (
+        transformers.Aimv2TextModel,
+        transformers.Aimv2TextConfig(**{**SIZES, "eos_token_id": 59}),
+    ),
+    "gemma": (
+        transformers.GemmaForCausalLM,
+        transformers.GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8, use_bidirectional_attention=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", ["no mask", "nothing padded"])
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_a_causal_mask_of_layers_that_are_not_causal(name, padding):
+    """Their ``is_causal`` is False, so only a mask can hide the future."""
+    with torch.no_grad():
+        found, wanted = (
+            model(IDS, attention_mask=PADDING[padding])[0] for model in reversed(eager_and_ours(*NOT_CAUSAL[name]))
+        )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+def layer(config):
+    made = torch.nn.Module()
+    made.config, made.is_causal = config, True
+    return made
+
+
+@pytest.mark.parametrize(("name", "causal"), [("bert", True), ("nllb_moe", False)])
+def test_a_causal_layer_without_a_mask(name, causal):
+    """In "eager" nothing reads the layers' ``is_causal``, which is True by mistake in some of them (BridgeTower)."""
+    operand = torch.randn(2, 4, 5, 8)
+    config = {**MODELS, **LACKING_SDPA}[name][1]
+    found, _ = huggingface.attention(layer(config), operand, operand, operand, None)
+    wanted = F.scaled_dot_product_attention(operand, operand, operand, is_causal=causal).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+
+
+def mask(config, **settings):
+    """The mask of four queries without padding."""
+    from transformers.masking_utils import causal_mask_function
+
+    return huggingface.attention_mask(
+        batch_size=2, q_length=4, kv_length=4, mask_function=causal_mask_function, config=config, **settings
+    )
+
+
+def test_whose_configuration_gets_the_mask_of_eager():
+    """A configuration derived from a model's counts as the model's; one of no model may be of any."""
+
+    class Derived(transformers.NllbMoeConfig):
+        pass
+
+    class Unknown(transformers.PreTrainedConfig):
+        pass
+
+    wanted = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 4, 4)
+    for config in (LACKING_SDPA["nllb_moe"][1], Derived(), Unknown()):
+        assert torch.equal(mask(config), wanted)
+    assert mask(MODELS["llama"][1]) is None
+    assert mask(MODELS["llama"][1], allow_is_causal_skip=False).dtype == torch.bool
+
+
+def test_a_class_of_the_user_without_sdpa():
+    """The configuration is Llama's: while the class exists, all models of it get eager's masks."""
+
+    class WithoutSdpa(transformers.LlamaModel):
+        _supports_sdpa = False
+
+    config = MODELS["llama"][1]
+    assert WithoutSdpa.config_class is transformers.LlamaConfig
+    assert mask(config).is_floating_point()
+    operand = torch.randn(2, 4, 5, 8)
+    found, _ = huggingface.attention(layer(config), operand, operand, operand, None)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(operand, operand, operand).transpose(1, 2))
+    del WithoutSdpa
+    gc.collect()
+    assert mask(config) is None
+
+
+def test_a_derived_configuration_is_refused_like_its_model():
+    class Derived(transformers.BloomConfig):
+        pass
+
+    config = Derived(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="fastattn")
+    with pytest.raises(ValueError, match=r"is not for BloomPreTrainedModel"):
+        model(IDS)
 
 
 @PADDED
