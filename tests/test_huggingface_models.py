@@ -1,0 +1,374 @@
+"""Every architecture of transformers that can be built small: "fastattn" agrees with "eager", or is refused.
+
+An architecture is a configuration class and the first of its models that runs on generic inputs under "eager". Rules
+on the names of a configuration's fields make it small. Nothing is downloaded.
+"""
+
+import collections
+import copy
+import importlib
+import inspect
+import pkgutil
+import re
+from typing import get_args
+
+import pytest
+import torch
+from conftest import require_package
+
+from fastattn import huggingface
+
+transformers = require_package("transformers")
+PINNED = "5.24.0"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(transformers.__version__ != PINNED, reason=f"counted with transformers {PINNED}"),
+]
+
+LENGTH = 12
+LENGTHS = torch.tensor([[LENGTH], [8], [3]])
+RIGHT = torch.arange(LENGTH) < LENGTHS
+# With untrained weights the first two predict gigabytes of speech. The third is a part of a model that gives it a mask;
+# without one its layers are causal, but not those of "eager".
+LEFT_OUT = {"FastSpeech2ConformerConfig", "FastSpeech2ConformerWithHifiGanConfig", "BltGlobalTransformerConfig"}
+PADDING = {"none": None, "ones": torch.ones_like(RIGHT), "right": RIGHT, "left": RIGHT.flip(1)}
+MOST_PARAMETERS = 5_000_000
+# Relative to the largest element. Float32 rounding gives at most 1e-4, a wrong mask gives at least 1e-2.
+TOLERANCE = 2e-4
+
+# Sizes of (hidden states, heads, key and value heads, one head), tried in turn.
+SIZES = [(32, 4, 2, 8), (32, 4, 4, 8), (128, 2, 2, 64)]
+# Architectures of each shard at least: agreeing with padding and without, agreeing where they take none, refused.
+COUNTS = [(40, 11, 10), (35, 12, 5), (42, 10, 8), (33, 9, 12), (34, 12, 5), (40, 12, 8), (38, 7, 9), (40, 16, 6)]
+VARIANTS = ("plain", "more", "video", "transposed")
+RULES = [
+    (r"(.*_)?vocab_size(_.*)?|num_embeddings", lambda *_: 100),
+    (r"codebook_size", lambda *_: 64),
+    (r".*(kv|key_value)_?heads", lambda hidden, heads, kv, head: kv),
+    (r"(.*_)?(num_|n_)?(attention_)?heads?", lambda hidden, heads, kv, head: heads),
+    (r".*n_groups?|num_groups|topk_group|.*experts_per_tok|num_selected_experts|.*top_?k", lambda *_: 1),
+    (r".*head_dim|d_kv|.*head_size|.*_rope_dim|rotary_dim", lambda hidden, heads, kv, head: head),
+    (r".*(intermediate|ffn|feedforward|ff|mlp|inner)_?(size|dim)|d_ff|n_inner|.*ffn_dim.*", lambda *_: 64),
+    (r".*lora_rank", lambda *_: 16),
+    (r"base_channels", lambda *_: 32),
+    (r".*channel_multiplier", lambda *_: 1),
+    (
+        r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|hidden_dim|dim|emb_dim)",
+        lambda hidden, *_: hidden,
+    ),
+    (r"(.*_)?(image|input|img)_size", lambda *_: 32),
+    (r"(.*_)?patch_size", lambda *_: 8),
+    (r"(.*_)?(num|n)_(local_|routed_)?experts", lambda *_: 4),
+    (r"(.*_)?(num_.*(layers|blocks|stages)|n_layers?|layers|depth)", lambda *_: 2),
+    (r"max_position_embeddings|n_positions|max_(source|target)_positions|n_ctx|seq_length", lambda *_: 64),
+    (r"(.*_)?num_(object_)?queries|num_latents|d_latents|num_query_tokens", lambda *_: 8),
+    (r"sliding_window", lambda *_: 5),
+    (r".*_token_(id|index)", lambda *_: 90),
+]
+RULES = [(re.compile(names), size) for names, size in RULES]
+
+
+def small(kind, sizes):
+    """A configuration of this class whose sizes are at most the rules'."""
+    given = kind()
+    names = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
+    names |= set(inspect.signature(kind.__init__).parameters)
+    aliases = {name: alias for alias, name in kind.attribute_map.items()}
+    fields = {}
+    for name, value in vars(given).items():
+        if isinstance(value, transformers.PreTrainedConfig):
+            fields[name] = small(type(value), sizes)
+        elif name in names and not isinstance(value, bool):
+            known = (name, aliases.get(name, name))
+            most = next((size(*sizes) for rule, size in RULES if any(map(rule.fullmatch, known))), None)
+            if name == "depths":
+                fields[name] = [1] * len(value)
+            elif name == "layer_types" and isinstance(value, list) and sizes != SIZES[0]:
+                fields[name] = (list(dict.fromkeys(value)) * 2)[:2]
+            elif name == "vocab_size" and value is None:
+                fields[name] = 100
+            elif name == "pad_token_id" and value is None and sizes != SIZES[0]:
+                fields[name] = 0
+            elif name == "prediction_length":
+                fields[name] = 4
+            elif isinstance(value, dict) and "rope_type" in value:
+                fields[name] = {**value, "mrope_section": [sizes[3] // 2 - 2, 1, 1]}
+            elif most is not None and isinstance(value, int):
+                fields[name] = min(value, most)
+            elif most is not None and isinstance(value, list | tuple) and all(type(size) is int for size in value):
+                fields[name] = type(value)(min(size, most) for size in value)
+    return kind(**fields)
+
+
+def architectures(folder):
+    """The configuration classes of a folder of transformers' models, each with its models, the plain one first."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    package = importlib.import_module(f"transformers.models.{folder}")
+    found = {}
+    for file in pkgutil.iter_modules(package.__path__):
+        if not file.name.startswith("modeling_"):
+            continue
+        try:
+            module = importlib.import_module(f"{package.__name__}.{file.name}")
+        except ImportError:  # of a package that the model needs
+            continue
+        for kind in vars(module).values():
+            is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
+            is_whole = is_model and kind.config_class is not None and kind.forward is not torch.nn.Module.forward
+            if is_whole and kind.__module__ == module.__name__:
+                for config in get_args(kind.config_class) or [kind.config_class]:
+                    found.setdefault(config, []).append(kind)
+    found = {config: kinds for config, kinds in found.items() if config.__name__ not in LEFT_OUT}
+    for config, kinds in found.items():
+        plain = MODEL_MAPPING_NAMES.get(config.model_type, ())
+        plain = plain if isinstance(plain, tuple) else (plain,)
+        kinds.sort(key=lambda kind: (kind.__name__ not in plain, not kind.__name__.endswith("Model")))
+    return found
+
+
+def of(config, *names, default):
+    """The first of these fields that the configuration or one of its parts has."""
+    parts = [getattr(config, part, None) for part in ("vision_config", "audio_config", "text_config")]
+    values = (getattr(part, name, None) for part in (config, *parts) for name in names)
+    return next((value for value in values if value is not None), default)
+
+
+def inputs(model, variant):
+    """Inputs for the names of the model's forward, of which the variants leave some open."""
+    names, config = inspect.signature(model.forward).parameters, model.config
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    size = of(config, "image_size", default=32)
+    size = size if isinstance(size, list | tuple) else (size, size)
+    image = (of(config, "num_channels", "in_channels", default=3), *size)
+    frames = of(config, "num_frames", "frames_per_clip", default=4)
+    ids = torch.randint(4, 80, (3, LENGTH), generator=generator)
+    hidden = of(config, "hidden_size", "d_model", default=32)
+    bins = of(config, "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", default=80)
+    steps = 2 * of(config, "max_source_positions", default=32)
+    features = (3, bins, steps) if variant == "transposed" else (3, steps, bins)
+    found = {}
+    if "input_ids" in names:
+        found["input_ids"] = ids
+    if "pixel_values" in names and ("input_ids" not in names or variant == "more"):
+        found["pixel_values"] = normal(3, *([frames] if variant == "video" else []), *image)
+    if "pixel_values_videos" in names and ("input_ids" not in names or variant == "more"):
+        found["pixel_values_videos"] = normal(3, frames, *image)
+    if "input_features" in names and ("input_ids" not in names or variant == "more"):
+        found["input_features"] = normal(*features)
+    if "input_values" in names and ("input_ids" not in names or variant == "more"):
+        found["input_values"] = normal(*((3, 1, 4000) if variant == "transposed" else (3, 4000)))
+    if "grid_thw" in names:
+        patch = image[0] * of(config, "temporal_patch_size", default=1) * of(config, "patch_size", default=8) ** 2
+        found = {next(iter(names)): normal(16, patch), "grid_thw": torch.tensor([[1, 4, 4]])}
+    if "past_values" in names:
+        length = config.context_length + max(getattr(config, "lags_sequence", [0]))
+        channels = [config.num_input_channels] if hasattr(config, "num_input_channels") else []
+        found["past_values"] = normal(3, length, *channels)
+        if "future_time_features" in names:
+            found |= {
+                "past_time_features": normal(3, length, config.num_time_features),
+                "past_observed_mask": torch.ones(3, length),
+                "future_values": normal(3, config.prediction_length),
+                "future_time_features": normal(3, config.prediction_length, config.num_time_features),
+            }
+    for name in ("inputs_embeds", "hidden_states"):
+        if name in names and not found:
+            found[name] = normal(3, LENGTH, hidden)
+    if "decoder_input_ids" in names:
+        found["decoder_input_ids"] = ids.flip(1)
+    if "bbox" in names:
+        found["bbox"] = torch.zeros(3, LENGTH, 4, dtype=torch.long)
+    if "use_cache" in names:
+        found["use_cache"] = False
+    return found
+
+
+def padded(model, given, mask):
+    """The inputs with this mask of (3, LENGTH), stretched to the length of what it masks."""
+    names = inspect.signature(model.forward).parameters
+    given = dict(given)
+    if "attention_mask" in names and "grid_thw" not in names and {*given} != {"pixel_values"}:
+        main = next(given[name] for name in ("input_ids", *given) if name in given)
+        length = main.size(1)
+        given["attention_mask"] = mask.repeat_interleave(-(-length // LENGTH), 1)[:, :length].long()
+    if "decoder_attention_mask" in names and "decoder_input_ids" in given:
+        given["decoder_attention_mask"] = mask.long()
+    return given
+
+
+def floats(output):
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, dict):
+        output = [value for name, value in output.items() if "attentions" not in name]
+    values = output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in floats(value)]
+
+
+def outputs_and_gradients(model, given, mask):
+    """Outputs, of padded inputs at the places that exist; and all gradients of their products with noise, joined."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    outputs = floats(model(**given))
+    if mask is not None:
+        placed = [output[mask] for output in outputs if output.shape[:2] == mask.shape]
+        outputs = placed or outputs
+    loss = sum((output * torch.randn(output.shape)).sum() for output in outputs)
+    loss.backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return [*(output.detach() for output in outputs), torch.cat(gradients)]
+
+
+def difference(found, wanted):
+    """The largest, relative to each tensor's largest element."""
+    errors = [0.0]
+    for got, expected in zip(found, wanted, strict=True):
+        if expected.numel():
+            errors.append(((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item())
+    return max(errors)
+
+
+def built(kind, config, implementation):
+    torch.manual_seed(1)
+    return kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+
+
+def vary(model):
+    """Weights of which no attention is uniform, and no parameter is 0."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+                parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+
+
+def runnable(config, kinds):
+    """The first of the models that runs when it is small, with its configuration and inputs; or why none does."""
+    reasons = []
+    for sizes in SIZES:
+        try:
+            settings = small(config, sizes)
+        except Exception as error:
+            reasons.append(f"{config.__name__}: {error!r:.200}")
+            continue
+        for kind in kinds[:3]:
+            try:
+                with torch.device("meta"):
+                    count = sum(parameter.numel() for parameter in kind(copy.deepcopy(settings)).parameters())
+            except Exception:
+                count = 0  # it computes with its weights while it is made
+            if count > MOST_PARAMETERS:
+                reasons.append(f"{kind.__name__}: {count} parameters")
+                continue
+            try:
+                model = built(kind, settings, "eager")
+            except Exception as error:
+                reasons.append(f"{kind.__name__}: {error!r:.200}")
+                continue
+            vary(model)
+            tried = []
+            for variant in VARIANTS:
+                try:
+                    given = inputs(model, variant)
+                    shapes = {name: getattr(value, "shape", ()) for name, value in given.items()}
+                    if shapes in tried:
+                        continue
+                    tried.append(shapes)
+                    wanted = outputs_and_gradients(model, given, None)
+                except Exception as error:
+                    reasons.append(f"{kind.__name__}: {error!r:.200}")
+                    continue
+                if all(tensor.isfinite().all() for tensor in wanted):
+                    return kind, settings, model, given
+                reasons.append(f"{kind.__name__}: not finite")
+    return reasons[0]
+
+
+def compare(config, kinds, calls):
+    """(what came of it, the reason or the largest difference under each padding), of one architecture."""
+    found = runnable(config, kinds)
+    if isinstance(found, str):
+        return "not built", found
+    kind, settings, _, given = found
+    eager = built(kind, settings, "eager")  # a forward pass may change a model: BigBirdPegasus replaces its attention
+    vary(eager)
+    try:
+        ours = built(kind, settings, "fastattn")
+    except KeyError as error:  # the model's own table of attention classes
+        if error.args != ("fastattn",):
+            raise
+        ours = copy.deepcopy(eager)
+        ours.set_attn_implementation("fastattn")
+        if ours.config._attn_implementation != "fastattn":
+            return "refused", f"{kind.__name__}: {error!r}"
+    ours.load_state_dict(eager.state_dict())
+    calls.clear()
+    differences = {}
+    for name, mask in PADDING.items():
+        if name == "left" and "input_ids" not in given:  # the mask of a sound only gives its length
+            continue
+        masked = given if mask is None else padded(eager, given, mask)
+        if mask is not None and masked.keys() == given.keys():  # it takes no mask
+            continue
+        try:
+            wanted = outputs_and_gradients(eager, masked, mask)
+        except Exception:  # an attention_mask of another kind
+            continue
+        if not all(tensor.isfinite().all() for tensor in wanted):
+            continue
+        try:
+            differences[name] = difference(outputs_and_gradients(ours, masked, mask), wanted)
+        except ValueError as error:
+            if 'attn_implementation="fastattn"' in str(error):
+                return "refused", f"{kind.__name__}: {error}"
+            raise
+    if not all(error < TOLERANCE for error in differences.values()):
+        return "disagrees", f"{kind.__name__}: {differences}"
+    if not calls:
+        return "does not attend", kind.__name__
+    return ("agrees, padded too" if "right" in differences else "agrees"), f"{kind.__name__}: {differences}"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of fastattn's functions that transformers has called."""
+    made = set()
+
+    def recorded(name):
+        genuine = getattr(huggingface, name)
+
+        def function(*arguments, **settings):
+            made.add(name)
+            return genuine(*arguments, **settings)
+
+        return function
+
+    for name in ("attention", "attention_mask"):
+        monkeypatch.setattr(huggingface, name, recorded(name))
+    huggingface.register()
+    yield made
+    monkeypatch.undo()
+    huggingface.register()
+
+
+@pytest.mark.parametrize("shard", range(len(COUNTS)))
+def test_agrees_or_is_refused(shard, calls):
+    """A shard is every eighth folder of models. An architecture that stops running is missed by its count."""
+    transformers.logging.set_verbosity_error()
+    folders = [module.name for module in pkgutil.iter_modules(transformers.models.__path__) if module.ispkg]
+    found = collections.defaultdict(dict)
+    for folder in folders[shard :: len(COUNTS)]:
+        for config, kinds in architectures(folder).items():
+            status, why = compare(config, kinds, calls)
+            found[status][config.__name__] = why
+    for status, names in found.items():
+        print(f"{status}: {len(names)}", *(f"  {name}: {why}" for name, why in names.items()), sep="\n")
+    assert not found["disagrees"]
+    counts = [len(found[status]) for status in ("agrees, padded too", "agrees", "refused")]
+    assert all(count >= least for count, least in zip(counts, COUNTS[shard], strict=True)), counts
