@@ -42,9 +42,6 @@ aot-gate:  ## Triton's kernels compiled for every architecture and examined, wit
 machine-code:  ## what those of the usual cases cost a GPU, predicted from their machine code: docs/machine-code.md
 	python tools/machine_code.py --write
 
-tune-dry:  ## what attention's tiles are predicted to reach, beside their lines
-	python tools/tune_dry.py --write
-
 compile-gate:  ## the CUDA C++ kernels compiled for several architectures and examined, with no GPU
 	python tools/compile_gate.py
 
@@ -79,5 +76,5 @@ ci: lint docs dist slow torch-versions report  ## all that comes after the tests
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"
 
-.PHONY: help install lint format test bench tables demo slow triton aot-gate machine-code tune-dry compile-gate dry-launch \
+.PHONY: help install lint format test bench tables demo slow triton aot-gate machine-code compile-gate dry-launch \
 	planted-faults docs dist presets hours launch-cost torch-versions ci report

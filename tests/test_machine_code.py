@@ -1,7 +1,6 @@
 """The model that predicts a GPU kernel's cost from its machine code: counts known by hand, kernels whose speed is
 published, and the figures of another implementation of the same model."""
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -368,23 +367,6 @@ def test_causal_calls_and_key_lengths_have_the_plain_loop():
     assert found["causal"] == []
     assert plain > 100
     assert lengths <= 1.02 * plain
-
-
-@pytest.mark.slow
-def test_predictions_beside_the_tiles():
-    """Every line that ``tune_dry`` is to write beside is there, by itself; a comment replaces the one before."""
-    require("triton")
-    import tune_dry
-
-    text = tune_dry.PAGE.read_text()
-    places = list(itertools.product(tune_dry.TABLES.values(), tune_dry.KERNELS, tune_dry.SIZES))
-    for number, place in enumerate(places):
-        text = tune_dry.beside(text, *place, f"replaced {number}")
-        text = tune_dry.beside(text, *place, f"written {number}")
-    assert "replaced" not in text
-    assert len(set(re.findall(r"Tile\(.*\),  # (written \d+)\n", text))) == len(places)
-    with pytest.raises(ValueError, match="a line of its own"):
-        tune_dry.beside(text, "HALF", "forward_few", 64, "")
 
 
 @pytest.mark.slow

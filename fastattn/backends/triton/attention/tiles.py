@@ -27,8 +27,8 @@ class Tile(NamedTuple):
 
 # By kernel and the largest head size, padded to a power of 2, that an entry serves. Masks raise register pressure, and
 # so do irregular operands (packed sequences, head sizes that are not a power of 2) and pointers in the place of tensor
-# descriptors: kernels have lines of their own for them. Figures are predictions of ``tools/tune_dry.py`` for bfloat16,
-# over full tiles.
+# descriptors: kernels have lines of their own for them. ``tools/tune.py`` measures tiles on a GPU; docs/gpu.md has the
+# times of those that were measured.
 
 # Compute capability 9.0: wgmma reads its operands from shared memory. Measured on an H100 in bfloat16 (docs/gpu.md): up
 # to a head size of 128 the regular lines and those of pointers, up to 64 those of irregular operands (short packed
@@ -42,8 +42,8 @@ HALF = {
     "forward_pointers": {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 64, 8, 2)},
     "forward_irregular": {64: Tile(64, 32, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_masked": {
-        64: Tile(128, 64, 4, 2),  # predicted 421 TFLOP/s, with dropout 259
-        128: Tile(128, 64, 8, 2),  # predicted 448 TFLOP/s, with dropout 338
+        64: Tile(128, 64, 4, 2),
+        128: Tile(128, 64, 8, 2),
         256: Tile(64, 32, 8, 2),
     },
     "forward_few": {64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2, 255)},
@@ -55,7 +55,7 @@ HALF = {
     "grad_query_pointers": {64: Tile(64, 32, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)},
     "grad_query_masked": {
         64: Tile(64, 128, 4, 2),
-        128: Tile(128, 64, 8, 2),  # predicted 712 TFLOP/s, with dropout 611
+        128: Tile(128, 64, 8, 2),
         256: Tile(64, 32, 8, 1),
     },
     "grad_query_irregular": {64: Tile(64, 32, 4, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
@@ -66,8 +66,8 @@ HALF = {
     },
     "grad_key_value_pointers": {64: Tile(64, 64, 4, 1), 128: Tile(64, 128, 8, 2), 256: Tile(16, 64, 8, 1)},
     "grad_key_value_masked": {
-        64: Tile(64, 64, 4, 2),  # predicted 427 TFLOP/s, with dropout 285
-        128: Tile(32, 128, 8, 2),  # predicted 422 TFLOP/s, with dropout 317
+        64: Tile(64, 64, 4, 2),
+        128: Tile(32, 128, 8, 2),
         256: Tile(16, 64, 8, 1),
     },
     "grad_key_value_irregular": {64: Tile(64, 64, 4, 1), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
@@ -94,31 +94,31 @@ HALF_10["forward_irregular"] = HALF_10["forward"]
 # tile by rows, which dropout needs, only if it has at least as many rows as a head has columns.
 HALF_SMALL = {
     "forward": {
-        64: Tile(128, 64, 4, 2),  # predicted 218 TFLOP/s, with dropout 166
-        128: Tile(128, 32, 4, 2),  # predicted 209 TFLOP/s, with dropout 183
+        64: Tile(128, 64, 4, 2),
+        128: Tile(128, 32, 4, 2),
         256: Tile(64, 32, 8, 1),
     },
     "forward_irregular": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
     "forward_masked": {
-        64: Tile(128, 64, 8, 2),  # predicted 125 TFLOP/s, with dropout 112
-        128: Tile(128, 32, 8, 2),  # predicted 116 TFLOP/s, with dropout 113
+        64: Tile(128, 64, 8, 2),
+        128: Tile(128, 32, 8, 2),
         256: Tile(32, 32, 8, 1, 255),
     },
     "forward_few": {64: Tile(16, 128, 8, 2, 255), 128: Tile(16, 64, 4, 2, 255), 256: Tile(16, 32, 4, 1, 255)},
     "grad_query": {
-        64: Tile(128, 64, 4, 2, register_usage_level=0),  # predicted 232 TFLOP/s, with dropout 187
-        128: Tile(128, 32, 4, 2),  # predicted 241 TFLOP/s, with dropout 194
+        64: Tile(128, 64, 4, 2, register_usage_level=0),
+        128: Tile(128, 32, 4, 2),
         256: Tile(16, 32, 8, 1),
     },
     "grad_query_irregular": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
     "grad_query_masked": {
-        64: Tile(64, 64, 4, 2),  # predicted 168 TFLOP/s, with dropout 160
-        128: Tile(64, 32, 4, 2),  # predicted 135 TFLOP/s, with dropout 107
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),
         256: Tile(16, 32, 8, 1),
     },
     "grad_key_value": {
-        64: Tile(64, 64, 4, 2),  # predicted 187 TFLOP/s, with dropout 157
-        128: Tile(32, 64, 4, 1),  # predicted 152 TFLOP/s, with dropout 133
+        64: Tile(64, 64, 4, 2),
+        128: Tile(32, 64, 4, 1),
         256: Tile(16, 32, 8, 1, 255),
     },
     "grad_key_value_irregular": {
@@ -127,8 +127,8 @@ HALF_SMALL = {
         256: Tile(16, 32, 8, 1, register_usage_level=0),
     },
     "grad_key_value_masked": {
-        64: Tile(32, 64, 4, 2),  # predicted 143 TFLOP/s, with dropout 131
-        128: Tile(32, 64, 4, 1),  # predicted 144 TFLOP/s, with dropout 120
+        64: Tile(32, 64, 4, 2),
+        128: Tile(32, 64, 4, 1),
         256: Tile(16, 32, 8, 1),
     },
     "grad_mask": {256: Tile(64, 32, 8, 2)},
