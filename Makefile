@@ -62,9 +62,6 @@ dist:  ## sdist and wheel in dist/, and whether an index would take them
 presets:  ## the table of presets in docs/training.md
 	python tools/presets.py
 
-hours:  ## the prediction in docs/reproduce.md of how long the paper's runs take
-	python tools/hours.py
-
 launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
 	python tools/launch_cost.py
 
@@ -77,4 +74,4 @@ report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"
 
 .PHONY: help install lint format test bench tables demo slow triton aot-gate machine-code compile-gate dry-launch \
-	planted-faults docs dist presets hours launch-cost torch-versions ci report
+	planted-faults docs dist presets launch-cost torch-versions ci report

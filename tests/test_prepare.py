@@ -25,7 +25,6 @@ from test_cli import failure, snapshot
 
 import fastattn
 import fastattn_command as cli
-import hours
 from fastattn import files
 from fastattn.translation import checkpoint, config, prepare
 from fastattn.translation.data import VERSES, read_lines, read_parallel
@@ -465,24 +464,6 @@ def test_the_file_of_the_page_is_the_papers_big_model_of_french():
     model, training = config.from_json(block)
     assert model == config.TransformerConfig.preset("big", 32_000, dropout=0.1)
     assert training == config.TrainingConfig.of_preset("big")
-
-
-def test_every_hour_of_the_page_is_a_prediction():
-    page = PAGE.read_text()
-    (table,) = re.findall(r"<!-- hours:begin -->\n(.*)\n<!-- hours:end -->", page, re.DOTALL)
-    _, _, *lines = table.splitlines()
-    assert table == hours.table(), "run `make hours`"
-    assert len(lines) == 6
-    assert all(line.count(" predicted ") == 2 for line in lines)
-
-
-def test_the_hosts_time_of_an_update(monkeypatch, tmp_path):
-    """The quickest run's, by the clock between its reports: 20 updates in 1.4 s."""
-    rows = [[(20, 9.0), (40, 10.4 + slower), (60, 99.0)] for slower in (0.0, 0.6)]
-    runs = [{"metrics": [{"step": step, "seconds": seconds} for step, seconds in run]} for run in reversed(rows)]
-    (tmp_path / "training.json").write_text(json.dumps({"runs": runs}))
-    monkeypatch.setattr(hours, "MEASURED", tmp_path / "training.json")
-    assert hours.host() == pytest.approx(0.07)
 
 
 def test_the_pages_commands_are_understood():
