@@ -234,7 +234,7 @@ def run(path, results, seconds):
     return [f"{result['case']}: {result['error']}" for result in results["cases"] if "error" in result]
 
 
-def section(found, predicted, tuned, host, trained, tested):
+def section(found, kernels, tuned, host, trained, tested):
     """The page's part, of the files in benchmarks/results/gpu: what each of the scripts has written."""
     copy, product = found["limits"].values()
     head = (
@@ -274,10 +274,8 @@ def section(found, predicted, tuned, host, trained, tested):
         if present:
             both = (f"{_tile(entry)}: {entry['milliseconds']:.3f}" for entry in (present, timed[0]))
             tiles.append((name, *both, f"{present['milliseconds'] / timed[0]['milliseconds']:.2f}"))
-    kernels = [("kernel", "predicted", "measured", "measured of predicted")]
-    for line in predicted["kernels"]:
-        values = (f"{line[name]:.0f} {line['unit']}" for name in ("predicted", "measured"))
-        kernels.append((line["kernel"], *values, f"{line['measured_of_predicted']:.2f}"))
+    by_kernel = [("kernel", "measured")]
+    by_kernel += [(line["kernel"], f"{line['measured']:.0f} {line['unit']}") for line in kernels["kernels"]]
     launches = [("a call takes the host, µs", "`cuda`", "`triton`", "torch")]
     for name, values in host["microseconds"].items():
         launches.append((name, *(f"{values[by]:.0f}" if by in values else "" for by in ("cuda", "triton", "torch"))))
@@ -303,9 +301,9 @@ def section(found, predicted, tuned, host, trained, tested):
             updates,
         ),
         (
-            "### Beside predictions",
-            f"Kernels of commit {predicted['commit'][:7]} beside [what was predicted](machine-code.md) of them.",
-            kernels,
+            "### Kernels",
+            f"By the kernel's own time, attention of 8x16x4096 in bfloat16 at commit {kernels['commit'][:7]}.",
+            by_kernel,
         ),
         ("### Tiles", "The kernel's own time.", tuned.get("about", ""), tiles),
     ]

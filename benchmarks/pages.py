@@ -61,7 +61,7 @@ def of_machines(*names: str) -> str:
 
 
 def on_gpu() -> str:
-    names = "benchmarks", "predictions", "tuning", "host", "training", "tests"
+    names = "benchmarks", "kernels", "tuning", "host", "training", "tests"
     return gpu.section(*(json.loads((RESULTS / f"gpu/{name}.json").read_text()) for name in names))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about ten minutes.
 # usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
-# stages: build tests sanitizer compile benchmarks predictions tuning; default all
+# stages: build tests sanitizer compile benchmarks tuning; default all
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
@@ -15,9 +15,9 @@ if [[ ${1:-} == --out ]]; then
   shift 2
 fi
 declare -A seconds=(
-  [build]=75 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [predictions]=35 [tuning]=65
+  [build]=75 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [tuning]=100
 )
-[[ $# -gt 0 ]] || set -- build tests sanitizer compile benchmarks predictions tuning
+[[ $# -gt 0 ]] || set -- build tests sanitizer compile benchmarks tuning
 for stage; do
   if [[ -z ${seconds[$stage]:-} ]]; then
     echo "unknown stage $stage; stages: ${!seconds[*]}" >&2
@@ -59,7 +59,7 @@ check() {
 compile() { parallel "$(nproc)" part; }
 part() {
   local script statuses=()
-  for script in benchmarks/gpu.py benchmarks/predictions.py tools/tune.py; do
+  for script in benchmarks/gpu.py tools/tune.py; do
     ((SECONDS < compile_seconds)) || return 124
     TORCHINDUCTOR_COMPILE_THREADS=1 timeout --kill-after=3 $((compile_seconds - SECONDS)) \
       "$python" "$script" - --compile "$1/$2"
@@ -68,8 +68,7 @@ part() {
   combined "${statuses[@]}"
 }
 benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
-predictions() { "$python" benchmarks/predictions.py "$out/predictions.json" --seconds 25; }
-tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 45; }
+tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 80; }
 # parallel COUNT FUNCTION: FUNCTION NUMBER COUNT for every number up to COUNT, all at a time.
 parallel() {
   local pids=() statuses=() number pid
@@ -94,7 +93,7 @@ combined() {
 # What the command prints becomes the summary, whole or not at all.
 summarise() { "$@" >"$out/summary.json.part" && mv "$out/summary.json.part" "$out/summary.json"; }
 
-export -f build tests shard sanitizer check compile part benchmarks predictions tuning parallel combined
+export -f build tests shard sanitizer check compile part benchmarks tuning parallel combined
 export python out shards test_seconds check_seconds compile_seconds
 summarise "$python" - <<'PYTHON' || exit 1
 import importlib.util
