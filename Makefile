@@ -39,9 +39,6 @@ triton:  ## Triton's kernels at length: every test in the interpreter, every ker
 aot-gate:  ## Triton's kernels compiled for every architecture and examined, with no GPU
 	python tools/aot_gate.py
 
-machine-code:  ## what those of the usual cases cost a GPU, predicted from their machine code: docs/machine-code.md
-	python tools/machine_code.py --write
-
 compile-gate:  ## the CUDA C++ kernels compiled for several architectures and examined, with no GPU
 	python tools/compile_gate.py
 
@@ -73,5 +70,5 @@ ci: lint docs dist slow torch-versions report  ## all that comes after the tests
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"
 
-.PHONY: help install lint format test bench tables demo slow triton aot-gate machine-code compile-gate dry-launch \
-	planted-faults docs dist presets launch-cost torch-versions ci report
+.PHONY: help install lint format test bench tables demo slow triton aot-gate compile-gate dry-launch planted-faults docs \
+	dist presets launch-cost torch-versions ci report

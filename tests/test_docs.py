@@ -159,7 +159,7 @@ def test_broken_links_are_found(tmp_path):
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/performance.md", "docs/training.md", "docs/accuracy.md", "docs/gpu.md", "docs/machine-code.md"],
+    ["README.md", "docs/performance.md", "docs/training.md", "docs/accuracy.md", "docs/gpu.md"],
 )
 def test_tables_of_programs_have_both_ends(page):
     ends = re.findall(r"^<!-- ([\w-]+):(begin|end) -->$", (ROOT / page).read_text(), re.MULTILINE)

@@ -1,10 +1,14 @@
 """Triton's kernels compiled ahead of time and examined, with no GPU: ``python tools/aot_gate.py``.
 
 The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
-that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run: printed are registers, bytes
-of stack (spills), shared memory, and for a loop with matrix products its layout conversions, its accesses to the stack,
-its barriers and its waits for all products, what it needs of shared memory beside the tensor cores, and the matrix
-instructions in its machine code. Exit status 1 on a fault.
+that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run. Per kernel the gate prints
+registers, bytes of stack (spills) and shared memory. For a main loop with matrix products it also prints instructions
+per score, accesses to the stack, barriers, waits for all products, clocks of shared memory over those of the tensor
+cores, layout conversions and matrix instructions. Exit status 1 on a fault.
+
+``--counts`` adds what ``sass`` counts in the main loop: instructions per score by pipe, clocks of the tensor cores,
+shared memory and issue slots, access widths, the order of products and waits. Compare it before and after a change of a
+kernel, for instance with ``--arch 90 --operation attention --sample``.
 
 Faults: spills that cost time; aligned rows accessed by 16 bits at a time, or less than half of them by 128 bits;
 shared memory above the architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in the main loop
@@ -33,6 +37,7 @@ import os
 import pickle
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -62,27 +67,26 @@ from fastattn.backends.triton.layer_norm import (
 )
 from fastattn.backends.triton.softmax_dropout import softmax_dropout, softmax_dropout_backward
 from sass.code import disassemble
-from sass.cost import Attention, Loop, plain_loop, wide_share
+from sass.counts import Loop, plain_loop, wide_share
 from sass.loops import inside
-from sass.rates import MACHINES
 
 # The bytes of stack that a kernel may have, and the share of the plain loop's instructions (of a row operation, of all)
 # that may access it. What is kept there over the loop costs nothing, and a larger tile may be worth a few accesses: of
 # FlashAttention 2 they are up to 376 bytes and 1 in 46.
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
-# Where a tile is worth more of them, by kernel, architecture and padded head size. TFLOP/s are predicted, behind them
-# those of a tile without.
+# Exceptions by kernel, architecture and padded head size. Measurement on an H100 chose the tiles of sm_90, except those
+# with a mask at head size 128; tiles of other architectures were not measured.
 LOCAL = {
-    # Short sequences, 1 in 17: 575, 424.
+    # Short sequences, 1 in 17.
     ("grad_key_value_kernel", 90, 128): 1 / 16,
-    # With dropout and key lengths, 1 in 21: 443, 334; with a mask and split keys, 1 in 20. By the ptxas of Triton 3.8,
-    # which takes two instructions for three words' XOR, with dropout 1 in 15: 307, 340; the same tile without 697, 464.
+    # With dropout and key lengths 1 in 21, with a mask and split keys 1 in 20. With dropout 1 in 15 under Triton 3.8,
+    # whose ptxas takes two instructions for an XOR of three words.
     ("forward_kernel", 90, 128): 1 / 14,
-    # Heads of 80 with dropout and a float mask, 1 in 21, on sm_120 of 128 1 in 23: of 128 107, 79.
+    # Heads of 80 with dropout and a float mask, 1 in 21; on sm_120 heads of 128, 1 in 23.
     ("grad_query_kernel", 80, 128): 1 / 20,
     ("grad_query_kernel", 120, 128): 1 / 20,
-    # By Triton 3.6, short sequences with dropout, 1 in 17: 367, 388; the same tile without dropout 603, 523.
+    # Short sequences with dropout under Triton 3.6, 1 in 17.
     ("grad_query_kernel", 90, 64): 1 / 17,
 }
 
@@ -102,6 +106,9 @@ SHARED = {
 MOST_BARRIERS = {80: 2, 90: 6}
 # Waits for all of wgmma's products: none for the last, which runs beside the next tile's first.
 MOST_DRAINS = {"forward_kernel": 1, "grad_query_kernel": 2, "grad_key_value_kernel": 2}
+
+# Matrix products per loop iteration along the head size of queries and keys, and along that of values.
+PRODUCTS = {"forward_kernel": (1, 1), "grad_query_kernel": (2, 1), "grad_key_value_kernel": (2, 2)}
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -350,6 +357,8 @@ class Report:
     stack: int  # bytes
     local: int  # accesses to it in the plain loop, or, where no loop has matrix instructions, in all of the kernel
     instructions: int  # of the same
+    per_score: float | None  # instructions of the plain loop per thread and score
+    counts: str  # of the plain loop, for ``--counts``
     barriers: int  # in the plain loop, as the following
     drains: int  # waits for all products of a warpgroup
     shared_clocks: float | None  # that shared memory needs, for one of the tensor cores
@@ -366,11 +375,12 @@ class Report:
     narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
 
     def __str__(self) -> str:
-        clocks = "-" if self.shared_clocks is None else f"{self.shared_clocks:.2f}"
+        score, clocks = ("-" if one is None else f"{one:.2f}" for one in (self.per_score, self.shared_clocks))
         instructions = ", ".join(self.matrix_instructions + self.bulk_loads) or "-"
         return (
             f"sm_{self.capability:<4} {self.name:36} {self.operands:45} {self.registers:8} {self.stack:6} "
-            f"{self.local:6} {self.barriers:9} {self.drains:7} {clocks:>14} {self.shared:7} {self.conversions:12}  "
+            f"{score:>10} {self.local:6} {self.barriers:9} {self.drains:7} {clocks:>14} {self.shared:7} "
+            f"{self.conversions:12}  "
             f"{instructions}"
         )
 
@@ -526,11 +536,10 @@ def faults(reports: list[Report]) -> dict[Report, list[str]]:
 
 
 def examine(function: Any, kernel: Any, capability: int) -> Report:
-    variant = _variant("", tuple(kernel.src.signature.values()), function.arg_names, (), kernel.src.constants)
+    variant = [*_variant("", tuple(kernel.src.signature.values()), function.arg_names, (), kernel.src.constants)]
     binary = disassemble(kernel.asm["cubin"], TOOLS)
     plain = plain_loop(binary.instructions) or binary.instructions
-    threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
-    loop = Loop(plain, Attention(capability, 1, 1, binary.registers, threads, shared, fetched=0.0))
+    loop = Loop(plain, capability, kernel.metadata.num_warps, _depth(function.__name__, dict(variant)))
     looped = sorted({i.opcode for i in inside(binary.instructions)})
     products, conversions = _loops(kernel.asm["ttgir"])
     return Report(
@@ -541,14 +550,16 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
         stack=binary.stack,
         local=loop.local,
         instructions=len(plain),
+        per_score=len(plain) / loop.scores if loop.scores else None,
+        counts=str(loop),
         barriers=loop.barriers,
         drains=loop.drains,
-        shared_clocks=loop.shared_share if capability in MACHINES and loop.scores else None,
+        shared_clocks=loop.shared_share,
         wide_loads=wide_share(plain, ("LDG", "LDGSTS")),
         wide_accesses=wide_share(binary.instructions, ("LDG", "LDGSTS", "STG")),
         narrow_accesses=sum(i.base in ("LDG", "STG", "LDGSTS") and i.bits <= 16 for i in binary.instructions),
         stages=kernel.metadata.num_stages,
-        shared=shared,
+        shared=kernel.metadata.shared,
         conversions=conversions,
         products=products,
         matrix_instructions=tuple(
@@ -558,6 +569,12 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
         tf32=bool(re.search(r"\bmma\S*\.tf32|kind::tf32", kernel.asm["ptx"])),
         narrow_offsets=narrow_offsets(kernel.asm["ttir"]),
     )
+
+
+def _depth(kernel: str, constants: dict[str, str]) -> int:
+    """Return the multiply-adds per score of attention's kernels, 0 of other kernels."""
+    of_keys, of_values = PRODUCTS.get(kernel, (0, 0))
+    return of_keys * int(constants["BLOCK_D"]) + of_values * int(constants["BLOCK_DV"]) if of_keys else 0
 
 
 def _variant(
@@ -661,11 +678,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--sample", action="store_true", help="a few cases of each operation")
+    parser.add_argument("--counts", action="store_true", help="print what is counted in each main loop")
     options = parser.parse_args(arguments)
     pretend(*options.arch)
     print(
-        f"triton {triton.__version__}\n{'':90} registers  stack  local  barriers  drains  shared clocks  shared"
-        "  conversions  instructions"
+        f"triton {triton.__version__}\n{'':90} registers  stack  per score  local  barriers  drains  "
+        "shared clocks  shared  conversions  instructions"
     )
     wanted = SAMPLE if options.sample else CASES
     cases = [(operation, CASES[operation].index(case)) for operation in options.operation for case in wanted[operation]]
@@ -679,6 +697,8 @@ def main(arguments: list[str] | None = None) -> int:
             count += len(reports)
             for report, wrong in faults(reports).items():
                 print(report)
+                if options.counts and report.per_score:
+                    print(textwrap.indent(report.counts, "  "))
                 for fault in wrong:
                     total += 1
                     print(f"  FAULT {fault}, with {', '.join(report.constants)}", flush=True)

@@ -1,4 +1,4 @@
-"""Reads a disassembly of cuobjdump or nvdisasm: instructions, the pipes they take, what they move and multiply."""
+"""Parse a disassembly of cuobjdump: instructions, their pipes, the bytes they move and the products they compute."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import tempfile
 from functools import cached_property
 from pathlib import Path
 
-_INSTRUCTION = re.compile(
-    r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^\n]*?)\s*;\s+"
-    r"/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/"
-)
-_ANNOTATIONS = re.compile(r"\s*([&?]\S+\s*)+$")  # the control information, as some versions write it out for Blackwell
-_CONTROL = 41  # the bit of the second word at which an instruction's control information begins
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^\n]*?)\s*;")
+_ANNOTATIONS = re.compile(r"\s*([&?]\S+\s*)+$")  # control information, which some versions print for Blackwell
 
-# Pipes by the first part of an opcode; IMAD's depends on the rest, and uniform instructions have one of their own.
+# Pipes by the first part of an opcode. The pipe of IMAD depends on the rest; uniform instructions have their own pipe.
 _PIPES = {
     opcode: pipe
     for pipe, opcodes in {
@@ -48,32 +44,11 @@ class Instruction:
     predicate: str  # such as "@!P0", or ""
     opcode: str
     operands: str
-    control: int  # stall count, and which scoreboards are set and waited for, as encoded
-    descriptor: int = 0  # of a fifth-generation tensor core's instruction: PTX ISA, tcgen05, instruction descriptor
+    descriptor: int = 0  # instruction descriptor of a fifth-generation tensor core (PTX ISA, tcgen05)
 
     @cached_property
     def base(self) -> str:
         return self.opcode.partition(".")[0]
-
-    @property
-    def stall(self) -> int:
-        """Clocks until the warp's next instruction."""
-        return self.control & 15
-
-    @property
-    def write(self) -> int:
-        """The scoreboard that the result frees; 7: none."""
-        return self.control >> 5 & 7
-
-    @property
-    def read(self) -> int:
-        """The scoreboard that the reading of the operands frees; 7: none."""
-        return self.control >> 8 & 7
-
-    @property
-    def waits(self) -> tuple[int, ...]:
-        """The scoreboards that must be free before."""
-        return tuple(board for board in range(6) if self.control >> 11 + board & 1)
 
     @cached_property
     def pipe(self) -> str:
@@ -85,13 +60,14 @@ class Instruction:
 
     @property
     def count(self) -> int | None:
-        """The number at the operands' end: how much may be pending behind a wait."""
+        """The number at the operands' end: a branch's target, or how many groups may be pending after a wait."""
         number = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
         return int(number[1], 16) if number else None
 
     @property
     def multiply_adds(self) -> int:
-        """Of a warp: a quarter of its warpgroup's. A program's, of a fifth-generation tensor core; 0: not known."""
+        """Multiply-adds of one warp (wgmma: a quarter of the warpgroup's). On a fifth-generation tensor core those of
+        the whole program, 0 if the descriptor is unknown."""
         if self.is_fifth:
             return self.rows * (self.descriptor >> 17 & 63) * 8 * 16
         if shape := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
@@ -102,24 +78,24 @@ class Instruction:
 
     @property
     def is_fifth(self) -> bool:
-        """Whether one thread starts it for all of a program, on a fifth-generation tensor core."""
+        """Whether it is a product on a fifth-generation tensor core, which one thread starts for the whole program."""
         return self.base.startswith("UTC") and self.pipe == "tensor"
 
     @property
     def rows(self) -> int:
-        """Of a product on a fifth-generation tensor core."""
+        """Rows of a product on a fifth-generation tensor core."""
         return (self.descriptor >> 24 & 31) * 16
 
     @property
     def bits(self) -> int:
-        """The width of a thread's access to memory, by the opcode."""
+        """Bits that a thread accesses in memory."""
         width = re.search(r"\.[US]?(8|16|64|128|256)\b", self.opcode)
         return int(width[1]) if width else 32
 
     @property
     def shared_bytes(self) -> float:
-        """Bytes of shared memory that a warp's instruction moves; of matrix instructions as ``multiply_adds``, without
-        the operand that comes from registers or tensor memory."""
+        """Bytes of shared memory that a warp moves. Matrix instructions count as in ``multiply_adds``, without operands
+        in registers or tensor memory."""
         if self.is_fifth:
             return ((self.descriptor >> 17 & 63) * 8 + (self.rows if self.is_from_shared else 0)) * 32
         if self.base == "HGMMA":
@@ -133,23 +109,16 @@ class Instruction:
         return 0
 
     @property
-    def tensor_memory_bytes(self) -> float:
-        """Bytes of tensor memory that a warp's instruction moves."""
-        registers = re.search(r"\.x(\d+)", self.opcode) if self.pipe == "tmem" else None
-        lanes = 16 if ".16dp" in self.opcode else 32
-        return int(registers[1]) * lanes * 4 if registers else 0
-
-    @property
     def is_from_shared(self) -> bool:
-        """Whether the first factor of wgmma or of a fifth-generation tensor core lies in shared memory."""
+        """Whether the first factor of wgmma or tcgen05 is in shared memory."""
         return self.operands.split(", ")[0 if self.is_fifth else 1].startswith("gdesc")
 
 
 def parse(disassembly: str) -> list[Instruction]:
-    """The instructions of a disassembly of one kernel with their encodings (``cuobjdump --dump-sass``)."""
+    """Return the instructions of one kernel, disassembled by ``cuobjdump --dump-sass``."""
     found: list[Instruction] = []
-    constants: dict[str, int] = {}  # in uniform registers
-    for address, predicate, opcode, operands, word in _INSTRUCTION.findall(disassembly):
+    constants: dict[str, int] = {}  # by uniform register
+    for address, predicate, opcode, operands in _INSTRUCTION.findall(disassembly):
         operands = _ANNOTATIONS.sub("", operands)
         if opcode == "UMOV" and (constant := re.fullmatch(r"(UR\d+), 0x([0-9a-f]+)", operands)):
             constants[constant[1]] = int(constant[2], 16)
@@ -157,18 +126,8 @@ def parse(disassembly: str) -> list[Instruction]:
             constants.pop(destination[0], None)
         register = re.search(r"\bidesc\[(UR\d+)\]", operands)
         descriptor = constants.get(register[1], 0) if register else 0
-        control = int(word, 16) >> _CONTROL & 0x1FFFF
-        found.append(Instruction(int(address, 16), predicate, opcode, operands, control, descriptor))
+        found.append(Instruction(int(address, 16), predicate, opcode, operands, descriptor))
     return found
-
-
-def written(instructions: list[Instruction]) -> str:
-    """What ``parse`` reads as these: a disassembly without encodings, but for the control information."""
-    return "".join(
-        f"/*{i.address:04x}*/ {i.predicate}{' ' if i.predicate else ''}{i.opcode} {i.operands} ; "
-        f"/* 0x{0:016x} */ /* 0x{i.control << _CONTROL:016x} */\n"
-        for i in instructions
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +140,7 @@ class Binary:
 
 
 def disassemble(cubin: bytes, tools: Path) -> Binary:
-    """By the cuobjdump of this folder."""
+    """Disassemble a cubin with the cuobjdump in the folder ``tools``."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,7 +1,7 @@
-"""Natural loops of machine code: what dominates the branch back and reaches it (Aho, Lam, Sethi and Ullman, 9.6).
+"""Find the natural loops of machine code (Aho, Lam, Sethi and Ullman, 9.6).
 
-A wait that is kept out of line, which branches back into the code that it belongs to, is none: the place it returns to
-does not dominate it.
+A branch back forms a loop only if its target dominates it. Waits that ptxas moves out of line also branch back, but
+their target does not dominate them, so they form no loop.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sass.code import Instruction
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
-    """By place: where an instruction may go on, the one behind it first."""
+    """Return by place the places that may execute next, the following instruction first."""
     places = {instruction.address: place for place, instruction in enumerate(code)}
-    joins: dict[str, int] = {}  # of convergence barriers
+    joins: dict[str, int] = {}  # where threads meet again, by convergence barrier
     found: list[list[int]] = []
     for place, i in enumerate(code):
         behind = [place + 1] if place + 1 < len(code) else []
@@ -29,10 +29,10 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
         elif i.base == "BSYNC" and barrier in joins:
             found.append([joins[barrier]])
         elif i.base in ("BRA", "JMP") and target is not None:
-            # A predicate stands before the instruction or, uniform, among the operands; DIV: where threads have parted.
+            # The predicate precedes the instruction or, if uniform, is an operand. DIV branches for diverged threads.
             is_conditional = i.predicate not in ("", "@PT") or re.match(r"!?U?P\d", i.operands) or ".DIV" in i.opcode
             found.append([*behind, target] if is_conditional else [target])
-        elif i.base == "CALL" and target is not None:  # which may be a branch
+        elif i.base == "CALL" and target is not None:  # it may never return
             found.append([*behind, target])
         else:
             found.append(behind)
@@ -40,7 +40,7 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 def natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
-    """Bodies by head, of a graph whose entry is 0."""
+    """Return the body of each loop by its head, in a graph whose entry is 0."""
     order = _postorder(follow)
     rank = {node: number for number, node in enumerate(order)}
     before = defaultdict(list)
@@ -83,7 +83,7 @@ def _postorder(follow: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _dominators(order: list[int], rank: dict[int, int], before: dict[int, list[int]]) -> dict[int, int]:
-    """The immediate dominator of every node (Cooper, Harvey and Kennedy 2001)."""
+    """Return the immediate dominator of every node (Cooper, Harvey and Kennedy 2001)."""
     parent = {0: 0}
     is_changed = True
     while is_changed:
@@ -102,14 +102,14 @@ def _dominators(order: list[int], rank: dict[int, int], before: dict[int, list[i
     return parent
 
 
-def innermost(code: Sequence[Instruction], pipes: Sequence[str]) -> list[list[Instruction]]:
-    """One iteration of each loop that has instructions of these pipes and no other such loop within it.
+def innermost(code: Sequence[Instruction], pipe: str) -> list[list[Instruction]]:
+    """Return one iteration of each loop that uses ``pipe`` and has no inner loop that does.
 
-    An iteration is the path that falls through where it can, which is how compilers lay out what is likely.
+    An iteration follows the path that falls through wherever it can, because compilers lay out the likely path so.
     """
     follow = successors(code)
     bodies = {
-        head: body for head, body in natural_loops(follow).items() if any(code[place].pipe in pipes for place in body)
+        head: body for head, body in natural_loops(follow).items() if any(code[place].pipe == pipe for place in body)
     }
     return [
         [code[place] for place in _path(head, follow, body)]
@@ -119,14 +119,9 @@ def innermost(code: Sequence[Instruction], pipes: Sequence[str]) -> list[list[In
 
 
 def inside(code: Sequence[Instruction]) -> list[Instruction]:
-    """What is in any loop."""
+    """Return the instructions that are in any loop."""
     places = set().union(*natural_loops(successors(code)).values())
     return [code[place] for place in sorted(places)]
-
-
-def whole(code: Sequence[Instruction]) -> list[Instruction]:
-    """From the entry to the end, by the path that falls through where it can."""
-    return [code[place] for place in _path(0, successors(code), set(range(len(code))))]
 
 
 def _path(start: int, follow: Sequence[Sequence[int]], body: set[int]) -> list[int]:
