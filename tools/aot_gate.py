@@ -1,29 +1,37 @@
-"""Triton's kernels compiled ahead of time and examined, with no GPU: ``python tools/aot_gate.py``.
+"""Compile Triton's kernels ahead of time and examine them without a GPU: ``python tools/aot_gate.py``.
 
-The backend's functions are called on fake CUDA tensors and start their kernels through Triton's own launcher, on GPUs
-that are not there (``fake_gpu``). What Triton has compiled then is what a GPU would run. Per kernel the gate prints
+The gate calls the backend's functions on fake CUDA tensors. Kernels start through Triton's own launcher on GPUs that do
+not exist (``fake_gpu``), so Triton compiles exactly the kernels that a GPU would run. Per kernel the gate prints
 registers, bytes of stack (spills) and shared memory. For a main loop with matrix products it also prints instructions
-per score, accesses to the stack, barriers, waits for all products, clocks of shared memory over those of the tensor
-cores, layout conversions and matrix instructions. Exit status 1 on a fault.
+per score, stack accesses, barriers and waits for all products. It adds the clocks of shared memory over those of the
+tensor cores, layout conversions and the matrix instructions. The exit status is 1 on a fault.
 
 ``--counts`` adds what ``sass`` counts in the main loop: instructions per score by pipe, clocks of the tensor cores,
 shared memory and issue slots, access widths, the order of products and waits. Compare it before and after a change of a
 kernel, for instance with ``--arch 90 --operation attention --sample``.
 
-Faults: spills that cost time; aligned rows accessed by 16 bits at a time, or less than half of them by 128 bits;
-shared memory above the architecture's (on sm_80 the 99 KiB of 8.6 and 8.9); no matrix instructions in the main loop
-(wgmma's on sm_90 where a tile has the 64 rows for it); no bulk loads where there are tensor descriptors; tf32 unasked;
-32-bit offsets; layout conversions that dropout adds, by comparison with the kernel without dropout. Of the loops that
-attention's usual calls spend their time in: a tile's rows loaded by fewer than 128 bits, more barriers or waits than
-overlap allows, shared memory that takes longer than the tensor cores.
+Faults of any kernel:
+- spills that cost time;
+- aligned rows accessed by 16 bits at a time, or less than half of them by 128 bits;
+- more shared memory than the architecture has (on sm_80 the 99 KiB of 8.6 and 8.9);
+- no matrix instructions in the main loop; no wgmma on sm_90 if a tile has the 64 rows that it requires;
+- tensor descriptors, but no bulk loads;
+- tf32 that the caller has not allowed;
+- offsets of 32 bits;
+- layout conversions that the same kernel without dropout does not have.
 
-Calls are compiled by as many processes as there are processors. Triton's cache keeps what they compile and beside it
-what was found there, so that a second run reads what a change has touched and no more.
+Faults of the loops where attention's usual calls spend their time:
+- a tile's rows loaded by fewer than 128 bits at a time;
+- more barriers or waits than overlap allows;
+- shared memory that takes longer than the tensor cores.
 
-Dropout adds none where a thread's part of a product fits dropout's tiles: always for wgmma, for mma where a tile has as
-many rows as a head has columns. So have all tiles of regular operands up to head size 64 (16-bit, no mask, aligned
-rows of a power of 2, not packed) but those of few queries. Others may have fewer rows, for want of registers or shared
-memory; float32 without tf32 and sm_100's tensor memory have other layouts.
+One process per processor compiles. Triton's cache keeps the kernels and the reports on them, so a second
+run repeats only what a change affects.
+
+Dropout adds no layout conversion if one thread's part of a product fits dropout's tiles. That always holds for wgmma,
+and for mma if a tile has at least as many rows as a head has columns. All tiles of regular operands (16-bit, no mask,
+aligned rows of a power of 2, not packed) up to head size 64 do, except those of few queries. Other tiles may have fewer
+rows for lack of registers or shared memory. float32 without tf32 and the tensor memory of sm_100 have other layouts.
 """
 
 from __future__ import annotations
@@ -70,9 +78,9 @@ from sass.code import disassemble
 from sass.counts import Loop, plain_loop, wide_share
 from sass.loops import inside
 
-# The bytes of stack that a kernel may have, and the share of the plain loop's instructions (of a row operation, of all)
-# that may access it. What is kept there over the loop costs nothing, and a larger tile may be worth a few accesses: of
-# FlashAttention 2 they are up to 376 bytes and 1 in 46.
+# Most bytes of stack per kernel, and the largest share of the plain loop's instructions (in row operations: of all
+# instructions) that may access it. Values that stay on the stack during the loop cost nothing. A larger tile may be
+# worth a few accesses: FlashAttention 2 has up to 376 bytes and 1 access in 46 instructions.
 MOST_STACK = 384
 MOST_LOCAL = 1 / 25
 # Exceptions by kernel, architecture and padded head size. Measurement on an H100 chose the tiles of sm_90, except those
@@ -90,21 +98,22 @@ LOCAL = {
     ("grad_query_kernel", 90, 64): 1 / 17,
 }
 
-# Facts of the plain loop of attention's usual calls, on the architectures for which it is meant to overlap: 16-bit
-# regular operands, heads of up to 128, 64 rows and more of a program's own. What shared memory needs is at most what
-# the tensor cores do, as far as FlashAttention keeps to that: its backward passes need 1.06 (2, on A100) and 1.12 (3).
+# Bounds of the plain loop in attention's usual calls: 16-bit regular operands, head sizes up to 128, at least 64 rows
+# per program. They hold on the architectures where the loop is designed to overlap.
+# Clocks of shared memory over clocks of the tensor cores. FlashAttention's backward passes have 1.06 (2, on A100) and
+# 1.12 (3).
 MOST_SHARED = 1.15
-# dK and dV of 64 keys fill the registers of four warps: on sm_80 a fragment from shared memory serves 16 keys alone; on
-# sm_90 Triton 3.6 copies the rows' statistics by 32 bits a thread.
+# dK and dV of 64 keys fill the registers of four warps. On sm_80 a fragment from shared memory serves only 16 keys; on
+# sm_90 Triton 3.6 copies the rows' statistics by 32 bits per thread.
 SHARED = {
     ("grad_key_value_kernel", 80, 64): 1.9,
     ("grad_key_value_kernel", 80, 128): 1.9,
     ("grad_key_value_kernel", 90, 64): 1.3,
 }
-# A loop that copies ahead has one barrier before the copies are read and one after; on sm_90 two around each of two
-# bulk loads, and two for operands that threads write.
+# Barriers. A loop that copies ahead has one before it reads the copies and one after. On sm_90 it has two around each
+# of two bulk loads, and two for operands that threads write.
 MOST_BARRIERS = {80: 2, 90: 6}
-# Waits for all of wgmma's products: none for the last, which runs beside the next tile's first.
+# Waits for all of wgmma's products. The last product needs none, because it overlaps with the next tile's first.
 MOST_DRAINS = {"forward_kernel": 1, "grad_query_kernel": 2, "grad_key_value_kernel": 2}
 
 # Matrix products per loop iteration along the head size of queries and keys, and along that of values.
@@ -112,7 +121,7 @@ PRODUCTS = {"forward_kernel": (1, 1), "grad_query_kernel": (2, 1), "grad_key_val
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-# ---- what is compiled ----
+# ---- The kernels to compile ----
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,7 +156,7 @@ def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) ->
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
     input, seed = empty(2, 4, 64, columns, dtype=dtype), empty(2, dtype=torch.int64)
     attn_mask = None if mask is None else empty(2, 1, 1, columns, dtype=mask)
-    for right in (0, columns):  # causal, and where every row sees every column
+    for right in (0, columns):  # causal; every row sees every column
         arguments = input, attn_mask, None, seed, 0.125, 64, right, False, threshold
         out, stats = softmax_dropout(*arguments)
         softmax_dropout_backward(out, stats, *arguments, mask is not None and mask != torch.bool)
@@ -157,7 +166,7 @@ def _attention(
     dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int, value_size: int | None = None,
     tf32: bool = False, queries: int = 256, keys: int = 512, mask_columns: int | None = None, plain: bool = False,
 ) -> None:  # fmt: skip
-    """Enough sequences and heads to occupy any device; with every option, unless it is to be plain."""
+    """Call with enough sequences and heads to occupy any device, and with every option unless ``plain``."""
     query, key = empty(32, 8, queries, size, dtype=dtype), empty(32, 2, keys, size, dtype=dtype)
     value = empty(32, 2, keys, value_size or size, dtype=dtype)
     attn_mask = None if mask is None else empty(32, 1, queries, mask_columns or keys, dtype=mask)
@@ -174,17 +183,17 @@ def _attention(
 
 
 def _plain_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
-    """As it is mostly called: no key lengths, upper left, no gradient of the LSE."""
+    """Call with the most usual options: no key lengths, upper left, no gradient of the LSE."""
     _attention(dtype, size, mask, threshold, plain=True)
 
 
 def _attention_of_columns(dtype: torch.dtype, size: int, threshold: int) -> None:
-    """A mask whose columns are not dense: here they broadcast."""
+    """Call with a mask whose columns are not dense: they broadcast."""
     _attention(dtype, size, torch.float32, threshold, mask_columns=1)
 
 
 def _long_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
-    """Long enough for tensor descriptors, where the device has them."""
+    """Call with enough rows for tensor descriptors, on devices that have them."""
     rows = tiles.DESCRIPTOR_ROWS
     _attention(dtype, size, mask, threshold, queries=rows, keys=rows)
 
@@ -193,7 +202,7 @@ def _few_queries(
     dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int = 0, batch: int = 32, queries: int = 1,
     keys: int = 1024,
 ) -> None:  # fmt: skip
-    """Against a cache, whose keys are split unless the batch is large enough to occupy any device."""
+    """Call with a cache, whose keys are split unless the batch is large enough to occupy any device."""
     query, key = empty(batch, 8, queries, size, dtype=dtype), empty(batch, 2, keys, size, dtype=dtype)
     attn_mask = None if mask is None else empty(batch, 1, 1, keys, dtype=mask)
     seed = empty(2, dtype=torch.int64) if threshold else None
@@ -215,7 +224,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
             (_attention, *operands[:2], mask, threshold, *operands[2:])
             for operands in (
                 *((torch.bfloat16, size) for size in (64, 128, 256)),
-                # Head sizes that are not powers of 2, and then rows that do not begin at multiples of 16 bytes.
+                # Head sizes that are not powers of 2; then also rows that do not begin at multiples of 16 bytes.
                 (torch.bfloat16, 80),
                 (torch.bfloat16, 192, 128),
                 *((torch.float16, size) for size in (59, 100, 250)),
@@ -287,7 +296,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-# A minute's worth, for every change: what mostly runs, and the tiles that are hardest for dropout.
+# Cases that take a minute, for every change: the usual calls, and the tiles that are hardest for dropout.
 SAMPLE: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
         *(
@@ -311,7 +320,7 @@ SAMPLE: dict[str, list[tuple[Any, ...]]] = {
 
 
 def run(device: int, function: Any, *arguments: Any) -> list[tiles.Tile]:
-    """Start every kernel of a case on this device; the tiles that attention's tables gave."""
+    """Start every kernel of a case on this device. Return the tiles that attention's tables gave."""
     choose, chosen = tiles.choose, []
 
     def record(*arguments: Any) -> tiles.Tile:
@@ -324,7 +333,7 @@ def run(device: int, function: Any, *arguments: Any) -> list[tiles.Tile]:
 
 
 def lines(device: int) -> dict[str, tiles.Tile]:
-    """What attention's tables for this device have, by dtype, kernel and head size."""
+    """Return the tiles in attention's tables for this device, by dtype, kernel and head size."""
     operands = (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)
     return {
         f"{dtype}{'' if is_aligned else ', not aligned'}: {kernel}, head {size}": tile
@@ -335,7 +344,7 @@ def lines(device: int) -> dict[str, tiles.Tile]:
 
 
 def specialisations(device: int) -> Iterator[tuple[Any, Any]]:
-    """(jit function, compiled kernel) of everything that has been started on this device."""
+    """Yield (jit function, compiled kernel) for every kernel that was started on this device."""
     for name, module in list(sys.modules.items()):
         for function in vars(module).values() if name.startswith("fastattn.backends.triton.") else ():
             is_own = isinstance(function, triton.JITFunction) and function.__module__ == name
@@ -343,34 +352,36 @@ def specialisations(device: int) -> Iterator[tuple[Any, Any]]:
                 yield from ((function, kernel) for kernel in function.device_caches[device][0].values())
 
 
-# ---- what is found in it ----
+# ---- The report on a kernel ----
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What is known of one compiled kernel without running it."""
+    """Facts of one compiled kernel, which has not run."""
 
     name: str
     capability: int
     variant: tuple[tuple[str, str], ...]  # constants and types of the arguments
     registers: int
     stack: int  # bytes
-    local: int  # accesses to it in the plain loop, or, where no loop has matrix instructions, in all of the kernel
-    instructions: int  # of the same
-    per_score: float | None  # instructions of the plain loop per thread and score
-    counts: str  # of the plain loop, for ``--counts``
-    barriers: int  # in the plain loop, as the following
+    # The plain loop; the whole kernel if no loop has matrix instructions.
+    local: int  # accesses to the stack
+    instructions: int
+    per_score: float | None  # instructions per thread and score, in attention
+    counts: str  # the lines of ``--counts``
+    barriers: int
     drains: int  # waits for all products of a warpgroup
-    shared_clocks: float | None  # that shared memory needs, for one of the tensor cores
-    wide_loads: float  # share of what is loaded from global memory that is loaded by 128 bits, not counting bulk loads
-    wide_accesses: float  # the same of loads and stores in all of the kernel
-    narrow_accesses: int  # of 16 bits and fewer there
-    stages: int  # tiles that are copied ahead, and the present one
-    shared: int
+    shared_clocks: float | None  # clocks of shared memory over clocks of the tensor cores
+    wide_loads: float  # share of bytes loaded from global memory by 128 bits at a time, without bulk loads
+    # The whole kernel.
+    wide_accesses: float  # share of bytes loaded and stored by 128 bits at a time
+    narrow_accesses: int  # accesses to global memory of at most 16 bits
+    stages: int  # tiles copied ahead, plus the present one
+    shared: int  # bytes
     conversions: int  # layout conversions in loops with matrix products
     products: int  # matrix products in loops, in Triton's IR
     matrix_instructions: tuple[str, ...]  # in loops, in the machine code
-    bulk_loads: tuple[str, ...]  # in loops, of tiles by tensor descriptors
+    bulk_loads: tuple[str, ...]  # in loops, by tensor descriptors
     tf32: bool
     narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
 
@@ -380,8 +391,7 @@ class Report:
         return (
             f"sm_{self.capability:<4} {self.name:36} {self.operands:45} {self.registers:8} {self.stack:6} "
             f"{score:>10} {self.local:6} {self.barriers:9} {self.drains:7} {clocks:>14} {self.shared:7} "
-            f"{self.conversions:12}  "
-            f"{instructions}"
+            f"{self.conversions:12}  {instructions}"
         )
 
     @property
@@ -390,12 +400,12 @@ class Report:
 
     @property
     def head(self) -> int:
-        """The head size, padded; 0 of a row operation."""
+        """The padded head size, 0 in row operations."""
         return int(dict(self.variant).get("BLOCK_D", 0))
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """What a bound of its own is given for."""
+        """The key of exceptions from the bounds."""
         return self.kernel, self.capability, self.head
 
     @property
@@ -404,7 +414,7 @@ class Report:
 
     @property
     def operands(self) -> str:
-        """The dtype, padded head size and tile that it was compiled for, and what else takes registers."""
+        """The dtype, padded head size and tile of this kernel, and the options that take registers."""
         known = dict(self.variant)
         names = "problem.query.pointer", "input.pointer", "input", "mask.pointer"
         dtype = [known[name].removeprefix("*") for name in names if "*" in known.get(name, "")][:1]
@@ -417,10 +427,11 @@ class Report:
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether dropout's tiles must be what a thread has of a product, as they are of wgmma's. mma divides a tile's
-        columns among warps where it has fewer rows than a head has columns; regular operands of up to 64 columns, for
-        which there are registers, must not have such tiles, unless queries are few. What a fifth-generation tensor core
-        leaves is read from memory by rows."""
+        """Whether a thread's part of a product must fit dropout's tiles, as it always does with wgmma.
+
+        mma divides a tile's columns among warps if the tile has fewer rows than a head has columns. Regular operands of
+        up to 64 columns must not have such tiles, because registers suffice, except for few queries. Products of a
+        fifth-generation tensor core are read from memory by rows."""
         kinds = {instruction.partition(".")[0] for instruction in self.matrix_instructions}
         if "HMMA" not in kinds:
             return "HGMMA" in kinds
@@ -429,12 +440,12 @@ class Report:
 
     @property
     def rows(self) -> int:
-        """Of a program's own side in attention, and of its products."""
+        """Rows per program: of keys in dK and dV, else of queries."""
         return int(dict(self.variant).get("BLOCK_N" if "key_value" in self.name else "BLOCK_M", 0))
 
     @property
     def is_regular(self) -> bool:
-        """16-bit operands without a mask, in aligned rows of a power of 2, not packed."""
+        """Whether operands have 16 bits, no mask, aligned rows of a power of 2, and are not packed."""
         known = dict(self.variant)
         wanted = {"ALIGNMENT": "8", "EVEN": "True", "BLOCK_DV": known.get("BLOCK_D", "")}
         wanted |= {"problem.mask": "None", "problem.sequences.cu_seq_q": "None"}
@@ -442,7 +453,7 @@ class Report:
 
     @property
     def is_wide(self) -> bool:
-        """Whether every row lies so that 128 bits of it are accessed at once, in a row operation."""
+        """Whether the rows of a row operation are aligned for accesses of 128 bits."""
         known = dict(self.variant)
         return known.get("ALIGNED") == "True" and "mask.pointer" not in known and "attn_mask.pointer" not in known
 
@@ -460,12 +471,12 @@ class Report:
 
     @property
     def without_dropout(self) -> tuple[Any, ...]:
-        """What this kernel has in common with its variants with and without dropout."""
+        """The identity that this kernel shares with its variants with and without dropout."""
         rest = tuple(item for item in self.variant if "dropout" not in item[0].split("."))
         return self.name, self.capability, rest
 
     def faults(self) -> list[str]:
-        """What is wrong with this kernel by itself."""
+        """Return the faults of this kernel by itself."""
         found = []
         if self.stack > MOST_STACK:
             found.append(f"spills: {self.stack} bytes of stack, at most {MOST_STACK} are harmless")
@@ -499,16 +510,16 @@ class Report:
         return found
 
     def _loop_faults(self) -> list[str]:
-        """What keeps the plain loop of a usual call from overlapping as it is meant to."""
+        """Return the faults that keep the plain loop of a usual call from overlapping."""
         is_usual = self.is_regular and self.head <= 128 and self.rows >= 64 and self.matrix_instructions
         if not (is_usual and self.capability in MOST_BARRIERS):
             return []
         found = []
         most = SHARED.get(self.place, MOST_SHARED)
-        is_copied = self.capability == 80 or self.bulk_loads  # on sm_90 threads copy short sequences
+        is_copied = self.capability == 80 or self.bulk_loads  # on sm_90 threads load short sequences themselves
         if is_copied and self.shared_clocks is not None and self.shared_clocks > most:
             found.append(f"shared memory takes {self.shared_clocks:.2f} times as long as products, at most {most}")
-        if self.stages == 1:  # nothing is loaded ahead: other programs hide what a loop of few tiles waits for
+        if self.stages == 1:  # nothing is loaded ahead; other programs hide the waits of a loop over few tiles
             return found
         if self.barriers > MOST_BARRIERS[self.capability]:
             found.append(f"{self.barriers} barriers in the main loop, at most {MOST_BARRIERS[self.capability]}")
@@ -520,7 +531,7 @@ class Report:
 
 
 def faults(reports: list[Report]) -> dict[Report, list[str]]:
-    """The faults of each report, those that show in comparison with another among them."""
+    """Return the faults of each report, including those that only comparison with another shows."""
     plain = {report.without_dropout: report.conversions for report in reports if not report.is_dropping}
     found = {}
     for report in reports:
@@ -580,7 +591,7 @@ def _depth(kernel: str, constants: dict[str, str]) -> int:
 def _variant(
     prefix: str, types: tuple[Any, ...], names: Sequence[str], path: tuple[int, ...], constants: dict[Any, Any]
 ) -> Iterator[tuple[str, str]]:
-    """(name, type or constant) of all arguments, those in tuples by dotted names."""
+    """Yield (name, type or constant) for every argument; members of tuples have dotted names."""
     for place, (name, type) in enumerate(zip(names, types, strict=True)):
         here = (*path, place)
         if isinstance(type, tuple):
@@ -594,7 +605,7 @@ _PRODUCT = re.compile(r"= (tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b|ttn
 
 
 def _loops(ir: str) -> tuple[int, int]:
-    """Matrix products in loops of Triton's GPU IR, and layout conversions in the loops that have some."""
+    """Return the matrix products in loops of Triton's GPU IR, and the layout conversions in loops with products."""
     lines = ir.splitlines()
     products = conversions = 0
     for start, line in enumerate(lines):
@@ -612,7 +623,7 @@ def _loops(ir: str) -> tuple[int, int]:
 
 
 def narrow_offsets(ir: str) -> tuple[str, ...]:
-    """Products of two run-time values in 32 bits that an address depends on: beyond 2**31 elements they would wrap."""
+    """Return the 32-bit products of two run-time values that an address depends on; they wrap at 2**31 elements."""
     definitions = {}
     for line in ir.splitlines():
         if match := re.match(r"\s*(%[\w#]+)(?::\d+)? = (\S+) (.*)", line):
@@ -643,13 +654,13 @@ def narrow_offsets(ir: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-# Of this gate: what it has found in a kernel is not that of another version.
+# Hash of the gate's sources, so that a cached report is used only by the version that wrote it.
 _FOLDER = Path(__file__).parent
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sorted(_FOLDER.glob("sass/*.py")))))
 
 
 def examined(function: Any, kernel: Any, capability: int) -> Report:
-    """``examine``, kept in Triton's cache."""
+    """Return the report of ``examine``, cached in Triton's cache."""
     kept = get_cache_manager(hashlib.sha256(f"{kernel.hash} {_SOURCES.hexdigest()}".encode()).hexdigest())
     if path := kept.get_file("report.pickle"):
         found: Report = pickle.loads(Path(path).read_bytes())
@@ -659,12 +670,12 @@ def examined(function: Any, kernel: Any, capability: int) -> Report:
     return found
 
 
-_seen: set[int] = set()  # the compiled kernels of this process that are examined
+_seen: set[int] = set()  # ids of the compiled kernels that this process has examined
 
 
 def of_case(device: int, capability: int, operation: str, place: int) -> tuple[list[Report], list[str]]:
-    """What is found in the kernels of a case that this process has not met before; which lines of attention's tables
-    were read."""
+    """Return the reports on a case's kernels that are new to this process, and the lines of attention's tables that the
+    case reads."""
     function, *arguments = CASES[operation][place]
     chosen = run(device, function, *arguments)
     read = [line for line, tile in lines(device).items() if any(tile is one for one in chosen)]

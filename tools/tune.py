@@ -1,7 +1,8 @@
-"""Measures candidate tiles on this GPU and prints them as lines for ``fastattn/backends/triton/attention/tiles.py``
-and ``rows.py``: ``python tools/tune.py results.json``. Nothing is changed; a person takes over what is better.
+"""Measure candidate tiles on this GPU: ``python tools/tune.py results.json``.
 
-Times are those of the kernel alone, as torch's profiler has them.
+It times every kernel with its present tile first, then with other tiles. It prints lines for
+``fastattn/backends/triton/attention/tiles.py`` and ``rows.py`` and changes nothing: a person adopts the better tiles.
+Times are the kernel's own, from torch's profiler.
 """
 
 import functools
@@ -160,7 +161,7 @@ def run(path, results, seconds):
 
 
 def compile_part(part):
-    """Starts these of all candidates once."""
+    """Start these candidates once each, so that their kernels are in the caches."""
     every = itertools.chain.from_iterable(
         ((table, key, value, call) for value in dict.fromkeys((table[key], *values)))
         for _, table, key, values, call, _ in candidates()
