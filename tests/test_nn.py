@@ -413,7 +413,7 @@ def calls(monkeypatch):
         found.append(args)
         return fastattn.scaled_dot_product_attention(*args, **kwargs)
 
-    monkeypatch.setattr("fastattn.nn.scaled_dot_product_attention", count)
+    monkeypatch.setattr("fastattn.nn.attention.scaled_dot_product_attention", count)
     return found
 
 

@@ -1,0 +1,53 @@
+"""Dropout as a module, alone and after softmax."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastattn.ops import check
+from fastattn.ops.dropout import dropout
+from fastattn.ops.softmax_dropout import softmax_dropout
+
+
+class SoftmaxDropout(nn.Module):
+    """``softmax_dropout`` with dropout in training only.
+
+    Args:
+        p: probability of dropping an element in training.
+
+    Raises:
+        TypeError, ValueError: p is no number, or outside [0, 1].
+    """
+
+    __prepare_scriptable__ = check.refuse_torchscript
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        check.threshold("SoftmaxDropout", p, "p")
+        self.p = p
+
+    def forward(
+        self,
+        input: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float = 1.0,
+        *,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """input: (..., L, S) scores; the arguments are ``softmax_dropout``'s."""
+        return softmax_dropout(input, self.p if self.training else 0.0, attn_mask, is_causal, scale, seed=seed)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class Dropout(nn.Dropout):
+    """``torch.nn.Dropout`` on fastattn's ``dropout``."""
+
+    __prepare_scriptable__ = check.refuse_torchscript
+
+    def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
+        """input: any shape and strides, of the dtypes of ``fastattn.dropout``; seed: int64 (2,), drawn from torch's
+        default generator when not given."""
+        return dropout(input, self.p, self.training, self.inplace, seed=seed)
