@@ -277,21 +277,29 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_observed_module(module: nn.Module) -> bool:
+    """Return whether a call of this module does more than its class says: hooks, or another forward.
+
+    The empty hook of :func:`never_skipped` does nothing.
+    """
+    others = dict(module._forward_pre_hooks)
+    others.pop(-1, None)
+    hooks = module._forward_hooks or others or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a call of this module is ``linear`` of its weight and bias, and nothing can tell that it was not made.
 
-    The module is torch's own, without hooks other than the empty one of :func:`never_skipped`. Neither the module nor
-    the class has another ``forward``.
+    The module is torch's own, without hooks. Neither the module nor the class has another ``forward``.
     """
-    kind, hooks = type(module), module._forward_pre_hooks
+    kind = type(module)
     return (
         (kind is NonDynamicallyQuantizableLinear or kind is nn.Linear)
         and nn.Linear.forward is _LINEAR_FORWARD
         and "forward" not in vars(module)
-        and (not hooks or (len(hooks) == 1 and -1 in hooks))
-        and not (
-            module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook()
-        )
+        and module._compiled_call_impl is None
+        and not has_hooks(module)
     )
 
 

@@ -574,6 +574,17 @@ def test_a_checkpoint_computes_again_on_the_backend_of_its_forward_pass(run, ins
 
 
 @needs_cpu
+def test_a_checkpoint_is_computed_again_for_each_backward_pass():
+    leaf = X.clone().requires_grad_()
+    with backend("reference"):
+        out = CHECKPOINTS["context_fn"]()(lambda t: layer_norm(t, (8,)).relu(), leaf)
+    with _Watch() as watch:
+        for _ in range(2):
+            out.sum().backward(retain_graph=True)
+    assert watch.seen == 2 * [("layer_norm", "reference"), ("layer_norm_backward", "reference")]
+
+
+@needs_cpu
 def test_a_checkpoint_outside_of_blocks_chooses_anew():
     leaf = X.clone().requires_grad_()
     out = CHECKPOINTS["context_fn"]()(lambda t: layer_norm(t, (8,)).relu(), leaf)

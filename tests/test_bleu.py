@@ -94,6 +94,7 @@ def test_kanji_alone_do_not_make_japanese_chinese():
     """A name in katakana does not make Chinese Japanese."""
     assert bleu.writing(["東京都", "国会議事堂", "山に登った。", "花が咲いた。"]) == "Japanese"
     assert bleu.writing([TEXT["Chinese"] * 3, "ポケモン"]) == "Chinese"
+    assert bleu.writing(["ﾃﾚﾋﾞｦﾐﾙ"]) == "Japanese"
 
 
 @pytest.mark.parametrize("module", ["MeCab", "mecab_ko"])

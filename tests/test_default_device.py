@@ -24,12 +24,8 @@ LINES = ["And God said to Moses,", "", "The king went out.", "In the beginning G
 @contextlib.contextmanager
 def elsewhere():
     """Tensors that are made without naming a device have no data."""
-    previous = torch.get_default_device()
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         yield
-    finally:
-        torch.set_default_device(previous)
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,17 @@ OPERATIONS = pytest.mark.parametrize("operation", ["layer_norm", "dropout_add_la
 AFFINE = pytest.mark.parametrize("kind", ["", "w", "b", "wb"], ids=["plain", "weight", "bias", "weight and bias"])
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("columns", [2, 4])
+def test_gradients_of_large_constant_rows(backend, columns):
+    """Lanes beyond a row that held its mean would make the sums of its gradient infinite."""
+    x = torch.full((2, columns), 1e37, requires_grad=True)
+    grad_out = torch.linspace(0, 1, 2 * columns).view(2, columns)
+    (grad,) = torch.autograd.grad(layer_norm(x, (columns,)), x, grad_out)
+    wanted = (grad_out.double() - grad_out.double().mean(-1, keepdim=True)) * 1e-5**-0.5
+    torch.testing.assert_close(grad, wanted.float(), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "normalized"), SHAPES, ids=str)
 @AFFINE

@@ -362,6 +362,18 @@ def test_an_adapter_of_the_last_product_has_its_effect(model, smoothing):
     torch.testing.assert_close(base, of_weight, **CLOSE)
 
 
+def test_a_wrapped_last_product(model):
+    """A wrapper that hides its name in those of its parameters, as activation checkpointing has it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, grads = model.eval(), []
+    for wrap in (lambda module: module, checkpoint_wrapper):
+        model.output = wrap(model.output)
+        logits = model(*batch())
+        grads.append(torch.autograd.grad(logits.square().sum(), model.target_embedding.weight)[0])
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @torch.no_grad()
 def test_quantised_linear_modules(model):

@@ -62,6 +62,10 @@ def hooked(model):
     model.encoder.layers[1].self_attention.out_proj.register_forward_hook(lambda module, args, out: out * 2)
 
 
+def hooked_elsewhere(model):
+    model.source_embedding.register_forward_hook(lambda module, args, out: out * 2)
+
+
 def parametrised(model):
     nn.utils.parametrizations.weight_norm(model.decoder.layers[0].feed_forward.outer)
 
@@ -71,13 +75,15 @@ def quantised(model):
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@pytest.mark.parametrize("change", [adapted, hooked, parametrised, quantised], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [adapted, hooked, hooked_elsewhere, parametrised, quantised], ids=lambda change: change.__name__
+)
 @pytest.mark.parametrize("export", [to_ctranslate2, to_huggingface], ids=lambda export: export.__name__)
-def test_projections_that_do_more_than_their_weights_say_are_refused(ctranslate2, verses, tmp_path, export, change):
-    """Written from weight and bias alone, the export would leave the rest out."""
+def test_modules_that_do_more_than_their_parameters_say_are_refused(ctranslate2, verses, tmp_path, export, change):
+    """The export is written from the parameters and would leave the rest out."""
     model = random_model(SMALL)
     change(model)
-    with pytest.raises(InputError, match=r"an export holds plain nn\.Linear modules"):
+    with pytest.raises(InputError, match="an export holds parameters alone"):
         export(model, verses[2], tmp_path / "model")
     assert not (tmp_path / "model").exists()
 

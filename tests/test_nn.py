@@ -460,6 +460,20 @@ def test_torchs_encoder_calls_our_attention(backend, calls):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("replace", [Lora, torch.nn.Sequential], ids=lambda replace: replace.__name__)
+def test_what_replaces_an_output_projection_in_torchs_encoder_layer(replace, patched):
+    """It takes effect in evaluation too, where torch's layer would read its weight, or find none."""
+    layer, x = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), torch.randn(2, 5, 16)
+    if patched:
+        assert fastattn.patch(layer.self_attn).changed
+    else:
+        layer.self_attn = MultiHeadAttention(16, 2, batch_first=True)
+    layer.self_attn.out_proj = replace(layer.self_attn.out_proj)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), layer.train()(x))
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_sequence_of_padding_in_torchs_encoder_layer(backend, training):
     """torch's layer answers NaN; here the sequence attends to nothing."""

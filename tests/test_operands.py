@@ -85,6 +85,44 @@ def test_arguments_made_in_inference_mode_serve_in_training(backend, case):
     assert torch.equal(*grads)
 
 
+@pytest.mark.torch_version
+@pytest.mark.parametrize("case", [case for case in CHANGED if not case.startswith("dropout")])
+def test_arguments_may_change_before_the_backward_pass_of_a_transform(case):
+    """Inside a transform a conversion without effect returns another tensor of the same memory."""
+    call, argument, change = CHANGED[case]
+    leaf, changed = operand(1, L, L, E).detach(), argument.clone()
+    found = []
+    for given, fill in ((argument, None), (changed, change)):
+        out, pull = torch.func.vjp(lambda leaf, given=given: call(given)(leaf), leaf)
+        if fill:
+            given.copy_(fill(given))
+        found += pull(torch.ones_like(out))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["torch", "fastattn", "patched"])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_float_masks_of_modules_that_torch_copies(kind, inference, need_weights):
+    """The padding, and beside weights the mask: refilled before the backward pass, or made in inference mode."""
+    factory = fastattn.MultiHeadAttention if kind == "fastattn" else torch.nn.MultiheadAttention
+    module, x = factory(E, 2, batch_first=True), torch.randn(2, L, E)
+    if kind == "patched":
+        assert fastattn.patch(module).changed
+    grads = []
+    for change in (False, True):
+        with torch.inference_mode(inference):
+            masks = {"key_padding_mask": torch.linspace(-1, 1, 2 * L).view(2, L)}
+            if need_weights:
+                masks["attn_mask"] = torch.linspace(-1, 1, L * L).view(L, L)
+        out, _ = module(x, x, x, need_weights=need_weights, **masks)
+        if change:
+            for mask in masks.values():
+                mask.numpy().fill(0)
+        grads.append(torch.autograd.grad(out.square().sum(), module.in_proj_weight)[0])
+    torch.testing.assert_close(*grads)
+
+
 def test_a_float_mask_that_is_changed_raises_as_torchs_does():
     for function in (F.scaled_dot_product_attention, scaled_dot_product_attention):
         leaf, mask = operand(1, 2, L, E), torch.zeros(L, L)

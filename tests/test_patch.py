@@ -1208,6 +1208,21 @@ def test_code_that_a_trial_cannot_tell_from_a_program_s_is_left(name):
     assert type(model) is kind
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "module"),
+    [
+        (F, "softmax", lambda: jadore.ScaledDotProductAttention(1.0)),
+        (F, "softmax", lambda: notebook.AttentionHead(8, 4, 4)),
+        (torch.Tensor, "softmax", lambda: annotated.MultiHeadedAttention(2, 8)),
+    ],
+)
+def test_programs_whose_functions_of_torch_were_replaced_are_left(monkeypatch, owner, name, module):
+    """The code is known, and computes something else."""
+    usual = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda scores, dim: usual(scores.clamp(-5, 5), dim=dim))
+    assert re.search("calls softmax of torch, which another package has replaced", fastattn.patch(module()).left[""])
+
+
 @pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])
 def test_a_clamping_program_computes_after_patch_what_it_did(name):
     """Scores of some thousands, which the clamp makes equal: without it the largest has the whole weight."""

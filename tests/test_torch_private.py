@@ -203,10 +203,10 @@ def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
     with torch.no_grad():
         layer(x)
         assert not calls
-        torch_private.never_skipped(layer.self_attn.out_proj)
+        torch_private.never_skipped(layer.self_attn)
         layer(x)
         assert len(calls) == 1
-        torch_private.may_be_skipped(layer.self_attn.out_proj)
+        torch_private.may_be_skipped(layer.self_attn)
         layer(x)
     assert len(calls) == 1
 
@@ -386,16 +386,18 @@ def test_hooks_are_noticed(kind):
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.modules.linear.NonDynamicallyQuantizableLinear])
 def test_a_plain_linear_module_is_known(kind, monkeypatch):
-    """Hooks, another forward or another class make a call of it worth making; the empty hook does not."""
+    """Hooks, another forward, compilation or another class make a call of it worth making."""
     for hook in HOOKS.values():
         module = kind(2, 2)
-        torch_private.never_skipped(module)
         assert torch_private.is_plain_linear(module)
         handle = hook(module)
         assert not torch_private.is_plain_linear(module)
         handle.remove()
         assert torch_private.is_plain_linear(module)
     module.forward = module.forward
+    assert not torch_private.is_plain_linear(module)
+    module = kind(2, 2)
+    module.compile(backend="eager")
     assert not torch_private.is_plain_linear(module)
     module = kind(2, 2)
     torch.nn.utils.parametrizations.weight_norm(module)

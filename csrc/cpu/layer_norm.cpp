@@ -235,7 +235,9 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   for_each_part(p.columns, [&](int64_t begin, int64_t end) {
     vf g_part = {}, gx_part = {};
     for_each_vector(begin, end, [&](int64_t j, int n) {
-      const vf grad = load_ahead(dy + j, n), xhat = (load_ahead(x + j, n) - mean) * rstd;
+      // Lanes beyond the row hold -mean here, which rstd may turn into -inf: they are cleared before.
+      const vf grad = load_ahead(dy + j, n), centred = load_ahead(x + j, n) - mean;
+      const vf xhat = (n == kLanes ? centred : keep_bits(first_lanes(n), centred)) * rstd;
       const vf g = weight ? grad * load(weight + j, n) : grad;
       g_part += g;
       gx_part = fma(g, xhat, gx_part);

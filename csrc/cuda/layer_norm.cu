@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
     for (int half = 0; half < pair.count; ++half) {
       const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
       const float mean = p.mean[row], rstd = p.rstd[row];
-      // grad is 0 beyond the row's end, whatever xhat is there.
+      // Both are 0 beyond the row's end. There (0 - mean) * rstd may be infinite, and 0 times that is NaN.
       const auto read = [&](int64_t piece) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
           const int64_t column = team.column(piece, f);
           load(p.x, p.dtype, row * p.x_row, wide, column, p.columns, xhat[f]);
           load(p.grad_out, p.grad_out_dtype, row * p.grad_out_row, wide, column, p.columns, grad[f]);
-          for (int e = 0; e < kVector; ++e) xhat[f][e] = (xhat[f][e] - mean) * rstd;
+          for (int e = 0; e < kVector; ++e) xhat[f][e] = column + e < p.columns ? (xhat[f][e] - mean) * rstd : 0.0f;
         }
       };
       const auto weigh = [&](int64_t piece) {

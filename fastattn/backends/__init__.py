@@ -40,6 +40,9 @@ class _Thread(threading.local):
     forced: str | None = None
     explaining: bool = False
 
+    def __init__(self) -> None:
+        self.outer: list[str | None] = []  # what was forced around the recomputations that are going on
+
 
 thread = _Thread()
 _warned: set[str] = set()
@@ -132,8 +135,8 @@ def _warn_if_slow(device: str, op: str, args: tuple[Any, ...]) -> None:
 def backend(name: str) -> Iterator[None]:
     """Force a backend in this thread: ``with fastattn.backend("reference"): ...``.
 
-    A call inside the block that the backend cannot serve raises RuntimeError with the reason. The backward
-    pass runs on the backend of its forward pass, inside the block or not.
+    A call inside the block that the backend cannot serve raises RuntimeError with the reason. The backward pass of a
+    call runs on the backend of that call, inside the block or not.
 
     ``torch.utils.checkpoint`` computes a function again in the backward pass, after the block. Its recomputation runs
     on the same backend if it is given ``context_fn=fastattn.checkpoint_contexts``. With ``use_reentrant=True``, which
@@ -147,12 +150,6 @@ def backend(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or name not in TABLE:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, TABLE))}, got {name!r}")
-    with _forced(name):
-        yield
-
-
-@contextlib.contextmanager
-def _forced(name: str | None) -> Iterator[None]:
     previous = thread.forced
     thread.forced = name
     try:
@@ -161,17 +158,37 @@ def _forced(name: str | None) -> Iterator[None]:
         thread.forced = previous
 
 
-def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+class _Recomputation:
+    """Context of a recomputation: the backend of its forward pass, None for the usual choice.
+
+    It is entered again for each backward pass of a graph, and by whichever thread of autograd computes it.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        thread.outer.append(thread.forced)
+        thread.forced = self._name
+
+    def __exit__(self, *error: object) -> None:
+        thread.forced = thread.outer.pop()
+
+
+def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], _Recomputation]:
     """Carry ``backend(name)`` into the recomputation of ``torch.utils.checkpoint``.
 
     ``checkpoint(function, x, use_reentrant=False, context_fn=fastattn.checkpoint_contexts)``, called inside the block,
     computes the function again on the block's backend, wherever the backward pass is called. Outside a block the
     recomputation chooses as the forward pass does, also if the backward pass is called inside one.
 
+    Each checkpoint needs it, a nested one too. A function of ``torch.compile`` holds its backend, so a checkpoint
+    inside it needs no ``context_fn``, and torch refuses this one there. ``checkpoint_sequential`` takes none.
+
     Returns:
         The contexts of the forward pass and of the recomputation, as ``context_fn`` returns them.
     """
-    return contextlib.nullcontext(), _forced(thread.forced)
+    return contextlib.nullcontext(), _Recomputation(thread.forced)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -146,7 +146,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         else:
             self.bias_k = self.bias_v = None
         self._reset_parameters()
-        never_skipped(self.out_proj)
+        never_skipped(self)
 
     @property
     def _projection_sizes(self) -> tuple[int, int, int]:
@@ -240,7 +240,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         length = k.size(2)
         if k.size(0) != q.size(0):
             raise check.BadValue(f"{_NAME}: query and key must have one batch size, got {q.size(0)} and {k.size(0)}")
-        mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask)
+        mask = self._mask(q, k, key_padding_mask, None if is_causal else attn_mask, need_weights)
         causal_variant = "lower_right" if cache is not None and not cache.static else "upper_left"
         if parameters.bias_k is not None or self.add_zero_attn:
             mask = self._visible(q, k, mask, is_causal, causal_variant, key_lengths, window_size)
@@ -408,8 +408,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
             projected = projected.transpose(0, 1)
         return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    def _mask(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-        """torch's two masks (bool True = blocked) as one of attention's (bool True = takes part)."""
+    def _mask(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, need_weights: bool
+    ) -> Tensor | None:
+        """Return torch's two masks (bool True = blocked) as one of attention's (bool True = takes part).
+
+        torch's module copies the padding, and with ``need_weights`` the mask too: their owner may refill them before
+        the backward pass.
+        """
         batch, heads, rows, columns = q.size(0), q.size(1), q.size(2), k.size(2)
         mask = None
         if attn_mask is not None:
@@ -425,7 +431,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                     f"{_NAME}: attn_mask must have shape {(rows, columns)}, {(batch * heads, rows, columns)} or "
                     f"({batch}, 1 or {heads}, {rows}, {columns}), got {tuple(attn_mask.shape)}"
                 )
-            mask = ~mask if mask.dtype == torch.bool else mask
+            mask = ~mask if mask.dtype == torch.bool else _owned(mask) if need_weights else mask
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask)
             padding = key_padding_mask.unsqueeze(0) if key_padding_mask.dim() == 1 else key_padding_mask
@@ -434,7 +440,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                     f"{_NAME}: key_padding_mask must have shape {(batch, columns)}, got {tuple(key_padding_mask.shape)}"
                 )
             padding = padding[:, None, None, :]
-            padding = ~padding if padding.dtype == torch.bool else padding
+            padding = ~padding if padding.dtype == torch.bool else _owned(padding)
             mask = padding if mask is None else _both(mask, padding)
         return mask
 
@@ -502,6 +508,10 @@ def _check_mask(label: str, mask: Tensor) -> None:
         kind = check.dtype_name(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise check.BadType(f"{_NAME}: {label} must be a bool (True = blocked) or float Tensor, got {kind}")
     check.dense(_NAME, label, mask)
+
+
+def _owned(mask: Tensor) -> Tensor:
+    return check.expanded_clone(mask) if torch.is_grad_enabled() else mask
 
 
 def _both(first: Tensor, second: Tensor) -> Tensor:

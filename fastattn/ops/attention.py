@@ -519,7 +519,7 @@ def _cumulative(
             raise check.BadValue(
                 f"{name}: {longest_label} must be at least the longest sequence, {most}, got {longest}"
             )
-    return check.owned(offsets, offsets.to(torch.int64).contiguous())
+    return check.owned(offsets)
 
 
 def _brief(values: Tensor) -> str:

@@ -153,16 +153,17 @@ def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tens
     """The seed that a dropout of this threshold needs: the caller's, or one from torch's default generator."""
     if threshold == 0:
         return None
-    return new_seeds((2,), device) if seed is None else owned(seed, seed.contiguous())
+    return new_seeds((2,), device) if seed is None else owned(seed)
 
 
-def owned(given: Tensor, converted: Tensor) -> Tensor:
-    """``converted``, as a copy if it is the caller's own memory and a backward pass may read it.
+def owned(given: Tensor) -> Tensor:
+    """Return integers as contiguous int64, in memory of their own if a backward pass may read them.
 
     The caller may change lengths, boundaries and seeds between the forward and the backward pass.
     """
-    is_shared = converted is given and torch.is_grad_enabled()
-    return converted.clone() if is_shared else converted
+    if given.dtype == torch.int64 and given.is_contiguous():
+        return given.clone() if torch.is_grad_enabled() else given
+    return given.to(torch.int64).contiguous()
 
 
 def expanded_clone(tensor: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ def key_lengths(
     if lengths.shape != (batch,):
         raise BadValue(f"{function}: {name} must have shape ({batch},), got {tuple(lengths.shape)}")
     same_device(function, name, lengths, device)
-    lengths = owned(lengths, lengths.to(torch.int64).contiguous())
+    lengths = owned(lengths)
     if is_readable(lengths) and batch > 0:
         low, high = (int(extreme) for extreme in lengths.aminmax())
         if low < 0 or high > keys:

@@ -197,9 +197,9 @@ def _autograd_function(
             ctx.count, ctx.backend = len(inputs), inputs[-2]
             ctx.set_materialize_grads(False)
             if setup_context is not None:
-                # A bool mask may be refilled before the backward pass, through numpy even unnoticed, or be an
-                # inference tensor, which autograd cannot save. Torch's function keeps a float copy of it.
-                saved = (expanded_clone(arg) if _is_bool(arg) else arg for arg in inputs[:-2])
+                # A bool mask may be refilled before the backward pass, through numpy even unnoticed. Torch's function
+                # keeps a float copy of it. Inference tensors cannot be saved.
+                saved = (expanded_clone(arg) if _needs_copy(arg) else arg for arg in inputs[:-2])
                 setup_context(ctx, tuple(saved), output)
 
         @staticmethod
@@ -217,8 +217,8 @@ def _autograd_function(
     return Function
 
 
-def _is_bool(arg: Any) -> bool:
-    return isinstance(arg, Tensor) and arg.dtype is torch.bool
+def _needs_copy(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and (arg.dtype is torch.bool or arg.is_inference())
 
 
 # The Python types that a fast path takes for a schema's.

@@ -18,6 +18,12 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastattn.patching.family import is_torchs
+
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 KINDS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 KINDS |= inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
@@ -45,11 +51,23 @@ def difference(function: Any, name: str) -> str | None:
         return f"fastattn does not know {name} as Python {PYTHON} compiles it"
     if not isinstance(function, FunctionType) or digest(function) not in known.split():
         return f"its code is not that of {name}"
+    if replaced := _replaced(function.__code__):
+        return f"its code calls {replaced} of torch, which another package has replaced"
     program = name.partition(" of ")[2]
     for called, value in _globals(function.__code__, function):
         if isinstance(value, FunctionType) and (found := difference(value, f"{called} of {program}")):
             return found
     return None
+
+
+def _replaced(code: CodeType) -> str | None:
+    """Return a function or method of torch that the code may call and that does not come from torch."""
+    for name in code.co_names:
+        for owner in (torch, functional, Tensor):
+            if not is_torchs(getattr(owner, name, None)):
+                return name
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return next(filter(None, map(_replaced, nested)), None)
 
 
 def digest(function: FunctionType) -> str:

@@ -101,11 +101,11 @@ class MultiheadAttention(
 
     @classmethod
     def attach(cls, module: Any) -> None:
-        never_skipped(module.out_proj)  # by an encoder layer that is not patched
+        never_skipped(module)  # by an encoder layer that is not patched
 
     @classmethod
     def detach(cls, module: Any) -> None:
-        may_be_skipped(module.out_proj)
+        may_be_skipped(module)
 
 
 class _TransformerLayer(TorchFamily):

@@ -79,7 +79,8 @@ def writing(lines: list[str]) -> str:
     letters: collections.Counter[str] = collections.Counter()
     for character, number in collections.Counter(itertools.chain.from_iterable(lines)).items():
         if character.isalpha():
-            letters[WRITING.get(unicodedata.name(character, "").partition(" ")[0], "")] += number
+            name = unicodedata.name(character, "").removeprefix("HALFWIDTH ").removeprefix("FULLWIDTH ")
+            letters[WRITING.get(name.partition(" ")[0], "")] += number
     is_japanese = letters["Japanese"] > KANA * (letters["Chinese"] + letters["Japanese"])
     mixed = ("Chinese", "Japanese") if is_japanese else ("Japanese", "Chinese")
     letters[mixed[1]] += letters.pop(mixed[0], 0)

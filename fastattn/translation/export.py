@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastattn.errors import InputError, require
 from fastattn.files import written_whole
-from fastattn.torch_private import is_plain_linear
+from fastattn.torch_private import is_observed_module
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import LearnedPositions, Transformer
@@ -32,7 +32,7 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     Raises:
         InputError: ``out`` exists, ctranslate2 is not installed, or it has no place for what the model does.
     """
-    _check_projections(model)
+    _check_modules(model)
     specs = require("ctranslate2.specs", "export")
     config = model.config
     if config.window_size != (-1, -1):
@@ -86,7 +86,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     Raises:
         InputError: ``out`` exists, or Marian's architecture has no place for what the model does.
     """
-    _check_projections(model)
+    _check_modules(model)
     config = model.config
     for holds, what in (
         (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first)"),
@@ -154,18 +154,17 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         (partial / "target.spm").write_bytes(tokenizer.models[-1])
 
 
-def _check_projections(model: Transformer) -> None:
-    """Raise InputError unless each projection is a plain ``nn.Linear``, whose weight and bias say all that it does."""
-    for name, module in Transformer(model.config, device="meta").named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
+def _check_modules(model: Transformer) -> None:
+    """Raise InputError unless the parameters of each module say all that it does."""
+    for name, built in Transformer(model.config, device="meta").named_modules():
         found: Any = model
-        for part in name.split("."):
+        for part in name.split(".") if name else ():
             found = getattr(found, part)
-        if not is_plain_linear(found):
+        if type(found) is not type(built) or is_observed_module(found):
             raise InputError(
-                f"{name} is {type(found).__name__}, with hooks, an adapter or a parametrisation: an export holds plain "
-                "nn.Linear modules; merge the adapter, remove hooks and parametrisations, or export before quantising"
+                f"{name or 'the model'} is {type(found).__name__} with hooks, an adapter or a parametrisation, and an "
+                "export holds parameters alone; merge the adapter, remove hooks and parametrisations, or export before "
+                "quantising"
             )
 
 

@@ -268,8 +268,9 @@ class Transformer(nn.Module):
         if self.fixed_id is not None and torch.is_grad_enabled():
             shared = set(self.target_embedding.parameters())
             matrices = {
-                name: self._without_fixed_row(parameter)
-                for name, parameter in self.output.named_parameters()
+                f"{path}.{name}".lstrip("."): self._without_fixed_row(parameter)
+                for path, module in self.output.named_modules()  # wrappers hide their names in named_parameters()
+                for name, parameter in module.named_parameters(recurse=False)
                 if parameter in shared
             }
         return torch.func.functional_call(self.output, matrices, (features,)) if matrices else self.output(features)
