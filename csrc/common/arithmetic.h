@@ -1,4 +1,4 @@
-// Integer arithmetic of the host and the device.
+// Integer arithmetic on the host and the device.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-// Operands of shape (batch, head, row, column) as the kernels see them: strides in elements.
+// Operands of shape (batch, head, row, column) as the kernels see them. Strides are in elements.
 #pragma once
 #include "types.h"
 
@@ -10,10 +10,10 @@ struct Heads {  // columns are dense
 };
 
 struct Mask {
-  void* data;  // null: no mask
+  void* data;  // null if there is no mask
   Dtype dtype;
-  int64_t batches, heads, rows, columns;  // 1 where the mask is broadcast
-  int64_t batch, head, row, column;       // strides, 0 where the mask is broadcast
+  int64_t batches, heads, rows, columns;  // Sizes; 1 in broadcast dimensions.
+  int64_t batch, head, row, column;       // Strides; 0 in broadcast dimensions.
 };
 
 namespace {

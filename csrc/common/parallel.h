@@ -1,11 +1,11 @@
-// A thread pool as the kernels see it: workers, known by their index, take tasks from atomic counters.
+// A thread pool as the kernels see it. Workers, known by their index, take tasks from atomic counters.
 #pragma once
 #include "arithmetic.h"
 
 namespace fastattn {
 
-// run(workers, body, argument) calls body(argument, worker) once for every worker in [0, workers), workers <= threads,
-// in any order, from any thread, and returns when all have returned.
+// run(workers, body, argument) calls body(argument, worker) once for every worker in [0, workers), workers <= threads.
+// The calls may come in any order and from any thread. run returns after all of them.
 struct Parallel {
   int threads;
   void (*run)(int workers, void (*body)(void* argument, int worker), void* argument);
@@ -38,9 +38,9 @@ struct TaskRanges {
   }
 };
 
-// Call task(index, worker) once for every index in [0, count), with worker < workers. Each worker has a range of
-// indices and then steals from the others, so that two workers do not fault in one fresh page. Results must not depend
-// on which worker takes which index.
+// Call task(index, worker) once for every index in [0, count), with worker < workers. Each worker takes its own range
+// of indices first, so that two workers do not fault in the same fresh page, and then steals from the others. Results
+// must not depend on which worker takes which index.
 template <class Task>
 void parallel_for(const Parallel& parallel, int workers, int64_t count, const Task& task) {
   workers = (int)min(min(workers, min(parallel.threads, kMaxWorkers)), count);

@@ -1,9 +1,9 @@
-// Dropout by formula: Philox4x32 with 7 rounds (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
+// Dropout by formula: Philox4x32 with 7 rounds (Salmon et al., `Parallel Random Numbers: As Easy as 1, 2, 3`, SC 2011).
 //
-// The element at row i, column j of matrix z belongs to the call with counter
-//   ((j / 32) * 8 + j % 8,  (i / 16) * 8 + i % 8,  z,  offset)
-// whose four words hold eight 16-bit values, low half first; the element's is number 4 * ((i / 8) % 2) + (j / 8) % 4.
-// It is kept where value >= threshold, and then scaled by 65536 / (65536 - threshold).
+// The element at row i, column j of matrix z belongs to the call with this counter:
+//   ((j / 32) * 8 + j % 8,  (i / 16) * 8 + i % 8,  z,  offset).
+// The four words of the result hold eight 16-bit values, low half first. The element has value number
+// 4 * ((i / 8) % 2) + (j / 8) % 4. It is kept if value >= threshold, and then scaled by 65536 / (65536 - threshold).
 #pragma once
 #include "arithmetic.h"
 
@@ -20,7 +20,7 @@ constexpr uint32_t kPhiloxKey0 = 0x9E3779B9u, kPhiloxKey1 = 0xBB67AE85u;
 constexpr int kPhiloxRounds = 7;
 constexpr int kDropoutLevels = 65536;
 
-// From the public seed tensor, (key, offset) in two's complement.
+// Return the seed for the public seed tensor: (2,) int64, key and offset in two's complement.
 FASTATTN_HOST_DEVICE inline Seed make_seed(const int64_t* key_offset) {
   const uint64_t key = (uint64_t)key_offset[0];
   return {(uint32_t)key, (uint32_t)(key >> 32), (uint32_t)(uint64_t)key_offset[1]};

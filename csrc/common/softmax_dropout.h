@@ -5,12 +5,13 @@
 
 namespace fastattn {
 
-// s = scale * input + mask for an input of shape (batch, heads, rows, columns); -inf where row i does not see column j.
+// s = scale * input + mask for an input of shape (batch, heads, rows, columns). s is -inf if row i does not see column
+// j.
 struct Scores {
   Heads input;
   Dtype dtype;
   Mask mask;
-  const int64_t* key_lengths;  // (batch,) or null
+  const int64_t* key_lengths;  // (batch,) or null for all columns
   int64_t batch, heads, rows, columns;
   float scale;
   int64_t window_left, window_right;
@@ -28,22 +29,22 @@ FASTATTN_HOST_DEVICE inline Visibility<int64_t> visibility_of(const Scores& s, i
 
 struct SoftmaxDropout {
   Scores scores;
-  const int64_t* seed;  // (key, offset)
-  int threshold;        // 0: no dropout
-  void* out;            // contiguous, input's dtype
-  float* stats;         // (2, batch, heads, rows): row_max, 0 of a row that sees nothing, and row_sum
+  const int64_t* seed;  // (2,): key, offset.
+  int threshold;        // Dropout rate times 65536; 0: no dropout.
+  void* out;            // Contiguous, in input's dtype.
+  float* stats;         // (2, batch, heads, rows): row_max, which is 0 for a row that sees nothing, and row_sum.
 };
 
-// With P = exp(s - row_max) / row_sum and dP = dropout(grad_out): grad_s = P * (dP - sum_j P dP),
-// grad_input = scale * grad_s, grad_mask = grad_s summed over the dimensions that the mask broadcasts.
+// The gradients, with P = exp(s - row_max) / row_sum and dP = dropout(grad_out): grad_s = P * (dP - sum_j P dP) and
+// grad_input = scale * grad_s. grad_mask is grad_s, summed over the dimensions that the mask broadcasts.
 struct SoftmaxDropoutBackward {
   Scores scores;
   const int64_t* seed;
   int threshold;
-  Heads grad_out;  // input's dtype
+  Heads grad_out;  // in input's dtype
   const float* stats;
-  void* grad_input;  // contiguous, input's dtype
-  void* grad_mask;   // contiguous, or null: on the CPU with the mask's sizes, on CUDA with those of the scores
+  void* grad_input;  // Contiguous, in input's dtype.
+  void* grad_mask;   // Contiguous or null. It has the mask's sizes on the CPU, the scores' sizes on CUDA.
   Dtype grad_mask_dtype;
 };
 

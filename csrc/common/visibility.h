@@ -1,16 +1,16 @@
-// Which keys a query sees, but for the mask: j < length and -window_left <= j - i - diagonal <= window_right.
+// The keys j that query i sees before the mask: j < length and -window_left <= j - i - diagonal <= window_right.
 #pragma once
 #include "arithmetic.h"
 
 namespace fastattn {
 namespace {
 
-// Of one sequence. Both sides of the window are finite and at least 0.
+// The visibility of one sequence. Both sides of the window are finite and at least 0.
 template <class Int>
 struct Visibility {
   Int length, diagonal, window_left, window_right;
 
-  // The diagonal is that of the last query and the last key where `lower_right`, else of the first ones.
+  // The diagonal passes through the last query and the last key if `lower_right`, else through the first ones.
   FASTATTN_HOST_DEVICE Visibility(int64_t length, int64_t seqlen_q, bool lower_right, int64_t left, int64_t right)
       : length((Int)length),
         diagonal(lower_right ? (Int)(length - seqlen_q) : 0),
@@ -26,7 +26,7 @@ struct Visibility {
     return center - window_left <= j && j <= center + window_right && j < length;
   }
 
-  // The queries whose window holds key j: from first_query(j) to last_query(j), of all integers.
+  // The queries whose window holds key j: first_query(j) to last_query(j). These may lie outside the sequence.
   FASTATTN_HOST_DEVICE Int first_query(Int j) const { return j - diagonal - window_right; }
   FASTATTN_HOST_DEVICE Int last_query(Int j) const { return j - diagonal + window_left; }
 };

@@ -1,7 +1,7 @@
-// Intel's matrix extensions (AMX): tile registers of 16 rows of 64 bytes, and C (16 x 16 float32) += A (16 x 32
-// bfloat16, rows of pairs) B (32 x 16, pairs of rows).
+// Intel's matrix extensions (AMX): tile registers of 16 rows of 64 bytes, and the product C += A B. C is 16 x 16
+// float32. A is 16 x 32 bfloat16, in rows of pairs; B is 32 x 16 bfloat16, in pairs of rows.
 //
-// Inline assembly: the compilers' intrinsics do not declare the memory that they read.
+// This is inline assembly because the compilers' intrinsics do not declare the memory that they read.
 #pragma once
 #include "simd.h"
 
@@ -10,12 +10,12 @@ namespace {
 
 struct alignas(64) TileShapes {
   uint8_t palette, start_row, reserved[14];
-  uint16_t bytes[16];  // of a row
+  uint16_t bytes[16];  // bytes per row of each tile
   uint8_t rows[16];
 };
 static_assert(sizeof(TileShapes) == 64, "what the instruction reads");
 
-// Configure the tiles: 0 to 3 accumulate C, 4 and 5 hold A, all of `rows` rows, 6 and 7 hold B. Clears them.
+// Configure and clear the tiles. Tiles 0 to 3 accumulate C and 4 and 5 hold A, all with `rows` rows; 6 and 7 hold B.
 FASTATTN_INLINE void shape_tiles(int rows) {
   TileShapes shapes = {};
   shapes.palette = 1;
@@ -26,7 +26,7 @@ FASTATTN_INLINE void shape_tiles(int rows) {
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Call work() with this thread's tiles configured for 16 rows, if they are used.
+// Call work(). If the tiles are `used`, this thread's tiles are configured for 16 rows before it and released after it.
 template <bool used, class Work>
 FASTATTN_INLINE void with_tiles(const Work& work) {
   if constexpr (used) shape_tiles(16);

@@ -1,8 +1,21 @@
-// Attention, forward, by online softmax over tiles (Milakov and Gimelshein, "Online normalizer calculation for
-// softmax", 2018; Dao et al., "FlashAttention", 2022).
+// Attention, forward: online softmax over tiles (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+// 2018; Dao et al., "FlashAttention", 2022).
+//
+//   for each task, in parallel: a sequence, a query head, task_queries consecutive queries, a split of the keys:
+//     for each chunk of kChunk keys of the split, ascending:
+//       for each block of kBlockN keys of the chunk, ascending: pack its K and V once;
+//         for each panel of kBlockM queries of the task, the last one first:
+//           S (key, query) = K Q';  P (key, query) = exp(S - row_max);  O' (Ev, query) = rescale O' + V' P;
+//       merge O' into the chunks before, or write the output after the last chunk.
+//   for each query, if the keys are split: merge the splits' results in their order.
+//
+// query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) and out (B, Hq, Lq, Ev) have dtype T. Their strides
+// are arbitrary, except that columns are dense. LSE, row_max and row_sum are (B, Hq, Lq), float32. A task owns the rows
+// of S of its queries, in the columns of its split. Few queries take few_task instead (few_queries.h): one task has all
+// queries of the heads that share a key/value head. blocks.h defines panel, block, tile, chunk, split and task.
 #if defined(__AMX_BF16__)
-// Matrix instructions read and write their sums once a tile, which takes as long as the product of 64 keys: hence a
-// tile of more keys, and fewer queries, so that its scores take half of the first-level cache.
+// AMX reads and writes its sums once per tile, which takes as long as the product of 64 keys. So a tile has more keys
+// here, and fewer queries: its scores take half of the first-level cache.
 #define FASTATTN_BLOCK_M 32
 #define FASTATTN_BLOCK_N 192
 #endif
@@ -17,11 +30,14 @@
 namespace fastattn {
 namespace {
 
-constexpr int kTaskPanels = (kUsesAmx<Pair> ? 256 : 128) / kBlockM;  // at most; they share the packed keys and values
+// Maximum panels per task. They share the packed keys and values.
+constexpr int kTaskPanels = (kUsesAmx<Pair> ? 256 : 128) / kBlockM;
 
-constexpr int kTasksEach = kUsesAmx<Pair> ? 4 : 8;  // of a worker, at least; AMX packs the values anew for each
+// Minimum tasks per worker. Tasks are halved, down to one panel, until there are that many. Fewer on AMX, where every
+// task repacks V.
+constexpr int kTasksEach = kUsesAmx<Pair> ? 4 : 8;
 
-// Unnormalised results over some of the keys, merged afterwards.
+// Unnormalised results over a part of the keys, merged later.
 struct Partial {
   float *out, *row_max, *row_sum;  // (rows, value_width), (rows), (rows)
 };
@@ -33,14 +49,14 @@ struct Forward {
 
   const Attention& a;
   BlockMask mask;
-  int64_t task_queries;  // of all panels of a task
-  int64_t blocks, tasks;
-  int64_t num_splits, range;  // keys of a split: a multiple of kBlockN
-  int depth, width;           // head_dim in units; rounded up to whole vectors
-  int value_width;            // elements in a row of values, rounded up to vectors
-  bool in_place;              // rows of keys are not packed
-  bool few;                   // queries: vectorised along head_dim (few_queries.h)
-  Partial partials;           // (num_splits, batch, num_heads, seqlen_q) rows, where num_splits > 1
+  int64_t task_queries;       // Queries per task.
+  int64_t blocks, tasks;      // Groups of task_queries queries per head; tasks per split.
+  int64_t num_splits, range;  // Range: keys per split, a multiple of kBlockN.
+  int depth, width;           // Units of head_dim; the same, rounded up to whole vectors.
+  int value_width;            // Elements per row of values, rounded up to whole vectors.
+  bool in_place;              // Rows of keys are read where they lie, without packing.
+  bool few;                   // Few queries: vectorised along head_dim (few_queries.h).
+  Partial partials;           // If num_splits > 1: (num_splits, batch, num_heads, seqlen_q) rows.
 
   struct Panel {
     Unit* query;                     // (width, kBlockM)
@@ -48,7 +64,7 @@ struct Forward {
   };
 
   struct FewRows {
-    int width;                           // of a row of queries
+    int width;                           // elements per row of queries
     float *query, *score, *out;          // (rows, width), (rows, kBlockN), (rows, value_width)
     float *row_max, *rescale, *row_sum;  // (rows)
   };
@@ -59,19 +75,19 @@ struct Forward {
     MaskBuffers mask;
     Panel panel[kTaskPanels];
     FewRows few;
-    Partial total;  // the running sum over chunks of keys, a row for each query of the task; empty for one chunk
+    Partial total;  // running sum over chunks of keys, one row per query of the task; empty if there is one chunk
   };
 
   Forward(const Attention& problem, int workers, Arena* arena) : a(problem), mask(problem, arena) {
-    const bool fills_tiles = kUsesAmx<Unit> && a.seqlen_k >= 2 * kLanes;  // panels then win from fewer queries on
+    const bool fills_tiles = kUsesAmx<Unit> && a.seqlen_k >= 2 * kLanes;  // panels then win with fewer queries
     few = a.seqlen_q <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
     const int64_t heads = a.batch * (few ? a.num_kv_heads : a.num_heads);
     const int64_t panels = heads * (few ? 1 : ceil_div(a.seqlen_q, kBlockM));
-    // Few tasks on many keys: split-KV, merged in order.
+    // If there are few tasks and many keys, the keys are split and their results merged in order.
     num_splits = min(kTasks / max(panels, 1), a.seqlen_k / kSplitKeys);
     range = max(round_up(ceil_div(a.seqlen_k, max(num_splits, 1)), kBlockN), kBlockN);
     num_splits = max(ceil_div(a.seqlen_k, range), 1);
-    // A panel's result does not depend on those beside it, so their number may depend on the workers.
+    // A panel's result does not depend on the other panels of its task, so panels per task may depend on the workers.
     task_queries = kTaskPanels * kBlockM;
     while (task_queries > kBlockM && heads * ceil_div(a.seqlen_q, task_queries) * num_splits < kTasksEach * workers)
       task_queries /= 2;
@@ -137,7 +153,7 @@ struct Forward {
     transpose(scratch.rows, width, padded, width, panel.query, kBlockM);
   }
 
-  // The first tile writes the output.
+  // Clear the statistics. The accumulator needs no clearing, because the first tile overwrites it.
   void clear(const Panel& panel) const {
     clear_row(panel.row_sum, kBlockM);
     for (int i = 0; i < kBlockM; ++i) panel.row_max[i] = -kInfinity;
@@ -150,7 +166,7 @@ struct Forward {
     return {(const char*)scratch.key, width * 4};
   }
 
-  // Values of keys that no query sees become 0: they may hold NaN, and 0 * NaN is NaN.
+  // Pack V. Keys that no query sees get values of 0, because theirs may be NaN, and 0 * NaN is NaN.
   Matrix pack_value(const Sequence& s, int64_t head, int64_t kv_head, int64_t key, int keys,
                     const Scratch& scratch) const {
     const T* from = row_pointer<T>(a.value, s.index, kv_head, s.first_key + key);
@@ -170,8 +186,8 @@ struct Forward {
     return {(const char*)scratch.value, value_width * 4};
   }
 
-  // Online softmax: products become scores by `scale`, these exp(score - row_max), as units; `rescale` is
-  // exp(old row_max - new row_max).
+  // Online softmax in place: products times `scale` are scores, and these become exp(score - row_max), as units.
+  // scratch.rescale is exp(old row_max - new row_max).
   template <bool dropout>
   FASTATTN_INLINE void softmax(const Tile& t, float scale, const Scratch& scratch, const Panel& panel) const {
     const uint64_t* kept = scratch.mask.kept;
@@ -190,7 +206,7 @@ struct Forward {
       for (; j < t.keys; ++j) top[0] = max(scaled(j), top[0]);
       top[0] = max(max(top[0], top[1]), max(top[2], top[3]));
       store(panel.row_max + v * kLanes, top[0]);
-      // Finite for a query that has seen no key yet.
+      // row_max is finite also for a query that has seen no key yet.
       const vf row_max = select(top[0] == splat(-kInfinity), vf{}, top[0]);
       const vf rescale = exp2((old_max - row_max) * kLog2e);
       store(scratch.rescale + v * kLanes, rescale);
@@ -221,7 +237,7 @@ struct Forward {
     }
   }
 
-  // What task `index` reads and writes; nothing where tasks are few or long.
+  // Return the operands and results of task `index`, to prefetch them. Nothing if there are splits or long tasks.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     if (index >= tasks || blocks > 1 || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;
@@ -276,7 +292,7 @@ struct Forward {
     a.row_sum[row] = row_sum;
   }
 
-  // A row that sees nothing is 0, whatever the accumulator holds.
+  // Return out * factor, or 0 for a row that sees nothing, whose accumulator may hold NaN.
   static vf normalised(vf out, vf row_sum, vf factor) { return select(row_sum == vf{}, vf{}, out * factor); }
 
   void write(const Sequence& s, int64_t head, int64_t query, const float* out, float row_max, float row_sum) const {
@@ -311,8 +327,8 @@ struct Forward {
       write_stats(stats_offset(a, s, head, query + i), panel.row_max[i], panel.row_sum[i]);
   }
 
-  // Merge a partial result into row `row`; the first one is copied. The accumulators of rows that have seen nothing, of
-  // row_sum 0, may hold anything.
+  // Merge a partial result into row `row`; the first one is copied. A row that has seen nothing has row_sum 0 and
+  // arbitrary accumulators.
   void merge(const Partial& total, int64_t row, bool first, const float* out, float row_max, float row_sum) const {
     float* to = total.out + row * value_width;
     if (first || total.row_sum[row] == 0) {
@@ -333,7 +349,7 @@ struct Forward {
     return ((split * a.batch + s.index) * a.num_heads + head) * a.seqlen_q + query;
   }
 
-  // The result of a chunk of keys for row `row` of the task.
+  // Store the result of a chunk of keys for row `row` of the task.
   void put(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, const Partial& total,
            int64_t row, const float* out, float row_max, float row_sum) const {
     if (!first || !last) {
@@ -358,7 +374,7 @@ struct Forward {
   void task(int64_t index, const Scratch& scratch) const {
     Prefetcher next = ahead(index + 1);
     const int64_t split = index % num_splits,
-                  block = blocks - 1 - index / num_splits % blocks;  // of a causal mask the longest first
+                  block = blocks - 1 - index / num_splits % blocks;  // with a causal mask the longest task first
     const int64_t head = index / num_splits / blocks % a.num_heads, kv_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / num_splits / blocks / a.num_heads);
     const int64_t first = block * task_queries;
@@ -370,7 +386,7 @@ struct Forward {
     const int64_t end = min(s.end(last), (split + 1) * range);
     bool last_chunk = false;
     for (int64_t chunk = begin, next_chunk; !last_chunk; chunk = next_chunk) {
-      next_chunk = round_up(chunk + 1, kChunk);  // the same keys for every panel, whatever its task's first key
+      next_chunk = round_up(chunk + 1, kChunk);  // chunk boundaries do not depend on the task's first key
       last_chunk = next_chunk >= end;
       bool started[kTaskPanels] = {};
       for (int p = 0; p < panels; ++p) clear(scratch.panel[p]);
@@ -383,10 +399,10 @@ struct Forward {
         if (keys == 0) continue;
         const Matrix packed_key = pack_key(s, kv_head, key, keys, scratch);
         Matrix packed_value = pack_value(s, head, kv_head, key, keys, scratch);
-        for (int p = panels - 1; p >= 0; --p) {  // with a causal mask, fewer keys from one to the next
+        for (int p = panels - 1; p >= 0; --p) {  // with a causal mask, each panel sees fewer keys than the one before
           const Tile t(a, s, mask, head, first + p * kBlockM, key);
           if (t.empty()) continue;
-          // The last unit of a product's depth may reach beyond the panel's keys: to values that may hold NaN.
+          // The last unit of a product's depth may reach beyond the panel's keys, whose values may be NaN.
           if (kPairs && t.keys != keys && (t.keys > keys || depth_of<Unit>(t.keys) * kElements<Unit> != t.keys)) {
             keys = t.keys;
             packed_value = pack_value(s, head, kv_head, key, keys, scratch);
@@ -400,7 +416,7 @@ struct Forward {
     }
   }
 
-  // Online softmax of row r and the keys [key, key + keys).
+  // Apply online softmax to row r and the keys [key, key + keys).
   void few_softmax(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
                    const FewRows& few) const {
     float* score = few.score + r * kBlockN;
@@ -422,7 +438,7 @@ struct Forward {
     few.row_sum[r] = few.row_sum[r] * few.rescale[r] + sum(total);
   }
 
-  // All queries of the heads that share a key/value head: each block of keys is read once.
+  // Run a task with all queries of the heads that share a key/value head. It reads each block of keys once.
   void few_task(int64_t index, const Scratch& scratch) const {
     const int64_t split = index % num_splits, kv_head = index / num_splits % a.num_kv_heads, group = group_of(a);
     const Sequence s = find_sequence(a, index / num_splits / a.num_kv_heads);
@@ -460,7 +476,7 @@ struct Forward {
     }
   }
 
-  // Merge the splits of a row into the first.
+  // Merge the splits of a row into the first one, in order.
   void merge_splits(int64_t index) const {
     const Sequence s = find_sequence(a, index / a.seqlen_q / a.num_heads);
     const int64_t head = index / a.seqlen_q % a.num_heads, query = index % a.seqlen_q;

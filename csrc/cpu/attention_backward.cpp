@@ -1,8 +1,19 @@
-// Attention, backward, in one pass of five products over the tiles (Dao, "FlashAttention-2", 2023, algorithm 2); with
-// dropout, P in dV and dP become P kept / (1 - p) and dP kept / (1 - p).
+// Attention, backward: one pass of five products over the tiles (Dao, "FlashAttention-2", 2023, algorithm 2).
 //
-// A task has one key/value head and one split of the keys, and accumulates dK and dV of these keys. dQ is complete
-// where there is one split, else partial and added up in order. The number of splits depends on the shape alone.
+//   for each task, in parallel: a sequence, a key/value head, a split of the keys: pack K and V of the split;
+//     for each query head that shares the key/value head, ascending:
+//       for each panel of kBlockM queries, ascending: pack Q and dO;
+//         for each block of kBlockN keys that the panel sees, ascending:
+//           S (key, query) = K Q';  dP = V dO';  P = exp(S - row_max) / row_sum;  dS = P (dP - delta);
+//           dV (key, Ev) += P dO;  dK (key, E) += dS Q;  dQ' (E, query) += K' dS;
+//         write dQ of the panel, or store it as the split's partial dQ.
+//     write dK and dV of the split.
+//   for each query, if the keys are split: dQ is the sum of its partial dQ, in the order of the splits.
+//
+// query, key, value, out and their gradients have dtype T and the shapes of attention.cpp; the statistics of the
+// forward pass are (B, Hq, Lq), float32. With dropout at rate p, P in dV and dP are multiplied by kept / (1 - p). The
+// number of splits depends only on the shape. The mask's gradient has tasks of its own (mask_task). See blocks.h for
+// the words.
 #include "../common/attention.h"
 #include "few_queries.h"
 #include "kernels.h"
@@ -12,7 +23,7 @@
 namespace fastattn {
 namespace {
 
-constexpr int kChunkPanels = 128;  // of queries: blocked summation bounds the rounding error of longer sums
+constexpr int kChunkPanels = 128;  // Panels per chunk of dK and dV. Blocked summation bounds the rounding error.
 
 template <class T>
 struct Backward {
@@ -21,31 +32,31 @@ struct Backward {
 
   const AttentionBackward& a;
   BlockMask mask;
-  int depth, value_depth;             // of the products over head_dim and value_head_dim, in units
-  int units, value_units;             // the same, rounded up to vectors
-  int width, value_width;             // elements in such rows, rounded up to vectors
-  bool key_in_place, value_in_place;  // rows are not packed
-  int64_t num_splits, range;          // keys of a split: a multiple of kBlockN
-  bool few;                           // queries: vectorised along head_dim (few_queries.h)
-  float* partial;                     // (num_splits, batch, num_heads, seqlen_q, width), where num_splits > 1
+  int depth, value_depth;             // Units along head_dim and value_head_dim, the depths of products.
+  int units, value_units;             // The depths, rounded up to whole vectors.
+  int width, value_width;             // Elements per row of keys and of values, rounded up to whole vectors.
+  bool key_in_place, value_in_place;  // Rows are read where they lie, without packing.
+  int64_t num_splits, range;          // Range: keys per split, a multiple of kBlockN.
+  bool few;                           // Few queries: vectorised along head_dim (few_queries.h).
+  float* partial;                     // If num_splits > 1: (num_splits, batch, num_heads, seqlen_q, width).
 
-  // A row is a query of one of the heads that share a key/value head.
+  // One row per query of each head that shares the key/value head.
   struct FewRows {
     float *query, *grad, *grad_query;  // (rows, width), (rows, value_width), (rows, width)
-    float* query_total;                // (rows, width), of the chunks of keys so far
+    float* query_total;                // (rows, width), sum of the chunks of keys so far
     float *row_max, *inv_sum, *delta;  // (rows)
     float *probability, *grad_score;   // (rows, kBlockN)
   };
 
   struct Scratch {
-    Unit *query_rows, *query, *grad_rows, *grad;  // a panel of queries and of dO: (kBlockM, units) and (units, kBlockM)
-    Unit *query_right, *grad_right;               // as B of a product over queries
+    Unit *query_rows, *query, *grad_rows, *grad;  // Panel of Q and of dO: (kBlockM, units) and (units, kBlockM).
+    Unit *query_right, *grad_right;               // Q and dO as B of a product over queries.
     float *grad_query, *query_total, *row_max, *inv_sum, *delta;
-    float *score, *grad_score;                               // (kBlockN, kBlockM)
-    Unit *probability_left, *grad_left, *grad_score_right;   // P and dS as A, dS as B
-    uint8_t* packed;                                         // (range / kBlockN): the block of keys is packed
-    Unit *key_rows, *value_rows, *key_left, *pairs;          // key_left: as A of a product over keys
-    float *grad_key, *grad_value, *key_total, *value_total;  // totals: of the chunks of queries so far
+    float *score, *grad_score;                               // (kBlockN, kBlockM).
+    Unit *probability_left, *grad_left, *grad_score_right;   // P and dS as A of a product, dS as B.
+    uint8_t* packed;                                         // (range / kBlockN): 1 if the block of keys is packed.
+    Unit *key_rows, *value_rows, *key_left, *pairs;          // key_left: K as A of a product over keys.
+    float *grad_key, *grad_value, *key_total, *value_total;  // Totals: sums of the chunks of queries so far.
     MaskBuffers mask;
     FewRows few;
   };
@@ -59,7 +70,7 @@ struct Backward {
     value_width = (int)round_up(a.value_head_dim, kLanes);
     key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.head_dim;
     value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_head_dim;
-    // Half as many keys as forward, since each takes more than twice the arithmetic.
+    // Half of forward's keys per split, because a key takes more than twice the arithmetic.
     num_splits = min(min(kTasks / max(a.batch * a.num_kv_heads, 1), 8), 2 * a.seqlen_k / kSplitKeys);
     num_splits = max(num_splits, 1);
     range = round_up(ceil_div(a.seqlen_k, num_splits), kBlockN);
@@ -72,10 +83,10 @@ struct Backward {
     return a.grad_mask ? a.mask.batches * a.mask.heads * (a.mask.rows == 1 ? 1 : mask.panels) : 0;
   }
 
-  // Whether a key's gradients may take more than one chunk of queries.
+  // Whether the gradients of a key may take more than one chunk of panels.
   bool has_long_sums() const { return group_of(a) * ceil_div(a.seqlen_q, kBlockM) > kChunkPanels; }
 
-  // Whether the window may hide some key from all queries. The left side does so on a lower-right diagonal alone.
+  // Whether the window may hide some key from all queries. Its left side can do so only with a lower-right diagonal.
   bool window_hides_keys() const {
     return a.lower_right ? a.window_left < a.seqlen_k : a.seqlen_q + a.window_right < a.seqlen_k;
   }
@@ -188,7 +199,7 @@ struct Backward {
       scratch.row_max[i] = scratch.inv_sum[i] = scratch.delta[i] = 0;
       Unit *query_row = scratch.query_rows + i * units, *grad_row = scratch.grad_rows + i * value_units;
       const int64_t row = stats_offset(a, s, head, query + i);
-      // A query that sees nothing has no gradient; it and dO may hold NaN.
+      // A query that sees nothing has no gradient. It and its dO may hold NaN.
       const bool present = i < count && a.row_sum[row] != 0;
       scratch.mask.queries[i] = present;
       if (!present) {
@@ -218,7 +229,7 @@ struct Backward {
     }
   }
 
-  // Call use(key, vector, P, dS, P and dS of the next key, whether there is one) for two keys and a vector of queries.
+  // Call use(key, vector, P, dS, next key's P, next key's dS, has_next) for every two keys and every vector of queries.
   template <bool dropout, class Use>
   FASTATTN_INLINE void gradients(const Tile& t, float scale, const Scratch& scratch, const Use& use) const {
     for (int v = 0; v < t.vectors; ++v) {
@@ -275,7 +286,7 @@ struct Backward {
     }
   }
 
-  // C (rows, columns) += A (rows, depth) B (depth, columns), for any number of columns.
+  // Compute C (rows, columns) += A (rows, depth) B (depth, columns), for any number of columns.
   void accumulate(int rows, int depth, Matrix left, const Unit* right, int columns, float* c, Prefetcher* next) const {
     for (int n = 0; n < columns; n += kBlockM)
       multiply<false, Beta::one>(min(columns - n, kBlockM) / kLanes,
@@ -335,7 +346,7 @@ struct Backward {
       multiply<kColumns, Beta::one>(t.vectors, p, next);
   }
 
-  // End of a chunk: total += sum, sum = 0; the first time there is no total yet.
+  // End a chunk: total += sum, then sum = 0. The first chunk overwrites the total.
   void end_chunk(bool first, int64_t count, float* sum, float* total) const {
     for (int64_t i = 0; i < count; i += kLanes) {
       store(total + i, first ? load(sum + i) : load(total + i) + load(sum + i));
@@ -343,7 +354,7 @@ struct Backward {
     }
   }
 
-  // Whether a chunk ends with the block at `key`, and more follow.
+  // Whether a chunk of keys ends with the block at `key` and another one follows.
   static bool is_end_of_chunk(int64_t key, int64_t first, int64_t end) {
     return (key + kBlockN - first) % kChunk == 0 && key + kBlockN < end;
   }
@@ -352,8 +363,8 @@ struct Backward {
     for_each_vector(length, [&](int64_t d, int lanes) { store(to + d, load(from + d) * factor, lanes); });
   }
 
-  // Columns from `first` of a query's gradient: 0 of one that sees nothing, whose sum may hold NaN of keys that others
-  // see.
+  // Write the columns from `first` of a query's gradient. A query that sees nothing gets 0, because its sum may hold
+  // NaN from keys that other queries see.
   void write_query(const Sequence& s, int64_t head, int64_t query, const float* from, int first, int columns) const {
     T* to = row_pointer<T>(a.grad_query, s.index, head, s.first_query + query) + first;
     if (a.row_sum[stats_offset(a, s, head, query)] != 0) return write_row(from, a.scale, columns, to);
@@ -368,7 +379,7 @@ struct Backward {
               const Scratch& scratch) const {
     const int count = (int)min(kBlockM, s.seqlen_q - query);
     float* rows = scratch.score;
-    for (int d = 0; d < width; d += kBlockN) {  // as many columns as `rows` holds
+    for (int d = 0; d < width; d += kBlockN) {  // `rows` holds kBlockN columns
       const int columns = min(width - d, kBlockN);
       transpose(grad_query + d * kBlockM, kBlockM, columns, (int)round_up(count, kLanes), rows, kBlockN);
       for (int i = 0; i < count; ++i) {
@@ -380,7 +391,8 @@ struct Backward {
     }
   }
 
-  // What task `index` reads and writes, of the first of its query heads; nothing where tasks are few or long.
+  // Return the operands and results of task `index`, for its first query head, to prefetch them. Nothing if there are
+  // splits or long tasks.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     if (index >= tasks() || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;
@@ -453,7 +465,7 @@ struct Backward {
     clear_row(few.query + r * width, width);
     clear_row(few.grad + r * value_width, value_width);
     few.inv_sum[r] = 0;
-    if (a.row_sum[row] == 0) return;  // it sees nothing; it and dO may hold NaN
+    if (a.row_sum[row] == 0) return;  // the query sees nothing; it and its dO may hold NaN
     const T* grad = row_pointer<T>(a.grad_out, s.index, head, s.first_query + query);
     pack_row(row_pointer<T>(a.query, s.index, head, s.first_query + query), a.head_dim, few.query + r * width, width);
     pack_row(grad, a.value_head_dim, few.grad + r * value_width, value_width);
@@ -463,7 +475,7 @@ struct Backward {
         dot(grad, row_pointer<T>(a.out, s.index, head, s.first_query + query)) - (a.grad_lse ? a.grad_lse[row] : 0.0f);
   }
 
-  // The scores and dP of row r and the keys [key, key + keys) become P and dS.
+  // Replace the scores and dP of row r and the keys [key, key + keys) by P and dS, in place.
   void few_gradients(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
                      const FewRows& few) const {
     float *probability = few.probability + r * kBlockN, *grad_score = few.grad_score + r * kBlockN;
@@ -473,7 +485,7 @@ struct Backward {
       const vf p = keep_bits(valid, exp2((load(probability + j) - few.row_max[r]) * kLog2e) * splat(few.inv_sum[r]));
       const vf ds = p * (load(grad_score + j) - few.delta[r]);
       store(probability + j, p);
-      store(grad_score + j, select(p == vf{}, vf{}, ds));  // values that are not visible may hold NaN
+      store(grad_score + j, select(p == vf{}, vf{}, ds));  // hidden values may hold NaN
     }
   }
 
@@ -495,7 +507,7 @@ struct Backward {
     }
   }
 
-  // The gradients of `count` keys or values: factor sum_r weight_rj row_r.
+  // Write the gradients of `count` keys or values: factor * sum_r weight_rj row_r.
   void few_write(int rows, const float* weight, const float* row, int64_t row_width, float factor, int count,
                  int length, T* to, int64_t stride) const {
     for (int d = 0; d < length; d += 4 * kLanes) {
@@ -561,7 +573,8 @@ struct Backward {
     write_query(s, head, query, total, 0, a.head_dim);
   }
 
-  // The mask's gradient: a task owns a part of it and visits everything that it is broadcast to.
+  // The mask's gradient: a task owns one panel of it (one row if the mask has one) and visits all scores that the panel
+  // is broadcast to.
 
   float* take_mask_sums(Arena* arena) const { return arena->take<float>(round_up(a.mask.columns, kBlockN) * kBlockM); }
 

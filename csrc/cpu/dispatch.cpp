@@ -1,4 +1,4 @@
-// Chooses the instruction set at run time. Compiled for the baseline, as everything that all machines run.
+// Choice of the instruction set at run time. This file is compiled for the baseline, because all machines run it.
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -20,7 +20,7 @@ struct Available {
     int i = kInstructionSetCount;
     has[--i] = true;
 #if defined(__x86_64__)
-    // __builtin_cpu_supports covers the operating system's support of the wide registers.
+    // __builtin_cpu_supports also checks the operating system's support of the wide registers.
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() && has_lzcnt() &&
                       __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
@@ -53,15 +53,15 @@ struct Available {
 
  private:
 #if defined(__x86_64__)
-  // Read from cpuid, since not every supported compiler's __builtin_cpu_supports knows these names.
+  // Features read from cpuid, because __builtin_cpu_supports of some supported compilers does not know their names.
   static bool has_f16c() { return cpuid(1, 0, 2) >> 29 & 1; }
   static bool has_lzcnt() { return cpuid(0x80000001, 0, 2) >> 5 & 1; }
   static bool has_avx512_bf16() { return cpuid(7, 0, 0) >= 1 && cpuid(7, 1, 0) >> 5 & 1; }
 
-  static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // its instructions and the tiles
+  static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // the bfloat16 instructions and the tiles
 
-  // Linux grants the tiles' 8 KiB of state to processes that ask. Signal stacks then have to hold some 12 KiB; where
-  // one is smaller already, it refuses.
+  // Request the tiles' 8 KiB of state from Linux. From then on a signal stack must hold some 12 KiB. Linux refuses the
+  // request if a signal stack is smaller already.
   static bool may_use_tiles() {
     constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
     return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;

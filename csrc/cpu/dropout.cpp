@@ -1,4 +1,11 @@
 // Dropout and its mask.
+//
+//   for each task, in parallel: for each piece of 16 rows and up to kChunk columns of one matrix:
+//     draw the keep bits of the piece;
+//     for each row; for each vector: out = keep ? input * scale : 0, or for the mask: out = keep.
+//
+// input and out are (outer, inner, rows, columns), in one 16-bit type or float32, with dense columns. The mask is bool,
+// one byte per element. A task has as many pieces as make kElementsPerTask elements, at least one.
 #include "../common/dropout.h"
 #include "kernels.h"
 #include "rows.h"
@@ -13,7 +20,7 @@ FASTATTN_INLINE void expand(uint8_t* out, int64_t n, const uint32_t* keep) {
   for (int64_t j = 0; j < n; ++j) out[j] = keep[j / 32] >> j % 32 & 1;
 }
 
-// row(outer, inner, row, column, n, keep) for pieces of n columns of every row, so that threads share a long one.
+// Call row(outer, inner, row, column, n, keep) for pieces of n columns of every row, so that threads share long rows.
 template <class Row>
 void for_each_piece(const Dropout& p, const Parallel& parallel, const Row& row) {
   const int64_t blocks = ceil_div(p.rows, kTileRows), chunks = ceil_div(p.columns, kChunk);

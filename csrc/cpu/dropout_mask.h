@@ -1,4 +1,4 @@
-// The dropout formula (common/philox.h), vectorised: the keep bits of a tile of 16 rows by 32 columns.
+// The dropout formula (common/philox.h), vectorised: the keep bits of a dropout tile, 16 rows by 32 columns.
 #pragma once
 #include "../common/philox.h"
 #include "simd.h"
@@ -10,7 +10,7 @@ typedef uint64_t vq __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));  // a c
 constexpr int kPhiloxLanes = FASTATTN_VECTOR_BYTES / 8;
 constexpr int kTileRows = 16, kTileColumns = 32;
 
-// 32 x 32 -> 64 bit products of the low halves of the lanes.
+// Return the 64-bit products of the low 32 bits of the lanes.
 FASTATTN_INLINE vq multiply_low(vq a, vq b) {
 #if defined(__AVX512F__)
   return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -25,7 +25,7 @@ FASTATTN_INLINE vq multiply_low(vq a, vq b) {
 #endif
 }
 
-// philox() in every lane; leaves garbage in the high halves of the words.
+// Apply philox() in every lane. The high halves of the words are arbitrary afterwards.
 FASTATTN_INLINE void philox(vq word[4], uint32_t key0, uint32_t key1) {
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const vq p0 = multiply_low(word[0], kPhiloxMultiplier0 + vq{});
@@ -39,7 +39,7 @@ FASTATTN_INLINE void philox(vq word[4], uint32_t key0, uint32_t key1) {
   }
 }
 
-// Bit 8 q + lane of the result: number q of the four 16-bit values in (low, high) is at least the threshold.
+// Return bits: bit 8 q + lane says that value q of the four 16-bit values in (low, high) is at least the threshold.
 #if defined(__AVX512BW__)
 FASTATTN_INLINE uint32_t compare_values(const vq* low, const vq* high, int threshold) {
   static const uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
@@ -64,8 +64,8 @@ FASTATTN_INLINE uint32_t compare_values(const vq* low, const vq* high, int thres
 }
 #endif
 
-// keep[r], bit c: the element at row 16 * row_block + r, column 32 * column_block + c of matrix z is kept.
-// Writes the rows r with line_begin <= r % 8 < line_end: rows r and r + 8 share their calls.
+// Compute keep[r], whose bit c says that row 16 * row_block + r, column 32 * column_block + c of matrix z is kept.
+// Only rows r with line_begin <= r % 8 < line_end are written. Rows r and r + 8 share their Philox calls.
 FASTATTN_INLINE void keep_tile(Seed seed, int threshold, uint32_t z, int64_t row_block, int64_t column_block,
                                int line_begin, int line_end, uint32_t keep[kTileRows]) {
   if (threshold >= kDropoutLevels) {
@@ -88,7 +88,7 @@ FASTATTN_INLINE void keep_tile(Seed seed, int threshold, uint32_t z, int64_t row
   }
 }
 
-// The same tile by columns: keep[c], bit r. Writes the columns c with c % 8 < column_count.
+// Compute the same tile by columns: bit r of keep[c]. Only columns c with c % 8 < column_count are written.
 FASTATTN_INLINE void keep_tile_columns(Seed seed, int threshold, uint32_t z, int64_t row_block, int64_t column_block,
                                        int column_count, uint32_t keep[kTileColumns]) {
   if (threshold >= kDropoutLevels) {

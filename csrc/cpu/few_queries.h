@@ -1,24 +1,33 @@
 // Products of few queries, as in decoding: vectorised along head_dim, without packing.
+//
+//   row_products, the scores: for each kRowsAtOnce rows; for each group of keys; for each vector of head_dim:
+//     product (rows, kBlockN) = scale * query (rows, width) . key (keys, head_dim).
+//   add_rows, the output: for each kRowsAtOnce rows; for each four vectors of columns; for each key:
+//     sum (rows, width) = factor * sum + weight (rows, kBlockN) value (keys, columns).
+//
+// A row is one query of one head that shares the key/value head, so rows = group * seqlen_q. Rows, weights and sums are
+// float32; keys and values have dtype T and stay where they lie. A call serves at most one block of kBlockN keys.
 #pragma once
 #include "pack.h"
 
 namespace fastattn {
 namespace {
 
-constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // so few leave most of a panel empty
-constexpr int kRowsAtOnce = kLanes < 16 ? 2 : 4;  // register blocking: rows that share each load of keys and values
+constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // Most queries per head. They would leave most of a panel empty.
+constexpr int kRowsAtOnce = kLanes < 16 ? 2 : 4;  // Register blocking: rows that share each load of keys and values.
 
-// A key-value cache is read once, faster than the hardware prefetcher follows: prefetch rows a block ahead.
+// Prefetch a row, which callers do one block of keys ahead. A cache of keys and values is read once, faster than the
+// hardware prefetcher follows.
 template <class T>
 FASTATTN_INLINE void prefetch_row(const T* row, int length) {
   for (int64_t byte = 0; byte < length * (int64_t)sizeof(T); byte += 64)
     __builtin_prefetch((const char*)row + byte, 0, 2);
 }
 
-// For how many keys of the block from `first` there is a key one block ahead to prefetch.
+// Return how many keys of the block from `first` have a key one block ahead to prefetch.
 FASTATTN_INLINE int rows_ahead(int64_t first, int64_t end) { return (int)min(max(end - first - kBlockN, 0), kBlockN); }
 
-// x[r * C + j] += row_r other_j, lane by lane, for n elements of R rows and C others.
+// Add x[r * C + j] += row_r other_j lane by lane, for n elements of R rows and C others.
 template <int R, int C, class T>
 FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* const* other, int d, int n, vf* x) {
   vf left[R];
@@ -32,7 +41,7 @@ FASTATTN_INLINE void add_products(const float* row, int64_t width, const T* cons
   }
 }
 
-// Dot products, lane r * C + j: row_r . from_j, where j = count - 1 stands for all j beyond it.
+// Return dot products: lane r * C + j has row_r . from_j. Lanes with j >= count repeat j = count - 1.
 template <int R, int C, class T>
 FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* from, int64_t stride, int count,
                                     int length) {
@@ -45,7 +54,7 @@ FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* fr
   int d = 0;
   for (; d + kLanes <= length; d += kLanes) add_products<R, C>(row, width, other, d, kLanes, x);
   if (d < length) add_products<R, C>(row, width, other, d, length - d, x);
-  // Transpose and add: each step halves the vectors and doubles the sums in each.
+  // Transpose and add: each step halves the number of vectors and doubles the sums per vector.
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
@@ -57,8 +66,8 @@ FASTATTN_INLINE vf products_of_rows(const float* row, int64_t width, const T* fr
   return x[0];
 }
 
-// product (rows, kBlockN) = scale row_r . from_j for j < count; the rest of the last vector is arbitrary. `row`
-// (rows, width) is padded with zeros to whole vectors. For j < ahead, prefetches from_(j + kBlockN).
+// Compute product (rows, kBlockN) = scale * row_r . from_j for j < count. The rest of the last vector is arbitrary.
+// `row` (rows, width) is padded with zeros to whole vectors. For j < ahead, from_(j + kBlockN) is prefetched.
 template <int R = kRowsAtOnce, class T>
 void row_products(int rows, const float* row, int64_t width, const T* from, int64_t stride, int count, int length,
                   float scale, int ahead, float* product) {
@@ -91,11 +100,11 @@ FASTATTN_INLINE bool has_zero(const float* x, int n) {
   return max(zeros) != 0;
 }
 
-// sum_r = factor_r sum_r + sum_j weight_rj from_j for R rows of `vectors` vectors.
+// Compute sum_r = factor_r sum_r + sum_j weight_rj from_j for R rows of `vectors` vectors.
 template <int R, int vectors, class T>
 FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t stride, int count, int length,
                                      const float* factor, int ahead, float* sum, int64_t width) {
-  constexpr int kSums = R * vectors < 8 ? 2 : 1;  // independent chains hide the latency of FMA
+  constexpr int kSums = R * vectors < 8 ? 2 : 1;  // independent chains, which hide the latency of FMA
   const int last = length - (vectors - 1) * kLanes;
   vf x[kSums][R][vectors];
 #pragma GCC unroll 2
@@ -131,8 +140,9 @@ FASTATTN_INLINE void add_row_vectors(const float* weight, const T* from, int64_t
     }
 }
 
-// sum_r = factor_r sum_r + sum_j weight_rj from_j for weight (rows, kBlockN), factors (rows) or null (1), and sum
-// (rows, width) of whole vectors. A weight of 0 skips its row, which may hold NaN. `ahead` as above.
+// Compute sum_r = factor_r sum_r + sum_j weight_rj from_j. `weight` is (rows, kBlockN), `factor` (rows) or null for 1,
+// `sum` (rows, width) in whole vectors. A weight of 0 skips its row, which may hold NaN. For j < ahead,
+// from_(j + kBlockN) is prefetched.
 template <int R = kRowsAtOnce, class T>
 void add_rows(int rows, const float* weight, const T* from, int64_t stride, int count, int length, const float* factor,
               int ahead, float* sum, int64_t width) {

@@ -1,4 +1,4 @@
-// The kernels of every operation: compiled once for each instruction set, chosen at run time.
+// The kernels of every operation, compiled once per instruction set and chosen at run time.
 #pragma once
 #include "../common/parallel.h"
 
@@ -10,16 +10,16 @@ struct Kernel {
   void (*run)(const Problem&, const Parallel&, char* workspace);  // 64-byte aligned
 };
 
-// The arithmetic limit of an instruction set: its multiply-adds on registers alone.
+// The arithmetic limit of an instruction set: multiply-adds that access only registers.
 struct Limits {
-  // At least `operations` floating-point operations (a multiply-add is two), split evenly over the threads. Every
-  // thread leaves what remains in its element of `sink`, so that nothing is optimised away.
+  // Run at least `operations` floating-point operations (a multiply-add is two), split evenly over the threads. Every
+  // thread stores its result in its element of `sink`, so that the compiler cannot remove the operations.
   void (*float32)(float* sink, int64_t operations, const Parallel&);
-  // Dot products of pairs, or products of matrices, where there are instructions for them.
+  // The same with dot products of pairs or products of matrices, if the instruction set has them.
   void (*bfloat16)(float* sink, int64_t operations, const Parallel&);
 };
 
-// Best first. FASTATTN_OF_EACH(&, stem) lists the addresses of what a kernel file exports for each.
+// The instruction sets, best first. FASTATTN_OF_EACH(&, stem) lists the addresses of a kernel file's exports for each.
 #if defined(__x86_64__)
 constexpr const char* kInstructionSets[] = {"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic"};
 #define FASTATTN_OF_EACH(prefix, stem) \
@@ -30,25 +30,25 @@ constexpr const char* kInstructionSets[] = {"generic"};
 #endif
 constexpr int kInstructionSetCount = sizeof kInstructionSets / sizeof *kInstructionSets;
 
-// Whether this machine can run the instruction set of this index.
+// Whether this machine can run the instruction set with this index.
 bool has_instruction_set(int index);
 
-// The index of the one in use: the best, or the one that the environment variable FASTATTN_CPU_ISA names. -1 where it
-// names none that this machine has.
+// Return the index of the instruction set in use: the one that the environment variable FASTATTN_CPU_ISA names, else
+// the best one. -1 if the variable names one that this machine does not have.
 int instruction_set();
 
-// Switches to the named one. False where this machine does not have it.
+// Switch to the named instruction set. Return false if this machine does not have it.
 bool use_instruction_set(const char* name);
 
-// In a kernel file: what it exports. FASTATTN_ISA is the instruction set that it is being compiled for.
+// Defines an export of a kernel file. FASTATTN_ISA is the instruction set that the file is being compiled for.
 #define FASTATTN_CONCATENATE_(stem, isa) stem##_##isa
 #define FASTATTN_CONCATENATE(stem, isa) FASTATTN_CONCATENATE_(stem, isa)
 #define FASTATTN_EXPORT(Type, stem)                           \
   extern const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA); \
   const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA)
 
-// In a kernel file of products: templates workspace<T>(problem, parallel) and run<T>(problem, parallel, memory) for
-// every dtype, but for those that are left to the vectors of avx512_bf16 (product.h).
+// Exports a kernel of products, defined by templates workspace<T>(problem, parallel) and run<T>(problem, parallel,
+// memory). It serves every dtype, except those that are left to the vectors of avx512_bf16 (product.h).
 #define FASTATTN_EXPORT_PRODUCTS(Problem, stem)                                   \
   extern const Kernel<Problem> stem##_avx512_bf16;                                \
   static const Kernel<Problem>& kernel_of_type(Dtype dtype) {                     \
@@ -70,7 +70,7 @@ bool use_instruction_set(const char* name);
   }                                                                               \
   FASTATTN_EXPORT(Kernel<Problem>, stem) = {&workspace_any, &run_any}
 
-// Elsewhere: function(...) returns what kernel files export as `stem`, for the instruction set in use.
+// Defines function(...) outside of kernel files. It returns the export `stem` for the instruction set in use.
 #define FASTATTN_IMPORT(Type, stem, function)                     \
   extern const Type FASTATTN_OF_EACH(, stem);                     \
   inline const Type& function {                                   \
@@ -78,7 +78,7 @@ bool use_instruction_set(const char* name);
     return *all[instruction_set()];                               \
   }
 
-// kernel_of(problem), exported as `stem`.
+// Defines kernel_of(problem), which returns the kernel exported as `stem`.
 #define FASTATTN_KERNEL(Problem, stem) FASTATTN_IMPORT(Kernel<Problem>, stem, kernel_of(const Problem&))
 
 }  // namespace fastattn

@@ -1,4 +1,16 @@
-// LayerNorm, forward and backward, a row at a time.
+// LayerNorm and residual + dropout(input) + LayerNorm, forward and backward, one row at a time.
+//
+//   forward: for each block of 16 rows, or a part of it, in parallel: for each row:
+//     sum = residual + dropout(input), if there is a residual;
+//     for each part of 512 columns: add up the mean;  for each part again: add up the variance;
+//     for each vector: out = (sum - mean) * rstd * weight + bias.
+//   backward: for each chunk of blocks, in parallel: for each row:
+//     for each part: add up mean(g) and mean(g xhat), and add to the chunk's grad_weight and grad_bias;
+//     for each vector: grad_x, and grad_input through dropout.
+//   for each 1024 columns, in parallel: add up the chunks' grad_weight and grad_bias, in order.
+//
+// input, residual, sum, out and their gradients are (matrices * rows, columns), in 16-bit types or float32. mean and
+// rstd are (matrices * rows), float32; weight and bias (columns), converted to float32.
 #include <math.h>
 
 #include "../common/layer_norm.h"
@@ -11,7 +23,7 @@ namespace {
 constexpr int kChunkTiles = 256;
 constexpr int kChunk = kChunkTiles * kTileColumns;
 
-// The keep bits of a block of rows for kChunk columns, all columns of most problems.
+// The keep bits of a block of rows for kChunk columns, which are all columns of most problems.
 struct KeepChunk {
   uint32_t bits[kTileRows][kChunkTiles];
   int64_t loaded = -1;
@@ -27,8 +39,8 @@ struct KeepChunk {
 
 // ---- forward ----
 
-// The second and third pass over x, the row in its dtype or in float32. Squares of centred values keep their accuracy
-// where the mean is large, and the sum of the centred values corrects the rounding error of the mean.
+// Run the second and third pass over x, the row in its dtype or in float32. Squares of centred values stay accurate if
+// the mean is large. The sum of the centred values corrects the rounding error of the mean.
 template <class X, class T>
 void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, const OutputRow<T>& out) {
   const int64_t columns = p.columns;
@@ -74,7 +86,7 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
 
 constexpr int64_t kConverted = 4096;
 
-// The first pass, for the mean. 16-bit rows that fit the L1 cache stay in float32 for the other passes.
+// Run the first pass, for the mean, then the others. 16-bit rows that fit the L1 cache are kept in float32 for them.
 template <class T, class Out>
 void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
   float converted[kConverted];
@@ -94,7 +106,7 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     total += sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
   });
   const float about = (float)(total / (double)p.columns);
-  const bool in_place = (const void*)x == (const Out*)p.out + row * p.columns;  // a streaming store would evict it
+  const bool in_place = (const void*)x == (const Out*)p.out + row * p.columns;  // a streaming store would evict x
   const OutputRow<Out> out(p.out, row * p.columns, in_place ? 0 : p.matrices * p.rows * p.columns);
   if (convert)
     normalize_around(p, converted, about, row, out);
@@ -102,7 +114,7 @@ void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
     normalize_around(p, x, about, row, out);
 }
 
-// f(Other{}) of the type that the output, or its gradient, has beside a sum of T: T, or any beside float32.
+// Call f(Out{}) with the type of the output, or of its gradient: T, or if the sum T is float32, any type.
 template <class T, class F>
 void with_output_type(Dtype dtype, const F& f) {
   if constexpr (sizeof(T) == sizeof(float))
@@ -111,7 +123,7 @@ void with_output_type(Dtype dtype, const F& f) {
     f(T{});
 }
 
-// sum = residual + dropout(input); keep is null without dropout.
+// Compute sum = residual + dropout(input) in a row. `keep` is null without dropout.
 template <class Input, class Residual, class Sum>
 void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,
              float scale) {
@@ -156,7 +168,7 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
   });
 }
 
-// float32 unless both are the same 16-bit type, as torch promotes.
+// The promoted type of A and B, as torch promotes: float32, unless both are the same 16-bit type.
 template <class A, class B>
 struct Promoted {
   typedef float type;
@@ -170,7 +182,7 @@ int64_t parameter_bytes(const void* values, Dtype dtype, int64_t columns) {
   return values && dtype != Dtype::float32 ? round_up(columns * 4, 64) : 0;
 }
 
-// A weight or bias as float32; other dtypes are converted into the workspace, which moves on.
+// Return a weight or bias as float32. Other dtypes are converted into the workspace, whose pointer is advanced.
 const float* as_float32(const void* values, Dtype dtype, int64_t columns, char** workspace) {
   const int64_t bytes = parameter_bytes(values, dtype, columns);
   if (bytes == 0) return (const float*)values;
@@ -203,17 +215,17 @@ void forward(const LayerNorm& problem, const Parallel& parallel, char* workspace
 
 // ---- backward ----
 
-// Sums over rows are made in a fixed number of chunks of row blocks, then added in order: deterministic for every
-// number of threads.
+// Rows are summed in a fixed number of chunks of row blocks, which are then added in order. So the result does not
+// depend on the number of threads.
 constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768, kFewBlocks = 8;
 
 struct Chunks {
-  int64_t blocks_per_matrix, parts, part_lines, per_chunk, count;  // a part: part_lines lines of a block
+  int64_t blocks_per_matrix, parts, part_lines, per_chunk, count;  // a part is part_lines lines of a block (rows.h)
 
   explicit Chunks(const LayerNormBackward& p) : blocks_per_matrix(ceil_div(p.rows, kTileRows)) {
     const int64_t blocks = p.matrices * blocks_per_matrix;
     const int64_t block_elements = max(1, min(p.rows, kTileRows) * p.columns);
-    // Few blocks of wide rows: split them, so that all threads work.
+    // Few blocks of wide rows are split, so that all threads have work.
     int64_t splits = 1;
     while (splits < 8 && blocks * splits < kFewBlocks && block_elements / splits > 8 * kMinChunkElements) splits *= 2;
     part_lines = 8 / splits;
@@ -223,7 +235,7 @@ struct Chunks {
   }
 };
 
-// One row: interleaved loads of several would defeat the hardware prefetcher.
+// Compute the gradients of one row. Interleaved loads of several rows would defeat the hardware prefetcher.
 template <class T, class Input, class Grad>
 void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
                   float* bias_sum) {
@@ -254,8 +266,7 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
   const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
   const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
-  if (p.columns > kChunk)
-    block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row could not reuse the bits
+  if (p.columns > kChunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row cannot reuse the bits
   for (int64_t column = 0; column < p.columns; column += kChunk) {
     keep.load(p, block, column);
     const uint32_t* bits = keep.bits[r];
@@ -281,7 +292,7 @@ void from_float32(const float* values, Dtype dtype, int64_t count, void* out, in
   });
 }
 
-// workspace: (chunks, 2, columns), a row of grad_weight and of grad_bias, those that are wanted.
+// workspace: (chunks, up to 2, columns), float32: a row of grad_weight and one of grad_bias, if wanted.
 template <class T, class Input, class Grad>
 void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* workspace) {
   const Chunks chunks(p);

@@ -1,4 +1,4 @@
-// The arithmetic limit of an instruction set.
+// The arithmetic limit of an instruction set: multiply-adds that access only registers, for a caller to time.
 #include "amx.h"
 #include "kernels.h"
 #include "simd.h"
@@ -6,13 +6,13 @@
 namespace fastattn {
 namespace {
 
-// Independent dependency chains: FMA has a latency of 4 or 5 cycles and a throughput of 2, so 10 saturate the units; 12
-// and their operands fit into 16 registers.
+// Independent dependency chains. FMA has a latency of 4 or 5 cycles and a throughput of 2 per cycle, so 10 chains
+// saturate the units. 12 chains and their operands fit into 16 registers.
 constexpr int kChains = 12;
 
 struct MultiplyAdd {
   static constexpr int kOperations = 2 * kLanes;
-  // The chain approaches 1: nothing overflows, nothing becomes denormal.
+  // The chain approaches 1, so it neither overflows nor becomes denormal.
   static FASTATTN_INLINE vf step(vf chain) { return fma(chain, splat(0x1.ffp-1f), splat(0x1p-9f)); }
 };
 
@@ -28,7 +28,7 @@ struct DotPairs {
 using DotPairs = MultiplyAdd;
 #endif
 
-// Rounds of `in_one` operations a thread for at least `operations` in all.
+// Return the rounds per thread, of `in_one` operations each, for at least `operations` in all.
 int64_t rounds_of(int64_t operations, int64_t in_one, const Parallel& parallel) {
   return operations / (in_one * parallel.threads) + 1;
 }
@@ -38,7 +38,7 @@ void run(float* sink, int64_t operations, const Parallel& parallel) {
   const int64_t rounds = rounds_of(operations, kChains * Arithmetic::kOperations, parallel);
   parallel_for(parallel, parallel.threads, parallel.threads, [&](int64_t task, int) {
     vf chain[kChains];
-    for (int c = 0; c < kChains; ++c) chain[c] = splat((float)(task + c));  // each its own, and unknown to the compiler
+    for (int c = 0; c < kChains; ++c) chain[c] = splat((float)(task + c));  // distinct, unknown to the compiler
     for (int64_t round = 0; round < rounds; ++round)
       for (int c = 0; c < kChains; ++c) chain[c] = Arithmetic::step(chain[c]);
     for (int c = 1; c < kChains; ++c) chain[0] += chain[c];
@@ -47,7 +47,7 @@ void run(float* sink, int64_t operations, const Parallel& parallel) {
 }
 
 #if defined(__AMX_BF16__)
-// On arbitrary numbers: the clock is higher on zeros.
+// Multiply arbitrary numbers, because the clock is higher on zeros.
 void run_pairs(float* sink, int64_t operations, const Parallel& parallel) {
   const int64_t rounds = rounds_of(operations, 4 * 2 * 16 * 16 * 32, parallel);
   parallel_for(parallel, parallel.threads, parallel.threads, [&](int64_t task, int) {

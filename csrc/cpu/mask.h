@@ -1,21 +1,21 @@
-// Which tiles and keys the mask excludes, and rows of it.
+// The mask: the tiles and keys that it excludes, and reads of its rows.
 #pragma once
 #include "sequence.h"
 
 namespace fastattn {
 namespace {
 
-// Of a tile: no pair is visible, some are, all are.
+// Coverage of a tile: no pair is visible, some pairs are, all pairs are.
 enum class Coverage : uint8_t { empty, partial, full };
 
-// The coverage of every tile by the mask, and the keys that no query of a head sees; read once before the kernel. A
-// tile ends with the last key that the mask lets any of its queries see.
+// The coverage of every tile by the mask, and the keys that no query of a head sees. It is computed once, before the
+// kernel. A tile ends with the last key that the mask shows to any of its queries.
 struct BlockMask {
   int64_t panels, blocks, keys;
-  Coverage* coverage;  // (mask.batches * mask.heads, panels, blocks)
-  uint8_t* count;      // of the same shape: keys of the tile
-  uint8_t* visible;    // (mask.batches * mask.heads, keys): some query sees the key
-  uint8_t* hidden;     // (mask.batches * mask.heads, blocks): no query sees some key of the block
+  Coverage* coverage;  // (mask.batches * mask.heads, panels, blocks).
+  uint8_t* count;      // (mask.batches * mask.heads, panels, blocks): keys of the tile.
+  uint8_t* visible;    // (mask.batches * mask.heads, keys): 1 if some query sees the key.
+  uint8_t* hidden;     // (mask.batches * mask.heads, blocks): 1 if the block has a key that no query sees.
 
   BlockMask(const Attention& a, Arena* arena) {
     const bool none = a.mask.data == nullptr;
@@ -37,8 +37,8 @@ struct BlockMask {
     return (index(m, batch, head) * panels + (panels == 1 ? 0 : query / kBlockM)) * blocks + key / kBlockN;
   }
 
-  // Which keys of a block some query of the heads sees through the window and through the mask: 1 or 0 each in
-  // `buffer` (kBlockN), or null: all. The others may hold NaN.
+  // Return which keys of a block some query sees through the window and some query of the heads through the mask, as 1
+  // or 0 in `buffer` (kBlockN); or null if all are seen. Unseen keys may hold NaN.
   const uint8_t* visible_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key,
                               int count, uint8_t* buffer) const {
     const int64_t begin = s.begin(0) - key, end = s.end(s.seqlen_q - 1) - key;
@@ -62,7 +62,7 @@ struct BlockMask {
   void read(const Attention& a, const Parallel& parallel, int workers) const;
 };
 
-// n values of a row of a float mask.
+// Load n values of a row of a float mask as float32.
 FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* to) {
   with_type(m.dtype, [&](auto type) {
     const decltype(type)* from = (const decltype(type)*)m.data + offset;
@@ -74,7 +74,7 @@ FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* 
   });
 }
 
-// The same row as bytes, not 0 where the key is visible, in place or in `buffer` (kBlockN).
+// Return n values of a row of any mask as bytes, in place or in `buffer` (kBlockN). A visible key's byte is not 0.
 FASTATTN_INLINE const uint8_t* visible_row(const Mask& m, int64_t offset, int n, uint8_t* buffer) {
   if (m.dtype == Dtype::boolean) {
     const uint8_t* from = (const uint8_t*)m.data + offset;

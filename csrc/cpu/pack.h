@@ -1,4 +1,4 @@
-// Packing of operands into panels: rows of units padded with zeros, transposed, and pairs of rows interleaved.
+// Packing of operands: rows of units padded with zeros, transposed panels, and interleaved pairs of rows.
 #pragma once
 #include "blocks.h"
 #include "product.h"
@@ -6,7 +6,7 @@
 namespace fastattn {
 namespace {
 
-// The lower lanes of a and b alternating, and the upper ones.
+// Interleave the lanes of a and b: the lower halves into `low`, the upper halves into `high`.
 FASTATTN_INLINE void interleave(vf a, vf b, vf* low, vf* high) {
 #if defined(__AVX512F__)
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -29,7 +29,7 @@ FASTATTN_INLINE void interleave(vf a, vf b, vf* low, vf* high) {
 #endif
 }
 
-// A square of kLanes x kLanes in registers.
+// Transpose a square of kLanes x kLanes in registers.
 FASTATTN_INLINE void transpose(vf (&x)[kLanes]) {
   vf y[kLanes];
 #pragma GCC unroll 4
@@ -41,7 +41,7 @@ FASTATTN_INLINE void transpose(vf (&x)[kLanes]) {
   }
 }
 
-// to (columns, rows) = from (rows, columns), in units; both counts are multiples of kLanes.
+// Transpose from (rows, columns) to (columns, rows), in units. Both counts are multiples of kLanes.
 template <class Unit>
 void transpose(const Unit* from, int64_t from_stride, int rows, int columns, Unit* to, int64_t to_stride) {
   for (int row = 0; row < rows; row += kLanes)
@@ -55,7 +55,7 @@ void transpose(const Unit* from, int64_t from_stride, int rows, int columns, Uni
     }
 }
 
-// One row as units, padded with zeros to `width`, a multiple of kLanes.
+// Copy one row as units, padded with zeros to `width` units, a multiple of kLanes.
 template <class T>
 FASTATTN_INLINE void pack_row(const T* from, int length, float* to, int64_t width) {
   int i = 0;
@@ -74,7 +74,8 @@ FASTATTN_INLINE void clear_row(Unit* to, int64_t width) {
   memset((void*)to, 0, (size_t)width * sizeof *to);
 }
 
-// Rows 2 i and 2 i + 1 as row i of pairs. Rows beyond `rows`, and those not `visible` (null: all are), become zero.
+// Pack rows 2 i and 2 i + 1 as row i of pairs. Rows beyond `rows` become 0, and rows that are not visible; a null
+// `visible` means that all are.
 FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, int length, Pair* to, int64_t width,
                                 const uint8_t* visible) {
   for (int row = 0; row < rows; row += 2, to += width) {
@@ -96,8 +97,8 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
   }
 }
 
-// A block of keys as A of a product over them: pairs of rows, for AMX transposed and padded with zeros to whole tiles.
-// `buffer` holds the block.
+// Pack a block of keys as A of a product over keys: as pairs of rows. For AMX the pairs are also transposed and padded
+// with zeros to whole tiles; `buffer` holds them before that.
 inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length, Pair* to, int width,
                       const uint8_t* visible, Pair* buffer) {
   if constexpr (!kUsesAmx<Pair>) return pack_pairs(from, stride, keys, length, to, width, visible);

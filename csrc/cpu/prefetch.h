@@ -1,5 +1,5 @@
-// Software prefetch of the next task's operands and results, a few cache lines between rows of this task's products:
-// each short sequence is read once, too briefly for the hardware prefetcher.
+// Software prefetch of the next task's operands and results, a few cache lines at a time between rows of this task's
+// products. A short sequence is read once, which is too brief for the hardware prefetcher.
 #pragma once
 #include "product.h"
 #include "sequence.h"
@@ -12,12 +12,12 @@ struct Prefetcher {
 
   struct Operand {
     const char* data;
-    int64_t stride, rows, bytes;  // bytes: of a row
+    int64_t stride, rows, bytes;  // stride in bytes, rows, bytes per row
   } operand[8];
-  int left = 0;  // operands; the last one comes first
+  int left = 0;  // operands left; the last one comes first
   int64_t row = 0, byte = 0;
 
-  // Whether heads are short: a long one's rows serve so many products that fetching them hardly counts.
+  // Whether heads are short. The rows of a long head serve so many products that the time to fetch them hardly counts.
   template <class T>
   static bool serves(const Attention& a) {
     return max(a.seqlen_q, a.seqlen_k) * (a.head_dim + a.value_head_dim) * (int64_t)sizeof(T) <= kMaxBytes;
@@ -47,8 +47,8 @@ struct Prefetcher {
   }
 };
 
-// A product, a few rows at a time while there is something to prefetch between them. In short bursts: a long one
-// stalls, and the product with it.
+// Compute a product, a few rows at a time while there is something left to prefetch between them. Bursts are short,
+// because a long burst would stall, and the product with it.
 template <bool by_columns, Beta beta, class Unit>
 FASTATTN_INLINE void multiply(int vectors, Product<Unit> p, Prefetcher* next) {
   constexpr int kRows = kUsesAmx<Unit> ? 2 * kLanes : kMicroRows, kLines = 48;

@@ -1,17 +1,19 @@
 // Microkernels of attention's products: C (rows, columns) = A (rows, depth) B (depth, columns) + beta C.
 //
-// Queries are lanes. A panel holds up to kBlockM queries transposed, (head_dim, query), so that B is always a panel or
-// a tile, loaded as vectors, and elements of A are broadcast from where they lie:
+//   for each group of kMicroRows rows (on AMX 32): C of the group stays in registers;
+//     for each unit of depth: load B as vectors, broadcast the elements of A from where they lie, multiply and add;
+//     write C.
 //
-//   scores   S(key, query)          = K(key, head_dim) Q'(head_dim, query)  A by rows
-//   output   O(head_dim, query)    += V'(head_dim, key) P(key, query)       A by columns
-//   dV       dV(key, head_dim)     += P(key, query) dO(query, head_dim)     A by rows
+// Queries are lanes, so softmax works on whole vectors with one query per lane. B is a panel, (head_dim, query), or a
+// tile, (key, query). The products and how A is read:
 //
-// Softmax then works on whole vectors with one query in each lane.
+//   scores: S (key, query) = K (key, head_dim) Q' (head_dim, query), by rows.
+//   output: O' (head_dim, query) += V' (head_dim, key) P (key, query), by columns.
+//   dV: dV (key, head_dim) += P (key, query) dO (query, head_dim), by rows.
 //
-// The unit of a product is a float32, or with bfloat16 dot-product instructions a pair of bfloat16, neighbours along
-// depth. AMX loads A by rows only, so what is read by columns elsewhere is packed transposed, and its depth is a
-// multiple of the tile's, so both operands are padded with zeros.
+// C is float32. A and B consist of units: a unit is a float32. With bfloat16 dot-product instructions it is a pair of
+// bfloat16, neighbours along depth. AMX loads A only by rows and needs a depth of whole tiles. So operands that other
+// instruction sets read by columns are packed transposed, and both operands are padded with zeros.
 #pragma once
 #include "amx.h"
 #include "simd.h"
@@ -33,7 +35,7 @@ struct Pair {
   bfloat16 even, odd;
 };
 
-// The unit that elements of type T are computed in, and whether their rows are rows of units in memory.
+// The unit that elements of type T are computed in; in_memory: their rows in memory are rows of units.
 template <class T>
 struct UnitOf {
   typedef float Unit;
@@ -62,7 +64,7 @@ template <>
 constexpr bool kUsesAmx<Pair> = true;
 #endif
 
-// Whether AMX's files leave products of type T to avx512_bf16's, whose tiles suit vectors.
+// Whether the kernels compiled for AMX leave products of type T to those of avx512_bf16, whose tile sizes suit vectors.
 #if defined(__AMX_BF16__)
 template <class T>
 constexpr bool kLeftToVectors = !kUsesAmx<typename UnitOf<T>::Unit>;
@@ -108,7 +110,7 @@ FASTATTN_INLINE vf multiply_add(vf a, vf b, vf c, Pair) {
   return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 }
 
-// Lane by lane: the two numbers rounded to a pair.
+// Round the two numbers of each lane to a pair.
 FASTATTN_INLINE vf make_pairs(vf even, vf odd, Pair) {
   static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -127,12 +129,12 @@ FASTATTN_INLINE vf load_unit(const Pair* p) {
 
 FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
 
-// beta of C = A B + beta C: 0, a factor for each column, 1. On vectors A B is accumulated from 0 before C is added
-// (blocked summation): the rounding error grows with the square roots of depth and of the number of tiles, not of their
-// product.
+// beta of C = A B + beta C: 0, a factor per column, or 1. On vectors A B is accumulated from 0 before C is added
+// (blocked summation). So the rounding error grows with the sum of the square roots of depth and of the number of
+// tiles, not with the square root of their product.
 enum class Beta { zero, vector, one };
 
-// Rows in memory, at a stride in bytes.
+// Rows in memory; the stride is in bytes.
 struct Matrix {
   const char* data;
   int64_t stride;
@@ -164,7 +166,7 @@ FASTATTN_INLINE void epilogue(const Product<Unit>& p, vf sum, int m, int n) {
   if constexpr (beta == Beta::one) store(c, load(c) + sum);
 }
 
-// M rows x N vectors of C in registers. A(m, k) is at m * stride + 4 k, by columns at k * stride + 4 m.
+// Compute M rows x N vectors of C in registers. A(m, k) is at byte m * stride + 4 k; by columns at k * stride + 4 m.
 template <int M, int N, bool by_columns, Beta beta, class Unit>
 FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
   vf sum[M][N];
@@ -195,8 +197,8 @@ FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
     for (int n = 0; n < N; ++n) epilogue<beta>(p, sum[m][n], m, n);
 }
 
-// M x N AMX tiles of C, which are cleared or added to where they lie, not after the product: what bfloat16 operands
-// round is far more than what float32 sums of a chunk lose by it.
+// Compute M x N AMX tiles of C, which accumulate in place: the rounding of bfloat16 operands dominates the float32
+// summation error of a chunk.
 template <int M, int N, bool clear>
 FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
   const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair), c_bytes = p.c_stride * (int64_t)sizeof(float);
@@ -234,7 +236,7 @@ FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
   if constexpr (M > 1 && N > 1) store_tile<3>(below + kLanes, c_bytes);
 }
 
-// C *= beta.
+// Multiply C by beta.
 inline void rescale(const Product<Pair>& p, int vectors) {
   for (int n = 0; n < vectors; ++n) {
     const vf factor = load(p.beta + n * kLanes);
@@ -243,7 +245,7 @@ inline void rescale(const Product<Pair>& p, int vectors) {
   }
 }
 
-// M rows of tiles, of all columns: A stays in cache.
+// Compute M rows of AMX tiles in all columns, so that A stays in the cache.
 template <int M, bool clear>
 FASTATTN_INLINE void amx_rows(Product<Pair> p, int vectors) {
   constexpr int kTwo = 2 * kLanes;
@@ -257,7 +259,7 @@ __attribute__((noinline)) void amx_product(Product<Pair> p, int vectors) {
   for (; p.rows >= kTwo; p.advance(kTwo, p.a.stride)) amx_rows<2, clear>(p, vectors);
   for (; p.rows > 0; p.advance(kLanes, p.a.stride)) {
     const int count = min(p.rows, kLanes);
-    if (count < kLanes) shape_tiles(count);  // rows beyond the last are not touched: there may be no memory
+    if (count < kLanes) shape_tiles(count);  // rows beyond the last are not accessed; their memory may not exist
     amx_rows<1, clear>(p, vectors);
     if (count < kLanes) shape_tiles(kLanes);
   }
@@ -278,7 +280,7 @@ __attribute__((noinline)) void vector_product(Product<Unit> p) {
   if (p.rows >= 1) microkernel<1, N, by_columns, beta>(p);
 }
 
-// A product of `vectors` vectors of columns, at most kPanelVectors.
+// Compute a product of `vectors` vectors of columns, at most kPanelVectors.
 template <bool by_columns, Beta beta, class Unit>
 FASTATTN_INLINE void multiply(int vectors, const Product<Unit>& p) {
   if constexpr (kUsesAmx<Unit>) {

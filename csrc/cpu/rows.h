@@ -1,4 +1,4 @@
-// Row operations go over a stack of matrices in blocks of 16 rows, the height of the dropout formula's tile.
+// Row operations: loops over a stack of matrices in blocks of 16 rows, the height of the dropout formula's tile.
 #pragma once
 #include "../common/parallel.h"
 #include "dropout_mask.h"
@@ -6,7 +6,7 @@
 namespace fastattn {
 namespace {
 
-constexpr int64_t kElementsPerWorker = 32768;  // below this a second thread costs more than it brings
+constexpr int64_t kElementsPerWorker = 32768;  // with fewer, a second thread costs more than it saves
 constexpr int64_t kElementsPerTask = 8192;
 constexpr int64_t kStreamedBytes = 8 << 20;
 constexpr uintptr_t kPrefetchDistance = 4096;
@@ -15,28 +15,28 @@ inline int useful_workers(const Parallel& parallel, int64_t elements) {
   return (int)max(1, min(parallel.threads, elements / kElementsPerWorker));
 }
 
-// Prefetch a page ahead of p, where later rows are: the hardware prefetcher stops at each page, and memory would idle
+// Prefetch one page ahead of p, where later rows are. The hardware prefetcher stops at each page, so memory would idle
 // while a row's other passes hit the caches. An address beyond the operand does no harm.
 FASTATTN_INLINE void prefetch_ahead(const void* p) {
   __builtin_prefetch((const void*)((uintptr_t)p + kPrefetchDistance));
 }
 
-// As load(), for the first pass over an operand.
+// Load n elements as load() does, and prefetch. It serves the first pass over an operand.
 template <class T>
 FASTATTN_INLINE vf load_ahead(const T* p, int n) {
   prefetch_ahead(p);
   return load(p, n);
 }
 
-// Call body(begin, end) for parts of [0, columns). Blocked summation: each part in float32, their sums in float64,
-// which bounds the rounding error of a long row.
+// Call body(begin, end) for parts of [0, columns). Callers sum each part in float32 and the parts in float64. This
+// blocked summation bounds the rounding error of a long row.
 template <class Body>
 FASTATTN_INLINE void for_each_part(int64_t columns, const Body& body) {
   constexpr int64_t kPart = 512;
   for (int64_t begin = 0; begin < columns; begin += kPart) body(begin, min(columns, begin + kPart));
 }
 
-// A row of an output, written with non-temporal stores where the output would evict everything else from the caches.
+// A row of an output. It is written with non-temporal stores if the output would evict everything else from the caches.
 template <class T>
 struct OutputRow {
   T* data;
@@ -55,8 +55,8 @@ struct OutputRow {
   }
 };
 
-// Rows first .. first + rows - 1 of matrix z, or a part of them: the lines [line_begin, line_end), where line l is the
-// rows first + l and first + l + 8, which share their Philox calls.
+// Rows first .. first + rows - 1 of matrix z, or a part of them: the lines [line_begin, line_end). Line l is rows
+// first + l and first + l + 8, which share their Philox calls.
 struct RowBlock {
   int64_t z, first;
   int rows;
@@ -65,12 +65,12 @@ struct RowBlock {
   bool has(int row) const { return row < rows && row % 8 >= line_begin && row % 8 < line_end; }
 };
 
-// Call body(block, worker) with every row of every matrix in exactly one block.
+// Call body(block, worker) so that every row of every matrix is in exactly one block or part of a block.
 template <class Body>
 void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Parallel& parallel, const Body& body) {
   const int64_t blocks = ceil_div(rows, kTileRows);
   const int64_t block_elements = min(rows, kTileRows) * columns;
-  // Narrow rows: several blocks to a task. Wide ones: a block in 2, 4 or 8 tasks.
+  // If rows are narrow, a task has several blocks. If they are wide, a block is divided among 2, 4 or 8 tasks.
   int64_t splits = 1;
   while (splits < 8 && block_elements / splits > kElementsPerTask) splits *= 2;
   const int64_t lines = 8 / splits, units = matrices * blocks * splits;
@@ -92,7 +92,7 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
                });
 }
 
-// The keep bits of the block's rows for tiles [tile_begin, tile_end): keep[row * stride + tile - tile_begin].
+// Compute keep[row * stride + tile - tile_begin], the keep bits of the block's rows for tiles [tile_begin, tile_end).
 FASTATTN_INLINE void keep_block(Seed seed, int threshold, const RowBlock& block, int64_t tile_begin, int64_t tile_end,
                                 uint32_t* keep, int64_t stride) {
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {

@@ -1,4 +1,4 @@
-// A sequence of the batch, dense or packed, and where its rows lie.
+// A sequence of the batch, dense or packed, and the places of its rows.
 #pragma once
 #include "../common/attention.h"
 #include "../common/parallel.h"
@@ -9,7 +9,7 @@ namespace {
 
 struct Sequence {
   int64_t index, first_query, first_key, seqlen_q;
-  int64_t seqlen_k;  // in memory: those beyond the length too
+  int64_t seqlen_k;  // keys in memory, also those beyond the length
   Visibility<int64_t> visibility;
 
   int64_t length() const { return visibility.length; }
@@ -32,17 +32,17 @@ FASTATTN_INLINE T* row_pointer(const Heads& heads, int64_t batch, int64_t head, 
   return (T*)heads.data + row_offset(heads, batch, head, row);
 }
 
-// Of a query's statistics.
+// Return the offset of a query's statistics (LSE, row_max, row_sum), in elements.
 FASTATTN_INLINE int64_t stats_offset(const Attention& a, const Sequence& s, int64_t head, int64_t query) {
   if (a.cu_seq_q) return (s.first_query + query) * a.num_heads + head;
   return (s.index * a.num_heads + head) * a.seqlen_q + query;
 }
 
-// How many query heads share a key/value head; there may be no heads at all.
+// Return the number of query heads per key/value head. There may be no heads at all.
 FASTATTN_INLINE int64_t group_of(const Attention& a) { return a.num_heads / max(a.num_kv_heads, 1); }
 
-// A second thread is worth waking for some 20 us of work; a (batch, head) is some, however short its rows are, and the
-// keys of a single query cost their way from memory.
+// Return how many threads are worth waking. A thread pays off from about 20 us of work. Each (batch, head) has a fixed
+// cost. A single query counts as two, because its keys have to come from memory.
 FASTATTN_INLINE int useful_workers(const Attention& a, const Parallel& parallel, int products) {
   const double pairs = (double)max(a.seqlen_q, 2) * a.seqlen_k;
   const double work = a.batch * a.num_heads * (0.5 * pairs * (a.head_dim + a.value_head_dim) * products + 2000);

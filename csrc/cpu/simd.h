@@ -1,13 +1,13 @@
-// One vector of float32 for every instruction set, on the vector extensions of GCC and Clang.
+// A vector of float32 for every instruction set, in the vector extensions of GCC and Clang.
 //
-// The kernels are compiled once per instruction set. Everything here has internal linkage and includes C headers only,
-// so that no function compiled for a wide set can be shared with code that must run everywhere.
+// The kernels are compiled once per instruction set. Everything here has internal linkage, and this file includes only
+// C headers. So the linker cannot share a function compiled for a wide set with code that must run everywhere.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)  // GCC's header initialises its "undefined" vectors with themselves
+#if defined(__GNUC__) && !defined(__clang__)  // GCC's header initialises its "undefined" vectors with themselves.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -38,10 +38,10 @@ namespace {
 constexpr int kLanes = FASTATTN_VECTOR_BYTES / 4;
 
 typedef float vf __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));
-typedef int32_t vi __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));       // masks: 0 or -1 in each lane
-typedef uint32_t vu __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));      // bits: arithmetic wraps
-typedef uint16_t vh __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 2)));  // as many 16-bit lanes as vf has
-typedef uint8_t vb __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 4)));   // as many bytes
+typedef int32_t vi __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));       // Masks: 0 or -1 per lane.
+typedef uint32_t vu __attribute__((vector_size(FASTATTN_VECTOR_BYTES)));      // Bits: arithmetic wraps.
+typedef uint16_t vh __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 2)));  // kLanes 16-bit lanes.
+typedef uint8_t vb __attribute__((vector_size(FASTATTN_VECTOR_BYTES / 4)));   // kLanes bytes.
 
 FASTATTN_INLINE vf splat(float x) { return x - vf{}; }
 FASTATTN_INLINE vu splat_bits(uint32_t x) { return x + vu{}; }
@@ -49,7 +49,7 @@ FASTATTN_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 FASTATTN_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 FASTATTN_INLINE vu select(vi mask, vu a, vu b) { return mask ? a : b; }
 
-// x rounded to float32: not contracted with what is added to it.
+// Return x rounded to float32. The barrier keeps the compiler from contracting x, a product, with a later addition.
 FASTATTN_INLINE vf rounded(vf x) {
 #if defined(__aarch64__)
   __asm__("" : "+w"(x));
@@ -59,7 +59,7 @@ FASTATTN_INLINE vf rounded(vf x) {
   return x;
 }
 
-// Where a is NaN the result is b, as with maxps.
+// Return the maximum per lane. If a is NaN, the result is b, as with maxps.
 FASTATTN_INLINE vf max(vf a, vf b) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -110,7 +110,7 @@ FASTATTN_INLINE vf select_bits(uint32_t bits, vf a, vf b) {
 #endif
 }
 
-// x where the bit is set, else 0.
+// Return x in the lanes whose bit is set, 0 in the others.
 FASTATTN_INLINE vf keep_bits(uint32_t bits, vf x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_mov_ps((__mmask16)bits, (__m512)x);
@@ -164,7 +164,7 @@ FASTATTN_INLINE vf to_float(vh x, float16) {
 #elif defined(__aarch64__)
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)x));
 #else
-  // The exponent is rebiased by a multiplication, which is right for subnormal numbers too.
+  // A multiplication rebiases the exponent, which is correct for subnormal numbers too.
   const vu bits = widen(x), magnitude = (bits & 0x7fff) << 13;
   const vu finite = (vu)((vf)magnitude * splat(0x1p112f));
   return (vf)(select(magnitude >= splat_bits(0x7c00u << 13), magnitude | 0x7f800000, finite) | (bits & 0x8000) << 16);
@@ -181,7 +181,7 @@ FASTATTN_INLINE vh from_float(vf x, float16) {
 #else
   const vu magnitude = (vu)x & 0x7fffffff;
   const vu normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  const vu subnormal = (vu)((vf)magnitude + splat(0.5f)) - 0x3f000000;  // the addition rounds at the right bit
+  const vu subnormal = (vu)((vf)magnitude + splat(0.5f)) - 0x3f000000;  // the addition rounds at the half's last bit
   vu half = select(magnitude < splat_bits(113u << 23), subnormal, normal);
   half = select(magnitude >= splat_bits(0x477ff000), splat_bits(0x7c00), half);  // 65520 and above
   half = select(magnitude > splat_bits(0x7f800000), splat_bits(0x7e00), half);
@@ -212,7 +212,7 @@ FASTATTN_INLINE void store(T* p, vf x) {
   memcpy(p, &h, sizeof h);
 }
 
-// Non-temporal store, for p a multiple of the stored size. finish_stream() is its fence.
+// Store without caching. p must be a multiple of the stored size. finish_stream() is the fence.
 FASTATTN_INLINE void stream(float* p, vf x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)x);
@@ -242,7 +242,7 @@ FASTATTN_INLINE void finish_stream() {
 #endif
 }
 
-// The first n lanes (0 <= n <= kLanes); the others read as 0 and are not touched in memory.
+// Load or store the first n lanes, 0 <= n <= kLanes. The other lanes read as 0; their memory is not accessed.
 FASTATTN_INLINE vf load(const float* p, int n) {
   if (n == kLanes) return load(p);
 #if defined(__AVX512F__)
@@ -286,7 +286,7 @@ FASTATTN_INLINE void store(T* p, vf x, int n) {
 #endif
 }
 
-// Call body(j, n) for the vectors of the columns [begin, end): n lanes from column j, a constant but for the remainder.
+// Call body(j, n) for the vectors of the columns [begin, end), n lanes from column j. n is kLanes, except for the last.
 template <class Body>
 FASTATTN_INLINE void for_each_vector(int64_t begin, int64_t end, const Body& body) {
   int64_t j = begin;
@@ -299,14 +299,14 @@ FASTATTN_INLINE void for_each_vector(int64_t columns, const Body& body) {
   for_each_vector(0, columns, body);
 }
 
-// Bytes as a mask: -1 where not 0.
+// Load n bytes as a mask: -1 for bytes that are not 0.
 FASTATTN_INLINE vi load_nonzero(const uint8_t* p, int n) {
   vb x = {};
   memcpy(&x, p, (size_t)n);
   return __builtin_convertvector(x, vu) != 0;
 }
 
-// f(T{}) of the floating-point type that a dtype names.
+// Call f(T{}) with the floating-point type T that a dtype names.
 template <class F>
 FASTATTN_INLINE auto with_type(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -316,19 +316,20 @@ FASTATTN_INLINE auto with_type(Dtype dtype, const F& f) {
   }
 }
 
-// ---- the exponential: 0 from somewhere below the normal range down to -inf; NaN stays NaN ----
+// ---- the exponential: results below the normal range are 0, also for -inf; NaN stays NaN ----
 
-// p * 2^n for integral n in [-127, 127], given as the bits of 1.5 * 2^23 + n; 0 at n = -127.
+// Return p * 2^n for an integer n in [-127, 127], given as the bits of 1.5 * 2^23 + n. The result is 0 at n = -127.
 FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) { return p * (vf)(((vu)shifted + 127) << 23); }
 
 constexpr float kLog2e = 1.44269504f;
-constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
+constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer and leaves that in the low bits
 
-// 2^x, x <= 127. Relative error below 1.7e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); 2^0 is exactly 1: online
-// softmax rescales by it wherever the maximum stays, and must not drift.
+// Return 2^x for x <= 127. The relative error is below 1.7e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]). 2^0 is
+// exactly 1, because online softmax rescales by it while the maximum stays, and must not drift.
 FASTATTN_INLINE vf exp2(vf x) {
 #if defined(__AVX512F__)
-  // Mask rather than clamp: a subnormal result, or underflow to 0, is a microcode assist of 100 cycles on Intel.
+  // Mask instead of clamping: a subnormal result, or an underflow to 0, takes a microcode assist of 100 cycles on
+  // Intel.
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ);
   const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else

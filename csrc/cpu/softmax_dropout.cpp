@@ -1,4 +1,14 @@
-// Softmax-dropout, forward and backward, a row at a time.
+// Softmax-dropout, forward and backward, one row at a time.
+//
+//   forward: for each block of 16 rows, or a part of it, in parallel: draw the keep bits; for each row:
+//     for each vector of visible columns: row_max;  again: row_sum and exp(score - row_max);  again: out.
+//   backward: for each block, in parallel: draw the keep bits; for each row:
+//     for each vector of visible columns: P and sum_j P dP;  again: grad_input, and grad_score into the mask's sums.
+//   backward with the mask's gradient: a task is one split of one group of mask rows and visits the blocks of scores
+//   that the group is broadcast to; then the splits are added in order.
+//
+// input, out, grad_out and grad_input are (batch, heads, rows, columns), in one dtype. The statistics are (2, batch,
+// heads, rows), float32. Mask and its gradient are broadcastable to the scores.
 #include <math.h>
 
 #include "../common/softmax_dropout.h"
@@ -10,7 +20,7 @@ namespace {
 
 // ---- scores ----
 
-// The columns that row i of batch b sees, but for the mask: [begin, end).
+// The columns [begin, end) of a row that the lengths and the window leave visible. The mask may hide more.
 struct Range {
   int64_t begin, end;
 };
@@ -24,7 +34,7 @@ inline Range visible(const Scores& s, int64_t b, int64_t i) {
 constexpr int64_t align_down(int64_t j) { return j / kLanes * kLanes; }
 constexpr int64_t align_up(int64_t j) { return ceil_div(j, kLanes) * kLanes; }
 
-// Call body(j, n) for the vectors that cover the range, of which n lanes lie within the row.
+// Call body(j, n) for the vectors that cover the range. n lanes lie within the row.
 template <class Body>
 FASTATTN_INLINE void for_each_vector(Range range, int64_t columns, const Body& body) {
   const int64_t whole = min(align_up(range.end), align_down(columns));
@@ -33,7 +43,7 @@ FASTATTN_INLINE void for_each_vector(Range range, int64_t columns, const Body& b
   if (j < range.end) body(j, (int)(columns - j));
 }
 
-// The sum over a row of what body(j, n), called as by for_each_vector, returns.
+// Return the sum over a row of the vectors that body(j, n) returns, called as by for_each_vector.
 template <class Body>
 FASTATTN_INLINE float sum_vectors(Range range, int64_t columns, const Body& body) {
   const int64_t first = align_down(range.begin);
@@ -72,7 +82,7 @@ void mask_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range
   });
 }
 
-// buffer[j] = score of column j for the vectors that cover the range; -inf in their lanes outside it.
+// Compute buffer[j], the score of column j, for the vectors that cover the range. Lanes outside the range get -inf.
 template <class T>
 void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer) {
   const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
@@ -86,9 +96,9 @@ void score_row(const Scores& scores, int64_t b, int64_t h, int64_t i, Range rang
   for (int64_t j = range.end; j < align_up(range.end); ++j) buffer[j] = -INFINITY;
 }
 
-// body(score), where score(j, n) is the vector of scores from column j on, n lanes of which lie within the row; -inf in
-// the lanes outside the range. Each call rematerialises them from the input; with a mask or a partial row they are
-// computed into the buffer first. `body` may write its own values there, vector by vector.
+// Call body(score), where score(j, n) returns the scores from column j on. n lanes lie within the row; lanes outside
+// the range are -inf. Each call of score recomputes them from the input. With a mask or a partial row, they are
+// computed into the buffer first. `body` may overwrite the buffer vector by vector.
 template <class T, class Body>
 FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int64_t i, Range range, float* buffer,
                                  const Body& body) {
@@ -98,7 +108,7 @@ FASTATTN_INLINE void with_scores(const Scores& scores, int64_t b, int64_t h, int
   }
   const T* input = (const T*)scores.input.data + row_offset(scores.input, b, h, i);
   body([&](int64_t j, int n) {
-    // Rounded before row_max is subtracted: an exact product may differ from a large row_max by hundreds.
+    // Round before row_max is subtracted, because an exact product may differ from a large row_max by hundreds.
     const vf score = rounded(load_ahead(input + j, n) * scores.scale);
     return n == kLanes ? score : select_bits(first_lanes(n), score, splat(-INFINITY));
   });
@@ -190,7 +200,7 @@ void forward_of(const SoftmaxDropout& p, const Parallel& parallel, char* workspa
 
 // ---- backward ----
 
-// mask_sum: float32 (columns,) to which grad_s is added, or null.
+// Compute the gradient of one row. `mask_sum`, (columns) float32 or null, is increased by grad_s.
 template <class T>
 void backward_row(const SoftmaxDropoutBackward& p, int64_t b, int64_t h, int64_t i, const uint32_t* keep, float* buffer,
                   float* mask_sum) {
@@ -238,14 +248,15 @@ void backward_block(const SoftmaxDropoutBackward& p, const RowBlock& block, cons
                       scratch.row, mask_sum ? mask_sum + r * mask_sum_row : nullptr);
 }
 
-// The gradient of the mask: a group is a block of mask rows (one row where the mask has no row dimension), and sums
-// over the blocks of scores that it is broadcast to, in a fixed number of splits that are then added in order.
+// The groups of the mask's gradient. A group is a block of mask rows, or one row if the mask has no row dimension. Its
+// items are the blocks of scores that it is broadcast to. A fixed number of splits sums them; splits are added in
+// order.
 struct MaskGroups {
-  bool full[4];                 // the dimensions of the scores that the mask has
-  int64_t groups[3], items[3];  // along batch, heads, blocks of rows: for each, one of the two is 1
+  bool full[4];                 // Dimensions of the scores that the mask has.
+  int64_t groups[3], items[3];  // Along batch, heads and blocks of rows. One of the two is 1.
   int64_t group_count, item_count, splits, items_per_split;
-  int64_t mask_rows;   // a group's, at most
-  int64_t row_floats;  // the columns, in whole vectors of any instruction set
+  int64_t mask_rows;   // Maximum mask rows per group.
+  int64_t row_floats;  // Columns, rounded up to whole vectors of any instruction set.
 
   explicit MaskGroups(const SoftmaxDropoutBackward& p) {
     const Scores& s = p.scores;

@@ -1,4 +1,4 @@
-// A tile of scores: how much of it is visible, its mask and its dropout.
+// A tile of scores (kBlockN, kBlockM), float32: its visible part, its mask and its dropout.
 #pragma once
 #include "dropout_mask.h"
 #include "mask.h"
@@ -7,11 +7,13 @@
 namespace fastattn {
 namespace {
 
-// The keys [key, key + keys) and the queries [query, query + queries) of a sequence.
+// The keys [key, key + keys) and the queries [query, query + queries) of a sequence; `vectors` vectors hold the
+// queries.
 struct Tile {
   int64_t query, key;
   int queries, keys, vectors;
-  Coverage window, mask;  // of these keys, by each alone; `window` is empty where no pair is left
+  Coverage window,
+      mask;  // coverage by the window and by the mask, each by itself; `window` is empty if no pair is left
 
   Tile(const Attention& a, const Sequence& s, const BlockMask& block_mask, int64_t head, int64_t first_query,
        int64_t first_key)
@@ -33,7 +35,7 @@ struct Tile {
 
   bool empty() const { return window == Coverage::empty; }
 
-  // Every pair is visible and nothing is added.
+  // Whether every pair is visible and no float mask is added.
   bool full(const Attention& a) const {
     return window == Coverage::full && mask == Coverage::full && (!a.mask.data || a.mask.dtype == Dtype::boolean);
   }
@@ -51,7 +53,7 @@ FASTATTN_INLINE void transpose_bits(uint64_t word[kWord]) {
       }
 }
 
-// Which bytes are not 0: torch's bool may hold more than 0 and 1.
+// Return a bit per byte: 1 if the byte is not 0. torch's bool may hold other values than 0 and 1.
 FASTATTN_INLINE uint64_t pack_bits(const uint8_t* byte, int n) {
   constexpr uint64_t kOnes = 0x0101010101010101u, kLow = 0x7f * kOnes;
   uint64_t bits = 0;
@@ -66,13 +68,13 @@ FASTATTN_INLINE uint64_t pack_bits(const uint8_t* byte, int n) {
   return bits;
 }
 
-// A worker's buffers for the mask and dropout of a tile.
+// A worker's buffers for the mask and the dropout of a tile.
 struct MaskBuffers {
-  uint64_t* visible;      // (kBlockN): bit i of word j: query i of the panel sees key j
-  uint64_t* kept;         // (kBlockN): dropout keeps it
-  uint8_t* keys;          // (kBlockN): some query sees key j
-  uint8_t* queries;       // (kBlockM): query i sees some key
-  float *rows, *columns;  // (kBlockM, kBlockN) and (kBlockN, kBlockM): a float mask, and transposed
+  uint64_t* visible;      // (kBlockN). Bit i of word j: query i of the panel sees key j.
+  uint64_t* kept;         // (kBlockN). Bit i of word j: dropout keeps the pair.
+  uint8_t* keys;          // (kBlockN). Byte j: some query sees key j.
+  uint8_t* queries;       // (kBlockM). Byte i: query i sees some key.
+  float *rows, *columns;  // (kBlockM, kBlockN) and (kBlockN, kBlockM): a float mask, and its transpose.
 
   MaskBuffers() = default;
 
@@ -87,11 +89,11 @@ struct MaskBuffers {
   }
 };
 
-// Make products into scores: scale them, add a float mask, and write -inf where a query does not see the key.
+// Turn products into scores in place: scale them, add a float mask, and write -inf where a query does not see the key.
 inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers,
                         float* score) {
   uint64_t* visible = buffers.visible;
-  // Lanes beyond the queries see nothing: what a mask adds to them is arbitrary.
+  // Lanes beyond the queries see nothing, because a mask adds arbitrary values to them.
   const uint64_t queries = ~(uint64_t)0 >> (kWord - t.queries);
   for (int j = 0; j < t.keys; ++j) {
     visible[j] = queries;
@@ -141,7 +143,7 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
     }
 }
 
-// The same for one query and the keys [key, key + keys).
+// Add the mask and write -inf to the scores, scaled already, of one query and the keys [key, key + keys).
 inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
                      float* score) {
   const Mask& m = a.mask;
@@ -162,7 +164,7 @@ inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_
   for (int j = last; j < keys; ++j) score[j] = -kInfinity;
 }
 
-// Compute kept[j], bit i: dropout keeps query i, key j of the tile.
+// Compute kept[j], whose bit i says that dropout keeps query i, key j of the tile.
 inline void draw_dropout(const Attention& a, const Sequence& s, int64_t head, const Tile& t, uint64_t* kept) {
   const Seed seed = make_seed(a.seed);
   const uint32_t z = (uint32_t)(s.index * a.num_heads + head);
