@@ -1,8 +1,16 @@
-// Attention of few queries to many keys, forward: what decoding with a key-value cache runs on. Its bound is reading
-// the keys and values once.
+// Attention of few queries to many keys, forward, for decoding with a cache of keys and values. Reading the keys and
+// values once bounds its time ("Flash-Decoding", Dao, Haziza, Massa and Sizov 2023).
 //
-// Each block takes the queries that share a key/value head and one split of the keys, which are thus read once; a
-// second launch merges the splits ("Flash-Decoding", Dao, Haziza, Massa and Sizov 2023).
+//   attend, for each block of threads: a sequence, a key/value head, a split of the keys, up to Tile::kRows rows:
+//     for each warp: for every kWarps-th tile of kTileKeys = 16 keys of the split, ascending:
+//       S (rows, keys) = Q K';  P = exp(S - row_max);  O (rows, Ev) = rescale O + P V;
+//     merge the warps' O in order; write the output, or the split's part if there are several splits.
+//   merge, for each block of threads: one row: merge its splits.
+//
+// query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) and out (B, Hq, Lq, Ev) have dtype T. LSE, row_max
+// and row_sum are (B, Hq, Lq), float32. A row is one query of one head; rows that share a key/value head are
+// neighbours. A block of threads (a CUDA block) owns 8 rows of S in float32, 16 in 16-bit types, in the columns of its
+// split.
 #include "attention_tile.h"
 #include "kernels.h"
 #include "launch.h"
@@ -11,17 +19,18 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kMaxSplits = kThreads;  // one thread each in merge
-constexpr int kMinKeys = 128;         // of a split: two tiles a warp
+constexpr int kMaxSplits = kThreads;  // One thread per split in merge.
+constexpr int kMinKeys = 128;         // Minimum keys per split: two tiles per warp.
 constexpr float kLog2e = 1.4426950408889634f, kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;
 
-// Unnormalised results over splits of the keys: (count, batch, num_heads, seqlen_q) rows, of `pitch` columns in `out`.
+// Unnormalised results over splits of the keys: (count, batch, num_heads, seqlen_q) rows, float32. `out` has `pitch`
+// columns per row.
 struct Splits {
   float *out, *row_max, *row_sum;
   int count, pitch;
 };
 
-// The position of a flat index of (batch, num_heads, seqlen_q).
+// The position of a flat index into (batch, num_heads, seqlen_q).
 struct Row {
   int64_t batch, head, query;
 
@@ -38,7 +47,7 @@ __device__ float4 multiply_add(float factor, float4 x, float4 sum) {
   return {fmaf(factor, x.x, sum.x), fmaf(factor, x.y, sum.y), fmaf(factor, x.z, sum.z), fmaf(factor, x.w, sum.w)};
 }
 
-// What the mask adds to a score; -inf hides the key.
+// Return the mask's summand of a score. -inf hides the key.
 __device__ float mask_value(const Mask& mask, int64_t at) {
   switch (mask.dtype) {
     case Dtype::float32: return ((const float*)mask.data)[at];
@@ -49,7 +58,7 @@ __device__ float mask_value(const Mask& mask, int64_t at) {
   return ((const uint8_t*)mask.data)[at] ? 0.0f : -kInfinity;
 }
 
-// Epilogue: four columns of the result; the first thread of a row stores its statistics too.
+// Store four columns of the result. The first thread of a row stores its statistics too.
 template <class T>
 __device__ void store_row(const Attention& a, int row, int column, float4 x, float row_max, float row_sum) {
   T* out = (T*)a.out.data + Row(a, row).offset(a.out);
@@ -75,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
   const int warp = (int)threadIdx.x / 32;
 
   unsigned block = blockIdx.x;
-  const int in_group = (int)(block % (unsigned)row_tiles) * kRows;  // the first of this block's rows
+  const int in_group = (int)(block % (unsigned)row_tiles) * kRows;  // this block's first row within the group
   block /= (unsigned)row_tiles;
   const int split = (int)(block % (unsigned)splits.count);
   block /= (unsigned)splits.count;
@@ -93,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
         return in_tile < count ? (const T*)a.query.data + Row(a, first_row + in_tile).offset(a.query) : nullptr;
       },
       a.head_dim, shared);
-  int center[kOwnRows];  // the key on the diagonal; of missing rows one that no window reaches
+  int center[kOwnRows];  // The key on the diagonal. Out-of-range rows get a key that no window can reach.
   int64_t mask_row[kOwnRows];
   float own_max[kOwnRows], own_sum[kOwnRows];
   for (int r = 0; r < kOwnRows; ++r) {
@@ -103,13 +112,13 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     own_max[r] = -kInfinity, own_sum[r] = 0;
   }
 
-  // This block's split of the keys that any query sees.
+  // The keys of this block's split, among those that any query sees through the window.
   const int begin = visibility.begin(0), end = visibility.end((int)a.seqlen_q - 1);
   const int share = (int)ceil_div(end - begin, splits.count * kStep) * kStep;
   const int from = begin + split * share, until = min(from + share, end);
 
   for (int first = from + warp * kTileKeys; first < until; first += kStep) {
-    float bias[kOwnRows][kOwnKeys];  // -inf: hidden
+    float bias[kOwnRows][kOwnKeys];  // -inf for hidden keys
     uint32_t visible = 0;
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
@@ -145,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
         x *= a.scale;
         if (a.mask.data) {
           x += bias[r][k];
-          x = x < kLowest ? kLowest : x;  // a finite mask hides nothing
+          x = x < kLowest ? kLowest : x;  // a finite mask value does not hide a key
         }
         x = bias[r][k] == -kInfinity ? -kInfinity : x;
         new_max = fmaxf(new_max, x);
@@ -153,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
 #pragma unroll
       for (int other = Tile::kLastLane; other >= Tile::kNextLane; other /= 2)
         new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, other));
-      const float finite_max = new_max == -kInfinity ? 0.0f : new_max;  // of a row that has seen no key yet
+      const float finite_max = new_max == -kInfinity ? 0.0f : new_max;  // 0 for a row that has seen no key yet
       rescale[r] = exponential(own_max[r] - finite_max);
       own_max[r] = new_max;
       own_sum[r] *= rescale[r];
@@ -197,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
       if (n >= count) return;
       float4& whole = merged[n][column / 4];
       if (w == 0) whole = {};
-      if (warp_scale[w][n] != 0) whole = multiply_add(warp_scale[w][n], x, whole);  // else x may hold NaN
+      if (warp_scale[w][n] != 0) whole = multiply_add(warp_scale[w][n], x, whole);  // with a scale of 0, x may be NaN
     });
   }
   __syncthreads();
@@ -215,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
   }
 }
 
-// One row from its splits, weighted by exp(row_max - the highest).
+// Merge the splits of one row, weighted by exp(row_max - highest row_max).
 template <class T>
 __global__ void __launch_bounds__(kThreads) merge(const Attention a, const Splits splits) {
   __shared__ float of_warp[kWarps], weight[kMaxSplits];
@@ -240,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) merge(const Attention a, const Split
   weight[thread] = exponential(split_max - row_max);
   const float row_sum = reduce(split_sum * weight[thread], [](float x, float y) { return x + y; });
 
-  // Four columns a thread, as many splits at a time as the block has threads for.
+  // Each thread sums four columns. The block handles as many splits at a time as it has threads for.
   const int columns = splits.pitch / 4, groups = kThreads / columns, column = thread % columns,
             group = thread / columns;
   float4 sum = {};
@@ -263,7 +272,7 @@ int64_t row_tiles(const Attention& a) {
 
 int64_t pitch(const Attention& a) { return ceil_div(a.value_head_dim, 4) * 4; }
 
-// Whether every row begins at a multiple of 16 bytes and its length is one.
+// Whether every row of the operands begins at a multiple of 16 bytes and its length is such a multiple.
 bool is_aligned(const Attention& a) {
   const auto fits = [&](const Heads& heads, int head_dim) {
     const int64_t strides = heads.batch | heads.head | heads.row | head_dim;
@@ -306,7 +315,7 @@ void launch_typed(const Attention& a, const Splits& splits, cudaStream_t stream)
 int num_splits_of(const Attention& a, int device) {
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  // A multiprocessor needs some 64 KiB in flight; a block has 256 bytes a column.
+  // A multiprocessor needs some 64 KiB in flight. A block has 256 bytes per column in flight.
   const int64_t blocks = a.batch * a.num_kv_heads * row_tiles(a);
   const int64_t resident = multiprocessors * (256 / max(max(a.head_dim, a.value_head_dim), 64));
   const int64_t window = a.window_left + a.window_right + a.seqlen_q;

@@ -1,11 +1,12 @@
-// A warp's tile of keys: its products with up to kRows rows of queries, in registers.
+// A warp's tile of keys and its products with up to kRows rows of queries, in registers.
 //
-// The kernel is bound by memory bandwidth, behind which the arithmetic has to hide. Memory feeds a multiprocessor of an
-// H200 10 elements of 16 bits a cycle, each of which takes one FMA a row: 16 rows take 160 FMAs a cycle, more than its
-// 128 FMA lanes, but a tenth of its tensor cores. Of float32 it is 5 elements: 8 rows take 40 FMA lanes.
+// Memory bandwidth bounds the kernel, so the arithmetic must take less time than the loads. Memory feeds a
+// multiprocessor of an H200 10 elements of 16 bits per cycle. Each element takes one FMA per row. So 16 rows take 160
+// FMAs per cycle: more than its 128 FMA lanes, but a tenth of its tensor cores. In float32 memory feeds 5 elements, and
+// 8 rows take 40 FMA lanes.
 //
 // The mapping of a lane's fragments to keys, rows and columns is free as long as A and B agree. So each lane loads 16
-// bytes at a time, of keys and of values, and uses them without a shuffle.
+// bytes of keys or of values at a time and uses them without a shuffle.
 #pragma once
 #include "mma.h"
 #include "rows.h"
@@ -16,7 +17,7 @@ namespace {
 constexpr int kThreads = kWarp * kWarps;
 constexpr int kTileKeys = 16;
 
-// A lane's vectorised load, 16 bytes.
+// The type of a lane's vectorised load of 16 bytes.
 template <class T>
 struct LineOf {
   using Line = uint4;
@@ -28,7 +29,7 @@ struct LineOf<float> {
 template <class T>
 using Line = typename LineOf<T>::Line;
 
-// A row's elements from `column`; zeros beyond `size`, and where the row is not wanted.
+// Load a row's elements from `column` on. Elements beyond `size` are 0; so are all elements of a row not wanted.
 template <class T, bool kAligned>
 __device__ inline Line<T> load_line(const T* row, int column, int size, bool wanted) {
   constexpr int kCount = sizeof(Line<T>) / sizeof(T);
@@ -44,13 +45,13 @@ __device__ inline Line<T> load_line(const T* row, int column, int size, bool wan
   return line;
 }
 
-// The keys and values of a tile. Those that are not `visible` to any row may hold NaN and count as zero.
+// The keys and values of a tile. Keys that are not `visible` to any row may hold NaN and are loaded as 0.
 template <class T, int kSize, bool kAligned>
 struct Operands {
-  static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // of a lane, for the keys
-  static constexpr bool kHeld = kLoads <= 8;  // all loads are in flight at once, those of the values too
-  static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // as registers allow
-  const T *key, *value;                                                    // the first of the tile
+  static constexpr int kLoads = kTileKeys * kSize * (int)sizeof(T) / (16 * 32);  // Loads of keys per lane.
+  static constexpr bool kHeld = kLoads <= 8;  // All loads of keys and values are in flight at once.
+  static constexpr int kAtOnce = kHeld ? kLoads : sizeof(T) == 4 ? 8 : 4;  // Loads in flight that registers allow.
+  const T *key, *value;                                                    // The tile's first key and value.
   int64_t key_row, value_row;
   int head_dim, value_head_dim;
   uint32_t visible;
@@ -64,22 +65,22 @@ struct Operands {
   }
 };
 
-// bfloat16 and float16, on tensor cores. Of C, 16 rows x 8 keys, lane 4g + c has rows g and g + 8 and keys 2c and 2c +
-// 1, which is what it needs of A, the weights, for the product with the values.
+// A tile in bfloat16 or float16, on tensor cores. C is 16 rows x 8 keys. Lane 4g + c has its rows g and g + 8 and keys
+// 2c and 2c + 1. The product with the values needs the same elements of the weights in this lane, as A.
 template <class T, int kSize, bool kAligned>
 struct TensorTile {
   using Element = T;
   using Keys = Operands<T, kSize, kAligned>;
   static constexpr int kWidth = kSize, kRows = 16, kOwnRows = 2, kOwnKeys = 4;
   static constexpr int kNextLane = 1, kLastLane = 2;
-  static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // resident on a multiprocessor, at least
+  static constexpr int kBlocks = kSize == 64 && kAligned ? 4 : 2;  // minimum resident blocks per multiprocessor
   struct Shared {
-    uint4 query[kSize / 32][2][32];  // A of two instructions, by lanes
+    uint4 query[kSize / 32][2][32];  // A of two instructions, per lane
   };
 
   int g, c;
   uint4 keys[Keys::kHeld ? Keys::kLoads : 1], values[Keys::kHeld ? Keys::kLoads : 1];
-  float out[kSize / 64][8][4];  // C of columns 8g' + n, n = 0 to 7, of each 64
+  float out[kSize / 64][8][4];  // out[block][n]: C for columns 64 block + 8 g' + n, g' = 0 to 7
 
   __device__ int row(int r) const { return g + 8 * r; }
   __device__ int key(int k) const { return 2 * c + k % 2 + k / 2 * 8; }
@@ -142,7 +143,7 @@ struct TensorTile {
       }
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
-        const auto pair = [&](int k) {  // of keys k and k + 1
+        const auto pair = [&](int k) {  // the column's values of keys k and k + 1
           const uint32_t first = words[k][column / 2], second = words[k + 1][column / 2];
           return column % 2 ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
         };
@@ -153,7 +154,7 @@ struct TensorTile {
     }
   }
 
-  // Call put(row, column, four neighbours) for all that this lane has.
+  // Call put(row, column, four neighbouring columns) for all results of this lane.
   template <class Put>
   __device__ void results(const Put& put) {
 #pragma unroll
@@ -168,15 +169,15 @@ struct TensorTile {
   }
 };
 
-// float32, on FMA units. Lane 4g + c loads 4 of each 16 columns of keys g and g + 8; four lanes reduce and scatter
-// their sums for all rows. The weights go through shared memory to the lanes that load the values' columns.
+// A tile in float32, on FMA units. Lane 4g + c loads 4 of each 16 columns of keys g and g + 8. Four lanes reduce and
+// scatter their sums for all rows. The weights go through shared memory to the lanes that load the values' columns.
 template <int kSize, bool kAligned>
 struct FmaTile {
   using Element = float;
   using Keys = Operands<float, kSize, kAligned>;
   static constexpr int kWidth = kSize, kRows = 8, kOwnRows = 2, kOwnKeys = 2, kNextLane = 4, kLastLane = 16;
   static constexpr int kBlocks = 2;
-  static constexpr int kLanes = kSize < 128 ? kSize / 4 : 32;  // that share a row of the values
+  static constexpr int kLanes = kSize < 128 ? kSize / 4 : 32;  // lanes per row of the values
   static constexpr int kChunks = kSize / (4 * kLanes), kKeysAtOnce = 32 / kLanes;
   struct Shared {
     float4 query[kRows][kSize / 4];

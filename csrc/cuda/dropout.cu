@@ -1,4 +1,11 @@
 // Dropout and its mask.
+//
+//   drop_rows, for each warp: a pair of rows i and i + 8 of one matrix, and kColumns = 256 columns:
+//     each lane loads 8 columns of both rows; the lanes of a dropout tile draw the keep bits together (keep_pair);
+//     each lane stores keep ? input * scale : 0, or for the mask keep.
+//
+// input and out are (outer, inner, rows, columns), in one 16-bit type or float32, with dense columns. The mask is bool,
+// one byte per element.
 #include "../common/dropout.h"
 
 #include "kernels.h"
@@ -23,7 +30,7 @@ __device__ void store_bits(uint8_t* row, bool wide, int64_t column, int64_t colu
   }
 }
 
-// A warp takes kColumns columns of a pair of rows.
+// Drop or draw the mask: a warp takes kColumns columns of a pair of rows.
 __global__ void __launch_bounds__(kWarps* kWarp) drop_rows(const Dropout p, bool wide) {
   const int64_t chunks = ceil_div(p.columns, kColumns), pairs = p.outer * p.inner * pairs_of(p.rows);
   const int64_t unit = (int64_t)blockIdx.x * kWarps + threadIdx.x / kWarp;

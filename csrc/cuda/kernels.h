@@ -1,4 +1,4 @@
-// Launches of the CUDA kernels, with operands in device memory.
+// Launches of the CUDA kernels. Operands are in device memory.
 #pragma once
 #include "../common/attention.h"
 #include "../common/layer_norm.h"
@@ -10,11 +10,11 @@ namespace fastattn::cuda {
 template <class Problem>
 void run(const Problem&, cudaStream_t);
 
-// Those below need a workspace, in floats, 16-byte aligned.
+// The launches below need a workspace, 16-byte aligned. Its size is in floats.
 
-// Forward, dense and without dropout, for few queries to many keys as in decoding. num_splits: of the keys, so that
-// every multiprocessor works.
-constexpr int64_t kMaxKeys = 1 << 29;  // counted in 32 bits; more would not fit into a device's memory
+// Attention forward, dense and without dropout, for few queries to many keys as in decoding. The keys are divided into
+// num_splits splits, so that every multiprocessor has work.
+constexpr int64_t kMaxKeys = 1 << 29;  // keys are counted in 32 bits; more would not fit into a device's memory
 int num_splits_of(const Attention&, int device);
 int64_t workspace(const Attention&, int num_splits);
 void run(const Attention&, int num_splits, float* workspace, cudaStream_t);

@@ -9,12 +9,12 @@
 namespace fastattn::cuda {
 namespace {
 
-// Throws std::runtime_error where CUDA refuses.
+// Throw std::runtime_error if a CUDA call failed.
 inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("fastattn: ") + cudaGetErrorString(error));
 }
 
-// kernel(arguments...) on a grid of `blocks` blocks of `threads` threads, which may be empty.
+// Launch kernel(arguments...) on a grid of `blocks` blocks of `threads` threads. The grid may be empty.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
             const Arguments&... arguments) {

@@ -1,4 +1,15 @@
-// LayerNorm, forward and backward.
+// LayerNorm and residual + dropout(input) + LayerNorm, forward and backward.
+//
+//   normalise, for each team (rows.h): a pair of rows i and i + 8: for each of the two rows:
+//     for each piece of the row: x = residual + dropout(input), and its sum;  then the variance around the mean;
+//     for each piece: out = (x - mean) * rstd * weight + bias.
+//   differentiate, for each team: every team.count-th pair of rows: for each of the two rows:
+//     for each piece: the sums of g and g * xhat, and the team's sums for grad_weight and grad_bias;
+//     for each piece: grad_x, and grad_input through dropout.
+//   add_rows computes the sums for grad_weight and grad_bias if rows are in pieces; add_groups adds up the groups.
+//
+// input, residual, sum, out and their gradients are (matrices * rows, columns), in 16-bit types or float32. mean and
+// rstd are (matrices * rows), float32; weight and bias are (columns).
 #include "kernels.h"
 
 #include "launch.h"
@@ -7,10 +18,11 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kMaxGroups = 512;  // of rows: the parameters' gradients are summed within groups, then over them
+// Maximum groups of rows. The parameters' gradients are summed within groups, then over the groups.
+constexpr int kMaxGroups = 512;
 
-// A thread's running mean, relative to its first element, and sum of squared deviations, merged piece by piece (Chan,
-// Golub and LeVeque): accurate for large means and for means that differ between pieces.
+// A thread's running mean, relative to its first element, and its sum of squared deviations. Pieces are merged one by
+// one (Chan, Golub and LeVeque), which is accurate for large means and for means that differ between pieces.
 struct Deviations {
   float origin, mean = 0, squares = 0, count = 0;
 
@@ -51,7 +63,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
 #pragma unroll 1
   for (int half = 0; half < pair.count; ++half) {
     const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
-    // x = residual + dropout(input), rounded as the backward pass will find it; 0 beyond the row's end.
+    // Compute x = residual + dropout(input), rounded as stored for the backward pass. x is 0 beyond the row's end.
     const auto read = [&](int64_t piece) {
       if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll
@@ -78,7 +90,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       }
       if (kSpan == Span::pieces) thread.add(x, elements);
     }
-    // The mean, but for its rounding error, which the sum of the centred values corrects.
+    // The mean with a rounding error, which the sum of the centred values corrects.
     const float center = team.sum(sum) / (float)p.columns;
     float moments[2] = {};
     if (kSpan == Span::pieces) {
@@ -122,8 +134,9 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
   }
 }
 
-// Grid-stride over pairs of rows. A block is a group: its sums of grad_out * xhat and of grad_out over its rows go to
-// workspace (2, blocks, columns). They double the register pressure; of rows in pieces they are left to add_rows.
+// Compute the gradients of rows, in a grid-stride loop over pairs of rows. A block is a group: its sums of grad_out *
+// xhat and of grad_out over its rows go to workspace (2, blocks, columns), float32. The sums double the register
+// pressure, so add_rows computes them if rows are in pieces.
 template <Span kSpan>
 __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 1)
     differentiate(const LayerNormBackward p, float* workspace, bool wide) {
@@ -142,7 +155,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
     for (int half = 0; half < pair.count; ++half) {
       const int64_t row = pair.matrix * p.rows + pair.first + 8 * half;
       const float mean = p.mean[row], rstd = p.rstd[row];
-      // Both are 0 beyond the row's end. There (0 - mean) * rstd may be infinite, and 0 times that is NaN.
+      // Read xhat and grad, both 0 beyond the row's end. There (0 - mean) * rstd may be infinite, and 0 times that NaN.
       const auto read = [&](int64_t piece) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
@@ -209,7 +222,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
   }
 
   if (!parameters) return;
-  if (kSpan == Span::warp) {  // one warp after another: the order of the sums is fixed
+  if (kSpan == Span::warp) {  // one warp after another, so that the order of the sums is fixed
     __shared__ float shared[2][kWarp * kHeld];
     for (int warp = 0; warp < kWarps; ++warp) {
       if ((int)threadIdx.x / kWarp == warp)
@@ -233,7 +246,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), kSpan == Span::warp ? 3 : 
   }
 }
 
-// The same sums of rows in pieces: a thread has eight columns of a group, a grid stride of rows.
+// Compute the parameters' sums for rows in pieces. A thread has eight columns of a group, which is every groups-th row.
 __global__ void __launch_bounds__(kMaxThreads)
     add_rows(const LayerNormBackward p, float* workspace, int64_t groups, bool wide) {
   const int64_t group = blockIdx.x % groups, column = (blockIdx.x / groups * blockDim.x + threadIdx.x) * kVector;
@@ -252,7 +265,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     store(workspace, Dtype::float32, (n * groups + group) * p.columns, wide, column, p.columns, total[n]);
 }
 
-// Reduce over groups: blocks 2 c have columns c * kWarp .. of the weight's gradient, blocks 2 c + 1 the bias's.
+// Add up the groups. Block 2 c has kWarp columns from c * kWarp on of the weight's gradient, block 2 c + 1 of the
+// bias's.
 __global__ void __launch_bounds__(kWarp* kWarp)
     add_groups(const LayerNormBackward p, const float* workspace, int64_t groups) {
   const int n = (int)(blockIdx.x % 2), lane = (int)threadIdx.x % kWarp, warp = (int)threadIdx.x / kWarp;

@@ -1,4 +1,4 @@
-// Products of 16-bit elements by tensor cores.
+// Products of 16-bit elements on tensor cores.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -19,9 +19,10 @@
 namespace fastattn::cuda {
 namespace {
 
-// C (16 x 8) += A (16 x 16) B (16 x 8), by a warp. Lane 4g + c has c = C(g, 2c), C(g, 2c + 1), C(g + 8, 2c),
-// C(g + 8, 2c + 1), and, each with its neighbour along the inner dimension in the high half,
-// a = A(g, 2c), A(g + 8, 2c), A(g, 2c + 8), A(g + 8, 2c + 8) and b = B(2c, g), B(2c + 8, g).
+// Compute C (16 x 8, float32) += A (16 x 16) B (16 x 8) by a warp. Lane 4g + c has these elements:
+// c = C(g, 2c), C(g, 2c + 1), C(g + 8, 2c), C(g + 8, 2c + 1);
+// a = A(g, 2c), A(g + 8, 2c), A(g, 2c + 8), A(g + 8, 2c + 8); b = B(2c, g), B(2c + 8, g).
+// Each word of a and b also has the next element along the inner dimension, in its high half.
 __device__ inline void mma_16x8x16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, bfloat16) {
   FASTATTN_MMA(c, a, b0, b1, "bf16");
 }

@@ -1,9 +1,10 @@
-// Row operations go over a stack of matrices in pairs of rows, i and i + 8: the four lanes at a tile of the dropout
-// formula compute two of its calls each and exchange the bits, so that each call serves all eight elements.
+// Row operations: loops over a stack of matrices in pairs of rows, i and i + 8. The four lanes at a tile of the dropout
+// formula compute two of its calls each and exchange the bits. So each call serves all of its eight elements.
 //
-// A row belongs to a warp (up to 512 columns) or to a block (up to 4096), which hold it in registers and read it once,
-// or to a block that reads it in pieces, for its statistics and again for the result. The dtype of an operand is a
-// switch around the loads of eight neighbouring elements: kernels are compiled for few shapes and for no dtype.
+// A row of up to 512 columns belongs to a warp, one of up to 4096 columns to a block. Both hold the row in registers
+// and read it once. A longer row belongs to a block that reads it in pieces: for its statistics and again for the
+// result. The dtype of an operand is a switch around the loads of eight neighbouring elements. So kernels are compiled
+// for few shapes, and for all dtypes at once.
 #pragma once
 #include <cuda_runtime.h>
 #include <math.h>
@@ -16,16 +17,16 @@ namespace fastattn::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kWarps = 4;         // in a block whose warps have rows of their own
-constexpr int kMaxThreads = 256;  // of a block that has one row
-constexpr int kFragments = 2;     // vectors of a row that a thread holds
+constexpr int kWarps = 4;         // Warps per block, if each warp has a row of its own.
+constexpr int kMaxThreads = 256;  // Maximum threads per block, if a block has one row.
+constexpr int kFragments = 2;     // Vectors of a row that a thread holds.
 constexpr int kHeld = kFragments * kVector;
 
 struct Quotient {
   int64_t quotient, remainder;
 };
 
-// In 32 bits where they suffice: a tenth of the instructions.
+// Divide, in 32 bits if they suffice, which takes a tenth of the instructions.
 __device__ inline Quotient divide(int64_t a, int64_t b) {
   if ((a | b) >> 32 == 0) return {(uint32_t)a / (uint32_t)b, (uint32_t)a % (uint32_t)b};
   return {a / b, a % b};
@@ -36,7 +37,7 @@ __host__ __device__ inline int64_t pairs_of(int64_t rows) {
   return rows / 16 * 8 + (rest < 8 ? rest : 8);
 }
 
-// Rows `first` and, where count is 2, first + 8 of a matrix.
+// Row `first` of a matrix and, if count is 2, row first + 8.
 struct RowPair {
   int64_t matrix, first;
   int count;
@@ -49,14 +50,14 @@ struct RowPair {
   }
 };
 
-// Who works on a row: a warp; a block; a block whose registers cannot hold all of it, and that reads it twice.
+// The owner of a row: a warp; a block; or a block whose registers cannot hold the row, so that it reads it twice.
 enum class Span { warp, block, pieces };
 
-// The launch shape for rows of so many columns.
+// The shape of a launch for rows of so many columns.
 struct Spread {
   Span span;
-  int threads;  // of a block
-  int teams;    // that share a block, a row each
+  int threads;  // threads per block
+  int teams;    // teams per block
 
   explicit Spread(int64_t columns) {
     span = columns <= kWarp * kHeld ? Span::warp : columns <= kMaxThreads * kHeld ? Span::block : Span::pieces;
@@ -74,7 +75,7 @@ struct Spread {
 
 constexpr int max_threads(Span span) { return span == Span::warp ? kWarps * kWarp : kMaxThreads; }
 
-// Occupancy: 128 registers a thread, so that enough loads are in flight.
+// Minimum blocks per multiprocessor: this leaves 128 registers per thread, so that enough loads are in flight.
 constexpr int min_blocks(Span span) { return 512 / max_threads(span); }
 
 struct Sum {
@@ -93,11 +94,11 @@ __device__ inline float reduce_warp(float x, Operation operation) {
   return x;
 }
 
-// The threads that work on one row together.
+// The threads that work together on one row.
 template <Span kSpan>
 struct Team {
-  int64_t index, count;  // of the teams
-  int thread, threads;   // of this team
+  int64_t index, count;  // This team's index and the number of teams.
+  int thread, threads;   // This thread's index in the team and the number of its threads.
 
   __device__ Team() {
     const bool warp = kSpan == Span::warp;
@@ -111,12 +112,12 @@ struct Team {
     return kSpan == Span::pieces ? ceil_div(columns, (int64_t)threads * kHeld) : 1;
   }
 
-  // The first column of one of this thread's vectors. Neighbours in a warp have neighbouring vectors.
+  // Return the first column of one of this thread's vectors. Neighbouring lanes have neighbouring vectors.
   __device__ int64_t column(int64_t piece, int fragment) const {
     return ((piece * kFragments + fragment) * threads + thread) * kVector;
   }
 
-  // All-reduce each x[n] over the team.
+  // Reduce each x[n] over the team. All threads get the result.
   template <int N, class Operation>
   __device__ void reduce(float (&x)[N], Operation operation) const {
     for (int n = 0; n < N; ++n) x[n] = reduce_warp(x[n], operation);
@@ -144,7 +145,7 @@ struct Team {
   }
 };
 
-// keep_pair's bits for each of this thread's vectors of a piece of a pair of rows; without dropout nothing.
+// Draw the bits of keep_pair for this thread's vectors of a piece of a pair of rows. Without dropout do nothing.
 template <class Problem, Span kSpan>
 __device__ inline void draw(const Problem& p, const Team<kSpan>& team, const RowPair& pair, int64_t piece,
                             uint32_t (&keep)[kFragments]) {
@@ -153,7 +154,7 @@ __device__ inline void draw(const Problem& p, const Team<kSpan>& team, const Row
     keep[f] = keep_pair(make_seed(p.seed), p.threshold, pair.matrix, pair.first, team.column(piece, f));
 }
 
-// How many of the eight elements from `column` a row has.
+// Return how many of the eight elements from `column` on a row has.
 __device__ inline int elements_at(int64_t column, int64_t columns) {
   const int64_t left = columns - column;
   return left < 0 ? 0 : left < kVector ? (int)left : kVector;

@@ -1,4 +1,12 @@
 // Softmax-dropout, forward and backward.
+//
+//   normalise, for each team (rows.h): a pair of rows i and i + 8: for each of the two rows:
+//     for each piece of the row: row_max and row_sum, by online softmax over pieces;  for each piece: out.
+//   differentiate, for each team: a pair of rows: for each of the two rows:
+//     for each piece: P, dP and the sum of P dP;  for each piece: grad_mask and grad_input.
+//
+// input, out, grad_out and grad_input are (batch, heads, rows, columns), in one dtype. The statistics are (2, batch,
+// heads, rows), float32. The mask is broadcastable to the scores; grad_mask has the shape of the scores.
 #include "../common/softmax_dropout.h"
 
 #include "kernels.h"
@@ -8,9 +16,9 @@
 namespace fastattn::cuda {
 namespace {
 
-// Where a row lies, and the columns [begin, end) that it sees, but for the mask.
+// The place of a row, and the columns [begin, end) that it sees. The mask may hide more of them.
 struct Row {
-  int64_t input, mask, index, begin, end;  // offsets of the row in elements; index: among all rows
+  int64_t input, mask, index, begin, end;  // input and mask are offsets in elements; index counts all rows
 
   __device__ Row(const Scores& s, const RowPair& pair, int half) {
     const Quotient matrix = divide(pair.matrix, s.heads);
@@ -23,11 +31,11 @@ struct Row {
     end = visibility.end(i);
   }
 
-  // Whether one of the eight columns from `column` is visible; others are not loaded.
+  // Whether one of the eight columns from `column` on may be visible. If not, they are not loaded.
   __device__ bool sees(int64_t column) const { return column < end && column + kVector > begin; }
 };
 
-// Where 128-bit accesses are aligned: the operands but for the mask, and the mask.
+// Whether 128-bit accesses are aligned: in all operands except the mask, and in the mask.
 struct Wide {
   bool rows, mask;
 };
@@ -37,16 +45,16 @@ Wide with_mask(bool rows, const Scores& s) {
   return {rows, m.column == 1 && is_wide(m.data, m.dtype, s.columns, m.batch, m.head, m.row)};
 }
 
-// Eight columns of a mask of type T, vectorised or one by one.
+// Read eight columns of a mask of type T, vectorised or one by one.
 template <class T>
 __device__ void read_elements(const Scores& s, const Row& row, bool wide, int64_t column, float (&x)[kVector]) {
   const T* mask = (const T*)s.mask.data + row.mask;
   if (wide) return load_as(mask, true, column, s.columns, x);
-  mask += column * s.mask.column;  // incremented: eight 64-bit addresses at once raise register pressure
+  mask += column * s.mask.column;  // one pointer is incremented, because eight 64-bit addresses take too many registers
   for (int e = 0; e < kVector; ++e, mask += s.mask.column) x[e] = column + e < s.columns ? to_float(*mask) : 0.0f;
 }
 
-// What the mask adds to the scores of eight columns; -inf hides a column, whatever its score.
+// Read the mask's summands for the scores of eight columns. -inf hides a column, whatever its score.
 __device__ void read_mask(const Scores& s, const Row& row, bool wide, int64_t column, float (&added)[kVector]) {
   switch (s.mask.dtype) {
     case Dtype::float32: return read_elements<float>(s, row, wide, column, added);
@@ -58,7 +66,7 @@ __device__ void read_mask(const Scores& s, const Row& row, bool wide, int64_t co
   }
 }
 
-// The scores of eight columns, -inf where not visible and beyond the row's end.
+// Read the scores of eight columns. They are -inf for columns that are not visible or beyond the row's end.
 __device__ void read_scores(const Scores& s, const Row& row, Wide wide, int64_t column, float (&x)[kVector]) {
   if (!row.sees(column)) {
     for (int e = 0; e < kVector; ++e) x[e] = -INFINITY;
@@ -73,7 +81,7 @@ __device__ void read_scores(const Scores& s, const Row& row, Wide wide, int64_t 
   }
 }
 
-// A row maximum that exponentials can be relative to, also where nothing is visible.
+// Return a row maximum that exponentials can be relative to: 0 if nothing is visible.
 __device__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 template <Span kSpan>
@@ -95,7 +103,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       for (int f = 0; f < kFragments; ++f) read_scores(s, row, wide, team.column(piece, f), x[f]);
     };
 
-    // x = exp(x - row_max); returns the sum.
+    // Compute x = exp(x - row_max) and return the sum.
     const auto exponentiate = [&](float row_max) {
       float sum = 0;
 #pragma unroll
@@ -107,7 +115,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan)) normali
       return sum;
     };
 
-    float maximum = -INFINITY, sum = 0;  // of this thread; over pieces by online softmax
+    float maximum = -INFINITY, sum = 0;  // this thread's, over pieces by online softmax
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const float before = maximum;
       read(piece);
@@ -155,7 +163,7 @@ __global__ void __launch_bounds__(max_threads(kSpan), min_blocks(kSpan))
     const float row_max = p.stats[row.index], sum = p.stats[matrices * s.rows + row.index];
     const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
     const int64_t grad_row = row_offset(p.grad_out, matrix.quotient, matrix.remainder, pair.first + 8 * half);
-    // P and dP; dP is 0 where P is, since that of a hidden key may be NaN.
+    // Read P and dP. dP is 0 wherever P is, because the dP of a hidden key may be NaN.
     const auto read = [&](int64_t piece) {
       if (kSpan == Span::pieces) draw(p, team, pair, piece, keep);
 #pragma unroll

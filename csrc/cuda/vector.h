@@ -1,4 +1,4 @@
-// Vectorised loads and stores: eight neighbouring elements of a row, in float32.
+// Vectorised loads and stores of eight neighbouring elements of a row, converted from and to float32.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,7 +35,7 @@ __device__ inline float16 from_float(float x) {
   return {__half_raw(__float2half_rn(x)).x};
 }
 
-// Rounded as a store would round it.
+// Round x as a store to `dtype` would.
 __device__ inline float rounded(float x, Dtype dtype) {
   switch (dtype) {
     case Dtype::bfloat16: return to_float(from_float<bfloat16>(x));
@@ -44,8 +44,8 @@ __device__ inline float rounded(float x, Dtype dtype) {
   }
 }
 
-// Whether 128-bit accesses are aligned: rows and the vectors in them begin at multiples of 16 bytes. `wide` kernels
-// need it of every operand.
+// Whether vector accesses are aligned: rows and the vectors in them begin at multiples of 16 bytes, 8 in boolean
+// operands. A kernel gets `wide` only if this holds for all of its operands.
 inline bool is_wide(const void* data, Dtype dtype, int64_t columns, int64_t outer = 0, int64_t inner = 0,
                     int64_t row = 0) {
   const int64_t alignment = dtype == Dtype::boolean ? 8 : 16, size = size_of(dtype);
@@ -83,14 +83,15 @@ __device__ inline void store_as(T* row, bool wide, int64_t column, int64_t colum
     memcpy(words, values, sizeof words);
     if (column < columns)
       for (int w = 0; w < kWords; ++w)
-        __stwb((uint4*)(row + column) + w, words[w]);  // never split into narrower stores
+        __stwb((uint4*)(row + column) + w, words[w]);  // the compiler never splits it into narrower stores
   } else {
     for (int e = 0; e < kVector; ++e)
       if (column + e < columns) row[column + e] = values[e];
   }
 }
 
-// Elements column .. column + 7 of the row that begins `offset` elements into `data`; 0 at and beyond `columns`.
+// Load elements column .. column + 7 of the row that begins `offset` elements into `data`. Those from `columns` on are
+// 0.
 __device__ inline void load(const void* data, Dtype dtype, int64_t offset, bool wide, int64_t column, int64_t columns,
                             float (&x)[kVector]) {
   switch (dtype) {
@@ -101,7 +102,8 @@ __device__ inline void load(const void* data, Dtype dtype, int64_t offset, bool 
   }
 }
 
-// Those of them that are before `columns`, rounded.
+// Store elements column .. column + 7 of the row that begins `offset` elements into `data`, rounded. Those from
+// `columns` on are not stored.
 __device__ inline void store(void* data, Dtype dtype, int64_t offset, bool wide, int64_t column, int64_t columns,
                              const float (&x)[kVector]) {
   switch (dtype) {
