@@ -1,4 +1,4 @@
-// Attention, dense and forward, as a torch op.
+// Attention, dense, forward, as torch ops.
 #include <float.h>
 #include <math.h>
 
@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   return run_attention(backend, a, out, {2, a.batch, a.num_heads, a.seqlen_q});
 }
 
-// A whole public call without checks in Python, gradient or statistics. For any call that is not plain it returns an
-// undefined tensor, None in Python: the public function then takes the usual road, which words the errors.
+// Run a whole public call, without checks in Python, gradient or statistics. For a call that is not plain, return an
+// undefined tensor, which is None in Python. The public function then takes the usual path, which raises the errors.
 Tensor attention_fast(const Tensor& query, const Tensor& key, const Tensor& value,
                       const std::optional<Tensor>& attn_mask, double dropout_p, bool is_causal,
                       std::optional<double> scale, bool enable_gqa) {

@@ -1,4 +1,4 @@
-// What the bindings of attention share: dense and packed, forward and backward.
+// Code that the bindings of attention share: dense and packed, forward and backward.
 #pragma once
 #include "../common/attention.h"
 #include FASTATTN_BACKEND
@@ -10,8 +10,8 @@ FASTATTN_KERNEL(AttentionBackward, attention_backward)
 
 namespace {
 
-// (batch, heads, length, size), dimensions in the order in which `like` has them in memory: memory_order of
-// fastattn/backends/common.py.
+// Return an empty tensor (batch, heads, length, size) whose dimensions have the order in memory of those of `like`.
+// memory_order in fastattn/backends/common.py does the same.
 inline Tensor empty_heads(const Tensor& like, int64_t size, Device device) {
   const Sizes given = like.sizes(), like_strides = like.strides();
   const int64_t sizes[4] = {given[0], given[1], given[2], size};
@@ -30,7 +30,7 @@ inline Tensor empty_heads(const Tensor& like, int64_t size, Device device) {
   return empty_strided(Sizes(sizes, 4), Sizes(strides, 4), dtype_of(like, "like"), device);
 }
 
-// Operands with dense columns. Of packed ones the batch and the lengths of sequences follow from other arguments.
+// Set the operands, which have dense columns. set_packed corrects the batch and the lengths of packed sequences.
 inline void set_operands(Attention& a, const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& seed, double scale, int64_t window_left, int64_t window_right,
                          bool lower_right, int64_t threshold) {
@@ -54,7 +54,7 @@ inline void set_stats(Attention& a, const Tensor& stats) {
   a.row_sum = a.row_max + stats.stride(0);
 }
 
-// Runs the forward pass. stats_sizes: 2, then the sizes of the LSE.
+// Run the forward pass. `stats_sizes` is 2, followed by the sizes of the LSE.
 inline std::tuple<Tensor, Tensor, Tensor> run_attention(const Backend& backend, Attention& a, const Tensor& out,
                                                         std::initializer_list<int64_t> stats_sizes) {
   const Tensor stats = empty(stats_sizes, Dtype::float32, backend.device);
@@ -66,8 +66,8 @@ inline std::tuple<Tensor, Tensor, Tensor> run_attention(const Backend& backend, 
   return {out, lse, stats};
 }
 
-// Runs the backward pass into the gradients.
-template <class Problem>  // so that a library without the kernel compiles
+// Run the backward pass into the gradients.
+template <class Problem>  // a template, so that a library without the kernel compiles
 void run_attention_backward(const Backend& backend, Problem& a, const Tensor& grad_out,
                             const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
                             const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {

@@ -1,4 +1,4 @@
-// Attention's backward pass, dense, as a torch op.
+// Attention, dense, backward, as a torch op.
 #include "attention.h"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The cpu library's part of the bindings.
+// The part of the bindings for the library of the `cpu` backend.
 #pragma once
 #include "../cpu/kernels.h"
 #include "tensors.h"
@@ -27,8 +27,8 @@ inline Parallel torch_threads() {
           }};
 }
 
-// A call's workspace, 64-byte aligned: on the stack where it is small; of medium size, memory that the thread keeps,
-// since page faults would cost such a call more than its arithmetic.
+// A call's workspace, 64-byte aligned. A small one is on the stack. A medium one is memory that the thread keeps,
+// because page faults would cost such a call more than its arithmetic. A large one is a tensor.
 struct Workspace {
   static constexpr int64_t kAlignment = 64, kLocal = 16 << 10, kKept = 1 << 20;
   struct Kept {
@@ -59,7 +59,7 @@ struct Workspace {
 
 namespace {
 
-// Where a call's results lie, and what runs its kernel.
+// The device of a call's results, and the runner of its kernel.
 struct Backend {
   static constexpr bool kSumsMaskGrad = true, kReadsOffsets = true;
   Device device;

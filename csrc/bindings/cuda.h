@@ -1,4 +1,4 @@
-// The cuda library's part of the bindings.
+// The part of the bindings for the library of the `cuda` backend.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 
@@ -7,12 +7,12 @@
 
 #define FASTATTN_LIBRARY fastattn_cuda
 
-// torch declares it where it is built with CUDA itself; libtorch_cuda has it.
+// A function of libtorch_cuda. torch's headers declare it only in a torch that is built with CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace fastattn {
 
-// Declares a kernel's launch.
+// Declares the launch of a kernel.
 #define FASTATTN_KERNEL(Problem, stem)    \
   namespace cuda {                        \
   template <>                             \
@@ -21,7 +21,7 @@ namespace fastattn {
 
 namespace {
 
-// An operand's device, which is the current device in this scope, and its current stream.
+// The device of an operand, which is the current device in this scope, and its current stream.
 struct Backend {
   static constexpr bool kSumsMaskGrad = false, kReadsOffsets = false;
   Device device;

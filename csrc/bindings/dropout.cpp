@@ -8,16 +8,16 @@ FASTATTN_KERNEL(Dropout, dropout)
 
 namespace {
 
-// A tensor as a stack of matrices: the last two dimensions, and all others folded into two.
+// A tensor as a stack of matrices: the last two dimensions, and all other dimensions folded into two.
 struct Matrices {
   int64_t outer = 1, inner = 1, rows = 1, columns = 1;
   int64_t outer_stride = 0, inner_stride = 0, row_stride = 0;
 
-  // False where the columns are not dense or the other dimensions do not fold.
+  // Describe the tensor. Return false if the columns are not dense or the other dimensions do not fold.
   bool describe(const Tensor& tensor) {
     const Sizes sizes = tensor.sizes(), strides = tensor.strides();
     const int64_t dims = (int64_t)sizes.size();
-    if (tensor.numel() == 0) {  // whatever its strides are, which no copy would change
+    if (tensor.numel() == 0) {  // with any strides, because a copy would not change them
       outer = 0;
       return true;
     }
@@ -52,7 +52,7 @@ struct Matrices {
   }
 };
 
-// Whether the elements fill a block of memory without gaps or overlaps, in whatever order of dimensions.
+// Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions.
 inline bool is_dense(const Tensor& tensor) {
   const Sizes sizes = tensor.sizes(), strides = tensor.strides();
   int64_t filled = 1;
@@ -68,7 +68,7 @@ inline bool is_dense(const Tensor& tensor) {
   return filled == tensor.numel();
 }
 
-// `input`: null for the mask alone.
+// Run the kernel. `input` is null for only the mask.
 void run_dropout(const Backend& backend, const Matrices& in, const Matrices& to, const Tensor* input, const Tensor& out,
                  const Tensor& seed, int64_t threshold) {
   Dropout problem;
@@ -82,7 +82,7 @@ void run_dropout(const Backend& backend, const Matrices& in, const Matrices& to,
   backend.run(problem);
 }
 
-// The output has the strides of a dense input.
+// Return dropout(input). The output has the input's strides if the input is dense.
 Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
   const Backend backend(input);
   const Dtype dtype = dtype_of(input, "input");

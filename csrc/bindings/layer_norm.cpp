@@ -1,4 +1,4 @@
-// LayerNorm, alone and of residual + dropout(input), as torch ops.
+// LayerNorm, of an input and of residual + dropout(input), as torch ops.
 #include "../common/layer_norm.h"
 #include FASTATTN_BACKEND
 
@@ -9,7 +9,7 @@ FASTATTN_KERNEL(LayerNormBackward, layer_norm_backward)
 
 namespace {
 
-// A tensor as rows at one stride: the last dimension, and all others folded into one; a copy where they do not fold.
+// A tensor as rows at one stride: the last dimension, and all others folded into one. It is a copy if they do not fold.
 struct Rows {
   Tensor tensor;
   const void* data;
@@ -41,7 +41,8 @@ struct Rows {
   }
 };
 
-// (matrices, rows, columns) as the dropout formula counts them, a 1-D tensor is one row; without dropout one matrix.
+// Set (matrices, rows, columns) as the dropout formula counts them; a 1-D tensor is one row. Without dropout all rows
+// are in one matrix.
 template <class Problem>
 void set_shape(Problem& problem, Sizes sizes, bool one_matrix) {
   const int64_t dims = (int64_t)sizes.size();
@@ -55,7 +56,7 @@ inline Dtype dtype_or_float32(const std::optional<Tensor>& tensor, const char* n
   return tensor ? dtype_of(*tensor, name) : Dtype::float32;
 }
 
-// Returns (out, sum, mean, rstd); without keep_sum an empty sum.
+// Return (out, sum, mean, rstd). The sum is empty unless keep_sum.
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm(const Tensor& input, const Tensor* residual,
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias,
@@ -99,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::op
   return {out, mean, rstd};
 }
 
-// A whole public call, as attention_fast: an undefined tensor for any that is not plain.
+// Run a whole public call, as attention_fast does. For a call that is not plain, return an undefined tensor.
 Tensor layer_norm_fast(const Tensor& input, std::vector<int64_t> normalized_shape, const std::optional<Tensor>& weight,
                        const std::optional<Tensor>& bias, double eps) {
   Dtype dtype;
@@ -120,13 +121,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
   return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype);
 }
 
-// A parameter's gradient, uninitialised, in the dtype that is asked for; without one nothing.
+// Return a parameter's gradient (columns), uninitialised, in the dtype given. Without a dtype it is empty.
 inline Tensor parameter_grad(const std::optional<ScalarType>& dtype, int64_t columns, Device device) {
   return empty({dtype ? columns : 0}, dtype ? dtype_from(*dtype) : Dtype::float32, device);
 }
 
-// x: the input, or the sum of a fused forward pass. grad_input: where input_dtype is given, else undefined.
-// Returns (grad_input, grad_x, grad_weight, grad_bias).
+// Return (grad_input, grad_x, grad_weight, grad_bias). x is the input, or the sum of a fused forward pass. grad_input
+// is undefined unless input_dtype is given.
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_norm_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_sum, const Tensor& x, const Tensor& mean,
     const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, int64_t threshold,

@@ -1,13 +1,13 @@
-// What both libraries tell of themselves. Python defines the schemas of their operations (fastattn/backends/schema.py).
+// Facts that both libraries report. Python defines the schemas of their operations (fastattn/backends/schema.py).
 #include FASTATTN_BACKEND
 
 namespace fastattn {
 namespace {
 
-// A hash of the schemas that the library is built for.
+// Return a hash of the schemas that the library is built for.
 std::string contract() { return FASTATTN_CONTRACT; }
 
-// The names of its operations, separated by commas.
+// Return the names of the library's operations, separated by commas.
 std::string operations() { return operation_names(); }
 
 STABLE_TORCH_LIBRARY(FASTATTN_LIBRARY, m) {

@@ -1,4 +1,4 @@
-// The instruction sets of this machine, and what their arithmetic can do.
+// The instruction sets of this machine, and the limits of their arithmetic.
 #include "cpu.h"
 
 namespace fastattn {
@@ -18,7 +18,7 @@ void set_isa(std::string name) {
   STD_TORCH_CHECK(use_instruction_set(name.c_str()), "isa '", name, "': this machine has ", isas());
 }
 
-// At least so many floating-point operations on all threads, in the arithmetic of `bfloat16` or of float32.
+// Run at least so many floating-point operations on all threads, on bfloat16 operands if `bfloat16`, else in float32.
 void multiply_add(int64_t operations, bool bfloat16) {
   const Parallel threads = torch_threads();
   std::vector<float> sink(threads.threads);

@@ -9,7 +9,7 @@ FASTATTN_KERNEL(SoftmaxDropoutBackward, softmax_dropout_backward)
 
 namespace {
 
-// `input` has dense columns.
+// Return the scores. `input` has dense columns.
 inline Scores scores_of(const Tensor& input, const std::optional<Tensor>& attn_mask,
                         const std::optional<Tensor>& key_lengths, double scale, int64_t window_left,
                         int64_t window_right, bool lower_right) {
@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
     return {grad_input, empty({0}, problem.scores.dtype, backend.device)};
   }
 
-  // Where the kernel does not reduce over broadcast dimensions, torch sums the float32 gradient of all scores.
+  // If the kernel does not reduce over broadcast dimensions, torch sums the float32 gradient of all scores.
   std::vector<int64_t> broadcast;
   for (int64_t d = 0; d < 4; ++d)
     if (attn_mask->size(d) != x.size(d)) broadcast.push_back(d);

@@ -1,4 +1,4 @@
-// What the bindings of every library need of torch's tensors, through the stable ABI.
+// Access to torch's tensors through the stable ABI, for the bindings of every library.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -23,7 +23,7 @@ inline std::string& operation_names() {
   return names;
 }
 
-// Makes the function of this name an operation of the library. Python defines its schema.
+// Registers the function of this name as an operation of the library. Python defines its schema.
 #define FASTATTN_OPERATION(name)                                                      \
   STABLE_TORCH_LIBRARY_IMPL(FASTATTN_LIBRARY, CompositeExplicitAutograd, m) {         \
     m.impl(#name, TORCH_BOX(&name));                                                  \
@@ -36,7 +36,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-// Compares torch's own numbers: a ScalarType would be looked up at each call.
+// Whether the kernels have this dtype. It compares torch's numbers, because a ScalarType takes a look-up per call.
 inline bool is_dtype(const Tensor& tensor, Dtype* dtype) {
   int32_t number;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
@@ -80,15 +80,15 @@ inline int32_t shim_dtype(Dtype dtype) {
   return aoti_torch_dtype_bool();
 }
 
-// A page fault for every 4 KiB of fresh memory costs more than the kernels' own work on it; huge pages have 512 times
-// fewer.
+// Request huge pages. A page fault per 4 KiB of fresh memory costs more than the kernels' work on it. Huge pages have
+// 512 times fewer faults.
 inline void prefer_huge_pages(const Tensor& tensor, int64_t bytes) {
   constexpr int64_t kWorthwhile = 4 << 20;
   constexpr uintptr_t kPage = 4096;
   if (bytes < kWorthwhile) return;
   const uintptr_t first = (uintptr_t)tensor.mutable_data_ptr();
   const uintptr_t begin = (first + kPage - 1) & ~(kPage - 1), end = (first + (uintptr_t)bytes) & ~(kPage - 1);
-  madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a hint: kernels without huge pages refuse it
+  madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a hint, which Linux kernels without huge pages refuse
 }
 
 struct Device {
@@ -108,7 +108,8 @@ inline std::string shape_of(Sizes sizes) {
   return shape + ")";
 }
 
-// Not through the dispatcher, which costs as much as a small operation. Torch's own words do not pass its stable ABI.
+// Return an empty tensor, without the dispatcher, which costs as much as a small operation. The error is worded here,
+// because the stable ABI does not pass torch's message.
 inline Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Device device) {
   AtenTensorHandle handle;
   const AOTITorchError error = aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(),
@@ -140,7 +141,8 @@ inline bool has_dense_columns(const Tensor& tensor) {
   return strides[last] == 1 || sizes[last] == 1;
 }
 
-// Whether a fast path takes it (fastattn/ops/register.py): a dense CPU tensor of a dtype that the kernels take.
+// Whether a fast path (fastattn/ops/register.py) takes the tensor: a strided CPU tensor of a floating-point dtype that
+// the kernels have.
 inline bool is_plain(const Tensor& tensor, Dtype* dtype) {
   int32_t device, layout;
   if (!tensor.defined()) return false;
@@ -172,7 +174,7 @@ const T* data_of(const std::optional<Tensor>& tensor) {
 
 inline void* writable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
 
-// (batch, heads, rows, columns), or (rows, heads, columns) of packed sequences.
+// Return the operand of a tensor (batch, heads, rows, columns), or (rows, heads, columns) for packed sequences.
 inline Heads heads_of(const Tensor& tensor) {
   const Sizes strides = tensor.strides();
   if (strides.size() == 3) return {writable(tensor), 0, strides[1], strides[0]};
@@ -195,7 +197,7 @@ inline Mask mask_of(const std::optional<Tensor>& tensor) {
   return mask;
 }
 
-// For a mask whose gradient is wanted: a gradient has an element for each of the mask's, expanded ones too.
+// Give a mask its full sizes, for its gradient, which has an element for every element of the mask, also expanded ones.
 inline void set_all_elements(Mask& mask, const Tensor& tensor) {
   mask.batches = tensor.size(0), mask.heads = tensor.size(1), mask.rows = tensor.size(2), mask.columns = tensor.size(3);
 }

@@ -6,8 +6,8 @@
 namespace fastattn {
 namespace {
 
-// The kernels' buffers are as large as the bounds say. Python checks what it can read: nothing while a call is compiled
-// or exported.
+// Check offsets against their bound, because the bounds determine the sizes of the kernels' buffers. Python checks only
+// values that it can read, and it can read none while a call is compiled or exported.
 inline void check_offsets(const Tensor& offsets, const char* name, int64_t total, int64_t longest, const char* bound) {
   const int64_t *at = offsets.const_data_ptr<int64_t>(), count = offsets.numel();
   STD_TORCH_CHECK(at[0] == 0 && at[count - 1] == total, "varlen_attn: ", name, " must rise from 0 to ", total,
@@ -20,7 +20,7 @@ inline void check_offsets(const Tensor& offsets, const char* name, int64_t total
   }
 }
 
-// No sequence is longer than all of them together, whatever bound is given.
+// Set the packed sequences. A bound above the sum of all lengths is reduced to it, because no sequence is longer.
 inline void set_packed(Attention& a, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
                        const std::optional<Tensor>& seqused_k, int64_t max_q, int64_t max_k) {
   a.batch = cu_seq_q.numel() - 1;

@@ -1,6 +1,6 @@
 // Scaled-dot-product attention over dense batches and over packed sequences, forward and backward.
 //
-//   s_ij = scale q_i . k_j + mask_ij,  P_ij = exp(s_ij - row_max_i) / row_sum_i,  out_i = sum_j P_ij v_j
+//   s_ij = scale q_i . k_j + mask_ij,  P_ij = exp(s_ij - row_max_i) / row_sum_i,  out_i = sum_j P_ij v_j.
 //
 // The sums are over the keys j that query i sees through the lengths, the window (visibility.h) and the mask.
 #pragma once

@@ -19,7 +19,7 @@ struct LayerNorm {
   void* sum;  // residual + dropout(input) if there is a residual
   void* out;
   Dtype dtype;         // The dtype of sum; the input's if there is no residual.
-  Dtype out_dtype;     // The same dtype, or a 16-bit one if the sum is float32.
+  Dtype out_dtype;     // Equal to dtype, or a 16-bit one if the sum is float32.
   float *mean, *rstd;  // (matrices * rows,).
   int64_t matrices, rows, columns;
   float eps;
@@ -43,7 +43,7 @@ FASTATTN_HOST_DEVICE inline float rstd_of(float variance, float eps) {
 //   grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat)), grad_weight = sum grad_out * xhat, grad_bias = sum grad_out
 struct LayerNormBackward {
   const void *grad_out, *x;  // x is the input or the sum.
-  Dtype grad_out_dtype;      // The same as dtype, or a 16-bit one if dtype is float32.
+  Dtype grad_out_dtype;      // Equal to dtype, or a 16-bit one if dtype is float32.
   Dtype dtype;               // The dtype of x, grad_sum and grad_x.
   int64_t grad_out_row, x_row;
   const void* grad_sum;  // added to grad_x, or null

@@ -237,7 +237,8 @@ struct Forward {
     }
   }
 
-  // Return the operands and results of task `index`, to prefetch them. Nothing if there are splits or long tasks.
+  // Return the operands and results of task `index`, to prefetch them. There are none if there are splits or long
+  // tasks.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     if (index >= tasks || blocks > 1 || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;

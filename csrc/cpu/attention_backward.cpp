@@ -391,8 +391,8 @@ struct Backward {
     }
   }
 
-  // Return the operands and results of task `index`, for its first query head, to prefetch them. Nothing if there are
-  // splits or long tasks.
+  // Return the operands and results of task `index`, for its first query head, to prefetch them. There are none if
+  // there are splits or long tasks.
   Prefetcher ahead(int64_t index) const {
     Prefetcher next;
     if (index >= tasks() || num_splits > 1 || !Prefetcher::serves<T>(a)) return next;

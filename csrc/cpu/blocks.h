@@ -6,8 +6,8 @@
 // - block: kBlockN consecutive keys, the first at a multiple of kBlockN. In row operations: 16 rows (rows.h).
 // - tile: the scores of one panel and one block, stored as (kBlockN, kBlockM), float32. An AMX tile is a register.
 //   A dropout tile is 16 rows by 32 columns (dropout_mask.h).
-// - chunk: the tiles whose results share one float32 accumulator. It ends after kChunk keys; in dK and dV, after
-//   kChunkPanels panels. Chunks are summed in their order.
+// - chunk: the tiles whose results share one float32 accumulator: at most kChunk keys; in dK and dV at most
+//   kChunkPanels panels. The results of chunks are merged in order.
 // - split: one of num_splits parts of the keys, each in tasks of its own; their results are merged in order.
 // - range: the number of keys per split, a multiple of kBlockN.
 // - slot: the place of a key in a split's packed buffers, that is its index minus the split's first key.

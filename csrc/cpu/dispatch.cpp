@@ -60,8 +60,8 @@ struct Available {
 
   static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // the bfloat16 instructions and the tiles
 
-  // Request the tiles' 8 KiB of state from Linux. From then on a signal stack must hold some 12 KiB. Linux refuses the
-  // request if a signal stack is smaller already.
+  // Request the tiles' 8 KiB of state from Linux. A signal stack must then hold some 12 KiB. Linux refuses the request
+  // if a signal stack is already smaller.
   static bool may_use_tiles() {
     constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
     return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;

@@ -15,7 +15,7 @@ struct Limits {
   // Run at least `operations` floating-point operations (a multiply-add is two), split evenly over the threads. Every
   // thread stores its result in its element of `sink`, so that the compiler cannot remove the operations.
   void (*float32)(float* sink, int64_t operations, const Parallel&);
-  // The same with dot products of pairs or products of matrices, if the instruction set has them.
+  // Run dot products of pairs or products of matrices instead, if the instruction set has them.
   void (*bfloat16)(float* sink, int64_t operations, const Parallel&);
 };
 

@@ -4,7 +4,7 @@
 //     for each piece of the row: x = residual + dropout(input), and its sum;  then the variance around the mean;
 //     for each piece: out = (x - mean) * rstd * weight + bias.
 //   differentiate, for each team: every team.count-th pair of rows: for each of the two rows:
-//     for each piece: the sums of g and g * xhat, and the team's sums for grad_weight and grad_bias;
+//     for each piece: the sums of g and g * xhat, and the block's sums for grad_weight and grad_bias;
 //     for each piece: grad_x, and grad_input through dropout.
 //   add_rows computes the sums for grad_weight and grad_bias if rows are in pieces; add_groups adds up the groups.
 //

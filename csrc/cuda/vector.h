@@ -102,7 +102,7 @@ __device__ inline void load(const void* data, Dtype dtype, int64_t offset, bool 
   }
 }
 
-// Store elements column .. column + 7 of the row that begins `offset` elements into `data`, rounded. Those from
+// Store elements column .. column + 7 of the row that begins `offset` elements into `data`, rounded. Elements from
 // `columns` on are not stored.
 __device__ inline void store(void* data, Dtype dtype, int64_t offset, bool wide, int64_t column, int64_t columns,
                              const float (&x)[kVector]) {

@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kEpsilon = 0x1p-23;
 
-// (batch, head, row, column), or (row, head, column) with the batch's sequences one after the other.
+// An operand (batch, head, row, column), or (row, head, column) with the batch's sequences one after the other.
 struct Operand {
   Operand(Random& random, Dtype dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool packed)
       : heads(heads), rows(rows), columns(columns), packed(packed) {
@@ -48,7 +48,8 @@ struct Operand {
   std::vector<double> values;
 };
 
-// What the kernel should write, NaN where it should write nothing; `size` bounds the sums of magnitudes behind it.
+// The values that the kernel should write, NaN for elements that it should not write. `size` bounds the sums of the
+// magnitudes that the values are made of.
 struct Expected {
   explicit Expected(const Buffer& buffer) : values((size_t)buffer.count, NAN) {}
   void add(int64_t at, double value, double magnitude) {
@@ -90,7 +91,7 @@ struct Problem {
   bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const { return in_window(b, i, j) && in_mask(b, h, i, j); }
 };
 
-// NaN in every key that the window (with the length) or the mask hides from all queries of all heads.
+// Put NaN into every key and value that the window (with the length) or the mask hides from all queries of all heads.
 void spoil_unseen(const Problem& p, Operand* key, Operand* value) {
   for (int64_t b = 0; b < p.a.batch; ++b)
     for (int64_t j = 0; j < p.stored(b); ++j) {
@@ -252,7 +253,7 @@ void test_attention(int cases) {
     a.num_heads = a.num_kv_heads * random.between(1, 3);
     a.seqlen_q = large ? random.between(100, 140) : random.chance(30) ? random.between(0, 4) : random.between(5, 100);
     a.seqlen_k = c % 10 == 3 ? 900 : random.between(large ? 200 : 0, large ? 230 : 110);
-    // Rows of whole vectors are read where they lie.
+    // Rows of whole vectors are read in place.
     a.head_dim = (int)(random.chance(40) ? 32 * random.between(1, large ? 4 : 2) : random.between(1, large ? 140 : 40));
     a.value_head_dim = random.chance(50) ? a.head_dim : (int)(random.chance(40) ? 32 : random.between(1, 40));
     a.scale = (float)random.pick({0.1, 0.1, 0.1, -0.2, 0.0});
@@ -291,7 +292,7 @@ void test_attention(int cases) {
       p.mask = std::make_unique<Buffer>(m.dtype, count, random.chance(50));
       const int hidden = (int)random.pick({0, 10, 50, 95});
       const bool finite_extremes = random.chance(20), has_tails = m.columns > 1 && random.chance(50);
-      int64_t shown = m.columns;  // of some rows; the columns behind are hidden
+      int64_t shown = m.columns;  // columns shown in some rows; later columns are hidden
       for (int64_t i = 0; i < count; ++i) {
         if (has_tails && i % (32 * m.columns) == 0) shown = random.between(0, m.columns);
         const bool hide = random.chance(hidden) || i % m.columns >= shown ||

@@ -10,7 +10,7 @@ FASTATTN_KERNEL(Dropout, dropout)
 namespace fastattn::testing {
 namespace {
 
-// Random123's known answers (kat_vectors, philox4x32 7).
+// The known answers of Random123 (kat_vectors, philox4x32 7).
 void test_known_answers() {
   static const uint32_t cases[3][10] = {
       {0, 0, 0, 0, 0, 0, 0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48},

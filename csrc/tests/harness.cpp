@@ -17,7 +17,7 @@ namespace {
 char current[512] = "(no case)";
 int failed = 0;
 
-// Mantissa bits after the leading one, and the exponent of the smallest normal number.
+// A format: its mantissa bits after the leading one, and the exponents of its smallest and largest normal numbers.
 struct Format {
   int bits, minimum, maximum;
 };
@@ -46,7 +46,7 @@ uint64_t Random::next() {
   return z ^ z >> 31;
 }
 
-double Random::normal() {  // of the sum of twelve uniform numbers the variance is 1
+double Random::normal() {  // the sum of twelve uniform numbers has variance 1
   double sum = -6;
   for (int i = 0; i < 12; ++i) sum += (double)(next() >> 11) * 0x1p-53;
   return sum;
@@ -135,7 +135,7 @@ void Buffer::set(int64_t index, double value) {
     bits = 0x7fff;
   } else if (isinf(rounded)) {
     bits = (uint16_t)((2 * format.maximum + 1) << format.bits);
-  } else {  // counts of the format's steps are its bits, since an overflow of the mantissa increments the exponent
+  } else {  // The count of the format's steps is its bits: an overflow of the mantissa increments the exponent.
     const int exponent = magnitude == 0 || ilogb(magnitude) < format.minimum ? format.minimum : ilogb(magnitude);
     bits = (uint16_t)(((exponent - format.minimum) << format.bits) + (int)ldexp(magnitude, format.bits - exponent));
   }

@@ -1,4 +1,4 @@
-// What the tests of the kernels share: operands between guard pages, exact conversions, threads, comparison.
+// Code that the tests of the kernels share: operands between guard pages, exact conversions, threads, comparison.
 #pragma once
 #include <stdint.h>
 
@@ -13,7 +13,7 @@
 
 namespace fastattn::testing {
 
-// splitmix64: the same cases on every run.
+// A generator, splitmix64, which gives the same cases on every run.
 struct Random {
   uint64_t state;
   uint64_t next();
@@ -28,11 +28,11 @@ struct Random {
 };
 
 const char* name_of(Dtype);
-double round_to(Dtype, double);  // nearest value, ties to even
-double unit_roundoff(Dtype);     // half the distance from 1 to the next number
+double round_to(Dtype, double);  // Nearest value, ties to even.
+double unit_roundoff(Dtype);     // Half the distance from 1 to the next number.
 Dtype any_float(Random&);
 
-// Elements that end, or begin, at an inaccessible page, and start out as NaN (all bits set).
+// Elements that end, or begin, at an inaccessible page and are NaN (all bits set) at first.
 class Buffer {
  public:
   Buffer(Dtype dtype, int64_t count, bool at_end = true);
@@ -54,18 +54,19 @@ class Buffer {
   size_t mapped_;
 };
 
-// The case in progress, named by whatever fails in it, crashes included.
+// Begin a case. Failures in it, crashes included, print its name.
 void begin_case(const std::string& name);
 void fail(const std::string& what);
 int failures();
 
-// |got - want| <= u |want| + slack element by element, u the dtype's unit roundoff; want may be NaN.
+// Fail unless |got - want| <= 1.01 u |want| + slack for every element, with the dtype's unit roundoff u. `want` may be
+// NaN; then `got` must be.
 void expect_close(const char* what, const Buffer& got, const std::vector<double>& want, double slack);
 
-// Runs the kernel on 1, 2 and 5 threads, outputs NaN before each; all runs must write the same bits.
+// Run the kernel on 1, 2 and 5 threads, with outputs of NaN before each run. All runs must write the same bits.
 void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel);
 
-// Runs the kernel of a problem in a workspace between guard pages.
+// Run the kernel of a problem in a workspace between guard pages.
 template <class Problem>
 void run_kernel(const Problem& problem, const Parallel& parallel) {
   const Kernel<Problem>& kernel = kernel_of(problem);
@@ -73,13 +74,13 @@ void run_kernel(const Problem& problem, const Parallel& parallel) {
   kernel.run(problem, parallel, (char*)workspace.data);
 }
 
-// A side of a window: narrow, or `reach`, from which on it bounds nothing.
+// Return a side of a window: a narrow one, or `reach`, which is wide enough to hide nothing.
 int64_t any_window(Random&, int64_t reach);
 
-// The kernel, run again with `out` as its only output, writes the bits that are there.
+// Run the kernel again with `out` as its only output. It must write the same bits as before.
 void expect_again(Buffer& out, const std::function<void(const Parallel&)>& kernel);
 
-// One function for each kernel file: that many random problems on the instruction set in use.
+// One function per kernel file. It runs so many random problems on the instruction set in use.
 void test_attention(int cases);
 void test_dropout(int cases);
 void test_layer_norm(int cases);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kEpsilon = 0x1p-23;
 
-// Rows at a stride, between them NaN that nothing may read.
+// Rows at a stride. The elements between rows are NaN and must not be read.
 struct Rows {
   Rows(Random& random, Dtype dtype, int64_t rows, int64_t columns, double mean)
       : stride(columns + random.between(0, 5)),
@@ -35,7 +35,7 @@ std::string describe(const char* op, int64_t matrices, int64_t rows, int64_t col
 
 Dtype promoted(Dtype a, Dtype b) { return a == b ? a : Dtype::float32; }
 
-// Rows of +-`size`, whose variance overflows float32: their rstd and the normalised rows are NaN, not 0.
+// Rows of +-`size` have a variance that overflows float32. Their rstd and the normalised rows are NaN, not 0.
 void test_overflow(Dtype dtype, int64_t columns, double size) {
   constexpr int64_t kRows = 3;
   begin_case("layer_norm of +-" + std::to_string(size) + " (1, 3, " + std::to_string(columns) + ") " + name_of(dtype) +
@@ -91,7 +91,7 @@ void test_layer_norm(int cases) {
     p.mean = (float*)means.data, p.rstd = (float*)rstds.data;
     run_on_threads({&sum, &out, &means, &rstds}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
 
-    // What is normalised is the sum as it was stored.
+    // The kernel normalises the sum as stored.
     std::vector<double> want_sum, x, want, want_mean, want_rstd;
     double largest_rstd = 0;
     for (int64_t row = 0; row < all; ++row) {
@@ -111,7 +111,7 @@ void test_layer_norm(int cases) {
                            (p.weight ? weight(0, j) : 1) +
                        (p.bias ? bias(0, j) : 0));
     }
-    // Rounding x - mean and the mean itself costs a few epsilons of |x|, which rstd magnifies; |weight| is below 7.
+    // Rounding x - mean and the mean costs a few epsilons of |x|, which rstd magnifies. |weight| is below 7.
     const double magnitude = (mean + 8) * fmax(1, keep_scale), x_error = 4 * kEpsilon * magnitude;
     expect_close("sum", sum, want_sum, x_error);
     expect_close("mean", means, want_mean, x_error);
@@ -161,7 +161,7 @@ void test_layer_norm(int cases) {
         if (fused) want_input.push_back(kept ? want_x.back() * keep_scale : 0);
       }
     }
-    // g and xhat * mean(g * xhat) are below 40 and 40 largest_xhat^2; a dozen roundings, and those of the means.
+    // g is below 40 and xhat * mean(g * xhat) below 40 largest_xhat^2. There are a dozen roundings, and the means'.
     const double roundings = (16 + 2 * log2((double)columns)) * kEpsilon;
     const double slack = roundings * 40 * (1 + largest_xhat * largest_xhat) * fmax(1, largest_rstd);
     expect_close("grad_x", grad_x, want_x, slack);

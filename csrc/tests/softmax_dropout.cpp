@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kEpsilon = 0x1p-23;
 
-// (batch, head, row, column) with dense columns; heads inside rows or the other way round; padded rows.
+// Matrices (batch, head, row, column) with dense columns and padded rows. Heads are inside rows or rows inside heads.
 struct Matrices {
   Matrices(Random& random, Dtype dtype, const Scores& s)
       : padded(s.columns + random.between(0, 5)),
@@ -105,7 +105,7 @@ void test_softmax_dropout(int cases) {
         added = mask.get(mask_at(b, h, i, j));
         if (s.mask.dtype == Dtype::boolean) added = added != 0 ? 0 : -INFINITY;
       }
-      if (added == -INFINITY) {  // what is hidden may be anything
+      if (added == -INFINITY) {  // hidden elements may hold NaN
         input.buffer.set(b * input.batch + h * input.head + i * input.row + j, NAN);
         grad_out.buffer.set(b * grad_out.batch + h * grad_out.head + i * grad_out.row + j, NAN);
         return -INFINITY;
@@ -144,7 +144,7 @@ void test_softmax_dropout(int cases) {
     Buffer out(s.dtype, count, random.chance(50)), stats(Dtype::float32, 2 * all_rows);
     p.out = out.data, p.stats = (float*)stats.data;
     run_on_threads({&out, &stats}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
-    // Scores below 16 (65504 with the extreme mask) are rounded once: an absolute error, relative in P.
+    // Scores below 16 (65504 with the extreme mask) are rounded once. Their absolute error is a relative error of P.
     const double largest = finite_extremes && masked ? 65520 : 16, relative = (largest + 16) * kEpsilon;
     expect_close("out", out, want, relative * fmax(1, kept_scale));
     double total_max = 1;
@@ -160,7 +160,7 @@ void test_softmax_dropout(int cases) {
     q.grad_input = grad_input.data, q.grad_mask = mask_grad ? grad_mask.data : nullptr;
     q.grad_mask_dtype = s.mask.dtype;
     run_on_threads({&grad_input, &grad_mask}, [&](const Parallel& parallel) { run_kernel(q, parallel); });
-    // |dP| is below 18 kept_scale. The mask's gradient adds up as many such terms as it broadcasts over.
+    // |dP| is below 18 kept_scale. An element of the mask's gradient is a sum over the scores that it is broadcast to.
     const double grad_slack = 4 * relative * 18 * fmax(1, kept_scale);
     expect_close("grad_input", grad_input, want_grad, grad_slack);
     if (!mask_grad) want_mask_grad.clear();

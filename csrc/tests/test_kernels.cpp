@@ -1,5 +1,6 @@
-// The kernels' own test program, without torch: every kernel and dtype on every instruction set that this machine has,
-// against plain double-precision code. Build: python csrc/tests/build.py. Usage: test_kernels [cases per kernel]
+// The kernels' own test program, without torch. It compares every kernel and dtype, on every instruction set that this
+// machine has, with plain double-precision code. Build: python csrc/tests/build.py. Usage: test_kernels [cases per
+// kernel].
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,11 +1,14 @@
-// The part of CUDA that csrc/cuda uses, for the host: its sources are compiled unchanged with this folder in the place
-// of the toolkit's headers. Every thread of a block is a fiber; blocks run one after another, in a shuffled order.
+// The part of CUDA that csrc/cuda uses, for the host. Its sources are compiled unchanged, with this folder instead of
+// the toolkit's headers. Every thread of a block is a fiber. Blocks run one after another, in a shuffled order.
 //
-// A fiber runs until it waits for others, and which goes on then is drawn at random: what only holds in one order
-// fails. Whatever CUDA leaves undefined ends the launch with an error that says what, where and in which thread: a
-// barrier that not all threads reach, or not the same one; a shuffle or vote that names a lane which is not there, or
-// whose lanes disagree; an access outside an operand (emulation.cpp puts each between inaccessible pages), a misaligned
-// one, an index beyond a shared array (these two by the compiler's checks). Shared memory begins as NaN in every block.
+// A fiber runs until it waits for others. The next fiber is drawn at random, so code that holds in only one order
+// fails. Undefined behaviour ends the launch with an error that names the fault, the place and the thread:
+// - a barrier that not all threads reach, or threads at different barriers;
+// - a shuffle or vote that names a missing lane, or whose lanes disagree;
+// - an access outside an operand, which torch.cpp puts between inaccessible pages;
+// - a misaligned access or an index beyond a shared array, which the compiler's checks find.
+//
+// Shared memory begins as NaN in every block.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -21,7 +24,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static thread_local  // one block runs at a time; emulation.cpp finds all of these together
+#define __shared__ static thread_local  // One block runs at a time. emulation.cpp finds all of these together.
 #define __launch_bounds__(...)
 
 struct uint2 {
@@ -59,11 +62,11 @@ namespace emulation {
 
 enum class Collective { barrier, warp_barrier, shuffle, vote };
 
-// Waits until all threads of the block, or the lanes in `mask`, are here too: at the same line, with the same mask.
-// Returns what lane `source` of the warp came with; of a vote, the mask of the lanes that came with a value not 0.
+// Wait until all threads of the block, or the lanes in `mask`, are at the same line with the same mask. Return the
+// value that lane `source` of the warp came with. For a vote, return the mask of the lanes whose value is not 0.
 uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, const char* file, int line);
 
-// Runs body() in every thread of every block. Throws std::runtime_error.
+// Run body() in every thread of every block. Throw std::runtime_error on a fault.
 void run(dim3 grid, dim3 block, const std::function<void()>& body);
 
 unsigned lane();
@@ -85,7 +88,7 @@ inline unsigned reduce_or(unsigned mask, unsigned value, const char* file, int l
   return all;
 }
 
-// Lanes move within groups of `width`; beyond its group a lane keeps its own value.
+// Return the lane that a shuffle reads: `source` within groups of `width`, else the lane itself.
 inline unsigned within(unsigned source, unsigned width) {
   return source / width == lane() / width && source < 32 ? source : lane();
 }

@@ -1,4 +1,4 @@
-// A matrix instruction of csrc/cuda/mma.h, by a warp of emulated threads.
+// The matrix instruction of csrc/cuda/mma.h, for a warp of emulated threads.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@ inline float number(uint32_t bits, bool is_bfloat16) {
   return is_bfloat16 ? __bfloat162float(__nv_bfloat16_raw{half}) : __half2float(__half_raw{half});
 }
 
-// Each lane shows the others what it has of A and B.
+// Compute C += A B. Each lane shows its elements of A and B to the others.
 inline void mma_16x8x16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, bool is_bfloat16) {
   struct Shown {
     uint32_t a[4], b[2];
@@ -19,7 +19,7 @@ inline void mma_16x8x16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, bool i
   static Shown shown[1024];
   const unsigned lane = emulation::lane(), row = lane / 4, column = lane % 4 * 2;
   Shown* warp = shown + threadIdx.x / 32 * 32;
-  __syncwarp();  // all have read what the instruction before showed
+  __syncwarp();  // all lanes have read the elements of the instruction before
   warp[lane] = {{a.x, a.y, a.z, a.w}, {b0, b1}};
   __syncwarp();
   for (unsigned i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// See cuda_runtime.h beside this. Compiled into the library that csrc/tests/build.py makes of csrc/cuda for tests.
+// The emulation that cuda_runtime.h describes. csrc/tests/build.py compiles it and csrc/cuda into a library for tests.
 #include "cuda_runtime.h"
 
 #include <link.h>
@@ -24,14 +24,14 @@ constexpr size_t kStackBytes = 64 << 10;
 constexpr int kWarp = 32;
 
 struct Fiber {
-  jmp_buf at;  // where it goes on
+  jmp_buf at;  // the place where it goes on
   ucontext_t entry;
   std::unique_ptr<char[]> stack;
-  bool started = false;   // its stack is in use: it goes on by longjmp, which is faster than a context's switch
-  bool finished = false;  // with its thread of the present block
+  bool started = false;   // Its stack is in use, so it goes on by longjmp, which is faster than a context switch.
+  bool finished = false;  // It has finished its thread of the present block.
   bool waiting = false;
 
-  Collective kind;  // what it waits for
+  Collective kind;  // the operation at which it waits
   unsigned mask, source;
   uint64_t value;
   const char* file;
@@ -45,7 +45,7 @@ jmp_buf scheduler;
 char error[400];
 uint64_t random_state = 0, launched = 0;
 
-// splitmix64: the same orders on every run.
+// Return a random number below n by splitmix64, the same ones on every run.
 uint64_t random_below(uint64_t n) {
   uint64_t z = random_state += 0x9E3779B97F4A7C15u;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
@@ -53,7 +53,7 @@ uint64_t random_below(uint64_t n) {
   return (z ^ z >> 31) % n;
 }
 
-// Ends the launch, from within a fiber; the fibers are abandoned where they are.
+// End the launch from within a fiber. The fibers are abandoned.
 [[noreturn]] void stop(const char* format, ...) {
   char what[240];
   va_list arguments;
@@ -70,7 +70,7 @@ void on_signal(int number, siginfo_t* info, void*) {
   stop("a misaligned access or an index beyond an array, at instruction %p", info->si_addr);
 }
 
-// While it lives, the signals of a wrong access are this emulation's.
+// Signal handlers for wrong accesses, in place during the object's life.
 struct Handlers {
   static constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
   struct sigaction previous[4];
@@ -116,7 +116,7 @@ void fiber_main() {
   abort();
 }
 
-// The shared memory of all kernels: this library's thread-local variables, which lie together.
+// The shared memory of all kernels: this library's thread-local variables, which are contiguous.
 struct Shared {
   char* begin = nullptr;
   size_t bytes = 0;
@@ -142,7 +142,7 @@ struct Shared {
   void forget() const { memset(begin, 0xff, bytes); }
 };
 
-// Runs a thread until it waits or ends. False if that ended the launch.
+// Run a thread until it waits or ends. Return false if that ended the launch.
 bool go_on(int index) {
   if (!_setjmp(scheduler)) enter(index);
   return !error[0];
@@ -158,7 +158,7 @@ const char* name_of(Collective kind) {
   return "a vote";
 }
 
-// The threads that `fiber`, number `index`, waits for: [first, last) where wanted(thread).
+// The threads that `fiber`, number `index`, waits for: the threads in [first, last) for which has(thread).
 struct Party {
   int first, last;
   unsigned mask;
@@ -172,7 +172,7 @@ struct Party {
   bool has(int thread) const { return mask >> thread % kWarp & 1; }
 };
 
-// Lets the party of thread `index` go on if all of it has come.
+// Release the party of thread `index` if all of its threads wait.
 void release(int index) {
   const Fiber& newest = *fibers[(size_t)index];
   const Party party(newest, index);
@@ -182,7 +182,7 @@ void release(int index) {
     if (other.finished) {
       stop("%s at %s:%d waits for thread %d, which has ended", name_of(newest.kind), newest.file, newest.line, i);
     }
-    // Not here yet: on its way, or waiting elsewhere for others.
+    // The other thread has not come yet, or waits elsewhere for others.
     if (!other.waiting || !Party(other, i).has(index)) return;
     if ((other.kind == Collective::barrier) != (newest.kind == Collective::barrier)) return;
     if (other.kind != newest.kind || other.line != newest.line || strcmp(other.file, newest.file) != 0)
@@ -213,7 +213,8 @@ void release(int index) {
   }
 }
 
-// Runs each thread that is ready, of all warps or one, until it waits or ends, in random order. False if there is none.
+// Run each ready thread of all warps (warp < 0) or of one, in random order, until it waits or ends. Return false if
+// none is ready or the launch has ended.
 bool run_ready(std::vector<int>& ready, int warp) {
   ready.clear();
   const int first = warp < 0 ? 0 : warp * kWarp, last = warp < 0 || first + kWarp > threads ? threads : first + kWarp;
@@ -229,7 +230,7 @@ bool run_ready(std::vector<int>& ready, int warp) {
 void run_block() {
   std::vector<int> ready;
   for (int i = 0; i < threads; ++i) fibers[(size_t)i]->finished = fibers[(size_t)i]->waiting = false;
-  // In turns, every warp goes on by a step, or one warp as far as it gets while the others stand.
+  // Advance every warp by one step. Then, at random, advance one warp as far as possible while the others stand.
   const int warps = (threads + kWarp - 1) / kWarp;
   while (run_ready(ready, -1)) {
     const int alone = (int)random_below(2 * (uint64_t)warps);
@@ -296,10 +297,10 @@ int multiprocessors = 132;
 
 extern "C" __attribute__((visibility("default"))) void set_multiprocessors(int count) { multiprocessors = count; }
 
-// How many kernels have been started.
+// Return the number of launches so far.
 extern "C" __attribute__((visibility("default"))) uint64_t launches() { return launched; }
 
-// The order of threads and blocks from here on.
+// Seed the order of threads and blocks for the launches that follow.
 extern "C" __attribute__((visibility("default"))) void seed_order(uint64_t seed) { random_state = seed; }
 
 }  // namespace emulation

@@ -1,5 +1,5 @@
-// The tensors of a test of the emulated library, each between inaccessible pages; and what that library asks of a CUDA
-// torch.
+// The tensors of a test of the emulated library, each between inaccessible pages, and stubs of the functions that the
+// library calls in a CUDA build of torch.
 #include <c10/core/Allocator.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -33,7 +33,7 @@ namespace {
 constexpr size_t kAlignment = 16;
 char damage[200];
 
-// So many bytes between inaccessible pages. Mappings are kept: new ones are what takes time.
+// Mappings of so many bytes between inaccessible pages. They are kept, because making new ones takes the time.
 struct Mappings {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE);
   std::unordered_map<size_t, std::vector<char*>> unused;  // by size
@@ -64,8 +64,8 @@ bool is_fresh(const char* begin, const char* end) {
   return all == (char)0xff;
 }
 
-// Each tensor lies as far up against an inaccessible page as 16-byte alignment allows, behind another one; fresh
-// memory, and what is left over beside it, is NaN (all bits set).
+// The memory of a tensor between two inaccessible pages. It ends at the upper one, as closely as 16-byte alignment
+// allows. Fresh memory, and the rest around it, is NaN (all bits set).
 struct Guarded {
   char *first, *begin;
   size_t mapped, size;
@@ -85,7 +85,7 @@ struct Guarded {
 };
 
 std::mutex lock;
-std::unordered_map<void*, std::unique_ptr<Guarded>> guarded;  // by address, which is the context that torch asks for
+std::unordered_map<void*, std::unique_ptr<Guarded>> guarded;  // by address, which is torch's context for the deleter
 
 void release_guarded(void* begin) {
   const std::lock_guard<std::mutex> hold(lock);
@@ -109,7 +109,8 @@ c10::Allocator* usual_allocator;
 
 }  // namespace
 
-// From here on torch's CPU tensors are guarded, or no longer. Returns what was found written beside one since.
+// Switch the guarding of torch's new CPU tensors on or off. Return a message if a write outside a tensor was found
+// since the last call, else an empty string.
 extern "C" __attribute__((visibility("default"))) const char* guard_operands(int on) {
   if (on && !usual_allocator) {
     usual_allocator = c10::GetAllocator(c10::DeviceType::CPU);
