@@ -1,4 +1,4 @@
-"""Commands that compile the libraries (csrc/native_build.py) and tag the wheel; pyproject.toml has all else."""
+"""Commands that compile the libraries (csrc/native_build.py) and tag the wheel; pyproject.toml has everything else."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ import native_build  # noqa: E402
 
 class BuildPython(build_py):
     def run(self):
-        # setuptools never removes from its build folder what has been deleted from the source.
+        # setuptools never removes files from its build folder that were deleted from the source.
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib) / "fastattn", ignore_errors=True)
         super().run()
@@ -36,7 +36,7 @@ class BuildLibraries(build_ext):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self):
-        """py3-none-PLATFORM, since the libraries use no CPython symbols; py3-none-any where none was built."""
+        """Return py3-none-PLATFORM, because the libraries use no CPython symbols; py3-none-any if none was built."""
         built = any(name.endswith(".so") for name in self.get_finalized_command("build_ext").get_outputs())
         return ("py3", "none", super().get_tag()[2] if built else "any")
 

@@ -1,7 +1,7 @@
-"""How the compiled libraries are built.
+"""The build of the compiled libraries.
 
-`setup.py` calls `build`; pip calls the hooks at the end (PEP 517, named in pyproject.toml); `csrc/tests` takes the
-instruction sets and flags from here. Only PyTorch's headers and its libtorch_cpu are needed, no Python headers: the
+`setup.py` calls `build`. pip calls the hooks at the end (PEP 517, named in pyproject.toml). `csrc/tests` takes the
+instruction sets and flags from here. A build needs only PyTorch's headers and its libtorch_cpu, no Python headers. The
 libraries use PyTorch's stable ABI, so that one build serves every torch from 2.10 on and every Python.
 """
 
@@ -24,7 +24,7 @@ from setuptools.errors import BaseError
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 10)
 
-# Kernels are compiled once for each instruction set and chosen at run time (csrc/cpu/dispatch.cpp), best first.
+# Instruction sets, best first. Kernels are compiled once per set and chosen at run time (csrc/cpu/dispatch.cpp).
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512"
 _AVX512_BF16 = f"{_AVX512} -mavx512bf16"
@@ -44,7 +44,7 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDES
 
 
 def bindings(library: str, torch: Path, optimize: str) -> list[tuple[str, Path, str]]:
-    """(object, source, flags) of the files that see torch: those of the operations that the library has kernels of."""
+    """Return (object, source, flags) of the files that include torch, for operations with kernels in the library."""
     kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library"}
     contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
@@ -58,22 +58,23 @@ def bindings(library: str, torch: Path, optimize: str) -> list[tuple[str, Path, 
     ]
 
 
-# What the CUDA library is compiled for where no GPU says it; of the last one the intermediate code too.
+# Architectures of the CUDA library if no GPU is found. The library has PTX of the last one too.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # of compilers, in $CXX before the compiler itself
-OLDEST_ARCHITECTURE = 80  # its matrix instructions; a list may name older ones, for other packages
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # programs that $CXX may name before the compiler
+# The oldest architecture with the matrix instructions used. A list may name older ones, for other packages.
+OLDEST_ARCHITECTURE = 80
 
 
 class BuildError(BaseError):
-    """Why a library cannot be built, in one line."""
+    """The reason why a library cannot be built, in one line."""
 
 
 class NotBuilt(BuildError):
-    """Why a library is not built here, which is no failure."""
+    """The reason why a library is not built here, without a failure."""
 
 
 def instruction_sets() -> dict[str, str]:
-    """Name to compiler flags, best first, for this machine."""
+    """Return the compiler flags of this machine's instruction sets by name, best first."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if sys.platform != "linux" or machine not in INSTRUCTION_SETS:
         raise BuildError(f"the kernels are for Linux on x86-64 and aarch64, this is {sys.platform} on {machine}")
@@ -81,7 +82,7 @@ def instruction_sets() -> dict[str, str]:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command: $CXX, else c++ or g++."""
+    """Return the C++ compiler's command: $CXX, else c++ or g++."""
     command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
     if shutil.which(command[0]) is None:
         raise BuildError(f"no C++ compiler: {command[0]} not found (install g++, or set CXX)")
@@ -89,10 +90,10 @@ def compiler() -> list[str]:
 
 
 def site_directories() -> list[Path]:
-    """Where the environment that the package goes to may have torch, in the order in which Python looks.
+    """Return the folders where the target environment may have torch, in the order of Python's search.
 
-    Under build isolation sys.path is the isolated one, while sysconfig still names the target environment. A virtual
-    environment made with --system-site-packages sees the user's and the base interpreter's packages too.
+    Under build isolation sys.path is the isolated one, but sysconfig still names the target environment. A virtual
+    environment made with --system-site-packages also sees the packages of the user and of the base interpreter.
     """
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     candidates = [sysconfig.get_path(key) for key in ("platlib", "purelib")]
@@ -103,7 +104,7 @@ def site_directories() -> list[Path]:
 
 
 def find_torch(directories: list[Path]) -> tuple[Path, tuple[int, int]] | None:
-    """The first torch package in `directories` and its (major, minor), or None."""
+    """Return the first torch package in `directories` and its (major, minor), or None."""
     for directory in directories:
         torch = directory / "torch"
         if (torch / "version.py").is_file():
@@ -114,7 +115,7 @@ def find_torch(directories: list[Path]) -> tuple[Path, tuple[int, int]] | None:
 
 
 def torch_for_building() -> Path:
-    """The torch package whose headers are used: one that can be imported here, else the target environment's."""
+    """Return the torch package whose headers are used: one that this Python can import, else the target's."""
     found = find_torch([Path(entry) for entry in sys.path if entry] + site_directories())
     if found is None:
         raise BuildError("no torch in this environment (install torch, then fastattn again)")
@@ -127,7 +128,7 @@ def torch_for_building() -> Path:
 
 
 def kernel_objects(flags: str, sets: dict[str, str]) -> list[tuple[str, Path, str]]:
-    """(object, source, flags) of csrc/cpu: the dispatcher, and each kernel file for each instruction set."""
+    """Return (object, source, flags) of csrc/cpu: the dispatcher, and each kernel file for each instruction set."""
     sources = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     kernels = [source for source in sources if source.stem != "dispatch"]
     return [("dispatch.o", ROOT / "csrc/cpu/dispatch.cpp", flags)] + [
@@ -145,9 +146,11 @@ def run_ninja(
     nvcc: str | None = None,
     cxx: list[str] | None = None,
 ) -> Path:
-    """Compiles what is out of date of `objects` and links them to `target` inside `directory`. Returns the target.
+    """Compile the `objects` that are out of date, link all to `target` inside `directory`, and return the target.
 
-    With `nvcc` that command compiles the sources ending in .cu, and links. `cxx` takes the place of ``compiler()``.
+    Args:
+        nvcc: The command that compiles the sources ending in .cu and links; None if there are none.
+        cxx: The C++ compiler, by default ``compiler()``.
     """
     import fcntl  # not on Windows, where nothing is compiled
 
@@ -172,7 +175,7 @@ def run_ninja(
     ]
     for name, source, flags in objects:
         rule = "compile_cuda" if nvcc and source.suffix == ".cu" else "compile"
-        place = os.path.relpath(source, directory)  # the same in every checkout: objects are, too, and ccache has them
+        place = os.path.relpath(source, directory)  # equal in every checkout, so that ccache finds the objects
         lines += [f"build {name}: {rule} {_escape(place)}", f"  flags = {flags}"]
     lines += [f"build {target}: link {' '.join(name for name, _, _ in objects)}", f"  flags = {link_flags}"]
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
@@ -199,13 +202,13 @@ def _escape(path: str) -> str:
 
 
 def hide_symbols(directory: Path) -> None:
-    """Writes what the linker is given: registration happens in static constructors, so nothing needs exporting."""
+    """Write the linker's version script, which exports nothing, because static constructors register the operations."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "exports.map").write_text("{ local: *; };\n")
 
 
 def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
-    """Compiles the library of the `cpu` backend. Returns the file and what is worth knowing about it."""
+    """Compile the library of the `cpu` backend. Return the file and facts about the build."""
     torch = torch_for_building()
     objects = bindings("cpu", torch, OPTIMIZE)
     objects += kernel_objects(f"{CXX_FLAGS} {OPTIMIZE}", instruction_sets())
@@ -228,7 +231,7 @@ def torch_version(torch: Path) -> str:
 
 
 def nvcc() -> tuple[str, str]:
-    """(command, version) of the CUDA compiler: in $CUDA_HOME, on the PATH, or in the toolkit's usual place."""
+    """Return (command, version) of the CUDA compiler: in $CUDA_HOME, on the PATH, or in the toolkit's usual folder."""
     home = os.environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
     command = next(filter(None, map(shutil.which, candidates)), None)
@@ -243,7 +246,7 @@ def nvcc() -> tuple[str, str]:
 
 
 def check_cuda(torch: Path, version: str) -> None:
-    """Raise unless `torch` takes a library of this CUDA version; a torch without CUDA does where it is asked for."""
+    """Raise unless `torch` takes a library of this CUDA version. A torch without CUDA does if FASTATTN_CUDA=1."""
     found = re.search(r"^cuda.*= '(\d+\.\d+)", (torch / "version.py").read_text(), re.MULTILINE)
     if found is None and os.environ.get("FASTATTN_CUDA") != "1":
         raise NotBuilt(f"torch {torch_version(torch)} is built without CUDA (FASTATTN_CUDA=1 compiles all the same)")
@@ -252,7 +255,10 @@ def check_cuda(torch: Path, version: str) -> None:
 
 
 def architectures(command: str) -> list[str]:
-    """What to compile for, as TORCH_CUDA_ARCH_LIST names it: its list, this machine's GPUs, or all that nvcc knows."""
+    """Return the architectures to compile for, in the names of TORCH_CUDA_ARCH_LIST.
+
+    They are that variable's list, else this machine's GPUs, else those of ARCHITECTURES that nvcc knows.
+    """
     named = re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
     if named != [""]:
         return _new_enough(named)
@@ -277,13 +283,13 @@ def _new_enough(names: list[str]) -> list[str]:
 
 
 def _number(name: str) -> int | None:
-    """80 of "8.0", or None of what is no such name."""
+    """Return 80 for "8.0", or None for a string of another form."""
     match = re.match(r"(\d+)\.(\d)", name)
     return int(match[1] + match[2]) if match else None
 
 
 def host_flags() -> str:
-    """nvcc's flags that name the C++ compiler: the program itself, not what starts it, and the flags that $CXX adds."""
+    """Return nvcc's flags for the C++ compiler: the program without its launcher, and the flags that $CXX adds."""
     words = compiler()
     while len(words) > 1 and Path(words[0]).name in LAUNCHERS:
         words = words[1:]
@@ -291,7 +297,7 @@ def host_flags() -> str:
 
 
 def nvcc_threads(architectures: int, files: int) -> int:
-    """How many architectures of a file nvcc compiles at a time, so that all files together keep the cores busy."""
+    """Return how many architectures of a file nvcc compiles at a time, so that all files together use all cores."""
     if os.environ.get("NVCC_THREADS"):
         return int(os.environ["NVCC_THREADS"])
     cores = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
@@ -299,7 +305,7 @@ def nvcc_threads(architectures: int, files: int) -> int:
 
 
 def cuda_flags(names: list[str], files: int = 1) -> str:
-    """nvcc's flags for so many files of kernels on these architectures."""
+    """Return nvcc's flags for so many files of kernels on these architectures."""
     host = f"{host_flags()} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"
     codes = []
     for name in names:
@@ -312,9 +318,9 @@ def cuda_flags(names: list[str], files: int = 1) -> str:
 
 
 def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
-    """Compiles and links the library of the `cuda` backend for these architectures.
+    """Compile and link the library of the `cuda` backend for these architectures.
 
-    What it needs of libtorch_cuda stays undefined where torch has none: the library cannot be loaded then.
+    If torch has no libtorch_cuda, symbols of it stay undefined, and the library cannot be loaded.
     """
     objects = bindings("cuda", torch, OPTIMIZE)
     kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
@@ -330,8 +336,8 @@ def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
 
 
 def build_cuda(directory: Path) -> tuple[Path, dict[str, object]]:
-    """Compiles the library of the `cuda` backend, where it is wanted. Returns the file and what is worth knowing."""
-    instruction_sets()  # the machines that it is for
+    """Compile the library of the `cuda` backend. Return the file and facts about the build."""
+    instruction_sets()  # raises on machines that the library does not support
     command, version = nvcc()
     torch = torch_for_building()
     check_cuda(torch, version)
@@ -344,13 +350,14 @@ LIBRARIES = {"cpu": build_cpu, "cuda": build_cuda}
 
 
 def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
-    """Builds every library into the folder `package` beside `_build.json`, which says what was built or why not.
+    """Build every library into the folder `package` and return the files written.
 
-    Objects stay in `directory`, so that the next build compiles only what has changed.
+    One of the files is `_build.json`, which records what was built or why not. Objects stay in `directory`, so that the
+    next build compiles only changed sources.
 
-    FASTATTN_BUILD=0 builds none; FASTATTN_BUILD=1 raises `BuildError` where one cannot be built, but for the CUDA
-    library where nvcc or a CUDA torch is missing. FASTATTN_CUDA=0 leaves that library out, FASTATTN_CUDA=1 raises where
-    it cannot be built. Returns the files.
+    FASTATTN_BUILD=0 builds no library. FASTATTN_BUILD=1 raises `BuildError` if one cannot be built, except for the CUDA
+    library without nvcc or a CUDA torch. FASTATTN_CUDA=0 omits the CUDA library; FASTATTN_CUDA=1 raises if it cannot be
+    built.
     """
     wanted = os.environ.get("FASTATTN_BUILD", "")
     if wanted not in ("", "0", "1"):
@@ -383,7 +390,7 @@ def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
 
 
 def _torch_requirement() -> list[str]:
-    """torch, where a build is wanted and possible and no torch is there whose headers could be used."""
+    """Return torch as a requirement if a build is wanted and possible but no torch is installed, else nothing."""
     if os.environ.get("FASTATTN_BUILD") == "0" or find_torch(site_directories()) is not None:
         return []
     try:
@@ -393,7 +400,7 @@ def _torch_requirement() -> list[str]:
     return ["torch>={}.{}".format(*OLDEST_TORCH)]
 
 
-# The hooks that pip calls: setuptools' own, with the requirement above added where a library is to be compiled.
+# The hooks that pip calls: those of setuptools, with the requirement above added for builds that compile.
 build_sdist = build_meta.build_sdist
 get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
 build_wheel = build_meta.build_wheel

@@ -28,10 +28,11 @@ Faults of the loops where attention's usual calls spend their time:
 One process per processor compiles. Triton's cache keeps the kernels and the reports on them, so a second
 run repeats only what a change affects.
 
-Dropout adds no layout conversion if one thread's part of a product fits dropout's tiles. That always holds for wgmma,
-and for mma if a tile has at least as many rows as a head has columns. All tiles of regular operands (16-bit, no mask,
-aligned rows of a power of 2, not packed) up to head size 64 do, except those of few queries. Other tiles may have fewer
-rows for lack of registers or shared memory. float32 without tf32 and the tensor memory of sm_100 have other layouts.
+Dropout adds no layout conversion if one thread's part of a product fits dropout's tiles. The part always fits with
+wgmma. With mma it fits if a tile has at least as many rows as a head has columns. Regular operands have 16 bits, no
+mask and aligned rows of a power of 2, and are not packed. All of their tiles up to head size 64 have so many rows,
+except those of few queries. Other tiles may have fewer rows for lack of registers or shared memory. float32 without
+tf32 and the tensor memory of sm_100 have other layouts.
 """
 
 from __future__ import annotations
@@ -370,18 +371,18 @@ class Report:
     per_score: float | None  # instructions per thread and score, in attention
     counts: str  # the lines of ``--counts``
     barriers: int
-    drains: int  # waits for all products of a warpgroup
-    shared_clocks: float | None  # clocks of shared memory over clocks of the tensor cores
-    wide_loads: float  # share of bytes loaded from global memory by 128 bits at a time, without bulk loads
+    drains: int  # Waits for all products of a warpgroup.
+    shared_clocks: float | None  # Clocks of shared memory over clocks of the tensor cores.
+    wide_loads: float  # Share of bytes loaded from global memory by 128 bits at a time, without bulk loads.
     # The whole kernel.
-    wide_accesses: float  # share of bytes loaded and stored by 128 bits at a time
-    narrow_accesses: int  # accesses to global memory of at most 16 bits
-    stages: int  # tiles copied ahead, plus the present one
-    shared: int  # bytes
-    conversions: int  # layout conversions in loops with matrix products
-    products: int  # matrix products in loops, in Triton's IR
-    matrix_instructions: tuple[str, ...]  # in loops, in the machine code
-    bulk_loads: tuple[str, ...]  # in loops, by tensor descriptors
+    wide_accesses: float  # Share of bytes loaded and stored by 128 bits at a time.
+    narrow_accesses: int  # Accesses to global memory of at most 16 bits.
+    stages: int  # Tiles copied ahead, plus the present one.
+    shared: int  # Bytes of shared memory.
+    conversions: int  # Layout conversions in loops with matrix products.
+    products: int  # Matrix products in loops, in Triton's IR.
+    matrix_instructions: tuple[str, ...]  # Opcodes in loops, in the machine code.
+    bulk_loads: tuple[str, ...]  # Opcodes of loads by tensor descriptors, in loops.
     tf32: bool
     narrow_offsets: tuple[str, ...]  # products of run-time sizes in 32 bits that reach an address
 

@@ -1,7 +1,7 @@
-"""Compiles the CUDA library for several architectures, with no GPU, and says what became of each kernel.
+"""Compile the CUDA library for several architectures, without a GPU, and print the registers and faults of each kernel.
 
-Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. Exit status 1 where a kernel
-spills or uses local memory, or one that should has no 128-bit loads and stores.
+Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. The exit status is 1 if a kernel uses
+local memory (spills or arrays), or if a kernel of aligned operands lacks 128-bit loads or stores.
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ sys.path.insert(0, str(ROOT / "csrc"))
 import native_build  # noqa: E402
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
-SCALAR = re.compile(r"add_groups|merge|attend<.*(false|, 0)")  # of few operands, or of operands that are not aligned
-REGISTERS, WARPS = 65536, 64  # of a multiprocessor of each of these architectures
+SCALAR = re.compile(r"add_groups|merge|attend<.*(false|, 0)")  # kernels with few or with unaligned operands
+REGISTERS, WARPS = 65536, 64  # per multiprocessor, on each of these architectures
 
 
 @dataclasses.dataclass
 class Kernel:
-    """What the machine code of a kernel for one architecture is."""
+    """Facts of a kernel's machine code for one architecture."""
 
     name: str
     architecture: str
     registers: int
-    shared: int  # bytes of a block
-    local: int  # bytes of a thread: arrays and what is spilled
+    shared: int  # bytes per block
+    local: int  # bytes per thread, for arrays and spilled values
     wide_loads: int
     wide_stores: int
 
     @property
     def warps(self) -> int:
-        """How many can be resident, as far as registers decide: they are given 8 a thread and 4 warps at a time."""
+        """Resident warps that registers allow; they are allocated by 8 per thread and by 4 warps."""
         of_warp = -(-self.registers // 8) * 8 * 32
         return min(WARPS, REGISTERS // of_warp // 4 * 4)
 
@@ -56,7 +56,7 @@ class Kernel:
 
 
 def cuobjdump(*arguments: object) -> str:
-    """The output of the disassembler: the toolkit's, or the one in Triton's package."""
+    """Return the output of the disassembler: the toolkit's, or the one in Triton's package."""
     command = shutil.which("cuobjdump")
     spec = None if command else importlib.util.find_spec("triton")
     if spec is not None and spec.origin is not None:
@@ -67,7 +67,7 @@ def cuobjdump(*arguments: object) -> str:
 
 
 def kernels_of(path: Path) -> list[Kernel]:
-    """All kernels in a compiled file."""
+    """Return all kernels in a compiled file."""
     code = {}
     for part in re.split(r"^arch = sm_", cuobjdump("--dump-sass", path), flags=re.MULTILINE)[1:]:
         architecture, *functions = re.split(r"Function : ", part)
@@ -94,14 +94,14 @@ def kernels_of(path: Path) -> list[Kernel]:
 
 
 def _short(name: str) -> str:
-    """name<template arguments>(type of the first parameter)"""
+    """Shorten a kernel's name to name<template arguments>(type of the first parameter)."""
     name = re.sub(r"\(anonymous namespace\)::|fastattn::(?:cuda::)?|^void ", "", name)
     name = re.sub(r"\(Span\)(\d)", lambda m: ("warp", "block", "pieces")[int(m[1])], name)
     return re.sub(r"\((\w+).*\)$", r"(\1)", name)
 
 
 def library(architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
-    """The CUDA library for these architectures. Raises native_build.BuildError."""
+    """Compile and return the CUDA library for these architectures. Raise native_build.BuildError if that fails."""
     directory = ROOT / "build/compile_gate"
     return native_build.compile_cuda(directory, native_build.torch_for_building(), list(architectures))
 

@@ -1,5 +1,5 @@
-// A CUDA device guard that guards nothing, for fake CUDA tensors on a torch that is built without CUDA: autograd's nodes
-// and Python's indexing ask for one.
+// A CUDA device guard that does nothing, for fake CUDA tensors in a torch that is built without CUDA. Autograd's nodes
+// and Python's indexing require a guard.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {

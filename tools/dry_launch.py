@@ -1,9 +1,11 @@
-"""The public functions on fake CUDA tensors, forward and backward, down to a driver that launches nothing.
+"""Call the public functions on fake CUDA tensors, forward and backward, down to a driver that launches nothing.
 
-A program of its own, since Triton must not interpret here. It prints, as JSON, which kernels each call started, how
-many were compiled for many lengths and what the ahead-of-time checks find in them, how often Triton's own way to a
-compiled kernel was taken, and on which device and stream kernels start. A value that the host would wait for raises:
-CUDA graphs could not capture the call.
+This is a program of its own, because Triton must not interpret here. It prints as JSON:
+the kernels that each call started;
+the number of kernels compiled for many lengths, and the faults that the ahead-of-time checks find in them;
+how often Triton's own path to a compiled kernel was taken;
+the devices and streams on which kernels start.
+It raises if the host would wait for a value, because CUDA graphs could not capture such a call.
 """
 
 import ctypes
@@ -28,8 +30,10 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class Dry(FakeTensorMode):
-    """Fake tensors, but an operation of fastattn runs its backend's function, as on a device. Reading a value from the
-    device raises, as does a copy between host and device."""
+    """Fake tensors on which an operation of fastattn runs its backend's function, as on a device.
+
+    Reading a value from the device raises, as does a copy between host and device.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastattn":
@@ -42,7 +46,7 @@ class Dry(FakeTensorMode):
 
 
 def guard_nothing():
-    """Load device_guard.cpp, where torch has no CUDA of its own."""
+    """Compile and load device_guard.cpp if torch is built without CUDA."""
     if torch.version.cuda is not None:
         return
     root, source = Path(torch.__file__).parent, Path(__file__).parent / "device_guard.cpp"
@@ -54,8 +58,10 @@ def guard_nothing():
 
 
 def backward(out):
-    """The backward pass of the operation that made ``out``, whose node is called by hand: autograd's engine would ask
-    for a device. Each output that may have a gradient has one."""
+    """Run the backward pass of the operation that made ``out``, with a gradient for each output that can have one.
+
+    It calls the operation's node directly, because autograd's engine requires a device.
+    """
     nodes = [out.grad_fn]
     for node in nodes:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -106,7 +112,7 @@ def attention(length):
 
 
 def long_attention(length, device="cuda:0"):
-    """So long that its tiles are read through tensor descriptors, by a GPU that has them."""
+    """Call with enough rows that tiles are read through tensor descriptors, on a GPU that has them."""
     query, key = (empty(3, 2048 + n, 4, 64, device=device).transpose(1, 2) for n in (length, 2 * length))
     return fastattn.scaled_dot_product_attention(query, key, key, dropout_p=0.1)
 
@@ -117,7 +123,7 @@ def masked_attention(length):
 
 
 def decoding(length):
-    """Few queries against a long cache, in parts."""
+    """Call with few queries and a long cache, whose keys are split."""
     query, cache = torch.empty(1, 2, 1, 64, device="cuda:0"), torch.empty(1, 2, 4096 + length, 64, device="cuda:0")
     return fastattn.scaled_dot_product_attention(query, cache, cache, key_lengths=empty(1, dtype=LONG))
 
@@ -135,8 +141,8 @@ def varlen_attn(length):
     )
 
 
-# The same way from torch's own function, and the pairs below it as the dispatcher would call them, while fastattn is
-# active there.
+# Calls of torch's own function while fastattn is active in torch's registry, and of the pairs of functions below it, as
+# the dispatcher calls them.
 
 
 def torchs_attention(length):
@@ -206,7 +212,7 @@ def run(call, *arguments, **options):
 
 
 def extremes():
-    """Sizes at which a grid of batches, heads or rows by number would be too large."""
+    """Call with so many batches, heads or rows that a grid with one dimension for each would be too large."""
     with torch.no_grad():
         for shape in ((70000, 2, 64, 8), (2, 70000, 64, 8), (1, 1, 2**24, 8)):
             query, mask = empty(*shape), empty(*shape[:3], 1, dtype=torch.bool)
@@ -220,7 +226,7 @@ def extremes():
 
 
 def lookups():
-    """How often each of these calls takes Triton's own way from a kernel's arguments to the compiled kernel."""
+    """Return how often each of these calls takes Triton's own path from a kernel's arguments to the compiled kernel."""
     ordinary, counts = triton.JITFunction.run, {}
 
     def count(function, *args, **options):

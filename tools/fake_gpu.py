@@ -1,7 +1,7 @@
-"""A machine with GPUs that are not there: kernels are compiled for them and pass through Triton's launcher, none runs.
+"""A machine with GPUs that do not exist. Kernels are compiled for them and pass through Triton's launcher; none runs.
 
-For programs of their own, which ``pretend`` changes for good: the ahead-of-time gate, and the tests of CUDA tensors'
-way from the public functions to the launch. Their operands are torch's fake tensors.
+``pretend`` changes a process for good, so only programs of their own call it. These are the ahead-of-time gate and the
+tests that follow CUDA tensors from the public functions to the launch. Their operands are torch's fake tensors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Shared memory that a program can have, in bytes (CUDA C++ Programming Guide, compute capabilities). 8.0, which has 163
-# KiB, is held to what 8.6 and 8.9 have, whose kernels are the same.
+# Maximum shared memory per program, in bytes (CUDA C++ Programming Guide, compute capabilities). 8.0 has 163 KiB but
+# gets the limit of 8.6 and 8.9, because their kernels are the same.
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Start(NamedTuple):
-    """A kernel that would run now."""
+    """The launch of a kernel that would run now."""
 
     kernel: str
     device: int
@@ -34,12 +34,12 @@ class Start(NamedTuple):
 
 
 class Driver:
-    """What Triton asks of a driver, on a machine with a GPU of each of these compute capabilities."""
+    """A driver for Triton, on a machine with one GPU of each of these compute capabilities."""
 
     def __init__(self, *capabilities: int) -> None:
         self.capabilities = capabilities
         self.streams = [0] * len(capabilities)  # the current stream of each device
-        self.device = 0  # the current one
+        self.device = 0  # the current device
         self.utils = self
         self.started: list[Start] = []
 
@@ -57,10 +57,10 @@ class Driver:
         return GPUTarget("cuda", self.capabilities[self.device], 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 30}  # any, for the gate to report
+        return {"max_shared_mem": 1 << 30}  # enough for every kernel; the gate reports kernels that use too much
 
     def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
-        return 0, 0, 0, 0, 1024  # module, function, registers, spills, threads at most
+        return 0, 0, 0, 0, 1024  # module, function, registers, spills, maximum threads
 
     def unload_module(self, module: int) -> None:
         pass
@@ -91,17 +91,17 @@ class Driver:
 
 
 def _address(tensor: FakeTensor) -> int:
-    """As of an allocation of its own, which CUDA aligns."""
+    """Return the address that a tensor has in an allocation of its own, which CUDA aligns, relative to its begin."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _index(tensor: FakeTensor, index: Any) -> Tensor:
-    """tensor[0], for which torch itself would look for the device."""
+    """Return tensor[index] without looking for the device, as torch does for an integer."""
     return tensor.select(0, index) if isinstance(index, int) else Tensor.__getitem__(tensor, index)
 
 
 def pretend(*capabilities: int) -> Driver:
-    """From here on this process has GPUs of these compute capabilities, as far as starting kernels goes."""
+    """Make this process start kernels as on a machine with GPUs of these compute capabilities. Return the driver."""
     fake = Driver(*capabilities)
     driver.set_active(fake)
     FakeTensor.__getitem__ = _index  # type: ignore[method-assign, assignment]

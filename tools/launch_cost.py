@@ -1,8 +1,8 @@
-"""What a call on CUDA tensors costs the host, on a machine without a GPU: ``python tools/launch_cost.py``.
+"""Time the host's part of calls on CUDA tensors, on a machine without a GPU: ``python tools/launch_cost.py``.
 
-The operands lie on the CPU and kernels pass through Triton's launcher to a driver that starts nothing, so what is timed
-is the way there: checks, allocations, autograd, the choice of the compiled kernel. Not timed are CUDA's allocator in
-place of the CPU's and the driver's launch.
+Operands are on the CPU, and kernels pass through Triton's launcher to a driver that starts nothing. So the times, in
+microseconds, cover checks, allocations, autograd and the choice of the compiled kernel. They do not cover the driver's
+launch, and they have the CPU's allocator instead of CUDA's.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     fake_gpu.pretend(90)
-    vars(torch.cuda).update(current_device=lambda: None)  # the CPU's index
+    vars(torch.cuda).update(current_device=lambda: None)  # the index of the CPU as a device
     kernels.DEVICE = "cpu"
     microseconds = {}
     with fastattn.backend("triton"):

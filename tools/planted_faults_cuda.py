@@ -1,7 +1,7 @@
-"""Runs one operation of an emulated CUDA library against the reference, several times, in other orders of its threads.
+"""Compare one operation of an emulated CUDA library with the reference, several times, in different orders of threads.
 
-A program of its own, since a process holds one such library: LIBRARY OPERATION. Ends with an error where they differ,
-or where the emulation finds something wrong.
+Arguments: LIBRARY OPERATION. This is a program of its own, because a process can hold only one such library. It ends
+with an error if the results differ or the emulation finds a fault.
 """
 
 import sys
@@ -18,12 +18,13 @@ SEED, THRESHOLD = torch.tensor([4, 5]), 20000
 
 
 def dropout(functions):
-    input = torch.randn(3, 36, 41)  # in all a multiple of 16 bytes
+    input = torch.randn(3, 36, 41)  # a multiple of 16 bytes in all
     return [(f["dropout"](input, SEED, THRESHOLD),) for f in (functions, reference.FUNCTIONS)]
 
 
 def layer_norm(functions):
-    """Columns for a warp and for a block, not in eights and in eights, with dropout, residual and gradients."""
+    """Run dropout_add_layer_norm and its backward pass on rows of a warp (41 columns) and of a block (600, a multiple
+    of 8)."""
     results = [], []
     for columns in (41, 600):
         input, residual, grad = torch.randn(3, 10, columns)
@@ -51,7 +52,7 @@ def softmax_dropout(functions):
 
 
 def attention(functions):
-    """Splits of the keys, of which some hold NaN, in float32 and float16, with rows of 16 bytes and not."""
+    """Run attention with split keys, some of which hold NaN, in float32 and float16, on aligned and unaligned rows."""
     results = [], []
     lengths = torch.tensor([300, 37])
     for dtype, size in ((torch.float32, 20), (torch.float16, 40), (torch.float16, 13)):
@@ -75,7 +76,7 @@ def main():
         controls.guard_operands(1)
         ours, wanted = globals()[operation](functions)
         for a, e in zip(ours, wanted, strict=True):
-            # Sums of float32 in another order differ by some 1e-6, a fault by whole elements.
+            # Float32 sums in another order differ by some 1e-6; a fault changes whole elements.
             torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3)
         damage = controls.guard_operands(0).decode()
         assert not damage, damage

@@ -1,6 +1,6 @@
-"""Kernels with one fault each, for the ahead-of-time checks to find; prints what they found, as JSON.
+"""Run the ahead-of-time checks on kernels with one planted fault each, and print the faults found, as JSON.
 
-A program of its own, since Triton must not interpret here.
+This is a program of its own, because Triton must not interpret here.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def sound(a, out, size: tl.int64, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def spill(a, out, size: tl.int64):
-    """Two accumulators of 512 numbers a thread."""
+    """Hold two accumulators of 512 elements per thread, which spill."""
     i = tl.arange(0, 16384)
     first, second = tl.load(a + i), tl.load(a + 16384 + i)
     for k in range(size):
@@ -55,7 +55,7 @@ def tf32(a, out, size: tl.int64):
 
 @triton.jit
 def described(a, out, size: tl.int64):
-    """Read through its descriptor once, before the loop."""
+    """Read through a descriptor only once, before the loop."""
     i = tl.arange(0, 64)
     x, sums = a.load([0, 0]), tl.zeros([64, 64], tl.float32)
     for _ in range(size):
@@ -65,7 +65,7 @@ def described(a, out, size: tl.int64):
 
 @triton.jit
 def converted(a, out, size: tl.int64):
-    """Each product is the next one's sums transposed, which are no thread's own."""
+    """Use each product, transposed, as the next product's sums, so that they change threads in every iteration."""
     i = tl.arange(0, 64)
     tile = i[:, None] * 64 + i[None, :]
     sums = tl.zeros([64, 64], tl.float32)
@@ -86,7 +86,8 @@ def faults(*arguments, **options):
 
 
 def compared(conversions):
-    """What is found in a kernel with these layout conversions beside one without dropout that has none."""
+    """Return the faults of a kernel with so many layout conversions, compared with one without dropout and without
+    conversions."""
     plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
     plain = dataclasses.replace(plain, variant=(*plain.variant, ("dropout", "None")))
     variant = *plain.variant[:-1], ("dropout.seed", "*i64")
@@ -95,7 +96,7 @@ def compared(conversions):
 
 
 def aligned_rows(narrow_accesses, wide_accesses=0.5):
-    """A kernel whose rows may be accessed by 128 bits at once, and how often it accesses fewer than 32."""
+    """Return the report of a kernel with aligned rows and these numbers of narrow and shares of 128-bit accesses."""
     plain = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
     variant = ("ALIGNED", "True"), ("BLOCK_M", "2")
     found = {"narrow_accesses": narrow_accesses, "wide_accesses": wide_accesses, "narrow_offsets": ()}
@@ -103,7 +104,7 @@ def aligned_rows(narrow_accesses, wide_accesses=0.5):
 
 
 def usual_loop(capability=90, kernel="forward_kernel", **found):
-    """A loop of attention's usual calls, in which this is found."""
+    """Return the faults of a loop of attention's usual calls whose report has the values ``found``."""
     sound = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
     sizes = {"BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_M": 128, "BLOCK_N": 64, "ALIGNMENT": 8, "EVEN": True}
     variant = *((name, str(value)) for name, value in sizes.items()), ("problem.mask", "None")

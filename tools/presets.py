@@ -1,4 +1,4 @@
-"""Writes the table of presets of docs/training.md: what each changes, and its parameters beside the paper's."""
+"""Write the table of presets of docs/training.md: the fields that each changes, its parameters and the paper's."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ VOCABULARIES = (37_000, 41_200)
 
 
 def table() -> str:
-    """A line a preset."""
+    """Return the table in Markdown, with one row per preset."""
     sizes = [f"at {size:,} pieces" for size in VOCABULARIES]
     rows = [["preset", "instead of `base`'s", *sizes, "the paper's"]]
     for name, preset in PRESETS.items():

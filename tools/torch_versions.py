@@ -1,10 +1,10 @@
-"""What depends on the versions of torch and Python, tested on the oldest and newest of both:
+"""Run the tests that depend on the versions of torch and Python, on the oldest and newest of both:
 ``python tools/torch_versions.py [VERSION OF TORCH ...]``.
 
-The checkout's sdist, and from it the wheel, is built once, beside the torch of this Python. The wheel is installed into
-an environment of each version, where the tests marked `torch_version` run on it. The environments, of some GB each, are
-kept in ``$FASTATTN_CACHE``, by default ``~/.cache/fastattn``. Exit status 1 where a test fails or a version cannot be
-installed. Where there is no such Python this one takes its place, unless ``FASTATTN_REQUIRE`` has "pythons".
+The checkout's sdist, and from it the wheel, is built once, against the torch of this Python. The wheel is installed
+into an environment of each version, where the tests marked `torch_version` run on it. The environments take some GB
+each and are kept in ``$FASTATTN_CACHE``, by default ``~/.cache/fastattn``. The exit status is 1 if a test fails or a
+version cannot be installed. If there is no such Python, this one is used, unless ``FASTATTN_REQUIRE`` has "pythons".
 """
 
 import os
@@ -16,8 +16,8 @@ from concurrent import futures
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = {"2.10.0": "3.10", "2.14.1": "3.13"}  # of torch: of Python
-SPACE = 12 << 30  # bytes: an environment of a CUDA build, and pip's copy of what it downloads
+VERSIONS = {"2.10.0": "3.10", "2.14.1": "3.13"}  # Python by torch
+SPACE = 12 << 30  # bytes for an environment with a CUDA build of torch, and for pip's copy of its downloads
 
 
 def cache() -> Path:
@@ -27,13 +27,13 @@ def cache() -> Path:
 
 
 def run(*command: object, cwd: Path = ROOT, **environment: str) -> None:
-    """Raises CalledProcessError where the command fails."""
+    """Run the command. Raise CalledProcessError if it fails."""
     print("+", *command, flush=True)
     subprocess.run([str(word) for word in command], cwd=cwd, env=os.environ | environment, check=True)
 
 
 def python(version: str) -> str:
-    """The interpreter of this version: on the PATH or pyenv's, else this one."""
+    """Return the interpreter of this version, on the PATH or from pyenv, else this one."""
     installed = Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")
     for found in (f"python{version}", *map(str, installed)):
         try:
@@ -62,7 +62,7 @@ def is_whole(folder: Path, version: str, interpreter: str) -> bool:
 
 
 def environment(version: str) -> Path:
-    """The folder of an environment with this torch."""
+    """Return the folder of an environment with this torch. Make it if it is missing or incomplete."""
     folder, interpreter = cache() / f"torch-{version}", python(VERSIONS.get(version, "3.11"))
     if not is_whole(folder, version, interpreter):
         shutil.rmtree(folder, ignore_errors=True)
@@ -81,22 +81,22 @@ def pip(folder: Path) -> tuple[object, ...]:
 
 
 def test(folder: Path, version: str, wheel: Path) -> None:
-    """Installs the wheel, and what its tests need, and runs them. Raises CalledProcessError where one fails."""
+    """Install the wheel and the packages of its tests, and run them. Raise CalledProcessError if one fails."""
     (folder / "complete").unlink()
     run(*pip(folder), f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
     run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
     (folder / "complete").touch()
     pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
-    # The backends reference and cpu, of the instruction sets the best; Triton's compiler.
+    # Tests of the backends reference and cpu, on the best instruction set, and of Triton's compiler.
     tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
-    # In that folder `import fastattn` finds the wheel's. Two at a time, with a thread each.
+    # In that folder `import fastattn` finds the wheel's package. Two tests run at a time, with one thread each.
     settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
     run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
 
 
 def main(versions: list[str]) -> int:
     failed = []
-    # An environment is made while the wheel is built, or the tests of the one before run.
+    # An environment is made while the wheel is built or while the tests of the previous one run.
     background = futures.ThreadPoolExecutor(1)
     folders = {version: background.submit(environment, version) for version in versions or VERSIONS}
     with tempfile.TemporaryDirectory() as target:

@@ -21,11 +21,11 @@ from fastattn.bench.timer import kernel_seconds
 DEVICE = "cuda"
 THRESHOLD = 6554
 KERNELS = "forward", "grad_query", "grad_key_value"
-LONG = (2, 16, 4096)  # batch, heads and length of attention read by descriptors, and under a mask
-SHORT = (64, 8, 512)  # by pointers
-PACKED = (256, 8, 100)  # sequences, heads and their mean length
-ELEMENTS = 2**25  # of the rows that are timed
-# Queries, keys and warps, each with 1 to 3 stages; and all registers that there are where ptxas would take fewer.
+LONG = (2, 16, 4096)  # Batch, heads and length of operands read by descriptors, and of those with a mask.
+SHORT = (64, 8, 512)  # Batch, heads and length of operands read by pointers.
+PACKED = (256, 8, 100)  # Sequences, heads and mean length of packed operands.
+ELEMENTS = 2**25  # Elements of the rows that are timed.
+# Queries, keys and warps per tile, each with 1 to 3 stages. Two more have all 255 registers, if ptxas would take fewer.
 BLOCKS = ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8))
 TILES = [tiles.Tile(*block, stages) for block, stages in itertools.product(BLOCKS, (3, 2, 1))]
 TILES += [tiles.Tile(*block, 2, 255) for block in ((64, 64, 4), (128, 64, 8))]
@@ -34,7 +34,7 @@ WARP_ELEMENTS = (512, 1024, 2048)
 
 
 def attention(kind, size, threshold):
-    """Calls of a forward and of a backward pass whose tiles are of the lines for this kind of operands."""
+    """Return a forward and a backward call that use the tiles for this kind of operands."""
     batch, heads, length = SHORT if kind == "pointers" else LONG
     seed = torch.tensor([1, 2], device=DEVICE) if threshold else None
     if kind == "irregular":
@@ -49,7 +49,7 @@ def attention(kind, size, threshold):
         mask = torch.ones(batch, 1, 1, length, device=DEVICE, dtype=torch.bool) if kind == "masked" else None
         rest = mask, None, seed, size**-0.5, length, length, False, threshold
     *operands, out, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(5))
-    stats = torch.ones(2, *shape[:-1], device=DEVICE)  # any: time does not depend on values
+    stats = torch.ones(2, *shape[:-1], device=DEVICE)  # arbitrary, because times do not depend on values
     mask_grad = () if kind == "irregular" else (False,)
 
     def forward():
@@ -62,7 +62,7 @@ def attention(kind, size, threshold):
 
 
 def rows(columns):
-    """Calls of the row kernels by name."""
+    """Return calls of the row kernels, by name."""
     input, grad = (torch.randn(ELEMENTS // columns, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     scores, grad_weights = input[None, None], grad[None, None]
     weight, seed = torch.ones(columns, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
@@ -83,7 +83,7 @@ def rows(columns):
 
 
 def candidates():
-    """(name, table, its key, the values to try, the call to time, the kernel of it that counts, or None: all)."""
+    """Yield (name, table, key, values to try, call to time, kernel of the call to time, or None for all kernels)."""
     table = tiles.table(torch.bfloat16, is_aligned=True, device=torch.device(DEVICE))
     kinds = "regular", "irregular", "pointers", "masked"
     for kind, size, threshold in itertools.product(kinds, (64, 128), (0, THRESHOLD)):
@@ -99,7 +99,7 @@ def candidates():
 
 
 def row_limits(kernel, columns):
-    """Limits of a row kernel that lead to different tiles, the present ones first."""
+    """Return limits of a row kernel that lead to different tiles, the present limits first."""
     present = LIMITS[kernel]
     by_tile = {}
     try:
@@ -115,7 +115,7 @@ def row_limits(kernel, columns):
 
 
 def best(table, key, values, measure, deadline):
-    """[(milliseconds, value)] in order, the present value among them, and {value: why it does not run}."""
+    """Return [(milliseconds, value)] sorted, the present value among them, and {value: why it does not run}."""
     present, timed, failed = table[key], [], {}
     for value in dict.fromkeys((present, *values)):
         if timed and time.monotonic() > deadline:
@@ -123,7 +123,7 @@ def best(table, key, values, measure, deadline):
         table[key] = value
         try:
             timed.append((1000 * measure(), value))
-        except Exception as error:  # not enough shared memory or registers, most of all
+        except Exception as error:  # mostly too little shared memory or too few registers
             failed[value] = report.brief(error)
             print(f"  {value}: {failed[value]}")
     table[key] = present
@@ -136,8 +136,10 @@ def seconds_of(call, kernel):
 
 
 def run(path, results, seconds):
-    """Time the present choice of every kernel, then all candidates until the time is up. The file holds the results so
-    far at any moment. Returns the present choices that do not run."""
+    """Time the present choice of every kernel, then all candidates until the time is up.
+
+    The file always holds the results so far. Return the present choices that do not run.
+    """
     deadline = time.monotonic() + seconds
     results["tiles"], broken = {}, []
     for is_first in (True, False):
@@ -161,7 +163,7 @@ def run(path, results, seconds):
 
 
 def compile_part(part):
-    """Start these candidates once each, so that their kernels are in the caches."""
+    """Call each of these candidates once, so that its kernels are in the caches."""
     every = itertools.chain.from_iterable(
         ((table, key, value, call) for value in dict.fromkeys((table[key], *values)))
         for _, table, key, values, call, _ in candidates()

@@ -90,8 +90,8 @@ __device__ inline void store_as(T* row, bool wide, int64_t column, int64_t colum
   }
 }
 
-// Load elements column .. column + 7 of the row that begins `offset` elements into `data`. Those from `columns` on are
-// 0.
+// Load elements column .. column + 7 of the row that begins `offset` elements into `data`. Elements from `columns` on
+// are 0.
 __device__ inline void load(const void* data, Dtype dtype, int64_t offset, bool wide, int64_t column, int64_t columns,
                             float (&x)[kVector]) {
   switch (dtype) {

@@ -1,8 +1,9 @@
-"""Builds the kernels' own test program with the flags that the library is built with, and the emulated CUDA library.
+"""Build the kernels' own test program with the flags of the library, or the emulated CUDA library.
 
-Usage: python csrc/tests/build.py [plain | address | thread | aarch64 | emulated]. Prints the program's path; `address`
-adds the address and undefined-behaviour sanitizers, `thread` the thread sanitizer; `aarch64` is cross-compiled, for
-qemu-aarch64; `emulated` is the CUDA library of the device code compiled for the host (csrc/tests/emulation).
+Usage: python csrc/tests/build.py [plain | address | thread | aarch64 | emulated]. It prints the path of the result.
+`address` adds the address and undefined-behaviour sanitizers, `thread` the thread sanitizer. `aarch64` is
+cross-compiled, for qemu-aarch64. `emulated` is the CUDA library with device code compiled for the host
+(csrc/tests/emulation).
 """
 
 import shlex
@@ -26,23 +27,23 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
 
 def build(variant: str = "plain") -> Path:
-    """Compiles what is out of date and returns the program. Raises native_build.BuildError."""
+    """Compile what is out of date and return the program. Raise native_build.BuildError if it does not compile."""
     flags = f"{native_build.CXX_FLAGS} {VARIANTS[variant]}"
     sets = native_build.INSTRUCTION_SETS["aarch64"] if variant == "aarch64" else native_build.instruction_sets()
     objects = [(f"test.{source.stem}.o", source, flags) for source in sorted((ROOT / "csrc/tests").glob("*.cpp"))]
     objects += native_build.kernel_objects(flags, sets)
-    # The plain program is linked from the library's own objects, which are compiled already.
+    # The plain program reuses the library's objects, which are already compiled.
     directory = ROOT / "build" / ("native/cpu" if variant == "plain" else f"test_kernels/{variant}")
     cxx = [CROSS_COMPILER] if variant == "aarch64" else None
     return native_build.run_ninja(directory, objects, "test_kernels", f"-pthread {VARIANTS[variant]}", cxx=cxx)
 
 
 def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/emulated") -> Path:
-    """Compiles csrc/cuda for the host, the source `faulty` in the place of the one of its name. Returns the library."""
+    """Compile csrc/cuda for the host, with the source `faulty` instead of the one of its name. Return the library."""
     torch = native_build.torch_for_building()
     emulation = ROOT / "csrc/tests/emulation"
     include = f"-isystem {shlex.quote(str(torch / 'include'))}"
-    # A wrong access that the compiler sees traps; the emulation tells where.
+    # A wrong access that the compiler's checks find traps. The emulation reports the place.
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
     objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
