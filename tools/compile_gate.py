@@ -1,7 +1,7 @@
 """Compile the CUDA library for several architectures, without a GPU, and print the registers and faults of each kernel.
 
-Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. The exit status is 1 if a kernel uses
-local memory (spills or arrays), or if a kernel of aligned operands lacks 128-bit loads or stores.
+Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. The exit status is 1 if a kernel has a
+fault: local memory (spills or arrays), or aligned operands without 128-bit loads and stores.
 """
 
 import dataclasses

@@ -91,7 +91,7 @@ class Driver:
 
 
 def _address(tensor: FakeTensor) -> int:
-    """Return the address that a tensor has in an allocation of its own, which CUDA aligns, relative to its begin."""
+    """Return the tensor's offset in bytes as its address, as if CUDA's aligned allocation began at address 0."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

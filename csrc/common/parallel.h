@@ -38,8 +38,8 @@ struct TaskRanges {
   }
 };
 
-// Call task(index, worker) once for every index in [0, count), with worker < workers. Each worker takes its own range
-// of indices first, so that two workers do not fault in the same fresh page, and then steals from the others. Results
+// Call task(index, worker) once for every index in [0, count), with worker < workers. Each worker first takes its own
+// range of indices, so that two workers do not fault in the same fresh page. Then it steals from the others. Results
 // must not depend on which worker takes which index.
 template <class Task>
 void parallel_for(const Parallel& parallel, int workers, int64_t count, const Task& task) {

@@ -1,7 +1,8 @@
 // Attention, forward: online softmax over tiles (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 // 2018; Dao et al., "FlashAttention", 2022).
 //
-//   for each task, in parallel: a sequence, a query head, task_queries consecutive queries, a split of the keys:
+//   for each task, in parallel: a sequence, a query head, task_queries consecutive queries (at most 128, on AMX 256;
+//   the last queries first), a split of the keys:
 //     for each chunk of kChunk keys of the split, ascending:
 //       for each block of kBlockN keys of the chunk, ascending: pack its K and V once;
 //         for each panel of kBlockM queries of the task, the last one first:
@@ -11,8 +12,9 @@
 //
 // query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) and out (B, Hq, Lq, Ev) have dtype T. Their strides
 // are arbitrary, except that columns are dense. LSE, row_max and row_sum are (B, Hq, Lq), float32. A task owns the rows
-// of S of its queries, in the columns of its split. Few queries take few_task instead (few_queries.h): one task has all
-// queries of the heads that share a key/value head. blocks.h defines panel, block, tile, chunk, split and task.
+// of S of its queries, in the columns of its split. Few queries take few_task instead (few_queries.h). Its task has all
+// queries of the heads that share a key/value head, and one split. blocks.h defines panel, block, tile, chunk and
+// split.
 #if defined(__AMX_BF16__)
 // AMX reads and writes its sums once per tile, which takes as long as the product of 64 keys. So a tile has more keys
 // here, and fewer queries: its scores take half of the first-level cache.
@@ -50,7 +52,7 @@ struct Forward {
   const Attention& a;
   BlockMask mask;
   int64_t task_queries;       // Queries per task.
-  int64_t blocks, tasks;      // Groups of task_queries queries per head; tasks per split.
+  int64_t blocks, tasks;      // Tasks per head and split; tasks per split.
   int64_t num_splits, range;  // Range: keys per split, a multiple of kBlockN.
   int depth, width;           // Units of head_dim; the same, rounded up to whole vectors.
   int value_width;            // Elements per row of values, rounded up to whole vectors.

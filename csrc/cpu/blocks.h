@@ -9,7 +9,7 @@
 // - chunk: the tiles whose results share one float32 accumulator: at most kChunk keys; in dK and dV at most
 //   kChunkPanels panels. The results of chunks are merged in order.
 // - split: one of num_splits parts of the keys, each in tasks of its own; their results are merged in order.
-// - range: the number of keys per split, a multiple of kBlockN.
+// - range: the number of keys per split, a multiple of kBlockN. In softmax_dropout.cpp: a row's visible columns.
 // - slot: the place of a key in a split's packed buffers, that is its index minus the split's first key.
 // - task: the work of one index of parallel_for. It writes its own part of the results, so no two tasks share one.
 // - worker: a thread of one parallel_for. It runs one task at a time in its own scratch memory.

@@ -37,8 +37,8 @@ struct BlockMask {
     return (index(m, batch, head) * panels + (panels == 1 ? 0 : query / kBlockM)) * blocks + key / kBlockN;
   }
 
-  // Return which keys of a block some query sees through the window and some query of the heads through the mask, as 1
-  // or 0 in `buffer` (kBlockN); or null if all are seen. Unseen keys may hold NaN.
+  // Return which keys of a block are seen, as 1 or 0 in `buffer` (kBlockN), or null if all are. Some query must see the
+  // key through the window, and some query of the heads through the mask. Unseen keys may hold NaN.
   const uint8_t* visible_keys(const Attention& a, const Sequence& s, int64_t first_head, int64_t end_head, int64_t key,
                               int count, uint8_t* buffer) const {
     const int64_t begin = s.begin(0) - key, end = s.end(s.seqlen_q - 1) - key;

@@ -130,8 +130,8 @@ FASTATTN_INLINE vf load_unit(const Pair* p) {
 FASTATTN_INLINE void store_unit(Pair* p, vf x) { memcpy((void*)p, &x, sizeof x); }
 
 // beta of C = A B + beta C: 0, a factor per column, or 1. On vectors A B is accumulated from 0 before C is added
-// (blocked summation). So the rounding error grows with the sum of the square roots of depth and of the number of
-// tiles, not with the square root of their product.
+// (blocked summation). Let the rounding error of one sum grow with the square root of its length. Then the total error
+// grows with sqrt(depth) + sqrt(tiles), not with sqrt(depth * tiles).
 enum class Beta { zero, vector, one };
 
 // Rows in memory; the stride is in bytes.

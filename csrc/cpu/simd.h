@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)  // GCC's header initialises its "undefined" vectors with themselves.
+// GCC's immintrin.h initialises its "undefined" vectors with themselves. Without these pragmas GCC warns about that.
+#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -316,7 +317,7 @@ FASTATTN_INLINE auto with_type(Dtype dtype, const F& f) {
   }
 }
 
-// ---- the exponential: results below the normal range are 0, also for -inf; NaN stays NaN ----
+// ---- the exponential: 0 from a point below the normal range down to -inf; NaN stays NaN ----
 
 // Return p * 2^n for an integer n in [-127, 127], given as the bits of 1.5 * 2^23 + n. The result is 0 at n = -127.
 FASTATTN_INLINE vf scale_by_power(vf p, vf shifted) { return p * (vf)(((vu)shifted + 127) << 23); }

@@ -12,8 +12,7 @@ namespace {
 struct Tile {
   int64_t query, key;
   int queries, keys, vectors;
-  Coverage window,
-      mask;  // coverage by the window and by the mask, each by itself; `window` is empty if no pair is left
+  Coverage window, mask;  // by the window and by the mask, each by itself; `window` is empty if no pair is left
 
   Tile(const Attention& a, const Sequence& s, const BlockMask& block_mask, int64_t head, int64_t first_query,
        int64_t first_key)
@@ -89,7 +88,7 @@ struct MaskBuffers {
   }
 };
 
-// Turn products into scores in place: scale them, add a float mask, and write -inf where a query does not see the key.
+// Turn products into scores in place: scale them, add a float mask, and write -inf for keys that a query does not see.
 inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, const Tile& t, const MaskBuffers& buffers,
                         float* score) {
   uint64_t* visible = buffers.visible;

@@ -165,7 +165,7 @@ void test_problem(Random& random, Problem& p) {
         for (int64_t d = 0; d < a.value_head_dim; ++d) want_value.values[(size_t)grad_value.at(b, h, j, d)] = 0;
       }
   const double kept_scale = dropout_scale(a.threshold);
-  double greatest = 0;  // score, in sums of magnitudes
+  double greatest = 0;  // the greatest sum of magnitudes of a score
   std::vector<double> s((size_t)a.seqlen_k), weight((size_t)a.seqlen_k);
   for (int64_t b = 0; b < a.batch; ++b)
     for (int64_t h = 0; h < a.num_heads; ++h)
@@ -227,7 +227,7 @@ void test_problem(Random& random, Problem& p) {
           }
         }
       }
-  // P and dS are rounded to the operands' dtype at most; scores, to float32.
+  // P and dS are rounded at most to the operands' dtype, scores to float32.
   const double operand_error = a.dtype == Dtype::bfloat16 ? unit_roundoff(Dtype::bfloat16) : 0;
   const double score_error = kEpsilon * (a.head_dim + 8) * greatest,
                error = operand_error + 4 * score_error + 64 * kEpsilon;

@@ -69,7 +69,7 @@ void test_dropout(int cases) {
     p.out = out.data;
     run_on_threads({&out}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
     expect_close("out", out, want,
-                 p.threshold == 65535 ? 0.05 : 1e-5);  // the scale is rounded to float32: relative 2^-23
+                 p.threshold == 65535 ? 0.05 : 1e-5);  // the scale's relative rounding error in float32 is 2^-23
     p.input = nullptr, p.out = mask.data, p.dtype = Dtype::boolean;
     run_on_threads({&mask}, [&](const Parallel& parallel) { run_kernel(p, parallel); });
     expect_close("mask", mask, kept, 0);

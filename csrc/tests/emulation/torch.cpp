@@ -1,5 +1,5 @@
-// The tensors of a test of the emulated library, each between inaccessible pages, and stubs of the functions that the
-// library calls in a CUDA build of torch.
+// The tensors of a test of the emulated library, each between inaccessible pages. It also has stubs of the functions
+// that the library calls in a CUDA build of torch.
 #include <c10/core/Allocator.h>
 #include <stdint.h>
 #include <stdio.h>
