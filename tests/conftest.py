@@ -1,4 +1,4 @@
-"""Fixtures of every test: which backends this machine has, and operands that are the same in every run."""
+"""Fixtures of all tests: the backends of this machine, and operands that are the same in every run."""
 
 import contextlib
 import gc
@@ -17,14 +17,16 @@ import emulation
 import fastattn
 from fastattn.backends import TABLE, native
 
-# Triton's kernels run in its interpreter, on CPU tensors, which it looks for when they are imported; or on a GPU.
+# Device of the tested tensors. On "cpu" Triton's kernels run in its interpreter, which is chosen when they are
+# imported.
 DEVICE = os.environ.get("FASTATTN_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 else:
     torch.set_default_device(DEVICE)
 
-# Malloc's default. Where it is set, training leaves the malloc of its process alone, which is that of other tests.
+# 8 is malloc's own default. If the variable is set, training does not tune malloc, which other tests in this process
+# share.
 os.environ.setdefault("MALLOC_ARENA_TEST", "8")
 
 settings.register_profile(
@@ -40,14 +42,14 @@ settings.load_profile("fixed")
 
 
 def slow(*values):
-    """Parameters of the slow tests alone."""
+    """Return the values as parameters of slow tests."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-# The kernels of every instruction set of this machine are tested, all but the best one among the slow tests.
+# Every instruction set of this machine is tested. All except the best one are slow tests.
 ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
-# For tests of very many parameters: on the reference, which is torch's own operations, they are slow ones.
+# Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
 KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
 CUDA_TESTS = ("test_dropout", "test_large", "test_layer_norm", "test_softmax_dropout")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
@@ -55,7 +57,7 @@ REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split("
 
 
 def pytest_sessionstart():
-    """A checkout that is not built, or whose build does not load, would skip what it is about, and pass."""
+    """Refuse to start if the build is missing or does not load: the tests of the kernels would be skipped, and pass."""
     reason = native.reason("cpu")
     if reason and reason != "installed with FASTATTN_BUILD=0":
         raise pytest.UsageError(
@@ -64,7 +66,7 @@ def pytest_sessionstart():
 
 
 def missing(name):
-    """Why this machine lacks the backend, or None."""
+    """Return why this machine lacks the backend, or None."""
     if name == "cuda" and DEVICE == "cpu":
         library = emulation.library()
         return library if isinstance(library, str) else None
@@ -72,7 +74,7 @@ def missing(name):
 
 
 def require(name, **options):
-    """Skip where this machine lacks the backend; fail where FASTATTN_REQUIRE names it."""
+    """Skip if this machine lacks the backend; fail if FASTATTN_REQUIRE names it."""
     why = missing(name)
     if why is not None and name in REQUIRED:
         pytest.fail(f"no {name} backend: {why}")
@@ -81,7 +83,7 @@ def require(name, **options):
 
 
 def require_package(name):
-    """The package, for tests of a whole module: skipped where it is missing; they fail where FASTATTN_REQUIRE names
+    """Import a package for the tests of a whole module. Without it they are skipped, or fail if FASTATTN_REQUIRE names
     it."""
     try:
         return importlib.import_module(name)
@@ -93,7 +95,7 @@ def require_package(name):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Without the garbage collector, which would walk the tens of thousands of tests again and again."""
+    """Collect without the garbage collector, which would walk the tens of thousands of tests repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -103,8 +105,8 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Triton's interpreter takes milliseconds a program, and so does the emulation of CUDA: only what is marked
-    `representative` runs there by default. The cuda backend has the row operations' tests alone."""
+    """Mark what is slow. Triton's interpreter and the emulation of CUDA take milliseconds per program, so by default
+    only tests marked `representative` run on them. The cuda backend runs only the tests of the row operations."""
 
     def backend_of(item):
         return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
@@ -114,20 +116,21 @@ def pytest_collection_modifyitems(items):
         name = backend_of(item)
         if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
             item.add_marker(pytest.mark.triton if name == "triton" else pytest.mark.slow)
-    if SHARD:  # the representative ones first, each process another part of them
+    if SHARD:  # representative tests come first, divided among the processes
         items.sort(key=lambda item: item.get_closest_marker("representative") is None)
         number, count = map(int, SHARD.split("/"))
         items[:] = items[number - 1 :: count]
 
 
 def interpreted(backend):
-    """Whether its kernels are interpreted or emulated here: a problem is then no larger than its point needs."""
+    """Return whether the backend's kernels are interpreted or emulated here. If so, tests keep their problems small."""
     return DEVICE == "cpu" and backend in ("triton", "cuda")
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    """Runs the test once on every backend, forced by name. FASTATTN_REQUIRE=cpu makes a missing one a failure."""
+    """Run the test once on every backend, forced by name. FASTATTN_REQUIRE=cpu makes a missing cpu backend a
+    failure."""
     name, _, isa = request.param.partition(":")
     require(name)
     with _conditions(name, isa), fastattn.backend(name):
@@ -146,7 +149,7 @@ def _conditions(name, isa):
 
 @contextlib.contextmanager
 def instruction_set(isa):
-    """Runs the cpu kernels compiled for `isa`."""
+    """Run the cpu kernels that are compiled for `isa`."""
     best = torch.ops.fastattn_cpu.isa()
     torch.ops.fastattn_cpu.set_isa(isa)
     try:
@@ -157,8 +160,10 @@ def instruction_set(isa):
 
 @pytest.fixture
 def python():
-    """Runs a program in a process of its own and returns what it printed. A process imports from the folder where it
-    starts first, and a checkout's fastattn has no compiled kernels when the tested one is installed elsewhere."""
+    """Return a function that runs a program in its own process and returns what it printed.
+
+    The process starts in the folder of the tested package, because Python imports from there first. A checkout's
+    fastattn has no compiled kernels if the tested one is installed elsewhere."""
 
     def run(program, **environment):
         done = subprocess.run(
@@ -176,8 +181,8 @@ def python():
 
 @pytest.fixture(autouse=True)
 def fixed_conditions():
-    """The same operands in every run; one thread, since most problems here are small and threads that wait for a busy
-    machine spin. What threads may change is tested with threads."""
+    """Fix the seed and use one thread. Most problems here are small, and waiting threads spin on a busy machine. Tests
+    of threading set their own number."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The `cuda` backend on CPU tensors: its device code, compiled for the host (csrc/tests/emulation)."""
+"""The `cuda` backend on CPU tensors: its device code is compiled for the host (csrc/tests/emulation)."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def load(path):
-    """(the library's functions as a backend, its controls)"""
+    """Return (the library's functions as a backend, its controls)."""
     torch.ops.load_library(str(path))
     controls = ctypes.CDLL(str(path))
     controls.guard_operands.restype = ctypes.c_char_p
@@ -26,7 +26,7 @@ def load(path):
 
 @functools.cache
 def library():
-    """What ``load`` returns of the library, built anew where out of date, or the reason that there is none."""
+    """Rebuild the emulated library if it is out of date. Return ``load``'s result, or the reason why there is none."""
     if not (ROOT / "csrc/tests/build.py").is_file():
         return "the kernels' source is not here"
     if backends.native.library("cuda") is not None:
@@ -42,8 +42,9 @@ def library():
 
 @contextlib.contextmanager
 def strict():
-    """Inside, backend("cuda") takes CPU tensors. Threads and blocks run in a shuffled order; an access outside the
-    operands, a misaligned one, a barrier or shuffle that CUDA leaves undefined raises RuntimeError."""
+    """Make backend("cuda") take CPU tensors inside the block. Threads and blocks run in a shuffled order. RuntimeError
+    reports accesses that are misaligned or outside the operands, and barriers or shuffles that CUDA leaves
+    undefined."""
     functions, controls = library()
     controls.guard_operands(1)
     try:

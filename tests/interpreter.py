@@ -1,4 +1,4 @@
-"""Triton's interpreter made strict: programs in a shuffled order, every access within an operand, a GPU's rounding."""
+"""Triton's interpreter made strict: programs in a shuffled order, accesses only within operands, a GPU's rounding."""
 
 import contextlib
 
@@ -12,8 +12,9 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
 def _with_index(tensor, scope):
-    """A scalar in the place of a Python integer: Triton 3.6 asks this of an array of one element, as NumPy no longer
-    allows."""
+    """Let a scalar serve as a Python integer.
+
+    Triton 3.6 converts an array of one element, which NumPy no longer allows."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -23,8 +24,10 @@ interpreter._patch_lang_tensor = _with_index
 
 @contextlib.contextmanager
 def strict(twice=False):
-    """Inside, a kernel that reads or writes outside its operands raises InterpreterError, and the programs of a grid
-    run in random order; with ``twice`` each kernel runs again in another order and must leave the same bits."""
+    """Make the interpreter strict inside the block.
+
+    A kernel that reads or writes outside its operands raises InterpreterError. The programs of a grid run in random
+    order. With ``twice`` each kernel runs again in another order and must leave the same bits."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     builders = "create_masked_load", "create_masked_store", "set_grid_dim", "set_grid_idx", "create_dot", "cast_impl"
     originals = {
@@ -81,14 +84,15 @@ def strict(twice=False):
         return originals[builder]["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def create_dot(self, a, b, accumulator, *rest):
-        """Summed in float64, so that k q^T has the bits of q k^T: a GPU adds both in the same order, numpy does not,
-        and a gradient of scores of 1e4 shows the difference."""
+        """Sum in float64, so that k q^T has the bits of q k^T.
+
+        A GPU adds both in the same order, numpy does not. A gradient of scores of 1e4 shows the difference."""
         product = np.matmul(*(_as_float(x).data.astype(np.float64) for x in (a, b)))
         total = product.astype(accumulator.data.dtype) + accumulator.data
         return interpreter.TensorHandle(total, accumulator.dtype.scalar)
 
     def cast_impl(self, source, target):
-        """The interpreter cuts float32 off where a GPU rounds it to the nearest bfloat16."""
+        """Round float32 to the nearest bfloat16, as a GPU does. The interpreter truncates."""
         kinds = source.dtype.scalar, target.scalar
         if kinds == (tl.bfloat16, tl.float32):
             return _as_float(source)
@@ -97,7 +101,7 @@ def strict(twice=False):
         return originals[builder]["cast_impl"](self, source, target)
 
     def _patch_lang(function):
-        """Once a launch for each function: at each of a program's calls it would take most of the time."""
+        """Patch each function once per launch. Patching at each call of a program would take most of the time."""
         if function not in state["patched"]:
             state["patched"].add(function)
             return originals[interpreter]["_patch_lang"](function)
@@ -116,14 +120,14 @@ def strict(twice=False):
 
 
 def _as_float(handle):
-    """A bfloat16 operand in float32: the interpreter keeps it as 16-bit integers, and would multiply those."""
+    """Return a bfloat16 operand in float32. The interpreter stores it as 16-bit integers and would multiply those."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _as_bfloat16(numbers):
-    """The bits of the nearest bfloat16, of two the even one; a NaN stays one."""
+    """Return the bits of the nearest bfloat16, ties to even. NaN stays NaN."""
     bits = numbers.view(np.uint32)
     nearest = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16)
@@ -140,7 +144,7 @@ def _tensors(arguments):
 
 
 def _extents(tensors):
-    """(starts, ends) of the memory that the tensors cover, as addresses, in order and without overlaps."""
+    """Return (starts, ends), sorted and disjoint: the addresses of the memory that the tensors cover."""
     spans = []
     for t in tensors:
         if t.numel() > 0:

@@ -1,4 +1,4 @@
-"""Additions that programs make to a module: parametrisations, here one that counts, and adapters of low rank."""
+"""Additions that programs make to a module: parametrisations, one of which counts, and adapters of low rank."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn.utils import parametrize
 
 
 class Counted(nn.Module):
-    """A parametrisation without effect, which counts how often it is computed."""
+    """Parametrisation without effect that counts how often it is computed."""
 
     calls = 0
 
@@ -16,7 +16,7 @@ class Counted(nn.Module):
 
 
 def count_reads(model):
-    """Put a :class:`Counted` on each parameter of each module in ``model``: {(the module, parameter's name): it}."""
+    """Put a :class:`Counted` on each parameter in ``model``. Return {(module, parameter's name): its Counted}."""
     owned = [(module, name) for module in model.modules() for name, parameter in module.named_parameters(recurse=False)]
     counts = {}
     for module, name in owned:
@@ -28,14 +28,14 @@ def count_reads(model):
 
 
 class Noisy(nn.Module):
-    """A parametrisation that is another one at each read: noise is added to the weight."""
+    """Parametrisation with another value at each read: it adds noise to the weight."""
 
     def forward(self, original):
         return original + torch.randn_like(original)
 
 
 class Lora(nn.Module):
-    """The linear module ``base`` and an adapter of rank 2."""
+    """Linear module ``base`` with an adapter of rank 2."""
 
     def __init__(self, base):
         super().__init__()
@@ -47,5 +47,5 @@ class Lora(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
     def merged(self):
-        """The weight of the linear module that computes the same."""
+        """Return the weight of the linear module that computes the same."""
         return self.base.weight + self.up @ self.down

@@ -1,8 +1,8 @@
-"""What docs/design.md says the operations compute, written a second time and as plainly as possible.
+"""Oracle of the operations: docs/design.md's definitions, implemented a second time and as plainly as possible.
 
-Masks and dropout bits are NumPy; the arithmetic is torch in float64, whose autograd gives every gradient. With another
-`dtype` the same compositions are PyTorch's own computation in that dtype, against which the tolerance rule measures.
-"""
+Masks and dropout bits are NumPy. The arithmetic is torch in float64, whose autograd gives every gradient. With another
+`dtype` the same compositions are PyTorch's own computation in that dtype. The tolerance rule compares with its
+error."""
 
 import functools
 import math
@@ -15,7 +15,9 @@ MASK32 = 0xFFFFFFFF
 
 
 def philox4x32(counter, key, rounds=7):
-    """Philox4x32 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": four words for four words."""
+    """Return Philox4x32 of a counter of four words.
+
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = key
     for _ in range(rounds):
@@ -28,7 +30,7 @@ def philox4x32(counter, key, rounds=7):
 
 
 def on_device(array):
-    """A NumPy array as a tensor where the tests make theirs."""
+    """Return a NumPy array as a tensor on the tests' default device."""
     return torch.from_numpy(array).to(torch.get_default_device())
 
 
@@ -37,7 +39,7 @@ def threshold(p):
 
 
 def dropout_values(z, i, j, seed):
-    """The 16-bit value of element (i, j) of matrix z; the arguments broadcast."""
+    """Return the 16-bit values of the elements (i, j) of the matrices z; the arguments broadcast."""
     key, offset = map(int, seed)
     z, i, j = np.broadcast_arrays(z, i, j)
     counter = ((j // 32) * 8 + j % 8, (i // 16) * 8 + i % 8, z & MASK32, np.full(z.shape, offset % 2**32))
@@ -48,11 +50,13 @@ def dropout_values(z, i, j, seed):
 
 
 def dropout_mask(shape, p, seed):
-    """bool, True = kept: rows and columns are the last two dimensions, z counts the rest; one dimension is one row."""
+    """Return the bool mask, True = kept.
+
+    Rows and columns are the last two dimensions, and z counts the rest. One dimension is one row."""
     return _dropout_mask(tuple(shape), p, tuple(map(int, seed)))
 
 
-@functools.lru_cache(maxsize=16)  # a comparison needs the same one for results, gradients and each precision
+@functools.lru_cache(maxsize=16)  # a comparison needs the same mask for results, gradients and each precision
 def _dropout_mask(shape, p, seed):
     rows, columns = ([1, 1, *list(shape)])[-2:]
     matrices = math.prod(shape[:-2])
@@ -61,7 +65,7 @@ def _dropout_mask(shape, p, seed):
 
 
 def dropout_factor(shape, p, seed):
-    """What dropout multiplies by: 0, or 65536 / (65536 - threshold), unbiased for the rate that is realised."""
+    """Return dropout's factors: 0, or 65536 / (65536 - threshold), which is unbiased for the rate that is realised."""
     if threshold(p) == 0:
         return torch.ones(shape, dtype=torch.float64)
     if threshold(p) == 65536:
@@ -76,7 +80,7 @@ def dropout(input, p, seed, dtype=torch.float64):
 def visible(
     shape, attn_mask=None, is_causal=False, causal_variant="upper_left", key_lengths=None, window_size=(-1, -1)
 ):
-    """bool (..., Hq, Lq, Lk): which query sees which key, one sequence at a time."""
+    """Return bool (..., Hq, Lq, Lk), True = query sees key, computed one sequence at a time."""
     queries, keys = shape[-2:]
     heads = shape[-3] if len(shape) > 2 else 1
     result = np.ones((math.prod(shape[:-3]), heads, queries, keys), dtype=bool)
@@ -99,7 +103,7 @@ def visible(
 
 
 def softmax(scores):
-    """Softmax and log-sum-exp over the last dimension; a row of -inf alone gives zeros and -inf."""
+    """Return softmax and log-sum-exp over the last dimension. A row that is all -inf gives zeros and -inf."""
     if scores.shape[-1] == 0:
         return scores, scores.sum(-1) - math.inf
     point = scores.detach().amax(-1, keepdim=True)
@@ -112,8 +116,10 @@ def softmax(scores):
 
 
 class SizesOfTerms(torch.autograd.Function):
-    """softmax() whose gradient, P (dP - rowsum(P dP) + dlse), adds the sizes of its terms, not their values: what its
-    rounding is relative to. (In a row that sees one key they cancel to nothing.)"""
+    """softmax() with a gradient that adds the sizes of its terms instead of their values.
+
+    The gradient is P (dP - rowsum(P dP) + dlse). Its rounding error is relative to the sizes of these terms. (In a row
+    that sees one key they cancel to 0.)"""
 
     @staticmethod
     def forward(ctx, scores):
@@ -145,7 +151,7 @@ def attention(
     dtype=torch.float64,
     softmax=softmax,
 ):
-    """(out, lse, weights after dropout)."""
+    """Return (out, lse, weights after dropout)."""
     if query.dim() == 2:
         inner = locals()
         tensors = [inner.pop(name).unsqueeze(0) for name in ("query", "key", "value")]
@@ -160,12 +166,12 @@ def attention(
     shape = (*batch, query.shape[-2], key.shape[-2])
 
     seen = visible(shape, attn_mask, is_causal, causal_variant, key_lengths, window_size)
-    unused = ~seen.any(dim=-2)[..., None]  # keys nobody sees may hold NaN
+    unused = ~seen.any(dim=-2)[..., None]  # keys that no query sees may hold NaN
     scores = scale * (query @ key.masked_fill(unused, 0).mT)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask.to(torch.promote_types(dtype, attn_mask.dtype))
     if dtype.itemsize == 2:
-        scores = scores.float()  # what PyTorch programs do: products in 16 bits, softmax in float32
+        scores = scores.float()  # as PyTorch programs do: products in 16 bits, softmax in float32
     weights, lse = softmax(scores.masked_fill(~seen, -math.inf))
     if dropout_p > 0:
         weights = weights * dropout_factor(shape, dropout_p, seed).to(weights.dtype)
@@ -174,7 +180,8 @@ def attention(
 
 
 def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, seqused_k=None, seed=None, **options):
-    """(out, lse (total, Hq)): each sequence alone, lower-right; dropout counts matrices as sequence * Hq + h."""
+    """Return (out, lse (total, Hq)), computed per sequence, lower-right. Dropout counts matrices as sequence * Hq +
+    h."""
     outs, lses = [], []
     for n in range(len(cu_seq_q) - 1):
         q = query[cu_seq_q[n] : cu_seq_q[n + 1]].transpose(0, 1)
@@ -182,7 +189,7 @@ def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, sequs
         v = value[cu_seq_k[n] : cu_seq_k[n + 1]].transpose(0, 1)
         lengths = None if seqused_k is None else seqused_k[n : n + 1]
         options_n = {"causal_variant": "lower_right", "key_lengths": lengths, **options}
-        if dropout_p > 0:  # a dummy sequence for each one before puts this one's heads at their place
+        if dropout_p > 0:  # n dummy sequences put this one's heads at their z
             q, k, v = (torch.cat([t.new_zeros(n, *t.shape), t[None]]) for t in (q, k, v))
             if lengths is not None:
                 options_n["key_lengths"] = torch.cat([lengths.new_zeros(n), lengths])
@@ -230,13 +237,15 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, dtype=
 
 
 def dropout_add_layer_norm(input, residual, weight=None, bias=None, p=0.0, eps=1e-5, *, seed=None, dtype=torch.float64):
-    """(LN(residual + dropout(input)), the sum)."""
+    """Return (LN(residual + dropout(input)), the sum)."""
     total = residual.to(dtype) + (dropout(input, p, seed, dtype) if p > 0 else input.to(dtype))
     return layer_norm(total, total.shape[-1:], weight, bias, eps, dtype), total
 
 
 def assert_reference_alone_differentiates_twice(backend, out, input, other=None):
-    """The gradient of `out` by `input` has one by `other`, or `input`, on the reference; elsewhere an error says so."""
+    """Assert that the gradient of `out` by `input` can be differentiated on the reference and raises elsewhere.
+
+    The second derivative is by `other`, or by `input` without it."""
     (grad,) = torch.autograd.grad(out.pow(3).sum(), input, create_graph=True)
     second = functools.partial(torch.autograd.grad, grad.square().sum(), input if other is None else other)
     if backend == "reference":
@@ -246,8 +255,8 @@ def assert_reference_alone_differentiates_twice(backend, out, input, other=None)
             second()
 
 
-# The epsilon of the tolerance rule, in units of the largest expected magnitude: a few roundings of the result's own
-# dtype, for the cases in which PyTorch's own result happens to be exact.
+# Epsilon of the tolerance rule, in units of the largest expected magnitude. It is a few roundings of the result's own
+# dtype, for cases in which PyTorch's own result happens to be exact.
 EPSILON = {
     dtype: factor * torch.finfo(dtype).eps
     for dtype, factor in {torch.float64: 64, torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}.items()
@@ -255,9 +264,10 @@ EPSILON = {
 
 
 def score_rounding(query, key, scale=None, attn_mask=None):
-    """The relative error of P = exp(s - lse), of which the backward pass sums s anew in another order: the rounding of
-    s, relative to the sizes of its terms. In units of EPSILON, which is 8 roundings, and at least 1; for float32
-    operands. (In a row that sees one key PyTorch's own P is exactly 1.)"""
+    """Return the relative error of P = exp(s - lse) in units of EPSILON, at least 1.
+
+    The backward pass sums s again in another order, so s is rounded relative to the sizes of its terms. For float32
+    operands, where EPSILON is 8 roundings. (In a row that sees one key PyTorch's own P is exactly 1.)"""
     norms = [largest(t.detach().double().nan_to_num(0, 0, 0).norm(dim=-1)) for t in (query, key)]
     score = norms[0] * norms[1] * (query.shape[-1] ** -0.5 if scale is None else abs(scale))
     if attn_mask is not None and attn_mask.is_floating_point():
@@ -266,11 +276,13 @@ def score_rounding(query, key, scale=None, attn_mask=None):
 
 
 def assert_accurate(actual, expected, peer, what="", *, dtype=None, magnitude=None):
-    """The tolerance rule: the error against float64 is at most twice that of PyTorch's own computation `peer` in the
-    same dtype, plus EPSILON times the largest expected magnitude. Infinities must agree exactly.
+    """Assert the tolerance rule.
 
-    `dtype` is that of the coarsest rounding on the way, where it is not the result's; `magnitude` is that of the terms
-    of a sum that cancels, where the result itself is smaller."""
+    The error against float64 is at most twice that of PyTorch's own computation `peer` in the same dtype, plus EPSILON
+    times the largest expected magnitude. Infinities must agree exactly.
+
+    `dtype` is the dtype of the coarsest rounding on the way, by default the result's. `magnitude` is the size of the
+    terms of a sum that cancels, where the result is smaller."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if expected.numel() == 0:
         return
@@ -291,11 +303,12 @@ def largest(tensor):
 
 
 def gradients(function, tensors, seeds=0, positive=False):
-    """(outputs, gradients of the float tensors) of function(*tensors) for fixed random output gradients, or `positive`
-    ones of the same sizes.
+    """Return (outputs, gradients of the float tensors) of function(*tensors).
 
-    The tensors keep their strides; output gradients come in the dtype of each output from one float64 draw, so that
-    calls with other dtypes receive the same numbers."""
+    Output gradients are random and fixed by `seeds`; with `positive` their absolute values are used.
+
+    The tensors keep their strides. One float64 draw gives the output gradients, which are cast to each output's dtype.
+    Calls with other dtypes therefore receive the same numbers."""
     leaves = [t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

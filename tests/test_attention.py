@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention and attention_weights against the float64 oracle, every semantic of docs/design.md."""
+"""scaled_dot_product_attention and attention_weights against the float64 oracle, for every rule of docs/design.md."""
 
 import functools
 import itertools
@@ -34,16 +34,16 @@ SEED = torch.tensor([0x1234567890ABCDEF, 7])
 
 
 def operands(shape, dtype=torch.float32):
-    """query, key and value of (B, Hq, Hk, Lq, Lk, E, Ev)."""
+    """Return query, key and value for the shape (B, Hq, Hk, Lq, Lk, E, Ev)."""
     b, hq, hk, lq, lk, e, ev = shape
     sizes = (b, hq, lq, e), (b, hk, lk, e), (b, hk, lk, ev)
     return [torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes]
 
 
 def check(query, key, value, attn_mask=None, *, lse=True, **options):
-    """Output, LSE and every gradient, at the tensors' own strides.
+    """Check output, LSE and every gradient, at the tensors' own strides.
 
-    The peer is PyTorch's fused function where it has the semantics and returns enough, else the plain composition."""
+    The peer is PyTorch's fused function if it has the semantics and returns enough, else the plain composition."""
     tensors = query, key, value, attn_mask
     outputs = 2 if lse else 1
 
@@ -59,8 +59,8 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
         peer = composed(query.dtype)
     else:
         peer = gradients(functools.partial(torch_attention, **options), tensors)
-    # Roundings are relative to the terms of the sums: P |V| of the output, P |dO| of the value's gradient, where P is
-    # itself rounded, and |dO| |V| of dP.
+    # Rounding errors are relative to the terms of the sums. These are P |V| for the output, P |dO| for dV and |dO| |V|
+    # for dP. P is itself rounded.
     terms = gradients(composed_of_sizes, tensors, positive=True)
     is_single = query.dtype == torch.float32
     rounding = score_rounding(query, key, options.get("scale"), attn_mask) if is_single else 1.0
@@ -70,17 +70,18 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
         if name == "lse":
             assert a.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
             p = exact(*tensors, dtype=torch.promote_types(query.dtype, torch.float32), **options)[1].detach()
-            size = 1.0  # m + log(sum): the sum's relative error, of one rounding at least, is an error of log(sum)
+            size = 1.0  # m + log(sum): a relative error of the sum (>= 1 rounding) is absolute in log(sum)
         elif name != "grad_mask":
             assert a.dtype == query.dtype, name
-        # A mask may be wider than the operands, but in its gradient P (dP - rowsum(dO O)) O is rounded to their dtype.
+        # The mask's dtype may be wider than the operands'. Its gradient is P (dP - rowsum(dO O)), where O is rounded to
+        # their dtype.
         coarsest = max(a.dtype, query.dtype, key=EPSILON.get) if name == "grad_mask" else None
         assert_accurate(a, e.double(), p, f"{name} {options}", magnitude=size, dtype=coarsest)
     return ours
 
 
 def torch_attention(query, key, value, attn_mask=None, scale=None, enable_gqa=False, **masks):
-    """PyTorch's function with all the masks folded into one."""
+    """Call PyTorch's function with all masks folded into one."""
     shape = (*query.shape[:-1], key.shape[-2])
     if not enable_gqa:
         shape = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), *shape[-2:])
@@ -120,7 +121,7 @@ def test_shapes(backend, shape, dtype):
 def test_long(backend, dtype):
     torch.set_num_threads(2)
     check(*operands((1, 1, 1, 511, 512, 64, 64), dtype), is_causal=True, lse=False)
-    # Sums over more than 3072 are sums of sums.
+    # Sums over more than 3072 elements are sums of sums.
     check(*operands((1, 1, 1, 40, 3200, 64, 64), dtype))
     check(*operands((1, 1, 1, 3200, 40, 64, 64), dtype), dropout_p=0.1, seed=SEED)
 
@@ -129,7 +130,8 @@ def test_long(backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", *BACKENDS[4:]], indirect=True)
 def test_long_rows_of_many_queries(backend, dtype):
-    """As many queries as share packed keys, over several chunks, with a mask that ends within one."""
+    """Enough queries that they share packed keys get the right result, over several chunks. A mask ends within a
+    chunk."""
     mask = (torch.arange(3100) < torch.tensor([3100, 3075, 3000, 50])[:, None]).repeat_interleave(80, 0)[:300]
     check(*operands((1, 8, 8, 300, 3100, 16, 16), dtype), mask)
 
@@ -145,7 +147,8 @@ def test_lengths_around_tiles(backend, dtype, length):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["one row", "rows", *slow("float")])
 def test_masks_that_end_within_tiles(backend, dtype, kind):
-    """All keys up to some one, another one for every 32 queries, alone and beside a window that begins behind it."""
+    """Masks that show the keys up to an end, which differs for every 32 queries, give the right result. The second call
+    adds a window, which may start beyond that end."""
     ends = torch.tensor([95, 97, 190, 0])[:, None] if kind != "one row" else torch.tensor([[97]])
     mask = (torch.arange(200) < ends).repeat_interleave(32, 0)[:100] if kind != "one row" else torch.arange(200) < ends
     if kind == "float":
@@ -157,7 +160,7 @@ def test_masks_that_end_within_tiles(backend, dtype, kind):
 
 @pytest.mark.parametrize("queries", [40, pytest.param(2, marks=pytest.mark.representative)])
 def test_bytes_of_a_mask_other_than_0_and_1(backend, queries):
-    """torch takes any byte but 0 for True: in a mask of rows, of one row, of every other column."""
+    """Every byte except 0 means True, as in torch: in a mask of rows, of one row, and of every other column."""
     keys = 40 if interpreted(backend) else 200
     tensors = operands((1, 1, 1, queries, keys, 16, 16))
     given = torch.randint(0, 4, (queries, 2 * keys), dtype=torch.uint8)
@@ -292,7 +295,7 @@ def test_mask_may_need_the_only_gradient(backend, dtype):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("e", "ev"), [(130, 72), (72, 200), (97, 129)])
 def test_mask_gradient_of_wide_heads(backend, dtype, e, ev):
-    """Kernels may read a head in parts: what lies beyond its end, in the row, belongs to nobody."""
+    """NaN beyond the last column of a head changes no result, although kernels may read a head in parts."""
     tensors = []
     for tensor in operands((1, 2, 1, 19, 40, e, ev), dtype):
         wider = tensor.new_full((*tensor.shape[:-1], 264), math.nan)
@@ -336,8 +339,8 @@ def test_batch_dimensions(backend, shapes):
 
 @pytest.mark.parametrize("enable_gqa", [False, True])
 def test_heads_broadcast_as_torchs(backend, enable_gqa):
-    """Of all numbers of heads, what torch takes and what it refuses; none at all too, of which torch's own may end the
-    process."""
+    """Every combination of head counts gives torch's result, or an error where torch refuses it. Counts of 0 are
+    included, for which torch's own function may end the process."""
     for heads in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2, 3)):
         tensors = [torch.randn(2, n, 5, 8) for n in heads]
         try:
@@ -368,7 +371,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_strides(backend, kind):
-    """Transposed, sliced, expanded, offset and last-stride-not-1 operands; gradients go back through every one."""
+    """Operands may be transposed, sliced, expanded or offset, or have a last stride other than 1. Gradients flow back
+    through each."""
     kinds = list(LAYOUTS)
     other = kinds[(kinds.index(kind) + 3) % len(kinds)]
     tensors = LAYOUTS[kind](2, 3, 33, 20), LAYOUTS[other](2, 3, 41, 20), LAYOUTS[kind](2, 3, 41, 24)
@@ -377,14 +381,14 @@ def test_strides(backend, kind):
 
 
 def in_order(order, sizes, dtype=torch.float32):
-    """A tensor of these sizes whose dimensions lie in this order in memory."""
+    """Return a tensor of these sizes whose dimensions lie in this order in memory."""
     return torch.randn([sizes[dim] for dim in order], dtype=dtype).permute([order.index(dim) for dim in range(4)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_output_layout_is_querys(backend, order, dtype):
-    """Every order of B, H and L, of the gradients too; fakes agree."""
+    """Output and gradients keep every memory order of B, H and L, and fakes report the same strides."""
     query = in_order((*order, 3), (2, 3, 5, 8), dtype)
     key = in_order((*order[::-1], 3), (2, 3, 7, 8), dtype)
     value = in_order((*order[1:], order[0], 3), (2, 3, 7, 8), dtype)
@@ -442,7 +446,7 @@ PACKINGS = {
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_of_packed_operands(backend, dtype, packing):
-    """Query, key and value are views of one tensor, whose gradient is all of theirs."""
+    """If query, key and value are views of one tensor, its gradient collects all of theirs."""
     qkv = torch.randn(2, 9, 96, dtype=dtype)
 
     def attend(function, qkv):
@@ -474,7 +478,8 @@ def test_key_and_value_with_groups_of_their_own(backend, heads):
 @pytest.mark.torch_version
 @pytest.mark.parametrize("scale", [1e-40, -1e-40, 2.0**-126, torch.tensor(0.5), 0, 1, True], ids=str)
 def test_one_scale_on_every_way(scale):
-    """Directly, through torch's dispatcher and on the reference: what is less than a normal number is 0 on all."""
+    """A scale means the same directly, through torch's dispatcher and on the reference. If it is smaller than a normal
+    number, it is 0 on all three."""
     tensors = operands((1, 2, 2, 5, 7, 8, 8))
 
     def loss(*tensors):
@@ -577,7 +582,7 @@ def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
 )
 @pytest.mark.parametrize("kind", ["mask", *slow("lengths", "dropout")])
 def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
-    """In a key that other rows see: of their tile, of their split of the keys."""
+    """Rows that see nothing give 0 although a key holds NaN that other rows of their tile and split see."""
     query, key, value = operands((1, 1, 1, queries, keys, 16, 16))
     key[..., 0, :3] = value[..., 0, :3] = math.nan
     if kind == "lengths":
@@ -609,7 +614,8 @@ def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
 )
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_nan_of_a_query_that_sees_nothing_stays_there(backend, p, dtype):
-    """In the query, and in its output's gradient; of attention and of its weights. On triton it reaches dK and dV."""
+    """NaN in a query that sees nothing, and in its output's gradient, stays there. The rule covers attention and its
+    weights. On triton such NaN reaches dK and dV, so it is not tested here."""
     query, key, value = operands((1, 2, 2, 5, 7, 16, 16), dtype)
     mask = torch.rand(5, 7, dtype=torch.float64) < 0.7
     mask[:, 0], mask[3] = True, False
@@ -638,8 +644,8 @@ def test_nan_reaches_what_attends_to_it(backend):
 @pytest.mark.parametrize("scale", [3e38, -3e38])
 @pytest.mark.parametrize("magnitude", [0, 1e-38])
 def test_largest_scale(backend, scale, magnitude):
-    """log2(e) times it is more than float32 has, and so is the gradient of a score times it: queries of 0 give their
-    keys none all the same."""
+    """A query of 0 gives its keys a gradient of 0, even if log2(e) times the scale overflows float32. A score's
+    gradient times the scale overflows too."""
     query, key, value = operands((1, 2, 2, 5, 43, 16, 16), torch.float32)
     key.requires_grad_()
     query *= magnitude
@@ -664,7 +670,7 @@ def test_scale(backend, dtype, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("magnitude", [100.0, -100.0, 1e4, -1e4])
 def test_large_scores(backend, dtype, magnitude):
-    """Scores up to 1e4: the softmax is one key, or two that tie."""
+    """Scores up to 1e4 are accurate: the softmax selects one key, or two that tie."""
     query, key, value = operands((1, 2, 2, 17, 90, 16, 16), dtype)
     key[:, :, 50] = key[:, :, 7]
     scores = (query.double() @ key.double().mT).abs().amax().item()
@@ -673,8 +679,8 @@ def test_large_scores(backend, dtype, magnitude):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_huge_scores(backend, dtype):
-    """Scores of 1e8 by a scale that rounds them: a last place is 8, and the largest has the probability 1 all the same,
-    in the backward pass too."""
+    """The largest score has probability 1, forward and backward, at scores of 1e8. The scale rounds them: a unit in the
+    last place is 8."""
     query, key = torch.zeros(1, 1, 33, 16), torch.zeros(1, 1, 200, 16)
     row, best = torch.arange(33), 37 * torch.arange(33) % 200
     query[0, 0, row, row % 16] = 2.0**12
@@ -685,14 +691,15 @@ def test_huge_scores(backend, dtype):
     out = scaled_dot_product_attention(query.to(dtype), key.to(dtype), value, scale=123.4567)
     wanted = torch.zeros_like(value).index_add(2, chosen, grad)
     assert torch.equal(out, value[:, :, chosen])
-    # P is exp(x) times 1 / exp(x), where a statistic is rounded: 4 roundings, of three terms of 8 at most.
+    # P is exp(x) * (1 / exp(x)) with a rounded statistic. It has 4 roundings of a sum of at most 3 terms, each at most
+    # 8.
     torch.testing.assert_close(*torch.autograd.grad(out, value, grad), wanted, rtol=0, atol=4 * 24 * 6e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("step", [0.02, 0.06, 0.5, -0.06])
 def test_scores_that_grow(backend, dtype, step):
-    """The maximum of a row grows with every tile, by little and by much."""
+    """A row's maximum may grow with every tile, by little and by much."""
     query, key, value = operands((1, 2, 2, 40, 700, 16, 16), dtype)
     query[..., 0], key[..., 0] = 1, step * torch.arange(700)
     check(query, key, value, scale=1.0)
@@ -700,12 +707,12 @@ def test_scores_that_grow(backend, dtype, step):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_of_large_values(backend, dtype):
-    """No sum exceeds the number of keys times the largest value, though a later tile has the largest scores."""
+    """No sum exceeds the number of keys times the largest value, even if a later tile has the largest scores."""
     query, key = torch.zeros(1, 1, 40, 16, dtype=dtype), torch.zeros(1, 1, 700, 16, dtype=dtype)
     query[..., 0], key[:, :, 300:, 0] = 1, 7.5
     value = torch.full((1, 1, 700, 16), 1e35, dtype=dtype)
     out = scaled_dot_product_attention(query, key, value, scale=1.0)
-    # A rounding of P for each key, all of one sign, relative to their sum; and the output's.
+    # Tolerance: one rounding of P per key, all of one sign, relative to their sum, and the rounding of the output.
     torch.testing.assert_close(out, value[:, :, :40], rtol=2 * torch.finfo(dtype).eps + 700 * 6e-8, atol=0)
 
 
@@ -721,7 +728,8 @@ def test_large_masks(backend, dtype, magnitude, shift):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("mask_dtype", [torch.float32, None], ids=["float32", "own"])
 def test_finite_extremes_are_numbers(backend, dtype, mask_dtype):
-    """A mask of finfo.min gives what torch gives: a row all at the minimum is uniform, others ignore those keys."""
+    """A mask of finfo.min gives torch's result: a row that is all at the minimum is uniform, other rows ignore those
+    keys."""
     query, key, value = operands((2, 2, 2, 11, 45, 16, 16), dtype)
     mask_dtype = mask_dtype or dtype
     mask = torch.zeros(2, 1, 11, 45, dtype=mask_dtype)
@@ -734,7 +742,7 @@ def test_finite_extremes_are_numbers(backend, dtype, mask_dtype):
     peer = gradients(lambda *t: exact(*t, dtype=dtype)[0], (query, key, value, mask))
     for a, e, p in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), (*peer[0], *peer[1]), strict=True):
         assert_accurate(a, e, p)
-    if mask_dtype != torch.float16:  # float16's minimum leaves room for the score below its last place in float32
+    if mask_dtype != torch.float16:  # at -65504 float32 still resolves the scores
         uniform = value[1].double().mean(dim=-2)
         assert (got[0][0][1, :, 4].double() - uniform).abs().amax() <= 2 * torch.finfo(dtype).eps
     everywhere = torch.full((45,), torch.finfo(mask_dtype).min, dtype=mask_dtype)
@@ -760,7 +768,7 @@ def test_mask_that_leaves_one_key(backend, dtype):
 @pytest.mark.parametrize("has_lengths", [False, True])
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, diagonal, kind, dtype, p):
-    """With V = identity the output is P itself: exactly zero where masked or dropped, and nowhere else."""
+    """With V = identity the output is P: zero exactly where it is masked or dropped, and nowhere else."""
     b, h, lq, lk = (1, 2, 37, 75) if interpreted(backend) else (2, 4, 70, 113)
     query, key, _ = operands((b, h, h // 2, lq, lk, 16, 1), dtype)
     query, key = query / 4, key / 4
@@ -775,7 +783,7 @@ def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, dia
     if p:
         kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
     assert torch.equal(call(value, mask) != 0, kept)
-    # The gradient of V is P transposed times the output gradient: identity again.
+    # The gradient of V is P^T times the output gradient, which is again the identity.
     leaf = value[:, :, :, :lq].clone().requires_grad_()
     (grad,) = torch.autograd.grad(call(leaf, mask), leaf, torch.eye(lq, dtype=dtype).expand(b, h, lq, lq))
     assert torch.equal(grad != 0, kept.view(b, h // 2, 2, lq, lk).any(2).mT)
@@ -783,7 +791,7 @@ def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, dia
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_scores_gradient_uses_the_same_mask(backend, p):
-    """Lengths beyond one tile in both directions; GQA and a batch, so that z counts query heads."""
+    """Lengths exceed one tile in both directions. Grouped heads and a batch show that z counts query heads."""
     check(*operands((2, 4, 2, 75, 140, 24, 24)), dropout_p=p, seed=SEED, enable_gqa=True)
 
 
@@ -838,7 +846,7 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     torch.manual_seed(5)
     scaled_dot_product_attention(*tensors)
     call(seed=SEED)
-    assert torch.equal(call(), first)  # no draw without need
+    assert torch.equal(call(), first)  # no seed is drawn without need
     assert torch.equal(call(seed=SEED), call(seed=SEED.clone()))
     assert not torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 1])))  # a chunk's offset
     assert torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 2**32])))
@@ -933,7 +941,7 @@ def test_subsets_of_gradients(backend, needed):
 
 @pytest.mark.parametrize("layout", ["expanded", "last", "transposed", "step", "of the LSE alone"])
 def test_gradients_of_any_layout(backend, layout):
-    """An expanded gradient (from .sum()), a transposed one, a sliced one, and one for the LSE alone."""
+    """The output's gradient may be expanded (from .sum()), transposed or sliced, or missing if only the LSE has one."""
     tensors = [t.requires_grad_() for t in operands((2, 2, 2, 9, 21, 8, 8))]
     results = scaled_dot_product_attention(*tensors, return_lse=True), exact(*tensors)[:2]
     grad = {
@@ -955,7 +963,8 @@ def test_gradients_of_any_layout(backend, layout):
 
 @pytest.mark.torch_version
 def test_gradcheck():
-    """The reference in float64: first and second derivatives, of the LSE and the mask too."""
+    """The reference passes gradcheck in float64: first and second derivatives, those of the LSE and the mask
+    included."""
     query, key, value = (t.requires_grad_() for t in operands((1, 2, 1, 3, 5, 3, 2), torch.float64))
     mask = torch.randn(2, 1, 5, dtype=torch.float64, requires_grad=True)
     options = {"enable_gqa": True, "is_causal": True, "causal_variant": "lower_right", "key_lengths": torch.tensor([4])}
@@ -987,7 +996,7 @@ def test_autocast(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # the reference's products are torch's
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # torch's products depend on the thread count
 def test_same_bits_every_run_and_for_every_thread_count(backend, dtype):
     queries, keys = (150, 333) if backend.startswith("cpu") else (40, 90)
     tensors = [*operands((2, 4, 2, queries, keys, 32, 32), dtype), torch.randn(4, 1, keys)]
@@ -1006,7 +1015,8 @@ def test_same_bits_every_run_and_for_every_thread_count(backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", *BACKENDS[4:]], indirect=True)
 def test_queries_that_share_a_task_do_not_change_the_bits(backend, dtype):
-    """How many do depends on the thread count. Each window begins at another key and is longer than a sum's chunk."""
+    """The thread count decides how many queries share a task, and changes no bit. Each window begins at another key and
+    is longer than a chunk of the sum."""
     call = functools.partial(
         scaled_dot_product_attention, *operands((1, 1, 1, 1000, 7000, 16, 16), dtype), window_size=(3500, 0),
         causal_variant="lower_right",
@@ -1022,7 +1032,8 @@ def test_queries_that_share_a_task_do_not_change_the_bits(backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", *BACKENDS[4:]], indirect=True)
 def test_queries_that_share_a_task_do_not_share_its_nan(backend, dtype):
-    """A value beyond the keys of a few rows, within what a matrix instruction takes at once, stays with the others."""
+    """An infinite value reaches only the rows that see its key, although a matrix instruction reads it for others
+    too."""
     query, key, value = operands((1, 1, 1, 512, 512, 16, 16), dtype)
     mask = torch.ones(512, 512, dtype=torch.bool)
     mask[:64, 301:] = False
@@ -1053,7 +1064,7 @@ def test_activation_checkpointing(backend):
 
 @st.composite
 def problems(draw):
-    """Any small problem: shapes, dtypes, layouts, masks and dropout together."""
+    """Draw a small problem: shapes, dtypes, layouts, masks and dropout together."""
     b, hk, group = (draw(st.integers(1, 3)) for _ in range(3))
     lq, lk = draw(st.integers(1, 70)), draw(st.integers(1, 140))
     e, ev = draw(st.integers(1, 130)), draw(st.integers(1, 130))
@@ -1102,6 +1113,6 @@ def test_every_head_size(backend, dtype, e):
 def test_every_tile_edge(backend, diagonal, p, dtype, lq, lk):
     tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
     masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)}
-    # Interpreted, either dropout or masks at every edge; both together, test_any_problem's.
+    # Interpreted kernels get either dropout or masks at each edge. test_any_problem combines both.
     for options in ({} if p else masks,) if interpreted(backend) else ({}, masks):
         check(*tensors, dropout_p=p, seed=SEED, **options, **DIAGONALS[diagonal])

@@ -1,4 +1,4 @@
-"""Which backend runs: the choice, backend(), explain(), and what survives from forward to backward."""
+"""Backend selection: the choice, backend(), explain(), and what is kept from forward to backward."""
 
 import contextlib
 import functools
@@ -65,7 +65,7 @@ def test_explain(function):
 
 
 class Guarded(torch.nn.Module):
-    """Falls back on another way where something fails."""
+    """Module that returns its input if layer_norm raises."""
 
     def forward(self, x):
         try:
@@ -89,7 +89,7 @@ def test_explain_draws_no_random_numbers(function):
 @pytest.mark.parametrize("function", [f for f in CALLS if f is not dropout_mask], ids=lambda f: f.__name__)
 def test_forced_backend_refuses_what_it_cannot_serve(function):
     arguments = doubled(CALLS[function])
-    function(*arguments)  # by itself the reference takes over
+    function(*arguments)  # unforced, the reference serves it
     assert "float64" in str(explain(function, *arguments))
     with (
         backend("cpu"),
@@ -134,7 +134,7 @@ def test_missing_backend_says_why():
 
 
 def used():
-    """The backend that a float64 operand tells apart: only the reference serves it."""
+    """Return the backend in force, found by a float64 operand, which only the reference serves."""
     try:
         layer_norm(X.double(), (8,))
     except (ValueError, TypeError, RuntimeError, NotImplementedError):
@@ -168,7 +168,8 @@ def test_choice_is_the_threads():
 
 
 def test_backward_uses_the_forwards_backend():
-    """Autograd's thread sees no context manager, so the choice is saved: only the reference differentiates twice."""
+    """The backward pass runs on the forward's backend, although autograd's thread sees no context manager. Double
+    backward proves it, because only the reference supports it."""
     query = X.clone().requires_grad_()
     with backend("reference"):
         out = scaled_dot_product_attention(query, query, query)
@@ -212,7 +213,8 @@ def no_choice(*args):
 @pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": -0.3}, {"scale": 1e-40}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_fast_path_is_the_same_operation(dtype, settings, lengths, monkeypatch):
-    """The same bits in the same layout, and plain calls take it, by position and by name."""
+    """The fast path gives the same bits in the same layout. Plain calls take it, with arguments by position and by
+    name."""
     queries, keys = lengths
     q = torch.randn(2, queries, 3, 8).to(dtype).transpose(1, 2)
     k, v = torch.randn(2, 3, keys, 8).to(dtype), torch.randn(2, 3, keys, 5).to(dtype)
@@ -251,7 +253,7 @@ def test_the_sum_is_written_where_somebody_reads_it(wanted, prenorm, monkeypatch
     with torch.set_grad_enabled(wanted != "no grad"):
         call = functools.partial(dropout_add_layer_norm, **tensors, prenorm=prenorm)
         assert normalised(monkeypatch, "dropout_add_layer_norm", call)["keep_sum"] is (prenorm or wanted in tensors)
-        low = functools.partial(call, out_dtype=torch.bfloat16)  # the sum is float32, which out has no room for
+        low = functools.partial(call, out_dtype=torch.bfloat16)  # the sum is float32 and does not fit into out
         assert normalised(monkeypatch, "dropout_add_layer_norm", low)["keep_sum"]
 
 
@@ -265,7 +267,8 @@ def test_the_sum_is_written_where_somebody_reads_it(wanted, prenorm, monkeypatch
     ids=str,
 )
 def test_the_library_refuses_an_output_without_room_for_the_sum(dtype, out_dtype, keep_sum):
-    """Called past the public function, it would write beyond the output, or bits of another dtype."""
+    """The library checks out_dtype itself. A direct call would otherwise write beyond the output, or bits of another
+    dtype."""
     x = torch.randn(4, 8).to(dtype)
     with pytest.raises(RuntimeError, match="out_dtype must be the sum's"):
         torch.ops.fastattn.dropout_add_layer_norm(x, x, None, None, None, 0, 1e-5, keep_sum, out_dtype, "cpu")
@@ -293,7 +296,7 @@ OTHERWISE = {
 @needs_cpu
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_what_leaves_the_fast_path(name, monkeypatch):
-    """Where the call is not a plain one the way with all checks is taken, whose result is the reference's."""
+    """A call that is not plain leaves the fast path, passes all checks and gives the reference's result."""
     out = OTHERWISE[name](X)
     if name != "dropout":
         with backend("reference"):
@@ -326,7 +329,7 @@ def test_errors_are_those_of_the_public_function(arguments, settings, words):
 
 
 class Watch(TorchDispatchMode):
-    """Keeps the names of the ops that it sees."""
+    """Dispatch mode that records the names of the ops it sees."""
 
     def __init__(self):
         super().__init__()
@@ -350,19 +353,21 @@ def test_whoever_listens_at_the_dispatcher_sees_the_call(function):
 @needs_cpu
 @pytest.mark.parametrize("function", [f for f in DIFFERENTIABLE if f is not dropout], ids=lambda f: f.__name__)
 def test_double_backward_is_refused_where_the_gradient_is_constant(function):
-    """The gradient of a linear loss wants no gradient itself, that of the operands still depends on them."""
+    """Double backward raises for a linear loss too. The loss's gradient is constant, but the operands' gradient depends
+    on the operands."""
     leaf = X.clone().requires_grad_()
     out = function(*(leaf if a is X else a for a in CALLS[function]))
     (grad,) = torch.autograd.grad((out * X).sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
-        torch.autograd.grad((grad * leaf).sum(), leaf)  # leaf is in the graph by other ways too
+        torch.autograd.grad((grad * leaf).sum(), leaf)  # leaf also enters the graph elsewhere
 
 
 @needs_cpu
 @pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)], ids=str)
 def test_nothing_to_compute(function, shape):
-    """The gradient of a sum is expanded: strides 0, which no copy of an empty tensor changes."""
+    """Empty operands give empty results and gradients. The gradient of a sum is expanded: its strides are 0, and a copy
+    of an empty tensor keeps them."""
     leaf = torch.randn(shape).requires_grad_()
     out = function(*(leaf if a is X else a for a in CALLS[function]))
     (grad,) = torch.autograd.grad(out.sum(), leaf)
@@ -371,7 +376,8 @@ def test_nothing_to_compute(function, shape):
 
 @pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
 def test_checkpointed(function):
-    """Non-reentrant checkpointing lets a backward pass take what was saved once."""
+    """Non-reentrant checkpointing, under which a backward pass may unpack each saved tensor only once, changes no
+    result."""
     leaf = X.clone().requires_grad_()
     results = []
     for run in (lambda call, t: call(t), functools.partial(checkpoint, use_reentrant=False)):
@@ -384,7 +390,8 @@ def test_checkpointed(function):
 @needs_cpu
 @pytest.mark.slow
 def test_a_thread_with_a_small_stack(python):
-    """Servers give their threads less than the usual 8 MB; a kernel's scratch memory must not need them."""
+    """Kernels run in a thread with a stack of 256 KiB. Servers give their threads less than the usual 8 MB, so scratch
+    memory must not need that much."""
     program = """
         import threading, torch, fastattn
         def run():
@@ -409,7 +416,8 @@ def test_a_thread_with_a_small_stack(python):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks Linux on x86-64")
 @pytest.mark.parametrize("held_to", ["", "generic"])
 def test_the_registers_of_matrix_instructions_are_asked_for_where_they_may_be_used(python, held_to):
-    """From then on a process's signal stacks have to hold them: one that is held to another set does without."""
+    """Permission for AMX registers is requested only if the process may use AMX. Afterwards its signal stacks must hold
+    these registers. A process that is held to another instruction set does not request it."""
     program = """
         import ctypes, torch, fastattn
         sets = torch.ops.fastattn_cpu.isas().split(",")
@@ -428,14 +436,15 @@ def test_the_registers_of_matrix_instructions_are_asked_for_where_they_may_be_us
 
 
 def arguments_of(schema):
-    """The names of a schema's arguments."""
+    """Return the names of a schema's arguments."""
     return [argument.split()[1] for argument in schema.split("(", 1)[1].split(") ->")[0].split(", ")]
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
 @pytest.mark.parametrize("operation", STEM_OF)
 def test_signatures_are_the_schemas(name, operation):
-    """The arguments of every Python backend function, by name and in order; others it may have are its own."""
+    """Every Python backend function has the schema's arguments, by name and in order. Its further parameters have
+    defaults."""
     require(name)
     parameters = inspect.signature(TABLE[name].FUNCTIONS[operation]).parameters.values()
     expected = arguments_of(SCHEMAS[operation])
@@ -449,7 +458,7 @@ def test_the_library_has_every_operation():
 
 
 def normalised(monkeypatch, operation, call):
-    """The arguments, by name, that the backend function gets of a public call."""
+    """Return the arguments, by name, that a public call passes to the backend's function."""
     found, original = {}, TABLE["reference"].FUNCTIONS[operation]
 
     def record(*args):
@@ -466,7 +475,8 @@ def normalised(monkeypatch, operation, call):
 @pytest.mark.parametrize("window_size", [(-1, -1), (0, 0), (3, -1), (-1, 2), (5, 9), (2**62, 2**70), [1, 1]], ids=str)
 @pytest.mark.parametrize("variant", ["upper_left", "lower_right"])
 def test_windows_are_finite(variant, window_size, is_causal, monkeypatch):
-    """Each side at least 0, no further than the last position, causal folded in; who sees whom is unchanged."""
+    """Windows reach the backend finite: each side is at least 0 and within the last position, with causal folded in.
+    Visibility does not change."""
     queries, keys = 5, 9
     got = normalised(
         monkeypatch,
@@ -513,7 +523,7 @@ def test_scales_that_float32_holds(given, got, monkeypatch):
 
 @pytest.mark.parametrize("heads", [(1, 3, 3), (4, 3, 3), (2, 1, 2), (0, 1, 2), (1, 0, 0)], ids=str)
 def test_the_bindings_check_numbers_of_heads(heads):
-    """Kernels would read outside the operands."""
+    """The bindings raise for head counts that do not fit together: kernels would read outside the operands."""
     require("cpu")
     operands = (torch.zeros(1, n, 5, 8) for n in heads)
     with pytest.raises(RuntimeError, match="heads of query, key and value"):
@@ -521,7 +531,7 @@ def test_the_bindings_check_numbers_of_heads(heads):
 
 
 def test_a_thread_of_little_stack(python):
-    """200 KiB, which torch's own operations do with."""
+    """Kernels run in a thread with a stack of 200 KiB, which suffices for torch's own operations."""
     require("cpu")
     program = """
         import threading, torch, fastattn
@@ -541,7 +551,7 @@ def test_a_thread_of_little_stack(python):
 
 
 class _Watch(TorchDispatchMode):
-    """The backends that the ops of fastattn are called with."""
+    """Dispatch mode that records (op, backend) for each call of a fastattn op."""
 
     def __init__(self):
         super().__init__()
@@ -564,7 +574,8 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("inside", [None, "cpu", "reference"])
 @pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_a_checkpoint_computes_again_on_the_backend_of_its_forward_pass(run, inside):
-    """Wherever the backward pass is called: outside the block, or in another."""
+    """The recomputation runs on the forward's backend, wherever the backward pass is called: outside the block, or in
+    another."""
     leaf = X.clone().requires_grad_()
     with backend("reference"):
         out = run()(lambda t: layer_norm(t, (8,)).relu(), leaf)
@@ -595,7 +606,7 @@ def test_a_checkpoint_outside_of_blocks_chooses_anew():
 
 @pytest.mark.torch_version
 def test_operations_are_counted():
-    """As torch counts its own attention: 2 products forward, 5 backward, masked or not."""
+    """FLOPs are counted as for torch's own attention: 2 products forward and 5 backward, masked or not."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
     shapes = (3, 4, 7, 8), (3, 4, 9, 8), (3, 4, 9, 5)

@@ -1,4 +1,4 @@
-"""The `fastattn` command: what it does, what it says of bad input, and that a killed run resumes to the same bits."""
+"""The `fastattn` command: its results, its messages for bad input, and resuming a killed run to the same bits."""
 
 import errno
 import functools
@@ -36,7 +36,7 @@ from fastattn.translation.train import read_metrics
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Two files of 60 short pairs."""
+    """Return two files with 60 short sentence pairs."""
     folder = tmp_path_factory.mktemp("text")
     pairs = zip(*map(read_lines, verses("dev")), strict=True)
     short = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
@@ -53,14 +53,14 @@ def train_arguments(files, out, *more):
 
 @pytest.fixture(scope="module")
 def run(small, tmp_path_factory):
-    """The folder of a run of two updates."""
+    """Train for two updates and return the folder of the run."""
     out = tmp_path_factory.mktemp("runs") / "run"
     assert cli.main(train_arguments(small, out, "--max-steps", "2")) == 0
     return out
 
 
 def failure(arguments, capsys):
-    """The error of a command that fails: one line, the last on stderr."""
+    """Return the error of a command that fails: one line, the last on stderr."""
     try:
         status = cli.main([str(argument) for argument in arguments])
     except SystemExit as exit_:
@@ -97,7 +97,7 @@ def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
 
 
 def test_the_bundled_model_translates(monkeypatch, capsysbinary):
-    """Without a folder; what it is good for is said, but not among the translations."""
+    """Without a folder the bundled model translates. A note on stderr, outside the translations, names its domain."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"And God said to Moses,\n\nThe king went out.\n")))
     assert cli.main(["translate"]) == 0
     out, err = capsysbinary.readouterr()
@@ -160,7 +160,8 @@ def test_a_pipe_is_answered_line_by_line(run):
 
 @pytest.mark.parametrize("ending", ["input", *slow("reader", "interrupt")])
 def test_a_command_may_end_before_its_input(run, ending):
-    """While a thread waits for more of it: of a line that is no text, as of `| head -1`, or of Ctrl-C."""
+    """A command ends while a thread waits for more input. The cause is a line that is not UTF-8, a closed reader (`|
+    head -1`), or Ctrl-C."""
     with start(["translate", str(run), "--beam", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdin.buffer.write(b"day\n")
         process.stdin.flush()
@@ -388,7 +389,7 @@ def test_bad_models_and_search_options(run, small, tmp_path, capsys):
 
 
 def test_output_goes_where_it_is_sent(run, small, tmp_path, capsys):
-    """A link is followed, a pipe is written to, and a place that cannot be written is refused before translating."""
+    """A link is followed and a pipe is written to. A place that cannot be written is refused before translating."""
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in read_lines(small[0])[:3]), encoding="utf-8")
     translate = ["translate", str(run), "--input", str(tmp_path / "in"), "--beam", "1", "--output"]
@@ -421,7 +422,7 @@ def test_a_full_disk(run, small, tmp_path, capsys):
     ids=["weights", "training", "folder"],
 )
 def test_a_disk_that_fills_up_in_a_run(run, small, tmp_path, capsys, monkeypatch, target, error, message):
-    """The checkpoints of before stay, nothing of the one that did not fit does."""
+    """A checkpoint that does not fit leaves nothing behind, and the earlier checkpoints stay."""
 
     function = pkgutil.resolve_name(target)
 
@@ -443,7 +444,7 @@ def test_a_disk_that_fills_up_in_a_run(run, small, tmp_path, capsys, monkeypatch
 
 
 def test_a_folder_that_may_not_be_written(run, small, tmp_path, capsys, monkeypatch):
-    """Said before the work."""
+    """A folder without write permission is reported before any work."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(checkpoint, "load", None)
     for option in ("--output", "--attention"):
@@ -453,7 +454,7 @@ def test_a_folder_that_may_not_be_written(run, small, tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_closed_outputs(run, tmp_path, capfd, monkeypatch, stream):
-    """As `>&-` leaves them: what belongs there is lost, and does not appear elsewhere."""
+    """If a stream is closed (`>&-`), its text is lost and does not appear on the other one."""
     (tmp_path / "line").write_text("day\n")
     monkeypatch.setattr(sys, stream, None)
     untrained = str(run / "step-00000000")
@@ -502,7 +503,7 @@ def test_output_is_gzipped_by_its_name(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["train", "demo"])
 def test_where_nothing_can_be_written(small, tmp_path, capsys, command):
-    """Said before any work."""
+    """An output that cannot be written is reported before any work."""
     arguments = train_arguments(small, "OUT") if command == "train" else ["demo", "--out", "OUT"]
     (tmp_path / "file").touch()
     for out, message in (("file/run", "not a directory"), ("file", "exists already")):
@@ -512,7 +513,7 @@ def test_where_nothing_can_be_written(small, tmp_path, capsys, command):
 
 @pytest.mark.slow
 def test_demo(monkeypatch, tmp_path, capsys):
-    """All of it, of fewer updates and sentences."""
+    """The whole demo runs, with fewer updates and sentences."""
     monkeypatch.setattr(demo, "UPDATES", 5)
     monkeypatch.setattr(demo, "SCORED", 20)
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 0
@@ -559,7 +560,8 @@ class Terminal(io.StringIO):
 
 
 def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
-    """It says where the run is before the first update, moves with each, ends at 100 %, and fits 80 columns."""
+    """The bar shows the run's settings before the first update, moves with each, ends at 100 % and fits into 80
+    columns."""
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     monkeypatch.setattr(tqdm.tqdm, "__init__", functools.partialmethod(tqdm.tqdm.__init__, mininterval=0))
     assert cli.main(train_arguments(small, tmp_path / "run", "--max-steps", "3", "--max-minutes", "600")) == 0
@@ -573,7 +575,7 @@ def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
     seen = re.findall(r"(\d+)%\|.*\| update (\d+)", screen.getvalue().replace("\r", "\n"))
     assert list(dict.fromkeys(seen)) == [("0", "0"), ("33", "1"), ("67", "2"), ("100", "3")]
     scored = screen.getvalue().index("update 3: validation loss")
-    assert "100%|" in screen.getvalue()[:scored]  # the update is shown before it is scored, which takes long
+    assert "100%|" in screen.getvalue()[:scored]  # the update is shown before the scoring, which takes long
     assert "update 3, loss " in screen.getvalue()
 
 
@@ -586,7 +588,9 @@ def test_the_bar_knows_the_limit_in_time(small, tmp_path, monkeypatch):
 
 
 def without_the_package(*arguments):
-    """The command's answer where nothing of the package can be imported, and the processor's seconds that it takes."""
+    """Run the command where nothing of the package can be imported.
+
+    Return (exit status, stdout, stderr, seconds of processor time)."""
     program = """
         import os, sys, time
         sys.modules["torch"] = sys.modules["fastattn"] = None
@@ -748,17 +752,17 @@ def test_without_the_train_extra(small, tmp_path, capsys, monkeypatch):
 
 def start(arguments, **pipes):
     command = [sys.executable, "-m", "fastattn", *arguments]
-    # The bits of torch's own matrix products depend on the number of threads: as many as here.
+    # The bits of torch's own matrix products depend on the number of threads, so the process gets as many as this one.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    root = Path(fastattn.__file__).parent.parent  # of the tested package, which it imports from where it starts
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is begun with it ignored
+    root = Path(fastattn.__file__).parent.parent  # the process imports the tested package from where it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
     return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True, **pipes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
 def test_the_command_bounds_spinning_unless_the_user_has(given):
-    """Before torch's OpenMP runtime is loaded, which reads these variables then."""
+    """The command sets these variables before torch's OpenMP runtime is loaded, which reads them then."""
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: value for name, value in os.environ.items() if name not in names} | given
     program = (
@@ -782,7 +786,7 @@ def test_no_traceback_reaches_the_user(tmp_path):
 @pytest.mark.slow
 @pytest.mark.torch_version
 def test_trained_and_translated_by_the_command(small, tmp_path):
-    """In whatever precision this machine is fastest."""
+    """Training and translation run in the precision that is fastest on this machine."""
     options = ["--vocab-size", "200", "--batch-tokens", "300", "--max-steps", "3"]
     process = start(["train", "--train", *small, "--valid", *small, "--out", str(tmp_path / "run"), *options])
     _, err = process.communicate(timeout=120)
@@ -797,14 +801,14 @@ def test_trained_and_translated_by_the_command(small, tmp_path):
 
 
 def until(process, beginning):
-    """Read what the process says up to a line."""
+    """Read the process's stderr up to a line that starts with `beginning`."""
     while not (line := process.stderr.readline()).startswith(beginning):
         assert line, process.wait()
 
 
 @pytest.mark.slow
 def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
-    """SIGINT saves after the update at hand."""
+    """SIGINT saves after the current update. The resumed run has the same bits as one that was never interrupted."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = start(train_arguments(small, broken, "--save-every", "1000", "--max-steps", "100000"))
     until(process, "update 20: ")
@@ -825,13 +829,14 @@ def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_random_moments(small, tmp_path):
-    """SIGKILL 20 times: before the first checkpoint, between two, while one is written; the same bits at the end."""
+    """A run that SIGKILL ends 20 times reaches the same bits. It is killed before the first checkpoint, between two and
+    while one is written."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     moments, resume = random.Random(3), []
     for kill in range(20):
         process = start(train_arguments(small, broken, "--max-steps", "100000", "--save-every", "2", *resume))
         until(process, "tiny: " if kill > 0 else "learning a vocabulary ")
-        if kill % 3 == 2:  # go forward, on a slow machine too
+        if kill % 3 == 2:  # make progress on a slow machine too
             until(process, "update ")
         time.sleep(moments.uniform(0, 0.5) if kill > 0 else 0)
         process.send_signal(signal.SIGKILL)
@@ -849,7 +854,7 @@ def test_killed_at_random_moments(small, tmp_path):
 
 
 def assert_same_run(whole, broken):
-    """Equal bits in everything but the time that it took."""
+    """Assert that two runs have equal bits in everything except timings."""
     names = [path.name for path in checkpoint.steps(whole)]
     assert names == [path.name for path in checkpoint.steps(broken)]
     for file in ("model.safetensors", "tokenizer.model", "config.json"):

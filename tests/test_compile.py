@@ -34,7 +34,7 @@ def attention(n):
     return torch.randn(2, n, 4, 16).transpose(1, 2), torch.randn(2, 2, n + 3, 16), torch.randn(2, 2, n + 3, 8)
 
 
-# name: (function of tensors, the tensors at size n)
+# Calls by name: (function of tensors, function that makes the tensors at size n).
 CALLS = {
     "attention": (
         lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True),
@@ -74,7 +74,7 @@ CALLS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps every call of an op of ours that reaches a backend."""
+    """Dispatch mode that records every call of a fastattn op that reaches a backend."""
 
     def __init__(self):
         super().__init__()
@@ -93,14 +93,16 @@ def recorded(name):
     return recorder.calls
 
 
-# The best of the cpu kernels alone: what is compiled does not depend on the instruction set.
+# Backends of the tests of compilation. They include only the best cpu kernels: the compiled graph does not depend on
+# the instruction set.
 COMPILED = pytest.mark.parametrize("backend", [*slow("reference"), *BACKENDS[1:4]], indirect=True)
 
 
 @COMPILED
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(backend, name):
-    """Schema, autograd registration, fakes and the AOT path, on the very arguments that the public functions pass."""
+    """Every op passes opcheck on the arguments that the public functions pass: schema, autograd registration, fakes,
+    AOT path."""
     calls = recorded(name)
     assert calls
     for op, args, kwargs in calls:
@@ -123,7 +125,7 @@ def test_opcheck_covers_every_op():
     assert {name.split(".")[0] for name in registered} == seen
 
 
-# What the compiler sees is the same for every backend, and with fixed sizes simpler than with symbols.
+# Static sizes are slow tests: the compiler sees the same for every backend, and fixed sizes are simpler than symbols.
 DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static", "dynamic"])
 
 
@@ -133,7 +135,7 @@ DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static"
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("attention", "weights") else []) for name in CALLS]
 )
 def test_compiles_whole(backend, name, dynamic):
-    """fullgraph, at two sizes, one compilation where dynamic: the eager numbers and gradients."""
+    """Every function compiles with fullgraph and gives the eager results and gradients at two sizes."""
     function, tensors = CALLS[name]
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -152,7 +154,7 @@ def test_compiles_whole(backend, name, dynamic):
 @COMPILED
 @DYNAMIC
 def test_seeds_drawn_inside_a_compiled_function(backend, dynamic):
-    """Without a seed each call draws another one, from torch's generator."""
+    """Without a seed, each call draws a new one from torch's generator."""
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: dropout(x, 0.5) + softmax_dropout(x, 0.5), fullgraph=True, dynamic=dynamic, backend="aot_eager"
@@ -168,7 +170,7 @@ def test_seeds_drawn_inside_a_compiled_function(backend, dynamic):
 
 @pytest.mark.slow
 def test_inductor(backend):
-    """One module through the real compiler, training with dropout: reproducible and close to eager."""
+    """One module, compiled by Inductor, trains with dropout and is close to eager for the same seeds."""
     torch._dynamo.reset()
     module = fastattn.MultiHeadAttention(16, 2, batch_first=True)
     norm = fastattn.DropoutAddLayerNorm(16, 0.1)
@@ -193,10 +195,10 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.filterwarnings("error:There is a performance drop")  # torch's, of an op without a rule for vmap
+@pytest.mark.filterwarnings("error:There is a performance drop")  # torch's warning if an op has no vmap rule
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_function_transforms(backend, name):
-    """torch.func's grad and vmap, alone and together, give autograd's numbers; forward mode is the reference's."""
+    """grad and vmap of torch.func, each and combined, give autograd's numbers. Compiled kernels refuse forward mode."""
 
     def loss(t):
         return TRANSFORMED[name](t).square().sum()
@@ -216,7 +218,7 @@ def test_function_transforms(backend, name):
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(mode, pre_dispatch):
-    """Traced without a look at the lengths and boundaries, the program takes others."""
+    """A traced program is right for other lengths and boundaries, because tracing does not read them."""
 
     def attend(x, lengths, starts):
         dense = scaled_dot_product_attention(x, x, x, key_lengths=lengths)
@@ -231,7 +233,7 @@ def test_make_fx(mode, pre_dispatch):
 
 
 def test_vmap_over_lengths():
-    """Over every argument, the integers that the checks would read too; inside grad as well."""
+    """vmap maps over every argument, also over integers that the checks usually read, and over grad."""
     x = torch.randn(3, 2, 4, 5, 8)
     lengths = torch.tensor([[5, 2], [3, 1], [0, 4]])
 
@@ -250,7 +252,7 @@ def test_vmap_over_lengths():
 
 
 def test_vmap_of_dropout_has_a_seed_a_call():
-    """One that is given, or one drawn for each as vmap's randomness has it."""
+    """Under vmap each call has its own seed: a given one, or one drawn as vmap's `randomness` says."""
     x, seeds = torch.ones(3, 8, 64), torch.tensor([[1, 0], [2, 0], [3, 0]])
     wanted = torch.stack([dropout(t, 0.5, seed=seed) for t, seed in zip(x, seeds, strict=True)])
     assert torch.equal(torch.vmap(lambda t, seed: dropout(t, 0.5, seed=seed))(x, seeds), wanted)
@@ -263,7 +265,8 @@ def test_vmap_of_dropout_has_a_seed_a_call():
 
 
 PACKED_ROWS, USED = torch.tensor([0, 3, 3, 9]), torch.tensor([2, 0, 6])
-# name: (function, the shape of its operands), of grouped heads, of more scores than the reference keeps at once
+# Functions with the shape of their operands. They have grouped heads, more scores than the reference keeps at once
+# ("parts"), or packed rows.
 BATCHED = {
     "grouped": (lambda q, k, v: scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True), (2, 4, 5, 3)),
     "parts": (lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.1, seed=SEED), (1, 2, 520, 2)),
@@ -278,7 +281,9 @@ BATCHED = {
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_several_gradients_at_once(backend, name):
-    """As ``torch.autograd.functional.jacobian(vectorize=True)`` asks for them, by another vmap than torch.func's."""
+    """Batched gradients equal single ones.
+
+    ``torch.autograd.functional.jacobian(vectorize=True)`` computes them this way, by another vmap than torch.func's."""
     function, shape = BATCHED[name]
     if interpreted(backend) and name == "parts":
         shape = (1, 2, 20, 2)
@@ -304,7 +309,7 @@ def test_vmap_over_any_dimension(dims):
 
 
 def test_vmap_over_nothing():
-    """No calls: the results' shapes are known all the same."""
+    """vmap over an empty dimension makes no call and still returns the right shape."""
     assert torch.vmap(softmax_dropout)(torch.randn(0, 2, 5)).shape == (0, 2, 5)
 
 
@@ -346,7 +351,7 @@ def test_torchscript_of_a_patched_module_is_refused():
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_torchscript_does_not_trace(name):
-    """Nor does it warn of what is ours before it says so."""
+    """torch.jit.trace raises the error without an earlier TracerWarning from fastattn's code."""
     with pytest.raises(RuntimeError, match=TORCHSCRIPT):
         torch.jit.trace(TRANSFORMED[name], (torch.randn(2, 5, 8),))
 
@@ -361,7 +366,7 @@ def with_row_masked_whole(*shape):
     return mask.requires_grad_()
 
 
-# name: (function, float64 operands)
+# Differentiable functions by name: (function, float64 operands).
 DIFFERENTIABLE = {
     "attention": (
         lambda q, k, v: scaled_dot_product_attention(
@@ -395,7 +400,8 @@ DIFFERENTIABLE = {
 
 
 def loss_of(function, others):
-    """Of the first operand: the squares of what ``function`` returns, rows masked whole left out."""
+    """Return a function of the first operand that sums the squares of ``function``'s results, with -inf counted as
+    0."""
 
     def loss(first):
         outputs = torch.utils._pytree.tree_leaves(function(first, *others))
@@ -406,7 +412,8 @@ def loss_of(function, others):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_forward_mode(name):
-    """Dual tensors, alone and inside vmap, against finite differences; it also is what hessian is built on."""
+    """Forward-mode derivatives agree with finite differences, for plain dual tensors and inside vmap.
+    torch.func.hessian, which builds on them, agrees with double backward."""
     function, tensors = DIFFERENTIABLE[name]
     torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_batched_forward_grad=True, fast_mode=True)
 
@@ -426,7 +433,7 @@ SECOND_DERIVATIVES = {
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 @pytest.mark.parametrize("nested", SECOND_DERIVATIVES)
 def test_nested_transforms(name, nested):
-    """A transform sees the derivatives that another one inside it has taken."""
+    """A transform differentiates the derivatives that another one inside it has taken."""
     function, tensors = DIFFERENTIABLE[name]
     first, *others = (t.detach() for t in tensors)
     loss = loss_of(function, others)
@@ -436,9 +443,9 @@ def test_nested_transforms(name, nested):
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "dropout"])  # which is linear
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "dropout"])  # dropout is linear
 def test_nested_transforms_of_a_compiled_kernel_are_refused(name):
-    """As double backward is, where a derivative would be left out."""
+    """A nested gradient raises as double backward does, because a derivative would be left out."""
     function, tensors = DIFFERENTIABLE[name]
     first, *others = (t.detach().float() for t in tensors)
     inner = torch.func.grad(loss_of(function, others))
@@ -460,7 +467,7 @@ def test_no_grad_within_a_transform():
 
 
 def test_forward_mode_beside_float32():
-    """What the compiled kernels would serve goes to the reference."""
+    """Forward mode of float32 operands runs on the reference, although compiled kernels serve that dtype."""
     x = torch.randn(2, 3, 5, 8)
     out, tangent = torch.func.jvp(lambda t: scaled_dot_product_attention(t, x, x), (x,), (x,))
     with fastattn.backend("reference"):
@@ -470,7 +477,7 @@ def test_forward_mode_beside_float32():
 
 
 def test_meta_tensors():
-    """Shapes off the short way too."""
+    """Meta tensors give the right shapes also off the fast path, and refuse CPU tensors as other operands."""
     meta = functools.partial(torch.empty, device="meta")
     out = scaled_dot_product_attention(meta(4, 7, 8), meta(2, 9, 8), meta(2, 9, 3), enable_gqa=True)
     assert (out.shape, out.device.type) == ((4, 7, 3), "meta")
@@ -480,7 +487,7 @@ def test_meta_tensors():
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "dropout_mask"])
 def test_meta_and_fake_tensors(name):
-    """Shapes, dtypes and strides without data."""
+    """Fake tensors have the shapes, dtypes and strides of the real results."""
     function, tensors = CALLS[name]
     inputs = tensors(13)
     real = torch.utils._pytree.tree_leaves(function(*inputs))
@@ -492,7 +499,7 @@ def test_meta_and_fake_tensors(name):
 
 @COMPILED
 def test_checkpointed_and_compiled_training_step(backend):
-    """Checkpointing under a compiler draws the same seed in both forwards."""
+    """A checkpoint under the compiler draws the same seed in both forward passes."""
     from torch.utils.checkpoint import checkpoint
 
     torch._dynamo.reset()
@@ -518,7 +525,7 @@ def patched(module):
     return module
 
 
-# name: (a module of one operand (2, 5, 16), given its dropout)
+# Modules of one operand (2, 5, 16) by name, as functions of the dropout rate.
 MODULES = {
     "MultiHeadAttention": lambda p: SelfAttention(16, 4, p, batch_first=True),
     "a patched encoder layer": lambda p: patched(
@@ -529,7 +536,7 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_per_sample_gradients_of_modules(name):
-    """vmap of grad of functional_call: the gradients of each sample by itself."""
+    """vmap of grad of functional_call gives each sample's own gradients."""
     module, x = MODULES[name](0.0), torch.randn(3, 2, 5, 16)
 
     def loss(parameters, x):
@@ -561,7 +568,7 @@ def test_checkpointed_modules_drop_the_same(name, use_reentrant):
 
 @pytest.mark.parametrize("of", ["batch", "length"])
 def test_sizes_that_depend_on_data(of):
-    """Of an index by a mask, which the compiler does not know."""
+    """Sizes that the compiler does not know, because a mask indexes the operand, compile whole."""
     x, chosen = torch.randn(6, 2, 6, 8), torch.tensor([True, False, True, True, False, True])
 
     def attend(x, chosen):

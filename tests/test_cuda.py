@@ -1,4 +1,4 @@
-"""What only the cuda backend has: faults that its emulation must find, what nvcc makes of it, how it is built."""
+"""Tests of only the cuda backend: faults that its emulation must find, selection, and the machine code from nvcc."""
 
 import os
 import re
@@ -28,8 +28,9 @@ import build  # noqa: E402
 import compile_gate  # noqa: E402
 import native_build  # noqa: E402
 
-# (file in csrc/cuda, lines of its code, the fault that takes their place, operation, what is found). Lines are compared
-# without indentation and comments; together they stand in the file exactly once.
+# Planted faults by name: (file in csrc/cuda, lines of its code, the fault that replaces them, operation, texts of the
+# error of which one must appear). Lines are compared without indentation and comments. Together they stand in the file
+# exactly once.
 FAULTS = {
     "none": ("rows.h", "", "", "layer_norm", None),
     "none in attention": ("attention.cu", "", "", "attention", None),
@@ -170,7 +171,7 @@ FAULTS = {
 
 
 def planted(path, lines, fault):
-    """The file's source with `fault` in place of these lines."""
+    """Return the file's source with `fault` instead of these lines."""
     source = path.read_text().splitlines()
     code = [line.partition("//")[0].strip() for line in source]
     wanted = lines.split("\n")
@@ -182,7 +183,7 @@ def planted(path, lines, fault):
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if FAULTS[name][1]])
 def test_planted_faults_are_still_possible(name):
-    """The line that each one replaces is there, exactly once."""
+    """The lines that each fault replaces stand in the file exactly once."""
     file, lines, fault, *_ = FAULTS[name]
     path = ROOT / "csrc/cuda" / file
     assert planted(path, lines, fault) != path.read_text()
@@ -214,7 +215,8 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 @pytest.mark.parametrize("columns", [512, 1024])
 def test_launches(columns):
-    """At the paper's sizes starting a kernel is what takes time: one forward, two backward with all gradients."""
+    """Row operations start one kernel forward, and at most two backward with all gradients. At the paper's sizes
+    starting a kernel dominates the time."""
     require("cuda")
     functions, controls = emulation.library()
     x, seed, weight = torch.randn(17, columns), torch.tensor([4, 5]), torch.ones(columns)
@@ -243,7 +245,7 @@ def test_launches(columns):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Tensors on "cuda" are taken to be on a GPU of capability 9.0, which the library has code for."""
+    """Pretend that tensors on "cuda" are on a GPU of capability 9.0 and that the library has code for it."""
     for module in (backends.cuda, backends.common):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
@@ -252,8 +254,8 @@ def hopper(monkeypatch):
 
 
 def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
-    """Where the library has the operation and serves the dtype; otherwise `explain` says why not. What one of the two
-    lacks the other serves, whatever the size."""
+    """Small calls go to cuda if its library has the operation and serves the dtype; otherwise `explain` says why not.
+    If only one of the two backends can serve a call, it does so at any size."""
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"layer_norm": None})
     with FakeTensorMode():
         x = torch.empty(2, 8, device="cuda")
@@ -263,11 +265,11 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
         large = fastattn.explain(fastattn.layer_norm, torch.empty(2**21, 8, device="cuda"), (8,))
         assert large.backend == "triton"
         assert large.reasons["cuda"] == "triton is faster"
-        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # the host's part is another
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # its host cost differs
             assert backends.choose("layer_norm", (x, None, None, 1e-5)) == "triton"
         with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
             assert backends.choose("layer_norm", (torch.empty(2**21, 8, device="cuda"), None, None, 1e-5)) == "cuda"
-        under = torch.empty(2**23 - 1, device="cuda")  # by bytes
+        under = torch.empty(2**23 - 1, device="cuda")  # the limit counts bytes
         assert backends.choose("layer_norm", (under, None, None, 1e-5)) == "cuda"
         assert backends.choose("layer_norm", (torch.empty(2**23, device="cuda"), None, None, 1e-5)) == "triton"
         fallback = fastattn.explain(fastattn.dropout, x)
@@ -288,7 +290,7 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
 def test_every_operation_has_its_order(function, hopper, monkeypatch):
-    """Small calls of what the library has go to it, small calls of what it lacks to triton."""
+    """Small calls go to cuda if the library has the operation, otherwise to triton."""
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {name: None for name in SCHEMAS if "varlen" not in name})
     with FakeTensorMode():
         arguments = (
@@ -308,7 +310,7 @@ def test_a_large_mask_is_left_to_triton(hopper, monkeypatch):
 
 
 def test_a_large_cache_is_left_to_triton(hopper, monkeypatch):
-    """By the bytes of keys and values, not of the one query."""
+    """The bytes of keys and values decide, not those of the single query."""
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None})
     with FakeTensorMode():
         token = torch.empty(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
@@ -319,7 +321,8 @@ def test_a_large_cache_is_left_to_triton(hopper, monkeypatch):
 
 
 def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
-    """One warning where the reference runs for want of Triton; none where Triton would not serve the call either."""
+    """One warning appears if the reference runs because Triton is missing. None appears if Triton would not serve the
+    call either."""
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"layer_norm": None, "attention": None})
     monkeypatch.setattr(backends.triton, "MISSING", "triton is not installed")
     monkeypatch.setattr(backends, "_warned", set())
@@ -339,7 +342,7 @@ def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
 
 
 def test_capabilities(monkeypatch, tmp_path):
-    """Those that code for the recorded architectures runs on."""
+    """The capabilities are those that code for the recorded architectures runs on."""
     monkeypatch.setattr(backends.native, "PACKAGE", tmp_path)
     assert backends.native.capabilities() == (((0, 0), (999, 9)),)
     (tmp_path / "_build.json").write_text('{"cuda": {"architectures": ["8.6", "9.0a", "12.0+PTX"]}}')
@@ -347,7 +350,7 @@ def test_capabilities(monkeypatch, tmp_path):
 
 
 def test_library_of_another_cuda(monkeypatch, tmp_path):
-    """It is not loaded: its runtime may be newer than this machine's driver."""
+    """A library of another CUDA major version is not loaded: its runtime may be newer than this machine's driver."""
     monkeypatch.setattr(backends.native, "PACKAGE", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     (tmp_path / "_cuda.so").write_text("")
@@ -360,7 +363,7 @@ def test_library_of_another_cuda(monkeypatch, tmp_path):
 
 
 def test_no_decoding_inside_functorch(monkeypatch):
-    """Inside vmap the operands of a gradient do not say that one is wanted, and this attention has none."""
+    """Inside vmap the operands do not show that a gradient is required. This attention has none, so it refuses."""
     monkeypatch.setattr(backends.cuda, "MISSING", "")
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None})
     monkeypatch.setattr(backends.cuda, "DEVICE", "cpu")
@@ -389,12 +392,12 @@ def test_what_is_counted_in_32_bits_is_refused(hopper, monkeypatch):
     assert refused == "it takes up to 2**31 - 1 rows of queries, not 2147483648"
 
 
-# What nvcc makes of it
+# Machine code from nvcc
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The library for several architectures. Skips without nvcc, fails where FASTATTN_REQUIRE names it."""
+    """Build the library for several architectures. Without nvcc, skip, or fail if FASTATTN_REQUIRE names nvcc."""
     if DEVICE != "cpu":
         pytest.skip("needs no GPU, and minutes of every core")
     try:

@@ -1,4 +1,4 @@
-"""The cuda backend's attention: few queries, keys in parts. Without a GPU its device code is emulated for the CPU."""
+"""The cuda backend's attention: few queries, split keys. Without a GPU its device code is emulated on the CPU."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ LOW = [
     torch.float32,
     torch.bfloat16,
     *slow(torch.float16),
-]  # as bfloat16, but for a word
+]  # float16 is slow: its code is bfloat16's except for one word
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,9 @@ def backend(cuda):
 
 @pytest.fixture
 def controls(cuda):
-    """The emulation's, of which ``set_multiprocessors`` says how many the keys are split for; None on a GPU."""
+    """Yield the emulation's controls, or None on a GPU.
+
+    The keys are split for as many multiprocessors as ``set_multiprocessors`` says."""
     if not IS_EMULATED:
         yield None
         return
@@ -57,7 +59,7 @@ def controls(cuda):
 
 
 def check(query, key, value, attn_mask=None, **options):
-    """Output and LSE against float64, beside PyTorch's own computation."""
+    """Check output and LSE against float64, within the bound that PyTorch's own error gives."""
     options["enable_gqa"] = query.size(1) != key.size(1)
     out, lse = scaled_dot_product_attention(query, key, value, attn_mask, return_lse=True, **options)
     wanted, wanted_lse, _ = exact(query, key, value, attn_mask, **options)
@@ -142,7 +144,7 @@ def test_mask_broadcasts_and_strides(kind, shape, view):
 
 @st.composite
 def problems(draw):
-    """Any small problem: shapes, dtypes, layouts and masks together."""
+    """Draw a small problem: shapes, dtypes, layouts and masks together."""
     b, hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     lq, lk, e, ev = (draw(st.integers(1, most)) for most in (16, 300, 256, 256))
     options = dict(DIAGONALS[draw(st.sampled_from(list(DIAGONALS)))])
@@ -169,7 +171,8 @@ def test_any_problem(problem):
 @pytest.mark.representative
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_parts_of_the_keys(controls, dtype):
-    """Parts of every number and size, with lengths that are multiples of nothing, and of which some see nothing."""
+    """Keys may be split into parts of any number and size. The lengths are multiples of nothing, and some parts see
+    nothing."""
     query, key, value = operands((4, 4, 2, 3, 773, 8, 12), dtype)
     lengths = torch.tensor([773, 0, 130, 5])
     for b, length in enumerate(lengths):
@@ -185,7 +188,7 @@ def test_parts_of_the_keys(controls, dtype):
         results.append(check(query, key, value, key_lengths=lengths)[1])
         check(query, key, value, hidden, key_lengths=lengths)
         check(query, key, value, key_lengths=lengths, window_size=(300, 0), causal_variant="lower_right")
-    # Added in other groups; a GPU made 6 parts each time.
+    # In the emulation the parts are summed in other groups each time. A GPU makes 6 parts each time.
     assert all(torch.equal(lse, results[0]) for lse in results) != IS_EMULATED
 
 
@@ -250,7 +253,7 @@ def test_mask_of_the_smallest_number(dtype):
     tensors = operands((1, 2, 2, 6, 43, 16, 16), dtype)
     minimum = torch.finfo(dtype).min
     check(*tensors, torch.zeros(43, dtype=dtype).masked_fill(torch.arange(43) > 20, minimum))
-    if dtype != torch.float16:  # its minimum leaves room for the score below its last place in float32
+    if dtype != torch.float16:  # at -65504 float32 still resolves the scores
         out, _ = check(*tensors, torch.full((43,), minimum, dtype=dtype))
         uniform = tensors[2].double().mean(-2, keepdim=True)
         assert (out.double() - uniform).abs().amax() <= 2 * torch.finfo(dtype).eps
@@ -268,7 +271,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(dtype, lay):
-    """Any strides and addresses; what is not in rows of 16 bytes gives the same bits as what is."""
+    """Operands may have any strides and addresses. Rows that are not in 16-byte units give the same bits as rows that are."""
     query, key, value = operands((2, 4, 2, 3, 41, 16, 24), dtype)
     call = functools.partial(scaled_dot_product_attention, enable_gqa=True)
     out = call(lay(query), lay(key), lay(value))
@@ -295,7 +298,7 @@ def test_same_bits_in_every_order(controls):
 
 
 def test_statistics():
-    """The largest score, and the sum of exponentials over it."""
+    """The statistics are a row's largest score, and its sum of exponentials relative to that score."""
     query, key, value = operands((2, 2, 2, 5, 43, 16, 16))
     mask = torch.zeros(2, 1, 1, 43)
     mask[1] = torch.finfo(torch.float32).min
@@ -329,7 +332,8 @@ def test_selection():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cached_decoding_reads_the_cache_where_it_lies(dtype, monkeypatch):
-    """What a decoder layer asks for, token by token: rows of 16 bytes that need no copy, and the uncached result."""
+    """A decoder layer that attends token by token gets the uncached result. Its operands are read in place, as rows in
+    units of 16 bytes."""
     torch.manual_seed(1)
     layer = fastattn.MultiHeadAttention(48, 2, batch_first=True, dtype=dtype).eval()
     x, memory = torch.randn(2, 70, 48).to(dtype), torch.randn(2, 11, 48).to(dtype)

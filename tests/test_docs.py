@@ -1,5 +1,6 @@
-"""What the pages of docs/ show runs, and in docs/migrate.md computes what the code that it replaces does; the reference
-and the design list what there is."""
+"""Checks of docs/: the shown code runs, and docs/migrate.md computes what the replaced code does.
+
+The reference and the design list everything that exists."""
 
 import importlib
 import inspect
@@ -27,7 +28,7 @@ from fastattn.cli import COMMANDS
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "migrate.md").read_text()
-# (its heading and its number below it, the block)
+# Blocks of migrate.md by their heading and their number below it.
 BLOCKS = {
     f"{section.splitlines()[0]} {number}": block
     for section in PAGE.split("\n## ")[1:]
@@ -45,7 +46,7 @@ PROGRAMS = {
 
 
 def run(name):
-    """What the block defines."""
+    """Run the block and return what it defines."""
     if "transformers" in BLOCKS[name]:
         require_package("transformers")
     section = name.rpartition(" ")[0]
@@ -61,7 +62,7 @@ def test_block_runs(name):
 
 @pytest.mark.parametrize("section", PROGRAMS)
 def test_programs_are_patched(section):
-    """By the first block, their attention too."""
+    """The first block of a section patches the program, its attention included."""
     model = run(f"{section} 1").model
     assert any("Attention" in family for family in fastattn.unpatch(model).changed.values())
 
@@ -75,14 +76,14 @@ PAGES = {
 
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
 def test_page_runs(page):
-    """A page's blocks one after the other in one namespace, as a reader would paste them."""
+    """A page's blocks run one after the other in one namespace, as a reader would paste them."""
     namespace = {"__name__": "__main__"}
     for block in PAGES[page]:
         exec(block, namespace)
 
 
 def commands(page):
-    """The lines of its shell blocks that call `fastattn`, from there on."""
+    """Return the arguments of each `fastattn` call in the page's shell blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [found[1] for line in lines if (found := re.search(r"(?:^|\| |--no-python +)fastattn (.*)$", line))]
@@ -97,7 +98,7 @@ COMMAND_LINES = [
 
 @pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
 def test_commands_are_understood(page, line):
-    """With the options that the page shows, and together."""
+    """The parser accepts each command with the options that the page shows, in this combination."""
     assert fastattn_command.parse(shlex.split(line)).command in COMMANDS
 
 
@@ -125,14 +126,14 @@ def test_pages_name_what_ci_requires(page):
 
 
 def anchors(page):
-    """Those of a page's headings, as mkdocs makes them."""
+    """Return the anchors of a page's headings, as mkdocs forms them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def broken_links(page):
-    """Those to a file that there is not, or to none of its headings."""
+    """Return the links to missing files and missing headings."""
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         file, _, anchor = link.partition("#")
@@ -167,10 +168,10 @@ def test_tables_of_programs_have_both_ends(page):
     assert all(end == "end" for _, end in ends[1::2])
 
 
-# Lines that install, as the tests of packaging do, and that show or measure something for minutes, as the tests of the
-# command and of the benchmarks do.
+# Lines that are left out. The tests of packaging cover installation. The tests of the command and the benchmarks cover
+# those that show or measure something for minutes.
 APART = re.compile(r"-m venv|pip install|fastattn (demo|bench)")
-# For a test: fewer updates, fewer processes, a smaller model.
+# Replacements that shorten the commands: fewer updates, fewer processes, a smaller model.
 SHORTER = (
     ("--max-minutes 10", "--max-steps 2 --save-every 1"),
     ("--nproc-per-node 8", "--nproc-per-node 2"),
@@ -192,7 +193,7 @@ MADE = {
 
 
 def given_files(folder):
-    """What the pages' commands read: the verses, text of a user's own, a checkpoint of another program."""
+    """Make the files that the pages' commands read: the verses, a user's text, a checkpoint of another program."""
     verses = folder / "fastattn/verses"
     verses.mkdir(parents=True)
     for path in (ROOT / "fastattn/verses").iterdir():
@@ -213,7 +214,7 @@ def given_files(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", MADE)
 def test_commands_of_a_page_run(page, tmp_path):
-    """Its shell blocks one after the other in one folder, as they stand but for what makes them short."""
+    """A page's shell blocks run one after the other in one folder, unchanged except for omitted and shortened lines."""
     text = (ROOT / page).read_text().replace("\\\n", " ").replace("&&\n", "&& ")
     lines = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
     script = "\n".join(line for line in lines if not APART.search(line))
@@ -237,12 +238,13 @@ def test_commands_of_a_page_run(page, tmp_path):
 
 
 def test_every_page_with_commands_has_them_run():
-    """Those of docs/reproduce.md by a test of its own, on archives of its own (tests/test_prepare.py)."""
+    """Every page with commands is run here, except docs/reproduce.md. tests/test_prepare.py runs that one on its own
+    archives."""
     assert {page for page, _ in COMMAND_LINES} == {*MADE, "docs/reproduce.md"}
 
 
 def test_pages_show_the_recorded_results(monkeypatch):
-    """All that `make tables` writes between markers."""
+    """The pages hold the current text of everything that `make tables` writes between markers."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     tables = importlib.import_module("pages").tables()
     assert len(tables) >= 10
@@ -264,7 +266,7 @@ def test_pictures_show_the_recorded_results(monkeypatch):
 
 
 def test_the_variables_of_the_environment_are_in_one_table():
-    """Every one that the code reads."""
+    """The table lists every environment variable that the code reads, and no other."""
     folders = [ROOT / name for name in ("fastattn", "csrc", "tests", "tools", "benchmarks")]
     sources = [path for folder in folders for kind in ("py", "sh", "cpp", "h") for path in folder.rglob(f"*.{kind}")]
     read = re.compile(r"(?:environ\.get\(|environ\[|getenv\()\s*\"(FASTATTN_[A-Z_]+)\"|\$\{(FASTATTN_[A-Z_]+)[:}]")
@@ -279,7 +281,7 @@ STOPS = re.findall(r"`([\w/]+\.(?:py|h|cpp|cu)): ([^`]+)`", (DOCS / "design.md")
 
 @pytest.mark.parametrize(("file", "name"), STOPS, ids=str)
 def test_stops_of_the_designs_walk_exist(file, name):
-    """`path: name` names what stands in a file, by the end of its path."""
+    """`path: name` in the design names something that stands in the file with that end of its path."""
     found = [path for top in ("fastattn", "csrc") for path in (ROOT / top).rglob(Path(file).name)]
     text = "".join(path.read_text() for path in found if path.as_posix().endswith(f"/{file}"))
     assert len(STOPS) > 10
@@ -317,7 +319,7 @@ def test_the_notebook(mask):
 
 
 def test_the_notebooks_heads_at_once():
-    """The weights where the page puts them."""
+    """Weights that are copied as the page shows make one module compute all heads of the notebook."""
     heads = [[torch.randn(size, 32) for size in (6, 6, 5)] for _ in range(4)]
     out, x, temperature = torch.randn(32, 20), torch.randn(2, 10, 32), 36
     module = fastattn.MultiHeadAttention(32, 4, bias=False, batch_first=True, head_dim=6, value_head_dim=5)
@@ -333,7 +335,7 @@ def test_the_notebooks_heads_at_once():
 
 def test_the_design_lists_the_public_signatures():
     block = re.search(r"## 2. Public surface\n.*?```python\n(.*?)```", (DOCS / "design.md").read_text(), re.DOTALL)[1]
-    lines = re.sub(r" *#.*", "", block).replace("\n  ", " ").splitlines()  # a signature a line
+    lines = re.sub(r" *#.*", "", block).replace("\n  ", " ").splitlines()  # one signature per line
     functions = [line.partition("(")[::2] for line in lines if re.fullmatch(r"[a-z_]+\(.*=.*\)", line)]
     assert len(functions) == 8
     for name, listed in functions:

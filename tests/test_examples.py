@@ -1,4 +1,4 @@
-"""The programs of examples/ run as they stand, and the translator learns its task."""
+"""The programs of examples/ run unchanged, and the translator learns its task."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The samples that torch tests its own modules and functions with, and what runs all of them."""
+"""Samples with which torch tests its own modules and functions, and a function that runs all of them."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ from hypothesis import settings
 
 @contextlib.contextmanager
 def _undone():
-    """Importing torch's test utilities loads a hypothesis profile, freezes torch's flags and sets a variable."""
+    """Undo the effects of importing torch's test utilities: a hypothesis profile, frozen flags, an environment
+    variable."""
     profile = settings.get_current_profile_name()
     try:
         with mock.patch.dict(os.environ), mock.patch.object(torch.backends, "disable_global_flags"):
@@ -21,7 +22,7 @@ def _undone():
 
 
 def databases():
-    """ModuleInfo of torch's modules by class, OpInfo of its functions by name."""
+    """Return torch's databases: ModuleInfo by module class, OpInfo by function name."""
     names = (f"torch.testing._internal.common_{what}" for what in ("modules", "methods_invocations"))
     with _undone():
         modules, functions = (pytest.importorskip(name, reason="torch's samples need expecttest") for name in names)
@@ -29,7 +30,7 @@ def databases():
 
 
 def run_all(samples, check):
-    """Run the check on each sample; the failure names every one that failed."""
+    """Run the check on each sample; the failure names every sample that failed."""
     failed = []
     for number, sample in enumerate(samples):
         try:

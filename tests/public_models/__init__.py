@@ -1,7 +1,6 @@
-"""Three public programs, written anew with their class and parameter names and their arithmetic, slips included.
+"""Three public programs, rewritten with their class and parameter names and their arithmetic, slips included.
 
-Their code is not the programs' own, so it is made known to ``fastattn.patch`` here.
-"""
+Their code differs from the programs', so it is registered as known to ``fastattn.patch`` here."""
 
 from fastattn.patching import known
 from public_models import annotated, jadore, notebook

@@ -1,5 +1,7 @@
-"""The Annotated Transformer: pre-norm sub-layers, the unbiased deviation with eps outside the root, the last attention
-weights kept by each attention."""
+"""The Annotated Transformer.
+
+It has pre-norm sub-layers and the unbiased deviation with eps outside the root. Each attention keeps its last
+weights."""
 
 import copy
 import math
@@ -106,7 +108,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """The program's Encoder and Decoder, which differ in what they pass on."""
+    """The program's Encoder and Decoder, which differ only in what they pass on."""
 
     def __init__(self, layer, N):
         super().__init__()

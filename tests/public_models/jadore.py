@@ -1,5 +1,6 @@
-"""The Transformer of github.com/jadore801120/attention-is-all-you-need-pytorch: post-norm, the residual added in place,
-attention weights returned by every layer."""
+"""The Transformer of github.com/jadore801120/attention-is-all-you-need-pytorch.
+
+It is post-norm and adds the residual in place. Every layer returns its attention weights."""
 
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
-"""The Transformer of a notebook: a module for each head, scores divided by d_k squared, the value (not the query) as
-residual, positions that are read the other way round, no padding mask."""
+"""The Transformer of a notebook.
+
+Each head is a module, and scores are divided by d_k squared. The residual is the value instead of the query. Positions
+and dimensions are swapped in the encoding, and there is no padding mask."""
 
 import torch
 from torch import nn
@@ -67,7 +69,7 @@ class PositionalEncoding(nn.Module):
     def forward(self, x):
         dimensions = torch.arange(self.d_model, dtype=torch.float64)[:, None]
         table = torch.arange(x.shape[1], dtype=torch.float64) / 10000 ** (2 * dimensions / self.d_model)
-        table[:, 0::2] = table[:, 0::2].sin()  # positions, where dimensions are meant
+        table[:, 0::2] = table[:, 0::2].sin()  # bug: positions instead of dimensions
         table[:, 1::2] = table[:, 1::2].cos()
         return x + table.T.unsqueeze(0)
 
@@ -104,11 +106,11 @@ class Encoder(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.token_emb = nn.Embedding(num_tokens, d_word_vec)
-        self.positional_enc = PositionalEncoding(n_positions)  # where d_model is meant
+        self.positional_enc = PositionalEncoding(n_positions)  # bug: d_model is meant
         self.layers = nn.ModuleList(EncoderLayer(h, d_model, attn_dropout, feed_forward_dropout) for _ in range(N))
 
     def forward(self, x):
-        x = self.positional_enc(self.token_emb(x)).to(self.token_emb.weight.dtype)  # .float() there
+        x = self.positional_enc(self.token_emb(x)).to(self.token_emb.weight.dtype)  # the program has .float()
         for layer in self.layers:
             x = layer(x)
         return x
