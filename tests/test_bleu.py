@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""BLEU of texts in scripts of many kinds, against sacrebleu; which tokenizer is chosen, and what is said of it."""
+"""BLEU of texts in many scripts against sacrebleu's; the choice of the tokenizer, and its warnings."""
 
 import json
 import urllib.error
@@ -46,7 +46,7 @@ SPACED = [
 
 
 def usable(tokenize):
-    """Whether sacrebleu has all that the tokenizer needs."""
+    """Return whether sacrebleu has everything that the tokenizer needs."""
     try:
         sacrebleus.BLEU(tokenize=tokenize)
     except RuntimeError:
@@ -59,7 +59,8 @@ INSTALLED = {script: name for script, name in DEFAULTS.items() if usable(name)}
 
 
 def test_good_chinese_is_not_worth_nothing():
-    """Its phrases are single words to 13a, by which it has a BLEU of 0."""
+    """Good Chinese translations score over 60 by zh. They score 0 by 13a, which takes their phrases for single
+    words."""
     references = [TEXT["Chinese"], "神说：“要有光”，就有了光。"] * 5
     translations = [line.replace("创造", "造了").replace("就有了", "便有") for line in references]
     found = scores(translations, references)
@@ -72,7 +73,7 @@ def test_good_chinese_is_not_worth_nothing():
 
 @pytest.mark.parametrize("script", TEXT)
 def test_the_tokenizer_of_a_script(script):
-    """sacrebleu's own choice for the language where it has one, characters elsewhere and where it is not installed."""
+    """The tokenizer is sacrebleu's own for the script if there is one and it is installed, else characters."""
     references = [TEXT[script], "Amen."]
     assert bleu.writing(references) == script
     name, warnings = bleu.choose(references)
@@ -86,12 +87,12 @@ def test_the_tokenizer_of_a_script(script):
 
 @pytest.mark.parametrize("line", SPACED)
 def test_scripts_with_spaces_have_13a(line):
-    """A few Chinese characters among other letters change nothing."""
+    """A few Chinese characters among other letters do not change the tokenizer."""
     assert bleu.choose([line] * 3) == ("13a", [])
 
 
 def test_kanji_alone_do_not_make_japanese_chinese():
-    """A name in katakana does not make Chinese Japanese."""
+    """Kanji do not make Japanese Chinese, and a name in katakana does not make Chinese Japanese."""
     assert bleu.writing(["東京都", "国会議事堂", "山に登った。", "花が咲いた。"]) == "Japanese"
     assert bleu.writing([TEXT["Chinese"] * 3, "ポケモン"]) == "Chinese"
     assert bleu.writing(["ﾃﾚﾋﾞｦﾐﾙ"]) == "Japanese"
@@ -99,7 +100,7 @@ def test_kanji_alone_do_not_make_japanese_chinese():
 
 @pytest.mark.parametrize("module", ["MeCab", "mecab_ko"])
 def test_what_a_tokenizer_needs_is_named(monkeypatch, module):
-    """The default becomes characters; a tokenizer that was asked for is refused."""
+    """The default becomes characters; a tokenizer that was requested is refused."""
     script, name, extra = {"MeCab": ("Japanese", "ja-mecab", "ja"), "mecab_ko": ("Korean", "ko-mecab", "ko")}[module]
     tokenizer = __import__(f"sacrebleu.tokenizers.tokenizer_{name.replace('-', '_')}", fromlist=["MeCab"])
     monkeypatch.setattr(tokenizer, "MeCab", None)
@@ -154,7 +155,7 @@ SMALL = TransformerConfig(60, d_model=16, d_ff=16, num_heads=2, encoder_layers=1
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Two files of Chinese."""
+    """Return two files of Chinese text."""
     folder = tmp_path_factory.mktemp("chinese")
     for name in ("source", "references"):
         (folder / name).write_text(TEXT["Chinese"] + "\n神说：“要有光”，就有了光。\n", encoding="utf-8")
@@ -162,7 +163,7 @@ def files(tmp_path_factory):
 
 
 def test_the_validation_of_a_run(files, tmp_path, capsys):
-    """Says its tokenizer, and is the BLEU of what the model says after the last update."""
+    """The validation names its tokenizer. Its BLEU is that of the model after the last update."""
     (tmp_path / "config.json").write_text(SMALL.to_json(TrainingConfig(max_steps=1, bleu_every=1, precision="fp32")))
     run = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]
     assert cli.main(["train", "--train", *files, "--valid", *files, *run]) == 0
@@ -175,7 +176,7 @@ def test_the_validation_of_a_run(files, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def chinese(files, tmp_path_factory):
-    """The command that scores a model of no training."""
+    """Return the arguments of the command that scores an untrained model."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
     checkpoint.save_model(Transformer(SMALL), Tokenizer.train(read_lines(Path(files[0])), 60), folder / "model")
@@ -186,7 +187,7 @@ def chinese(files, tmp_path_factory):
     ("asked", "used"), [([], "zh"), (["--tokenize", "char"], "char"), (["--tokenize", "13a"], "13a")]
 )
 def test_evaluate(chinese, capsys, asked, used):
-    """The signature names the tokenizer; the paper's BLEU, of words between spaces, goes with 13a alone."""
+    """The signature names the tokenizer. The paper's BLEU counts words between spaces and is given only with 13a."""
     assert cli.main([*chinese, "--beam", "1", *asked]) == 0
     out, err = capsys.readouterr()
     assert f"|tok:{used}|" in out

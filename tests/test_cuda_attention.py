@@ -271,7 +271,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(dtype, lay):
-    """Operands may have any strides and addresses. Rows that are not in 16-byte units give the same bits as rows that are."""
+    """Operands may have any strides and addresses. The bits do not depend on whether rows are in units of 16 bytes."""
     query, key, value = operands((2, 4, 2, 3, 41, 16, 24), dtype)
     call = functools.partial(scaled_dot_product_attention, enable_gqa=True)
     out = call(lay(query), lay(key), lay(value))

@@ -1,4 +1,4 @@
-"""Translation while torch's default device is another than the model's: what it computes stays where it belongs."""
+"""Translation while torch's default device differs from the model's: every result stays where it belongs."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ def elsewhere():
 
 @pytest.fixture(scope="module")
 def small():
-    """A random model and its tokenizer, on the CPU."""
+    """Return a random model and its tokenizer, on the CPU."""
     lines = read_lines(VERSES / "dev.en")[:200]
     tokenizer = Tokenizer.train(lines, 200)
     torch.manual_seed(3)
@@ -46,7 +46,7 @@ def test_translate(small, search):
 
 
 def test_the_command(tmp_path):
-    """With the bundled model, which it loads."""
+    """The command translates with the bundled model, which it loads."""
     (tmp_path / "in").write_text("\n".join(LINES))
     arguments = ["translate", "--input", str(tmp_path / "in"), "--beam", "1", "--output"]
     assert cli.main([*arguments, str(tmp_path / "wanted")]) == 0
@@ -62,7 +62,7 @@ def test_attention_heads(small):
 
 
 def test_checkpoints(small, tmp_path):
-    """Written, exported and read."""
+    """Checkpoints are written, exported and read."""
     model, tokenizer = small
     search = Search(beam=1, extra_tokens=4)
     wanted = translate(model, tokenizer, LINES, search)
@@ -90,7 +90,7 @@ def test_imported_models(tmp_path, name):
 
 
 def test_text_and_its_batches(small, tmp_path):
-    """Text in memory and mapped, and the seeds of an update's dropout."""
+    """Text in memory, mapped text and the seeds of an update's dropout are the same under another default device."""
     tokenizer = small[1]
     sides = [read_lines(VERSES / f"dev.{language}")[:120] for language in ("en", "es")]
     files = tmp_path / "en", tmp_path / "es"

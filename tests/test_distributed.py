@@ -1,4 +1,5 @@
-"""An update shared by processes and by parts: the same as one computed alone; a folder that one run writes."""
+"""Updates that processes and parts share, which equal those computed whole, and folders that one run at a time
+writes."""
 
 import itertools
 import json
@@ -36,7 +37,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The 60 shortest pairs of the verses' validation text: an epoch of a few updates."""
+    """Return files of the 60 shortest pairs of the verses' validation text: an epoch of a few updates."""
     folder = tmp_path_factory.mktemp("text")
     pairs = zip(*map(read_lines, bundled("dev")), strict=True)
     pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
@@ -47,7 +48,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """A configuration written by hand, of a model that is small for its checkpoints' sake."""
+    """Return a hand-written configuration. Its model is small, so that checkpoints are small."""
     path = tmp_path_factory.mktemp("config") / "small.json"
     sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
     path.write_text(json.dumps({"vocab_size": 1000, **sizes, "training": {"preset": "small", "warmup": 400}}))
@@ -55,7 +56,7 @@ def config(tmp_path_factory):
 
 
 def torchrun(processes, arguments, restarts=0, program=None, launch=("--standalone",), stderr=subprocess.PIPE):
-    """`fastattn`, or a program, in so many processes on this machine; they use a thread each."""
+    """Start `fastattn`, or `program`, in `processes` processes on this machine, with one thread each."""
     launcher = ["torch.distributed.run", *launch, f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     started = ["-m", "fastattn"] if program is None else [str(program)]
     command = [sys.executable, "-m", *launcher, *started, *map(str, arguments)]
@@ -74,8 +75,8 @@ def finish(process):
 
 
 def test_an_update_in_parts(text):  # noqa: F811
-    """The gradient of the whole update's loss, written out: four batches from the text, each with dropout of its own,
-    divided by the tokens of all."""
+    """An update in parts has the gradient of the whole update's loss. The test writes that loss out: four batches from
+    the text, each with its own dropout, divided by the tokens of all."""
     config = TrainingConfig(batch_tokens=600, micro_batches=4, warmup=1, precision="fp32", seed=3)
     trainer = Trainer(small_model(), text, config)
     start = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -97,7 +98,7 @@ def test_an_update_in_parts(text):  # noqa: F811
     assert found[4:].tolist() == [filled, sum(side.numel() for side in sides)]
     moments = trainer.optimizer.state
     for (name, parameter), gradient in zip(trainer.model.named_parameters(), gradients, strict=True):
-        # Adam's first moment is a tenth of the first gradient. The padding's row has none in training.
+        # Adam's first moment is a tenth of the first gradient. The padding's row has no gradient in training.
         ours, wanted = moments[parameter]["exp_avg"] * 10, gradient
         if parameter is trainer.model.output.weight:
             ours, wanted = ours[PAD_ID + 1 :], wanted[PAD_ID + 1 :]
@@ -106,7 +107,7 @@ def test_an_update_in_parts(text):  # noqa: F811
 
 
 def test_a_process_reads_its_share_of_an_update(text, monkeypatch):  # noqa: F811
-    """Every second of its batches, and none of the other's."""
+    """Each of two processes reads every second batch of an update, and none of the other's."""
     config = TrainingConfig(batch_tokens=600, micro_batches=4, warmup=1, precision="fp32")
     make, read = type(text).batch, {}
 
@@ -126,7 +127,7 @@ def test_a_process_reads_its_share_of_an_update(text, monkeypatch):  # noqa: F81
 
 
 def test_an_update_goes_on_into_the_next_epoch(text):  # noqa: F811
-    """Every batch once an epoch, whether or not the micro-batches of an update divide their number."""
+    """Every epoch has each batch once, whether or not the micro-batches of an update divide their number."""
     config = TrainingConfig(batch_tokens=4000, micro_batches=4, warmup=1000, precision="fp32")
     trainer, seen, updates = Trainer(small_model(), text, config), 0, 12
     for _ in range(updates):
@@ -153,7 +154,8 @@ def test_the_gradient_is_clipped(text):  # noqa: F811
 
 
 def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, capsys, monkeypatch):
-    """All of it stands in the checkpoint; a run begun with that file is the same run; a resumed one keeps it."""
+    """The checkpoint holds the whole configuration. A run begun with that file is the same run, and a resumed run keeps
+    it."""
     options = ["--config", str(config), "--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5"]
     options += ["--accumulate", "2", "--keep", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
@@ -173,7 +175,8 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     assert_same_run(first, second)
     capsys.readouterr()
 
-    # torchrun repeats the command that began the run, on fewer processes if some are lost: never that of another one.
+    # torchrun repeats the command that began the run, on fewer processes if some are lost. The repeated command
+    # continues only the run of its own launch.
     begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3", "--accumulate", "1")
     assert "exists already" in failure(begun, capsys)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
@@ -209,7 +212,7 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
 
 
 def test_bleu_while_training(files, config, tmp_path, capsys):
-    """Of the validation text, when it is due and at the end, by the weights of then."""
+    """BLEU of the validation text is computed when it is due and at the end, by the weights of that update."""
     valid = [tmp_path / "en", tmp_path / "es"]
     for path, lines in zip(valid, map(read_lines, files), strict=True):
         path.write_text("\n".join(lines[:3]), encoding="utf-8")
@@ -227,7 +230,7 @@ def test_bleu_while_training(files, config, tmp_path, capsys):
 
 
 def test_one_process_writes_a_run(tmp_path, capsys, files):
-    """The other is told which; the lock ends with its holder, even one that is killed."""
+    """A second process is told which process writes the run. The lock ends with its holder, even if that is killed."""
     holder = subprocess.Popen(
         [
             sys.executable,
@@ -257,8 +260,10 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
 
 @pytest.mark.slow
 def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
-    """1 x 4, 2 x 2 and 4 x 1 parts, dropout on: first moments, which are sums of gradients, weights and metrics agree
-    to rounding, as they do not with another dropout; every process takes part in validation and BLEU."""
+    """Runs of 1 x 4, 2 x 2 and 4 x 1 parts agree to rounding, with dropout.
+
+    Compared are weights, metrics and first moments, which are sums of gradients. They differ for another dropout seed.
+    Every process takes part in validation and BLEU."""
     runs = {}
     for name, processes, more in (
         ("1x4", 1, ["--accumulate", "4"]),
@@ -287,7 +292,7 @@ def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
         runs[name] = [state["exp_avg"] for state in moments.values()], moved, read_metrics(tmp_path / name)
 
     def distance(one, other):
-        """Of the moments, and of the ways that the parameters went, relative to the first's."""
+        """Return how far the moments and the parameters' movements differ, relative to the first run's."""
         pairs = [[torch.cat([t.flatten() for t in run[kind]]) for run in (one, other)] for kind in (0, 1)]
         return [((a - b).norm() / a.norm()).item() for a, b in pairs]
 
@@ -301,14 +306,16 @@ def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
             for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & one.keys():
                 assert other[metric] == pytest.approx(one[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
     assert min(distance(runs["1x4"], runs["other"])) > 0.3
-    assert runs["1x4"][2][-1]["epoch"] > 0  # the text has ended in the midst of an update
+    assert runs["1x4"][2][-1]["epoch"] > 0  # the text ended within an update
 
 
 @pytest.mark.slow
 @pytest.mark.torch_version
 def test_a_sharded_model_trains_as_a_whole_one(files, config, tmp_path):
-    """On two processes, in two parts each: weights, moments and metrics as on one; gradients clipped by the norm of all
-    of them; a checkpoint that a whole model continues, and the reverse; every process holds half."""
+    """Two processes with a sharded model, in two parts each, train as one: weights, moments and metrics agree.
+
+    Gradients are clipped by the norm of all of them. A whole model continues a sharded checkpoint, and the reverse.
+    Every process holds half."""
     options = ["--batch-tokens", "1200", "--clip-norm", "0.5", "--save-every", "1", "--bleu-every", "2"]
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
     parts = ["--accumulate", "4", "--config", config]
@@ -323,7 +330,9 @@ def test_a_sharded_model_trains_as_a_whole_one(files, config, tmp_path):
 
 
 def assert_same_to_rounding(one, other):
-    """Two runs whose sums over processes differ: moments of the newest checkpoints, and metrics."""
+    """Assert that two runs whose sums over processes differ agree to rounding.
+
+    Compared are the moments of the newest checkpoints, and the metrics."""
     states = [checkpoint.load_training(checkpoint.newest(run))["optimizer"]["state"] for run in (one, other)]
     assert states[0].keys() == states[1].keys()
     for name in ("exp_avg", "exp_avg_sq"):
@@ -342,7 +351,8 @@ def test_one_process_has_nothing_to_shard(files, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
-    """Where the order of a sum over processes matters; then by one process, and not by two."""
+    """Three processes resume to the same bits, although the order of a sum over processes matters. Afterwards one
+    process may resume the run, but two may not."""
     options = ["--batch-tokens", "900", "--save-every", "2"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     finish(torchrun(3, train_arguments(files, whole, *options, "--max-steps", 4, "--config", config)))
@@ -368,7 +378,7 @@ def test_a_file_may_say_how_an_update_is_divided(config, tmp_path, said, process
 
 
 def test_the_file_of_a_run_of_one_process_is_not_another_run_on_two(config, tmp_path):
-    """Another number of parts has other batches and other dropout: it is asked for, by --accumulate."""
+    """Another number of parts has other batches and other dropout, so it must be requested by --accumulate."""
     content = json.loads(config.read_text())
     content["training"]["micro_batches"] = 1
     given = tmp_path / "given.json"
@@ -380,7 +390,8 @@ def test_the_file_of_a_run_of_one_process_is_not_another_run_on_two(config, tmp_
 
 @pytest.mark.slow
 def test_what_cannot_be_done_is_refused_once(files, config, tmp_path):
-    """Although `torchrun` starts the processes again; the run that stood in the way is left as it was."""
+    """A refusal appears once, although `torchrun` restarts the processes. The run that stood in the way does not
+    change."""
     run = tmp_path / "run"
     train(files, files, run, config=config, max_steps=2)
     newest = checkpoint.newest(run)
@@ -428,7 +439,8 @@ def test_processes_that_nobody_started(monkeypatch, size):
 
 
 def test_processes_agree_on_their_start():
-    """Whoever comes first, however many there are, and whatever an earlier start has left in the store."""
+    """Processes agree on their start in any order of arrival and for any number of them. An earlier start may have left
+    entries in the store."""
     store, starts = dist.HashStore(), []
     store.set(START, "of a start whose processes never met")
     for size, ranks in ((2, (1, 0)), (2, (0, 1)), (3, (2, 1, 0)), (2, (1, 0))):
@@ -444,7 +456,8 @@ def test_processes_agree_on_their_start():
 
 @pytest.mark.slow
 def test_the_state_of_a_sharded_model_is_gathered_by_the_first_process(tmp_path):
-    """That of all parameters there; the other keeps none of a tensor when the next one is gathered."""
+    """The first process gets the state of all parameters. The other one keeps nothing of a tensor when the next is
+    gathered."""
     program = tmp_path / "program.py"
     program.write_text(f"""
 import sys
@@ -476,7 +489,7 @@ with joined() as world:
 @pytest.mark.slow
 @pytest.mark.torch_version
 def test_fewer_validation_sentences_than_processes(files, config, tmp_path):
-    """A process that has none of them takes part in validation and BLEU."""
+    """A process without validation sentences takes part in validation and BLEU."""
     valid = [tmp_path / "en", tmp_path / "es"]
     for path, lines in zip(valid, map(read_lines, files), strict=True):
         path.write_text(f"{lines[5]}\n")
@@ -502,14 +515,15 @@ def test_interrupted_processes_save_together(files, config, tmp_path):
 
 @pytest.mark.slow
 def test_killed_workers_are_started_again(files, config, tmp_path):
-    """SIGKILL of one of two workers, ten times, before the first checkpoint, between two, while one is written:
-    `torchrun` starts them again, they go on from the newest checkpoint, and the bits at the end are of a run that
-    nobody disturbed."""
+    """`torchrun` restarts workers that SIGKILL has ended, and they continue from the newest checkpoint.
+
+    One of two workers is killed ten times: before the first checkpoint, between two and while one is written. The final
+    bits are those of an undisturbed run."""
     whole, broken, moments = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     options = ["--save-every", "2", "--max-steps", "100000"]
     process = torchrun(2, train_arguments(files, broken, *options, "--config", config), restarts=10)
     newest = -1
-    for kill in range(11):  # of the last one it does not recover
+    for kill in range(11):  # it does not recover from the last one
         if kill > 0:
             until(process, "small: ")
         if kill % 3 == 2:
@@ -531,8 +545,10 @@ def test_killed_workers_are_started_again(files, config, tmp_path):
 
 @pytest.mark.slow
 def test_machines_that_count_their_starts_differently(files, config, tmp_path):
-    """A `torchrun` counts a start again only where a process of its own has failed, not where it ends one because
-    another machine begins again. Two of them here, of one worker each."""
+    """Two machines, here with one worker each, restart although they count their starts differently.
+
+    A `torchrun` counts a start if a process of its own has failed. It does not count one that it ends because another
+    machine restarts."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
@@ -556,7 +572,7 @@ def test_machines_that_count_their_starts_differently(files, config, tmp_path):
             step = newest()
             wait_for(lambda step=step: newest() >= step + 4)
             (stopped,) = workers(other.pid, 1)
-            os.kill(stopped, signal.SIGSTOP)  # before it can fail for the lack of the one that is killed
+            os.kill(stopped, signal.SIGSTOP)  # before it can fail because of the killed one
             os.kill(workers(failing.pid, 1)[0], signal.SIGKILL)
             wait_for(lambda times=times: said.read_text().count("closing signal SIGTERM") >= times)
             os.kill(stopped, signal.SIGCONT)
@@ -570,7 +586,7 @@ def test_machines_that_count_their_starts_differently(files, config, tmp_path):
 
 
 def workers(launcher, number=2):
-    """The process ids of what `torchrun` runs, as soon as there are so many."""
+    """Return the ids of the processes that `torchrun` runs, as soon as there are `number` of them."""
     while True:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         found = [int(child) for child in children if b"\0-m\0fastattn\0" in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -29,13 +29,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
     ],
 )
 def test_oracle_has_random123s_philox(counter, key, words):
-    """Known answers of philox4x32 with 7 rounds, from Random123's kat_vectors."""
+    """The oracle's philox4x32 with 7 rounds gives the known answers of Random123's kat_vectors."""
     counter, key, words = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
     assert [int(word) for word in philox4x32(counter, key)] == words
 
 
 def test_oracle_tile():
-    """One call serves rows i, i + 8 and columns j, j + 8, j + 16, j + 24 of a 16 x 32 tile, in the documented order."""
+    """Elements of one Philox call have the documented order of values. A call serves the rows i and i + 8 and the
+    columns j, j + 8, j + 16 and j + 24 of a 16 x 32 tile."""
     words = philox4x32((8 + 3, 2 * 8 + 5, 4, 6), (1, 2))
     for row, column in itertools.product(range(2), range(4)):
         v = 4 * row + column
@@ -52,7 +53,7 @@ def test_mask_at_tile_edges(backend, p, columns, rows):
 
 @pytest.mark.parametrize("shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33)], ids=str)
 def test_mask_shapes(backend, shape):
-    """One dimension is one row."""
+    """A mask may have any shape; one dimension is one row."""
     mask = dropout_mask(shape, 0.3, SEED)
     assert mask.dtype == torch.bool
     assert mask.shape == shape
@@ -78,12 +79,12 @@ def test_mask_shapes(backend, shape):
     ids=str,
 )
 def test_mask_seeds(backend, seed):
-    """The key is two's complement, low word first; the offset counts modulo 2**32."""
+    """The key is two's complement, low word first, and the offset counts modulo 2**32."""
     assert torch.equal(dropout_mask((2, 20, 70), 0.4, torch.tensor(seed)), exact_mask((2, 20, 70), 0.4, seed))
 
 
 def test_a_rate_of_nearly_0_copies():
-    """As torch's dropout does; it returns its input for a rate of 0 alone."""
+    """A rate of nearly 0 copies the input, and only a rate of 0 returns it, as in torch's dropout."""
     x = torch.ones(4)
     for p, is_input in ((1e-6, False), (0.0, True)):
         assert (dropout(x, p) is x) == is_input
@@ -93,7 +94,7 @@ def test_a_rate_of_nearly_0_copies():
 
 @pytest.mark.parametrize("p", [0.0, 1e-9, 7e-6, 8e-6, 1 / 65536, 0.1, 1 / 3, 0.5, 0.99, 1 - 8e-6, 1 - 7e-6, 1.0])
 def test_threshold_rounds_once(backend, p):
-    """threshold = floor(p * 65536 + 0.5); at 0 nothing changes, at 65536 nothing is left."""
+    """The threshold is floor(p * 65536 + 0.5). At 0 nothing changes, at 65536 nothing is left."""
     mask = dropout_mask((64, 2048), p, SEED)
     assert torch.equal(mask, exact_mask((64, 2048), p, SEED))
     assert mask.all() or threshold(p) > 0
@@ -106,8 +107,9 @@ def test_threshold_rounds_once(backend, p):
 
 
 def test_realised_rate_and_independence():
-    """Counts of kept elements and of kept pairs (neighbours, partners in one Philox call, other z, key and offset) lie
-    within five standard deviations of their expectation."""
+    """Counts of kept elements and of kept pairs lie within five standard deviations of their expectation.
+
+    Pairs are neighbours, partners in one Philox call, or elements with another z, key or offset."""
     shape, p = (4, 256, 512), 0.3
     keep = 1 - threshold(p) / 65536
     mask = dropout_mask(shape, p, SEED)
@@ -136,13 +138,13 @@ def test_matches_the_formula(backend, shape, dtype):
         assert a.dtype == dtype
         assert a.shape == shape
         assert torch.equal(a == 0, e == 0)
-        # one rounding of the scale in float32, one of the product, one to the dtype
+        # Three roundings: of the scale in float32, of the product, and to the dtype.
         info = torch.finfo(dtype)
         torch.testing.assert_close(a.double(), e, rtol=info.eps, atol=info.eps * info.smallest_normal)
 
 
 def test_more_than_2_to_the_16_matrices(backend):
-    """z is a whole word of the counter."""
+    """z may exceed 2**16, because it is a whole word of the counter."""
     shape = (2**16 + 3, 1, 2)
     kept = exact_mask(shape, 0.3, SEED)
     assert torch.equal(dropout_mask(shape, 0.3, SEED), kept)
@@ -171,7 +173,8 @@ USUAL_LAYOUTS = "permuted", "expanded", "channels last"
 @pytest.mark.representative
 @pytest.mark.parametrize("layout", [*USUAL_LAYOUTS, *slow(*(name for name in LAYOUTS if name not in USUAL_LAYOUTS))])
 def test_layouts(backend, layout):
-    """Positions are logical, whatever the strides; the output is as dense as the input in the same order."""
+    """Positions are logical, whatever the strides. The output has the strides of a dense input, else it is
+    contiguous."""
     input = LAYOUTS[layout](torch.randn(4, 3, 9, 33))
     (out,), (_grad,) = gradients(lambda t: dropout(t, 0.4, seed=SEED), (input,))
     torch.testing.assert_close(out.double(), exact(input, 0.4, SEED), rtol=3e-7, atol=0)
@@ -193,7 +196,7 @@ def test_gradients_of_any_layout(backend, layout):
 
 @pytest.mark.torch_version
 def test_twice_differentiable(backend):
-    """Dropout is linear: its backward is itself, differentiable on every backend."""
+    """Double backward works on every backend: dropout is linear, and its backward is dropout itself."""
     input = torch.randn(9, 33, requires_grad=True)
     (grad,) = torch.autograd.grad(dropout(input, 0.4, seed=SEED).square().sum(), input, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), input)
@@ -201,7 +204,7 @@ def test_twice_differentiable(backend):
 
 
 def test_a_sparse_gradient():
-    """Of an embedding whose table is dropped, which torch's dropout takes."""
+    """A sparse gradient is taken, as by torch's dropout: that of an embedding whose table is dropped."""
     table, index = torch.randn(50, 8, requires_grad=True), torch.tensor([3, 7, 3])
     out = F.embedding(index, dropout(table, 0.5, seed=SEED), sparse=True)
     (found,) = torch.autograd.grad(out.sum(), table)
@@ -210,7 +213,8 @@ def test_a_sparse_gradient():
 
 
 def test_out_of_memory_says_so():
-    """In words that cli.py and others' handlers look for: torch's do not pass its stable ABI."""
+    """The error has the words for which cli.py and other handlers look, because torch's own do not pass its stable
+    ABI."""
     require("cpu")
     with pytest.raises(RuntimeError, match=r"out of memory, for a tensor of shape \(2147483648, 2147483648\)"):
         dropout_mask((2**31, 2**31), 0.5, SEED)
@@ -233,7 +237,7 @@ def test_inplace(backend):
     assert torch.equal(gap[:, 1::2], before[:, 1::2])
     torch.testing.assert_close(gap[:, ::2].double(), exact(before[:, ::2], 0.4, SEED), rtol=3e-7, atol=0)
     assert dropout(input, 0.4, training=False, inplace=True) is input
-    assert dropout(gap, 0.4, True, 1) is gap  # numbers, which torch takes
+    assert dropout(gap, 0.4, True, 1) is gap  # torch takes numbers too
     assert dropout(gap, 0.4, True, 0) is not gap
     with pytest.raises(RuntimeError, match="in-place"):
         dropout(torch.randn(3, requires_grad=True), 0.4, inplace=True)
@@ -251,7 +255,7 @@ def test_outside_training_it_is_the_identity(backend):
 
 @pytest.mark.representative
 def test_zero_times_infinity_is_dropped(backend):
-    """What is dropped is 0 whatever it was; p = 1 leaves zeros."""
+    """A dropped element is 0 whatever it was, and p = 1 leaves only zeros."""
     input = torch.full((9, 33), math.inf)
     input[::2] = math.nan
     out = dropout(input, 0.5, seed=SEED)
@@ -272,12 +276,12 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     assert abs((first == 0).float().mean() - 0.5) < 0.06  # five standard deviations
     torch.manual_seed(1)
     dropout(input, 0.5, training=False), dropout(input, 0.0), dropout(input, 0.5, seed=SEED)
-    assert torch.equal(dropout(input), first)  # no draw without need
+    assert torch.equal(dropout(input), first)  # no seed is drawn without need
 
 
 @pytest.mark.representative
 def test_every_operation_drops_the_same_elements(backend):
-    """softmax_dropout then a product drops what fused attention drops; both drop what dropout_mask says."""
+    """softmax_dropout followed by a product drops what fused attention drops, and both drop what dropout_mask says."""
     b, h, n = 2, 3, 40 if interpreted(backend) else 70
     seed = SEED.repeat_interleave(2)[::2]  # any strides
     zeros = torch.zeros(b, h, n, n)

@@ -1,5 +1,6 @@
-"""Bad input of every public function: the message names the argument, what was given and what was expected, and no
-kernel has run."""
+"""Bad input of every public function.
+
+The message names the argument, the value received and the value expected, and no kernel has run."""
 
 import re
 
@@ -37,7 +38,7 @@ def varlen(query=T, key=T, value=T, cu_q=CU, cu_k=CU, max_q=5, max_k=5, **option
     return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, **options)
 
 
-# (call, what the message must contain: the argument, then what was received)
+# Bad calls: (call, words that the message must contain). The words are the argument, then what was received.
 MASK_CASES = {
     "attention": lambda **o: attention(Q, K, V, **o),
     "weights": lambda **o: attention_weights(Q, K, **o),
@@ -171,7 +172,7 @@ BAD = [
     (lambda: dropout_mask("ab", 0.5, SEED), "shape", "'a'"),
     (lambda: dropout_mask((2**40, 2**40), 0.5, SEED), "shape", "1099511627776"),
     (lambda: dropout_mask((3, 4), 3.0, SEED), "dropout_p", "3.0"),
-    # Proxies of torch.fx, by its tracer
+    # Proxies from torch.fx's tracer
     (lambda: torch.fx.symbolic_trace(lambda x: layer_norm(x, (8,))), "input", "Proxy", "torch.export"),
     (lambda: torch.fx.symbolic_trace(lambda q: attention(q, q, q)), "query", "Proxy", "is_leaf_module"),
     (lambda: dropout_mask((3, 4), 0.5, None), "seed", "NoneType"),
@@ -237,7 +238,7 @@ BAD_MODULES = [
 
 
 def check(call, words):
-    """The error, for more to be asked of it."""
+    """Check the error of the call and return it for further checks."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     message = str(caught.value)
@@ -253,7 +254,7 @@ def test_bad_input(case):
     call, *words = case
     state = torch.random.get_rng_state()
     error = check(call, words)
-    assert isinstance(error, RuntimeError)  # what torch's functions raise
+    assert isinstance(error, RuntimeError)  # as torch's functions raise
     assert torch.equal(torch.random.get_rng_state(), state)  # refused before a seed was drawn
 
 
@@ -266,6 +267,6 @@ def test_bad_input_of_modules(case):
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["constant", "leaf"])
 def test_bad_input_under_no_grad_and_with_gradients(requires_grad, context):
-    """Checks do not depend on the path that autograd takes."""
+    """Bad input raises the same error with and without gradients."""
     with context(), pytest.raises(ValueError, match="key_lengths"):
         attention(Q.clone().requires_grad_(requires_grad), K, V, key_lengths=torch.tensor([3, 10]))

@@ -1,4 +1,5 @@
-"""torch.export keeps fastattn's ops; decomposed, and in ONNX, they are torch's own with all masks merged."""
+"""Exported programs. torch.export keeps fastattn's ops; decomposed, and in ONNX, they are torch's own with all masks
+merged."""
 
 import contextlib
 import functools
@@ -27,7 +28,7 @@ SEED = torch.tensor([3, 4])
 
 
 class Call(nn.Module):
-    """A function as the module that exporters want."""
+    """Module that calls a function, because exporters require a module."""
 
     def __init__(self, function):
         super().__init__()
@@ -38,7 +39,7 @@ class Call(nn.Module):
 
 
 class Attend(nn.Module):
-    """Self-attention of one sequence batch with its padding."""
+    """Module of causal self-attention over a padded batch, followed by dropout, addition and LayerNorm."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +52,7 @@ class Attend(nn.Module):
 
 
 class Encode(nn.Module):
-    """The Transformer's encoder."""
+    """Module that runs the Transformer's encoder."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +64,7 @@ class Encode(nn.Module):
 
 
 def attention(heads=2):
-    """Operands of 5 queries and 7 keys, whose last key is unused memory."""
+    """Return operands of 5 queries and 7 keys. The last key is unused memory that holds NaN."""
     q, k, v = torch.randn(3, 5, 4, 8).transpose(1, 2), torch.randn(3, heads, 7, 8), torch.randn(3, heads, 7, 6)
     k[:, :, 6] = v[:, :, 6] = torch.nan
     return q, k, v
@@ -75,7 +76,7 @@ SEES[2] = False
 BIAS = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2))
 CU_SEQ = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
 
-# name: (a module, its arguments)
+# Cases by name: (module, its arguments).
 CASES = {
     "attention": (
         Call(lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=0.3)),
@@ -129,14 +130,14 @@ CASES = {
     "MultiHeadAttention": (Attend().eval(), (torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[5], [0], [3]]))),
     "Transformer": (Encode().eval(), (torch.randint(4, 40, (3, 5)), torch.tensor([5, 1, 3]))),
 }  # fmt: skip
-USUAL = ("attention, every mask", "Transformer")  # seconds each
+USUAL = ("attention, every mask", "Transformer")  # each takes seconds
 EVERY = pytest.mark.parametrize(
     "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 
 
 def ops(program):
-    """The names of the ops that an exported program calls."""
+    """Return the names of the ops that an exported program calls."""
     return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
 
 
@@ -145,7 +146,7 @@ def ours(names):
 
 
 def assert_equal(found, wanted):
-    """To rounding, with rows masked whole exactly 0 and their log-sum-exp exactly -inf."""
+    """Assert equality to rounding, with fully masked rows exactly 0 and their log-sum-exp exactly -inf."""
     leaves = [torch.utils._pytree.tree_leaves(results) for results in (found, wanted)]
     for got, expected in zip(*leaves, strict=True):
         torch.testing.assert_close(got, expected)
@@ -178,7 +179,8 @@ def test_decomposed_into_torchs_own(name):
 @pytest.mark.parametrize("active", [False, True], ids=["plain", "within intercept_sdpa"])
 @torch.no_grad()
 def test_decomposed_attention_is_torchs_function(active):
-    """One call of it; what only the log-sum-exp would need is gone."""
+    """Decomposed attention is one call of torch's function, without the operations that only the log-sum-exp would
+    need."""
     with fastattn.intercept_sdpa() if active else contextlib.nullcontext():
         program = exported("attention").run_decompositions(fastattn.decompositions())
     assert ops(program) == {"aten.scaled_dot_product_attention.default"}
@@ -204,7 +206,7 @@ def test_decomposed_with_free_sizes():
 @EVERY
 @torch.no_grad()
 def test_onnx(name):
-    """ONNX Runtime computes what we do, from the module."""
+    """ONNX Runtime computes the module's results from the exported module."""
     require_package("onnxscript")
     require_package("onnxruntime")
     module, args = CASES[name]
@@ -234,7 +236,7 @@ DROPPING = {
 
 
 def messages(error):
-    """The words of an error and of its causes."""
+    """Yield the messages of an error and of its causes."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__

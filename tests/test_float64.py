@@ -1,4 +1,5 @@
-"""In float64 on the CPU the reference leaves what it can to torch's fused kernels: the same numbers as its formulas."""
+"""float64 on the CPU: the reference leaves what it can to torch's fused kernels, which give the numbers of its
+formulas."""
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def double(*shape):
 
 
 def visible():
-    """A bool mask of 17 queries and 23 keys; one query sees nothing, one key is unused."""
+    """Return a bool mask of 17 queries and 23 keys. One query sees nothing, one key is unused."""
     mask = torch.rand(17, 23) > 0.4
     mask[3] = mask[:, 5] = False
     return mask
@@ -39,7 +40,7 @@ MASKS = {
 
 
 def agrees(monkeypatch, module, function, operands):
-    """With the formulas; torch's kernels serve forward and backward."""
+    """Assert that torch's kernels serve forward and backward and agree with the formulas."""
     answers = []
     is_torchs = module.is_torchs
     monkeypatch.setattr(module, "is_torchs", lambda *args: answers.append(is_torchs(*args)) or answers[-1])
@@ -63,7 +64,8 @@ def test_attention(monkeypatch, name):
 
 
 def test_a_row_at_the_masks_least_value(monkeypatch):
-    """Its log-sum-exp, all that torch's backward pass reads of it, holds nothing of the sum."""
+    """A row at the mask's least value has the formulas' gradient. torch's backward pass reads only its log-sum-exp,
+    which holds nothing of the sum."""
     mask = double(17, 23)
     mask[4] = torch.finfo(torch.float64).min
     operands = double(2, 4, 17, 8), double(2, 4, 23, 8), double(2, 4, 23, 8)
@@ -84,7 +86,8 @@ def test_a_mask_that_holds_nan_or_infinity(monkeypatch, value):
 
 @pytest.mark.parametrize("columns", [9, 33, 64, 700])
 def test_statistics_that_overflow_are_nan(columns):
-    """torch 2.13's kernel gives 0 for some sizes. An infinite eps makes other rows 0."""
+    """Statistics that overflow give NaN; torch 2.13's kernel gives 0 for some sizes. An infinite eps makes the other
+    rows 0."""
     rows = double(3, columns)
     rows[1] *= 1e200
     (out,), (grad,) = gradients(lambda x: layer_norm(x, (columns,)), (rows,))
@@ -102,7 +105,9 @@ PARTS = [1, 3, 5, 11, 19]
 
 @pytest.fixture(params=PARTS, ids=["a head", "within a group", "a group", "a sequence", "two sequences"])
 def in_parts(request, monkeypatch):
-    """Has a function computed with so many matrices at a time: of sequences of 8 heads in two groups."""
+    """Return a function that runs another with `request.param` matrices at a time.
+
+    A sequence has 8 matrices, one per head, in two groups."""
     parts, probabilities = [], attention_module._probabilities
 
     def compute(take, *operands):
@@ -121,9 +126,11 @@ def in_parts(request, monkeypatch):
 
 
 def assert_parts_are_the_whole(found, whole):
-    """Products of other batches may sum up to 23 terms in another order, an error of 23 * 2**-53 = 3e-15 of sums of
-    numbers up to about 30: 1e-13. In float32, of which bfloat16 is a rounding, that is 23 * 2**-24 * 30 = 4e-5, and a
-    rounding may go to the neighbour, 2**-7 away at most."""
+    """Assert equality except for roundings.
+
+    Products of other batches may sum up to 23 terms in another order. In float64 the error is 23 * 2**-53 = 3e-15, for
+    sums of numbers up to about 30: 1e-13. In float32 it is 23 * 2**-24 * 30 = 4e-5. bfloat16 is rounded from float32,
+    and may round to the neighbour, at most 2**-7 away."""
     for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, whole), ()), strict=True):
         close = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 4e-5)}[got.dtype]
         torch.testing.assert_close(got, wanted, rtol=close[0], atol=close[1])
@@ -162,7 +169,9 @@ def test_packed_parts_are_the_whole(in_parts):
 
 @pytest.mark.torch_version
 def test_derivatives_of_parts(monkeypatch):
-    """A graph keeps all that it records, and would add a gradient of the size of the whole for each part."""
+    """Derivatives computed in parts equal those of the whole, and the forward pass is recorded as one operation.
+
+    A graph keeps everything that it records. It would add a gradient of the size of the whole for each part."""
     q, k, v, mask = (double(*shape) for shape in ((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4), (3, 5)))
 
     def attend(mask):

@@ -1,5 +1,6 @@
-"""What there is for a machine with a GPU, as far as it runs without: every case's operands and contestants, the tuner's
-candidates, stages that fail."""
+"""Programs for a machine with a GPU, checked without one.
+
+Covered are the operands and contestants of every case, the tuner's candidates, and stages that fail."""
 
 import dataclasses
 import functools
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(path):
-    """A module of its own."""
+    """Load a file as a new module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -41,7 +42,7 @@ def small(case):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu.py on the CPU, timed by the clock, its peers not compiled."""
+    """Return benchmarks/gpu.py set to run on the CPU, timed by the clock, with peers that are not compiled."""
     module = load("benchmarks/gpu.py")
     for name, value in {"DEVICE": "cpu", "LARGE": 2**12, "BUDGET": 0.0}.items():
         monkeypatch.setattr(module, name, value)
@@ -91,7 +92,8 @@ def test_a_case_that_fails_does_not_stop_the_rest(gpu, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
-    """That is why two peers do not take part; that ours does not is an error."""
+    """Peers whose scores exceed the memory are left out, with the reason. If fastattn fails on its backend, that is an
+    error."""
     case = next(small(case) for case in gpu.cases() if case.operation == "attention" and case.dropout)
     monkeypatch.setattr(gpu, "SCORES", 0)
     result = gpu.measure(case, 1.0, 1.0)
@@ -108,7 +110,8 @@ def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
 
 
 def test_the_page_of_an_imperfect_run(gpu):
-    """Cases that failed, peers that refused and tiles that do not run are left out; what section 7 asks is judged."""
+    """Cases that failed, peers that refused and tiles that do not run are left out. The goals of section 7 are
+    judged."""
     full, half = (
         next(c for c in gpu.cases() if c.name.endswith(f"2x16x8192x128 {end}"))
         for end in ("forward", "forward+backward")
@@ -168,7 +171,7 @@ def test_calls_are_timed_as_replayed_graphs(monkeypatch):
 
 
 def test_calls_are_timed_from_python(monkeypatch):
-    """From a device that has nothing to do until it has done all of them."""
+    """Calls are timed from an idle device until it has finished all of them."""
     module, events, clock = load("benchmarks/gpu.py"), [], iter((5.0, 11.0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
@@ -195,7 +198,8 @@ def test_results_say_where_they_come_from(monkeypatch, tmp_path):
 
 
 def test_seconds_are_the_kernels_own(monkeypatch):
-    """The median of what the profiler has of each on the device; the first call, which compiles, is not among them."""
+    """A kernel's seconds are the median of its times on the device, by the profiler. The first call, which compiles, is
+    not counted."""
     profile, called, device = mock.MagicMock(), [], torch.autograd.DeviceType
     events = ("a", 3), ("a", 5), ("a", 100), ("b", 7), ("cuLaunchKernel", 9)
     profile.__enter__.return_value.events.return_value = [
@@ -240,8 +244,8 @@ def test_each_script_compiles_its_part(gpu, monkeypatch):
 
 @pytest.mark.slow
 def test_tuner(monkeypatch, tmp_path):
-    """Every candidate is tried, by a kernel that runs with it, and the tables are as they were, whatever fails; what
-    fails is said."""
+    """Every candidate is tried by a kernel that runs with it. The tables do not change whatever fails, and failures are
+    reported."""
     require("triton")
     if DEVICE != "cpu":
         pytest.skip("for Triton's interpreter")
@@ -282,7 +286,7 @@ def test_tuner(monkeypatch, tmp_path):
     assert all(times == sorted(times) for times in timed)
     errors = [entry["error"] for entries in found.values() for entry in entries if "error" in entry]
     assert set(errors) == {"RuntimeError out of resource"}
-    assert len(errors) + len(failures) == len(raised)  # the present choices alone first, then all
+    assert len(errors) + len(failures) == len(raised)  # present choices first, then all
     assert 0 < len(failures) < len(errors)
     assert all("out of resource" in failure for failure in failures)
     assert tune.TILES[0] in chosen
@@ -318,10 +322,10 @@ def test_stages_by_name(tmp_path):
     assert status == 2
     assert "benchmarking" in output
     commands = re.findall(r"^benchmarks/run_gpu.sh((?: \w+)*) +#", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
-    named = {stage for command in commands for stage in command.split()}  # by the page
+    named = {stage for command in commands for stage in command.split()}  # stages that the page names
     assert named
     assert named <= set(output.split())
-    assert not list(tmp_path.iterdir())  # before the first began
+    assert not list(tmp_path.iterdir())  # no stage has begun
 
 
 def tool(path, script):
@@ -333,7 +337,8 @@ def tool(path, script):
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "result"), [("", "passed"), ("exit 1", "failed")])
 def test_every_part_is_compiled(tmp_path, fault, result):
-    """Of each script, by as many processes as there are cores; a part that fails does not stop the others."""
+    """Every part of each script is compiled, by as many processes as there are cores. A part that fails does not stop
+    the others."""
     (tmp_path / "bin").mkdir()
     python = tool(
         tmp_path / "bin/python",
@@ -355,8 +360,10 @@ def test_every_part_is_compiled(tmp_path, fault, result):
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "result"), [("", "out of time"), ("echo FAILED tests/test_x.py", "failed")])
 def test_how_stages_end(tmp_path, fault, result):
-    """By stand-ins for the tools: one shard of the tests takes too long, and may have said before that a test fails;
-    one of the sanitizer's tools finds something; the others pass. The summary is there while the last stage runs."""
+    """The summary has the end of each stage, and exists while the last stage runs.
+
+    Stand-ins replace the tools. One shard of the tests takes too long, and may have reported a failing test before. One
+    of the sanitizer's tools finds something; the others pass."""
     out = tmp_path / "out"
     (tmp_path / "bin").mkdir()
     shard = f"""{fault}

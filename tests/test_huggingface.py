@@ -1,4 +1,5 @@
-"""transformers' models with ``attn_implementation="fastattn"`` against "eager": random weights, nothing downloaded."""
+"""transformers' models with ``attn_implementation="fastattn"`` against "eager", with random weights and no
+downloads."""
 
 import copy
 import gc
@@ -20,7 +21,7 @@ SIZES = {
 }  # fmt: skip
 SEQ2SEQ = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 P = 0.2
-# name: (model, its configuration, with attention dropout)
+# Models by name: (model, its configuration, with attention dropout).
 MODELS = {
     "bert": (
         transformers.BertForMaskedLM,
@@ -70,7 +71,7 @@ def registered():
 
 
 def pair(name):
-    """The same model twice: eager attention, and ours."""
+    """Return the same model with eager attention and with fastattn's."""
     kind, config = MODELS[name]
     torch.manual_seed(1)
     eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
@@ -83,7 +84,7 @@ def pair(name):
 
 
 def logits_and_gradients(model, padding, **inputs):
-    """The logits at places that exist, and all parameters' gradients of a loss of those places alone."""
+    """Return the logits at the places that exist, and all parameters' gradients of a loss of only those places."""
     mask = PADDING[padding]
     decoder = {"decoder_input_ids": IDS.flip(1)} if model.config.is_encoder_decoder else {}
     model.zero_grad()
@@ -95,7 +96,9 @@ def logits_and_gradients(model, padding, **inputs):
 
 
 def assert_agree(found, wanted):
-    """To float32's rounding, of which some gradients (a key's bias has none) are made whole."""
+    """Assert agreement to float32's rounding, relative to the largest element.
+
+    Some gradients consist only of rounding: a key's bias has none."""
     for got, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
@@ -120,7 +123,9 @@ LACKING_SDPA = {
 
 
 def eager_and_ours(kind, config):
-    """The same model twice. The second is switched to fastattn, because transformers cannot make GIT with it."""
+    """Return the same model with eager attention and with fastattn's.
+
+    The second is switched to fastattn, because transformers cannot make GIT with it."""
     torch.manual_seed(1)
     eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -135,7 +140,8 @@ def eager_and_ours(kind, config):
 @PADDED
 @pytest.mark.parametrize("name", LACKING_SDPA)
 def test_a_model_without_sdpa_agrees_with_eager(name, padding):
-    """Left padding too: eager's own mask gives a query without keys what "eager" gives it."""
+    """Results agree with left padding too, because eager's own mask gives a query without keys the result of
+    "eager"."""
     assert_agree(*(logits_and_gradients(model, padding) for model in eager_and_ours(*LACKING_SDPA[name])))
 
 
@@ -176,7 +182,7 @@ NOT_CAUSAL = {
 @pytest.mark.parametrize("padding", ["no mask", "nothing padded"])
 @pytest.mark.parametrize("name", NOT_CAUSAL)
 def test_a_causal_mask_of_layers_that_are_not_causal(name, padding):
-    """Their ``is_causal`` is False, so only a mask can hide the future."""
+    """A causal mask is made if the layers' ``is_causal`` is False, because only a mask can hide the future then."""
     with torch.no_grad():
         found, wanted = (
             model(IDS, attention_mask=PADDING[padding])[0] for model in reversed(eager_and_ours(*NOT_CAUSAL[name]))
@@ -192,7 +198,8 @@ def layer(config):
 
 @pytest.mark.parametrize(("name", "causal"), [("bert", True), ("nllb_moe", False)])
 def test_a_causal_layer_without_a_mask(name, causal):
-    """In "eager" nothing reads the layers' ``is_causal``, which is True by mistake in some of them (BridgeTower)."""
+    """A layer's ``is_causal`` counts without a mask only if its model supports sdpa. In "eager" nothing reads it, and
+    it is True by mistake in some layers (BridgeTower)."""
     operand = torch.randn(2, 4, 5, 8)
     config = {**MODELS, **LACKING_SDPA}[name][1]
     found, _ = huggingface.attention(layer(config), operand, operand, operand, None)
@@ -201,7 +208,7 @@ def test_a_causal_layer_without_a_mask(name, causal):
 
 
 def mask(config, **settings):
-    """The mask of four queries without padding."""
+    """Return the mask of four queries without padding."""
     from transformers.masking_utils import causal_mask_function
 
     return huggingface.attention_mask(
@@ -210,7 +217,7 @@ def mask(config, **settings):
 
 
 def test_whose_configuration_gets_the_mask_of_eager():
-    """A configuration derived from a model's counts as the model's; one of no model may be of any."""
+    """A configuration derived from a model's counts as the model's. One that belongs to no model may belong to any."""
 
     class Derived(transformers.NllbMoeConfig):
         pass
@@ -226,7 +233,8 @@ def test_whose_configuration_gets_the_mask_of_eager():
 
 
 def test_a_class_of_the_user_without_sdpa():
-    """The configuration is Llama's: while the class exists, all models of it get eager's masks."""
+    """A user's class without sdpa gives eager's masks to all models of its configuration, Llama's, while the class
+    exists."""
 
     class WithoutSdpa(transformers.LlamaModel):
         _supports_sdpa = False
@@ -259,7 +267,7 @@ def test_agrees_with_eager(name, padding):
 
 
 def formula_dropout(input, p=0.5, training=True, inplace=False):
-    """torch's function, dropping what ``dropout_mask`` says for the seed that fastattn would draw."""
+    """Drop as torch's function, but by ``dropout_mask`` for the seed that fastattn would draw."""
     if p == 0.0 or not training:
         return input
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64)
@@ -269,7 +277,7 @@ def formula_dropout(input, p=0.5, training=True, inplace=False):
 @pytest.mark.parametrize("padding", ["no mask", "left"])
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_dropout(name, padding, monkeypatch):
-    """In training each layer drops what the formula says for its seed, with the gradients of that."""
+    """In training each layer drops by the formula for its seed, and has the gradients of that."""
     monkeypatch.setattr(F, "dropout", formula_dropout)
     eager, ours = pair(name)
     found = []
@@ -297,7 +305,7 @@ def test_generates_greedily(name, padding, cache):
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])  # which does not hand the request on
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])  # GPT-2 does not pass it on
 def test_weights_on_request(name):
     eager, ours = pair(name)
     decoder = {"decoder_input_ids": IDS} if eager.config.is_encoder_decoder else {}
@@ -310,7 +318,7 @@ def test_weights_on_request(name):
 
 
 def test_packed_sequences():
-    """Positions that begin again are sequences that do not see each other."""
+    """Sequences that are packed, so that positions begin again, do not see each other."""
     positions = torch.tensor([*range(5), *range(8)]).expand(3, -1)
     assert_agree(*(logits_and_gradients(model, "no mask", position_ids=positions) for model in pair("llama")))
 
@@ -328,7 +336,7 @@ def test_own_mask(kind, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(attn_mask, is_causal) of every call of attention."""
+    """Return a list that records (attn_mask, is_causal) of every call of attention."""
     made = []
 
     def attention(query, key, value, attn_mask, dropout_p, is_causal, **settings):
@@ -355,7 +363,7 @@ def test_padding_is_not_expanded(calls):
 
 
 def test_rows_masked_whole_are_0():
-    """A query that sees no key: "eager" gives it the mean of what it must not see."""
+    """A query that sees no key has weights 0. "eager" gives it the mean of what it must not see."""
     _, ours = pair("llama")
     weights = ours(IDS, attention_mask=PADDING["left"], output_attentions=True).attentions[0]
     assert weights[2, :, :12].eq(0).all()
@@ -403,7 +411,8 @@ EAGER = {
 @pytest.mark.parametrize("compiled", [False, *slow(True)])
 @pytest.mark.parametrize("name", EAGER)
 def test_a_model_that_attends_by_itself_is_refused(name, compiled):
-    """It would add the mask, of bools or none at all, to its scores: Bloom would see the future."""
+    """A model that attends by itself is refused. It would add the mask, bools or None, to its scores: Bloom would see
+    the future."""
     kind, config = EAGER[name]
     model = kind._from_config(config, attn_implementation="fastattn")
     call = torch.compile(model, backend="eager") if compiled else model
@@ -416,7 +425,7 @@ def test_a_model_that_attends_by_itself_is_refused(name, compiled):
 def test_an_accepted_model_compiles_whole():
     kind, config = MODELS["llama"]
     model = kind._from_config(copy.deepcopy(config), attn_implementation="fastattn").eval()
-    for cls in type(model).__mro__:  # what an earlier call has learnt of its source
+    for cls in type(model).__mro__:  # an earlier call has cached it from the source
         if "_can_set_attn_implementation_cached_value" in vars(cls):
             del cls._can_set_attn_implementation_cached_value
     compiled = torch.compile(model, backend="eager", fullgraph=True)

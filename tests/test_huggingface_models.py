@@ -1,8 +1,7 @@
 """Every architecture of transformers that can be built small: "fastattn" agrees with "eager", or is refused.
 
-An architecture is a configuration class and the first of its models that runs on generic inputs under "eager". Rules
-on the names of a configuration's fields make it small. Nothing is downloaded.
-"""
+An architecture is a configuration class and the first of its models that runs on generic inputs under "eager". Rules on
+the names of a configuration's fields make it small. The tests download nothing."""
 
 import collections
 import copy
@@ -28,8 +27,8 @@ pytestmark = [
 LENGTH = 12
 LENGTHS = torch.tensor([[LENGTH], [8], [3]])
 RIGHT = torch.arange(LENGTH) < LENGTHS
-# With untrained weights the first two predict gigabytes of speech. The third is a part of a model that gives it a mask;
-# without one its layers are causal, but not those of "eager".
+# Configurations that are left out. With untrained weights the first two predict gigabytes of speech. The third is a
+# part of a model that gives it a mask. Without one its layers are causal, unlike those of "eager".
 LEFT_OUT = {"FastSpeech2ConformerConfig", "FastSpeech2ConformerWithHifiGanConfig", "BltGlobalTransformerConfig"}
 PADDING = {"none": None, "ones": torch.ones_like(RIGHT), "right": RIGHT, "left": RIGHT.flip(1)}
 MOST_PARAMETERS = 5_000_000
@@ -38,7 +37,8 @@ TOLERANCE = 2e-4
 
 # Sizes of (hidden states, heads, key and value heads, one head), tried in turn.
 SIZES = [(32, 4, 2, 8), (32, 4, 4, 8), (128, 2, 2, 64)]
-# Architectures of each shard at least: agreeing with padding and without, agreeing where they take none, refused.
+# Least numbers of architectures per shard: agreeing with and without padding, agreeing although they take no padding,
+# refused.
 COUNTS = [(40, 11, 10), (35, 12, 5), (42, 10, 8), (33, 9, 12), (34, 12, 5), (40, 12, 8), (38, 7, 9), (40, 16, 6)]
 VARIANTS = ("plain", "more", "video", "transposed")
 RULES = [
@@ -69,7 +69,7 @@ RULES = [(re.compile(names), size) for names, size in RULES]
 
 
 def small(kind, sizes):
-    """A configuration of this class whose sizes are at most the rules'."""
+    """Return a configuration of this class whose sizes are at most the rules'."""
     given = kind()
     names = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
     names |= set(inspect.signature(kind.__init__).parameters)
@@ -101,7 +101,8 @@ def small(kind, sizes):
 
 
 def architectures(folder):
-    """The configuration classes of a folder of transformers' models, each with its models, the plain one first."""
+    """Return the configuration classes of a folder of transformers' models, each with its models, the plain one
+    first."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     package = importlib.import_module(f"transformers.models.{folder}")
@@ -111,7 +112,7 @@ def architectures(folder):
             continue
         try:
             module = importlib.import_module(f"{package.__name__}.{file.name}")
-        except ImportError:  # of a package that the model needs
+        except ImportError:  # a package that the model needs is missing
             continue
         for kind in vars(module).values():
             is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
@@ -128,14 +129,15 @@ def architectures(folder):
 
 
 def of(config, *names, default):
-    """The first of these fields that the configuration or one of its parts has."""
+    """Return the first of these fields that the configuration or one of its parts has."""
     parts = [getattr(config, part, None) for part in ("vision_config", "audio_config", "text_config")]
     values = (getattr(part, name, None) for part in (config, *parts) for name in names)
     return next((value for value in values if value is not None), default)
 
 
 def inputs(model, variant):
-    """Inputs for the names of the model's forward, of which the variants leave some open."""
+    """Return inputs for the names of the model's forward. The variants differ in which are given, and in their
+    shapes."""
     names, config = inspect.signature(model.forward).parameters, model.config
     generator = torch.Generator().manual_seed(5)
 
@@ -189,7 +191,7 @@ def inputs(model, variant):
 
 
 def padded(model, given, mask):
-    """The inputs with this mask of (3, LENGTH), stretched to the length of what it masks."""
+    """Return the inputs with this mask (3, LENGTH), stretched to the length of the masked input."""
     names = inspect.signature(model.forward).parameters
     given = dict(given)
     if "attention_mask" in names and "grid_thw" not in names and {*given} != {"pixel_values"}:
@@ -211,7 +213,9 @@ def floats(output):
 
 
 def outputs_and_gradients(model, given, mask):
-    """Outputs, of padded inputs at the places that exist; and all gradients of their products with noise, joined."""
+    """Return the outputs, and all gradients of their products with noise, joined.
+
+    For padded inputs the outputs are those at the places that exist."""
     model.zero_grad()
     torch.manual_seed(3)
     outputs = floats(model(**given))
@@ -225,7 +229,7 @@ def outputs_and_gradients(model, given, mask):
 
 
 def difference(found, wanted):
-    """The largest, relative to each tensor's largest element."""
+    """Return the largest difference, relative to each tensor's largest element."""
     errors = [0.0]
     for got, expected in zip(found, wanted, strict=True):
         if expected.numel():
@@ -239,7 +243,7 @@ def built(kind, config, implementation):
 
 
 def vary(model):
-    """Weights of which no attention is uniform, and no parameter is 0."""
+    """Change the weights so that no attention is uniform and no parameter is 0."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -249,7 +253,8 @@ def vary(model):
 
 
 def runnable(config, kinds):
-    """The first of the models that runs when it is small, with its configuration and inputs; or why none does."""
+    """Return the first of the models that runs when it is small, with its configuration and inputs, or why none
+    does."""
     reasons = []
     for sizes in SIZES:
         try:
@@ -262,7 +267,7 @@ def runnable(config, kinds):
                 with torch.device("meta"):
                     count = sum(parameter.numel() for parameter in kind(copy.deepcopy(settings)).parameters())
             except Exception:
-                count = 0  # it computes with its weights while it is made
+                count = 0  # the model computes with its weights while it is made
             if count > MOST_PARAMETERS:
                 reasons.append(f"{kind.__name__}: {count} parameters")
                 continue
@@ -291,7 +296,7 @@ def runnable(config, kinds):
 
 
 def compare(config, kinds, calls):
-    """(what came of it, the reason or the largest difference under each padding), of one architecture."""
+    """Return (status, the reason or the largest difference under each padding) of one architecture."""
     found = runnable(config, kinds)
     if isinstance(found, str):
         return "not built", found
@@ -300,7 +305,7 @@ def compare(config, kinds, calls):
     vary(eager)
     try:
         ours = built(kind, settings, "fastattn")
-    except KeyError as error:  # the model's own table of attention classes
+    except KeyError as error:  # the model has its own table of attention classes
         if error.args != ("fastattn",):
             raise
         ours = copy.deepcopy(eager)
@@ -311,10 +316,10 @@ def compare(config, kinds, calls):
     calls.clear()
     differences = {}
     for name, mask in PADDING.items():
-        if name == "left" and "input_ids" not in given:  # the mask of a sound only gives its length
+        if name == "left" and "input_ids" not in given:  # a sound's mask only gives its length
             continue
         masked = given if mask is None else padded(eager, given, mask)
-        if mask is not None and masked.keys() == given.keys():  # it takes no mask
+        if mask is not None and masked.keys() == given.keys():  # the model takes no mask
             continue
         try:
             wanted = outputs_and_gradients(eager, masked, mask)
@@ -337,7 +342,7 @@ def compare(config, kinds, calls):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of fastattn's functions that transformers has called."""
+    """Yield the set of the names of fastattn's functions that transformers has called."""
     made = set()
 
     def recorded(name):
@@ -359,7 +364,9 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("shard", range(len(COUNTS)))
 def test_agrees_or_is_refused(shard, calls):
-    """A shard is every eighth folder of models. An architecture that stops running is missed by its count."""
+    """Every architecture agrees or is refused.
+
+    A shard is every eighth folder of models. Its counts reveal an architecture that stops running."""
     transformers.logging.set_verbosity_error()
     folders = [module.name for module in pkgutil.iter_modules(transformers.models.__path__) if module.ispkg]
     found = collections.defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Checkpoints of two public programs: what the programs compute, ours compute, and say in the same words."""
+"""Checkpoints of two public programs: imported models compute what the programs compute, and give the same words."""
 
 import argparse
 
@@ -12,7 +12,8 @@ from fastattn.translation import checkpoint
 from fastattn.translation.importing import import_model
 from fastattn.translation.search import Search, translate
 
-# Ids of their own in each program and language; some words stand in both languages, "three" and "tres" in one.
+# Words by id, which differ by program and language. Some words stand in both languages; "three" and "tres" stand in
+# one.
 SOURCE = {
     "jadore": ["<unk>", "<blank>", "<s>", "</s>", "one", "two", "x", "three", "don't"],
     "annotated": ["<s>", "</s>", "<blank>", "<unk>", "two", "one", "three", "don't", "x"],
@@ -25,7 +26,7 @@ SENTENCES = [["one", "two", "x"], ["three"], ["don't", "x", "three", "unheard", 
 
 
 def shuffled(model):
-    """Weights, biases and gains that all show."""
+    """Change the weights, biases and gains so that each affects the result."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -36,7 +37,7 @@ def shuffled(model):
 
 
 def program(name, path, tied=False):
-    """A model of the program and its logits, as a function of ids; its checkpoint is at ``path``."""
+    """Save a model of the program at ``path`` and return its logits, as a function of ids."""
     torch.manual_seed(4)
     source, target = SOURCE[name], TARGET[name]
     if name == "jadore":
@@ -71,7 +72,8 @@ CASES = [("jadore", False), ("jadore", True), ("annotated", False)]
 @pytest.mark.parametrize(("name", "tied"), CASES)
 @torch.no_grad()
 def test_logits(tmp_path, name, tied):
-    """Of a batch of one, teacher-forced, for the words that the target side has; others are never said."""
+    """Logits of a teacher-forced batch of one are the program's, for the words of the target side. Other words are
+    never produced."""
     logits = program(name, tmp_path / "model", tied)
     files = word_files(name, tmp_path, tied)
     model, tokenizer = import_model(tmp_path / "model", *files, heads=4)
@@ -94,7 +96,7 @@ def test_logits(tmp_path, name, tied):
 @pytest.mark.parametrize(("name", "tied"), CASES)
 @torch.no_grad()
 def test_translations(tmp_path, name, tied, capsys):
-    """By the command, and then from the folder that it wrote: greedily the words of the program's greedy search."""
+    """The command imports the model, and the folder that it writes translates greedily as the program does."""
     logits = program(name, tmp_path / "model", tied)
     files = [str(path) for path in word_files(name, tmp_path, tied)]
     out = tmp_path / "imported"
@@ -119,7 +121,7 @@ def test_translations(tmp_path, name, tied, capsys):
 
 
 class AsLightning(torch.nn.Module):
-    """A module that trains a model and has a loss with weights of its own."""
+    """Module that trains a model and has a loss with its own weights."""
 
     def __init__(self, model):
         super().__init__()
@@ -128,12 +130,12 @@ class AsLightning(torch.nn.Module):
 
 
 def as_compiled(model):
-    """The names that torch.compile gives, without compiling."""
+    """Give the model the names that torch.compile gives, without compiling."""
     return torch.compile(model, backend="eager")
 
 
 def within(model):
-    """A compiled part in place of a part."""
+    """Replace a part of the model by the compiled part."""
     model.encoder = as_compiled(model.encoder)
     return model
 
@@ -155,7 +157,7 @@ AROUND = {
 
 
 class Bare(torch.nn.Module):
-    """A module of these names and tensors."""
+    """Module that has these names and tensors."""
 
     def __init__(self, weights):
         super().__init__()
@@ -172,7 +174,8 @@ class Bare(torch.nn.Module):
 @pytest.mark.parametrize("name", ["jadore", "annotated"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
-    """Under the names that torch's own wrappers give, in dictionaries within one another."""
+    """A wrapped checkpoint gives the model inside, under the names of torch's own wrappers and in nested
+    dictionaries."""
     program(name, tmp_path / "model")
     files = word_files(name, tmp_path)
     wanted, tokenizer = import_model(tmp_path / "model", *files, heads=4)
@@ -191,7 +194,7 @@ def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
 
 
 def test_several_models_in_a_file(tmp_path, capsys):
-    """A trained model and its moving average: which one is meant, the user has to say."""
+    """If a file holds a trained model and its moving average, the user must say which one is meant."""
     program("annotated", path := tmp_path / "model")
     words = word_files("annotated", tmp_path)
     weights = torch.load(path)
@@ -233,7 +236,7 @@ def test_what_is_not_imported(tmp_path, capsys):
     spaced.write_text(files[0].read_text(encoding="utf-8").replace("three", "three four"), encoding="utf-8")
     assert "the word 'four' cannot be a piece" in said(path, [spaced, files[1]])
     assert f"cannot read {tmp_path / 'none'}: No such file" in said(tmp_path / "none", files)
-    for text in ("hello", "no file", "k", "\x80", "(dp0\n"):  # of each torch's unpickler raises another error
+    for text in ("hello", "no file", "k", "\x80", "(dp0\n"):  # torch's unpickler raises another error for each
         spaced.write_text(text)
         assert "it is no file of torch.save" in said(spaced, files)
     saved = torch.load(path, weights_only=False)

@@ -1,4 +1,4 @@
-"""Nested tensors: jagged ones sequence by sequence against torch, and what is refused."""
+"""Nested tensors: jagged ones are compared with torch per sequence, other layouts are refused."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ QUERIES, KEYS = (3, 5, 1), (4, 5, 6)
 
 
 def jagged(lengths, *sizes):
-    """(N, length, *sizes), the second dimension a sequence's own."""
+    """Return a jagged tensor (N, length, *sizes), where each sequence has its own length."""
     rows = [torch.randn(length, *sizes) for length in lengths]
     return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
 
@@ -32,7 +32,7 @@ def heads(lengths, count=2, size=8):
 
 
 def gradients(out, leaves):
-    """Of the output's squares."""
+    """Return the gradients of the sum of the output's squares."""
     return torch.autograd.grad((out.values() if out.is_nested else out).square().sum(), leaves)
 
 
@@ -49,7 +49,7 @@ def gradients(out, leaves):
     ids=str,
 )
 def test_attention(queries, keys, options):
-    """Each sequence as the dense function has it."""
+    """Each sequence has the results and gradients of the dense function."""
     q = heads(queries, 4 if "enable_gqa" in options else 2)
     leaves = [q] if queries is keys else [q, heads(keys), heads(keys, size=6)]
     out, lse = attention(*(leaves * 3)[:3], return_lse=True, **options)

@@ -1,4 +1,5 @@
-"""The kernels' own test program (csrc/tests), and what their objects may contain. Needs the source and a compiler."""
+"""The kernels' own test program (csrc/tests), and the symbols of their objects. The tests require the source and a
+compiler."""
 
 import os
 import platform
@@ -28,7 +29,7 @@ def program(variant: str) -> Path:
 
 
 def run(*command: object, **environment: str) -> str:
-    """The output of a command that must exit with 0; what it printed otherwise."""
+    """Return the output of a command that must exit with 0. Otherwise the failure shows what it printed."""
     done = subprocess.run(
         [str(word) for word in command],
         env=os.environ | environment,
@@ -42,7 +43,7 @@ def run(*command: object, **environment: str) -> str:
 
 
 def passing(output: str) -> list[str]:
-    """The instruction sets whose line says that all went well."""
+    """Return the instruction sets whose line reports no failures."""
     return [line.split(":")[0] for line in output.splitlines() if line.endswith(" 0 failures")]
 
 
@@ -61,7 +62,7 @@ def test_every_instruction_set_of_this_machine():
 @pytest.mark.slow
 @pytest.mark.parametrize(("cpu", "best"), [("Haswell", "avx2"), ("Nehalem", "generic")])
 def test_older_machines(cpu, best):
-    """An emulated machine raises SIGILL on any instruction that it lacks."""
+    """The program runs on older machines, emulated so that any instruction that they lack raises SIGILL."""
     if platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None:
         pytest.skip("needs qemu-x86_64 on x86-64")
     names = passing(run("qemu-x86_64", "-cpu", cpu, program("plain"), 12))
@@ -70,7 +71,7 @@ def test_older_machines(cpu, best):
 
 @pytest.mark.slow
 def test_aarch64():
-    """NEON's code, cross-compiled and run by an emulated machine."""
+    """NEON's code passes, cross-compiled and run on an emulated machine."""
     missing = [command for command in (build.CROSS_COMPILER, "qemu-aarch64") if shutil.which(command) is None]
     if missing:
         (pytest.fail if "aarch64" in REQUIRED else pytest.skip)(f"needs {' and '.join(missing)}")
@@ -79,7 +80,8 @@ def test_aarch64():
 
 @pytest.mark.slow
 def test_kernel_objects_share_no_code():
-    """A function that the linker may take from any object (weak, COMDAT) could be the one compiled for a wide set."""
+    """Kernel objects share no function that the linker may take from any of them (weak, COMDAT). It could take one that
+    is compiled for a wide instruction set."""
     directory = program("plain").parent
     checked = 0
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):

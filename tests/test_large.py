@@ -1,5 +1,7 @@
-"""Tensors of more than 2**31 elements, whose memory exists only where it was written: offsets must have 64 bits.
-And sums of so many terms that one chain of float32 additions would lose some."""
+"""Tensors of more than 2**31 elements, and sums of very many terms.
+
+Offsets must have 64 bits. The tensors' memory exists only where it was written. One chain of float32 additions over all
+terms would lose some."""
 
 import math
 import mmap
@@ -22,18 +24,18 @@ from fastattn import (
 require("cpu", allow_module_level=True)
 pytestmark = pytest.mark.slow
 FAR = 2**31 + 40
-MAP_NORESERVE = 0x4000  # Linux's; older versions of the module lack the name
+MAP_NORESERVE = 0x4000  # Linux's value; older versions of mmap lack the name
 SEED = torch.tensor([11, 13])
 
 
 def sparse(elements, dtype):
-    """Zeros that take address space only: pages that are never written are one and the same."""
+    """Return zeros that take only address space: all pages that were never written are one."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def spread(tensor, dim):
-    """A copy whose stride along `dim` is so large that the last element lies beyond 2**31 elements."""
+    """Return a copy with such a large stride along `dim` that the last element lies beyond 2**31 elements."""
     strides = list(tensor.contiguous().stride())
     strides[dim] = math.ceil(FAR / (tensor.size(dim) - 1))
     memory = sparse(sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1, tensor.dtype)
@@ -41,7 +43,7 @@ def spread(tensor, dim):
 
 
 def assert_same(function, tensors, dims):
-    """Output and gradients have the same bits when the operands are spread over more than 2**31 elements."""
+    """Assert that output and gradients have the same bits if the operands are spread over more than 2**31 elements."""
     far = [tensor if dim is None else spread(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
     with torch.no_grad():
         assert torch.equal(function(*far), function(*tensors))
@@ -74,24 +76,26 @@ def test_rows(backend):
 
 @pytest.mark.parametrize("queries", [1, 9])
 def test_a_window_beyond_2_31_keys(queries):
-    """The keys are one and the same, and so is any mean of them; how many are seen, the sum of exponentials tells."""
+    """A window beyond 2**31 keys sees the right number of keys, which the sum of exponentials shows. All keys are one
+    row, so any mean of them is that row."""
     key = torch.randn(8).expand(1, 1, 2**31 + 2**20, 8)
     query = torch.randn(1, 1, queries, 8)
     out, lse = scaled_dot_product_attention(
         query, key, key, window_size=(3, -1), causal_variant="lower_right", return_lse=True
     )
-    # Weights of 1, up to queries + 3 of them: so many sums, a reciprocal and its product are rounded.
+    # Up to queries + 3 weights are 1. Their sum takes as many roundings, its reciprocal and the product one each.
     torch.testing.assert_close(out, key[:, :, :queries], rtol=(queries + 5) * 2.0**-24, atol=0)
     products = query.double() * key[0, 0, 0].double() / math.sqrt(8)
     seen = 4 + torch.arange(queries - 1, -1, -1)  # from the third before the diagonal to the last key
     wanted = products.sum(-1) + seen.log()
-    # Eight sums, the scale and its product on the way to a score, then a logarithm and a sum.
+    # A score takes eight sums, the scale and its product. A logarithm and a sum follow.
     bound = 2.0**-24 * (10 * products.abs().sum(-1) + 2 * seen.log() + wanted.abs())
     assert ((lse.double() - wanted).abs() <= bound).all()
 
 
 def test_more_than_2_31_keys_and_values():
-    """One query over 2**25 + 1 keys of 64 elements, all zero but the last, which has a known share of the weight."""
+    """One query over 2**25 + 1 keys of 64 elements gets the last key's known share of its value. All other keys are
+    zero."""
     keys, score = 2**25 + 1, 20.0
     query = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16)
     key, value = (sparse(keys * 64, torch.bfloat16).view(1, 1, keys, 64) for _ in range(2))
@@ -99,7 +103,7 @@ def test_more_than_2_31_keys_and_values():
     value[..., -1, :] = torch.arange(64)
     out, lse = scaled_dot_product_attention(query, key, value, return_lse=True)
     share = math.exp(score) / (math.exp(score) + keys - 1)
-    # The probability and the result are rounded to bfloat16, by 2**-9 each.
+    # The probability and the result are rounded to bfloat16, each by 2**-9.
     torch.testing.assert_close(out.flatten().float(), share * torch.arange(64.0), rtol=2**-8, atol=0)
     torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(math.exp(score) + keys - 1)]), rtol=1e-6, atol=0)
 
@@ -108,7 +112,7 @@ def test_more_than_2_31_keys_and_values():
 @pytest.mark.parametrize("queries", [1, 9], ids=["few queries", "a panel"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal terms", "random terms"])
 def test_attention_sums_a_million_keys(isa, queries, equal):
-    """Errors do not grow with the number of terms, not even where they all round alike."""
+    """Errors do not grow with the number of terms, not even if all terms round alike."""
     keys, eps = 2**20, torch.finfo(torch.float32).eps
     query = torch.randn(1, 1, queries, 4, requires_grad=True)
     key, value = torch.randn(1, 1, keys, 4), torch.rand(1, 1, keys, 2) + 0.1
@@ -122,8 +126,9 @@ def test_attention_sums_a_million_keys(isa, queries, equal):
     scores = q @ k.mT / 2
     p = scores.softmax(-1)
     grad_probability, delta = v[..., :1].mT, p @ v[..., :1]
-    # The 32 blocks of a stretch lose at most half an eps each, 16 in all; the sum of the stretches gets as much again.
-    # One chain over all blocks loses thousands where they round alike. An LSE of 14 has 8 eps to its last place.
+    # The 32 blocks of a stretch lose at most half an eps each, 16 in all. The sum of the stretches may lose as much
+    # again. One chain over all blocks loses thousands if they round alike. An LSE of 14 has a unit in the last place of
+    # 8 eps.
     torch.testing.assert_close(out.double(), p @ v, rtol=32 * eps, atol=0)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=32 * eps)
     error = (grad - p * (grad_probability - delta) @ k / 2).abs()
@@ -133,10 +138,10 @@ def test_attention_sums_a_million_keys(isa, queries, equal):
 @pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
 @pytest.mark.parametrize("equal", [True, False], ids=["equal terms", "random terms"])
 def test_rows_of_a_million_columns(isa, equal):
-    """Errors do not grow with the number of terms, not even where they all round alike."""
+    """Errors do not grow with the number of terms, not even if all terms round alike."""
     columns, eps = 2**20 + 5, torch.finfo(torch.float32).eps
     x, grad = torch.randn(1, columns), torch.rand(1, columns) + 0.1
-    if equal:  # for LayerNorm as far from their mean, for softmax but one as far from the maximum
+    if equal:  # all except one: equally far from LayerNorm's mean, two distances from softmax's maximum
         x, grad = (torch.arange(columns) % 2 * 0.7)[None], torch.full_like(x, 0.3)
         x[0, 0] = 0.9
     results = {}
@@ -146,7 +151,8 @@ def test_rows_of_a_million_columns(isa, equal):
             out = function(leaf)
             results[name] = out.detach(), *torch.autograd.grad(out, leaf, grad)
 
-    # The sums are of one sign, so their errors show whole: 16 eps of the terms' sizes beside the exponentials' own.
+    # The sums are of one sign, so their errors show in full: 16 eps of the terms' sizes, the exponentials' errors
+    # included.
     x, grad = x.double(), grad.double()
     p = x.softmax(-1)
     delta = (p * grad).sum()
@@ -164,7 +170,7 @@ def test_rows_of_a_million_columns(isa, equal):
 
 @pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
 def test_gradients_of_keys_sum_a_million_queries(isa):
-    """All terms are equal and round alike."""
+    """Gradients of keys and values stay accurate for a million queries, whose terms are equal and round alike."""
     queries, eps = 2**20, torch.finfo(torch.float32).eps
     query, grad_out = torch.full((1, 1, queries, 4), 0.3), torch.full((1, 1, queries, 2), 0.7)
     key, value = torch.randn(1, 1, 3, 4, requires_grad=True), torch.randn(1, 1, 3, 2, requires_grad=True)

@@ -35,7 +35,9 @@ def affine(shape, kind, dtype):
 
 
 def check(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """The peer is torch's own function; where it refuses the mixture of dtypes, torch's in float32."""
+    """Check output and gradients of layer_norm.
+
+    The peer is torch's own function, with weight and bias cast to the input's dtype."""
     tensors = input, weight, bias
     ours = gradients(lambda *t: layer_norm(t[0], normalized_shape, *t[1:], eps), tensors)
     wanted = gradients(lambda *t: exact(t[0], normalized_shape, *t[1:], eps), tensors)
@@ -73,8 +75,10 @@ def check_fused(input, residual, weight=None, bias=None, p=0.0, eps=1e-5):
 
 
 def compare(ours, wanted, peer, names, dtype, total, normalized_shape, weight, eps):
-    """`dtype` is that of the row that is normalised. The gradient of a row is a difference of terms of the size of
-    rstd * weight, which may cancel (for two columns, all but eps of it)."""
+    """Check results and gradients against the oracle.
+
+    `dtype` is the dtype of the normalised row. The gradient of a row is a difference of terms of the size of rstd *
+    weight. The terms may cancel (for two columns, all except eps of them)."""
     rows = total.double().reshape(-1, math.prod(normalized_shape))
     rstd = ((rows - rows.mean(-1, keepdim=True)).square().mean(-1) + eps).rsqrt()
     terms = largest(rstd) * (1 if weight is None else largest(weight.double()))
@@ -126,7 +130,7 @@ def test_shapes(backend, kind, shape, normalized, dtype):
 @pytest.mark.parametrize("eps", [-0.5, -2.0, 0, 1e300, math.nan, 2, torch.tensor(0.25)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_any_eps(eps, dtype):
-    """Where the variance and eps together are negative the row is NaN, and so is its gradient, as torch's."""
+    """Every eps gives torch's results. If the variance plus eps is negative, the row and its gradient are NaN."""
     tensors = torch.randn(6, 16, dtype=dtype), torch.randn(16, dtype=dtype), torch.randn(16, dtype=dtype)
     (out,), grads = gradients(lambda *t: layer_norm(t[0], (16,), *t[1:], eps), tensors)
     (wanted,), wanted_grads = gradients(lambda *t: F.layer_norm(t[0], (16,), *t[1:], eps), tensors)
@@ -148,7 +152,7 @@ def test_every_width(backend, dtype, columns):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @AFFINE
 def test_weights_of_another_dtype(backend, kind, dtype):
-    """16-bit activations with float32 weights, and the reverse: weight gradients come in the weight's dtype."""
+    """16-bit activations take float32 weights, and the reverse. Weight gradients have the weight's dtype."""
     check(torch.randn(33, 85).to(dtype), (85,), *affine((85,), kind, torch.float32))
     check(torch.randn(33, 85), (85,), *affine((85,), kind, dtype))
 
@@ -157,7 +161,8 @@ def test_weights_of_another_dtype(backend, kind, dtype):
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 @OPERATIONS
 def test_gradients_of_weight_and_bias_have_their_own_dtypes(backend, operation, dtypes):
-    """Neither comes through the other's, which would round it to 8 bits."""
+    """Gradients of weight and bias each have their own dtype. Neither passes through the other's, which would round it
+    to 8 bits."""
     function = {
         "layer_norm": lambda x, w, b: layer_norm(x, (40,), w, b),
         "dropout_add_layer_norm": lambda x, w, b: dropout_add_layer_norm(x, torch.ones(33, 40), w, b, 0.3, seed=SEED),
@@ -201,7 +206,8 @@ def test_constant_rows_become_the_bias(backend, dtype):
 
 @pytest.mark.parametrize("columns", [17, 512, 3001])
 def test_rows_far_from_zero(backend, columns):
-    """A mean a thousand deviations away: a one-pass variance from squares would lose its digits."""
+    """Rows whose mean is a thousand deviations from zero are accurate. A one-pass variance from squares would lose its
+    digits."""
     check(torch.randn(9, columns) + 1000, (columns,), *affine((columns,), "wb", torch.float32))
     check(torch.randn(9, columns) * 1e-4 + 1, (columns,))
     check(torch.randn(9, columns) * 1e15, (columns,))
@@ -212,14 +218,15 @@ def test_rows_far_from_zero(backend, columns):
 @pytest.mark.parametrize("value", [100000.3, 1e12, 1e20])
 @pytest.mark.parametrize("columns", [64, 700])
 def test_large_constant_rows_become_the_bias(backend, columns, value):
-    """The rounded mean of equal values may differ from them by more than sqrt(eps)."""
+    """Large constant rows become the bias, although the rounded mean of equal values may be off by more than
+    sqrt(eps)."""
     input, bias = torch.full((2, columns), value), torch.randn(columns)
     assert torch.equal(layer_norm(input, (columns,), bias=bias), bias.expand(2, columns))
     assert torch.equal(dropout_add_layer_norm(torch.zeros(2, columns), input, bias=bias), bias.expand(2, columns))
 
 
 def rows_that_overflow(columns, dtype):
-    """(7, columns): a healthy row, then one row for each way in which statistics overflow float32."""
+    """Return rows (7, columns): a healthy row, then one row for each way in which statistics overflow float32."""
     rows = torch.randn(7, columns)
     rows[1] *= 1e20
     rows[2] *= 1e30
@@ -234,7 +241,8 @@ def rows_that_overflow(columns, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [*(pytest.param(n, marks=pytest.mark.representative) for n in (9, 700)), 9003])
 def test_statistics_that_overflow_are_nan(backend, operation, columns, dtype):
-    """The row and its gradient are NaN, never 0. They do not affect the healthy row and its gradient."""
+    """Statistics that overflow make the row and its gradient NaN, never 0. The healthy row and its gradient stay
+    right."""
     rows, (weight, bias) = rows_that_overflow(columns, dtype), affine((columns,), "wb", torch.float32)
     functions = {
         "layer_norm": lambda x, w, b: layer_norm(x, (columns,), w, b),
@@ -252,7 +260,7 @@ def test_statistics_that_overflow_are_nan(backend, operation, columns, dtype):
 @pytest.mark.representative
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_that_overflow_are_nan(backend, dtype):
-    """The operands are finite, their sum is infinite."""
+    """An infinite sum of finite operands makes its row and the row's gradients NaN."""
     input, residual = torch.randn(2, 2, 33).to(dtype)
     input[1] = residual[1] = 3e38
     (out, total), grads = gradients(lambda x, r: dropout_add_layer_norm(x, r, prenorm=True), (input, residual))
@@ -265,8 +273,8 @@ def test_sums_that_overflow_are_nan(backend, dtype):
 @pytest.mark.representative
 @pytest.mark.parametrize("eps", [2.5e38, 1e300])
 def test_eps_beside_large_variances(backend, eps):
-    """A row whose variance and finite eps sum to infinity is NaN. An eps that is infinite in float32 makes it 0, as
-    torch's."""
+    """A row whose variance and finite eps sum to infinity is NaN. An eps that is infinite in float32 makes the row 0,
+    as in torch."""
     large = torch.tensor([-1.2e19, 1.2e19])  # a variance of 1.4e38, and its sum with the smaller eps is infinite
     rows = torch.stack([torch.tensor([-3.0, 5.0]), large, 10 * large])
     (out,), (grad,) = gradients(lambda x: layer_norm(x, (2,), eps=eps), (rows,))
@@ -279,14 +287,15 @@ def test_eps_beside_large_variances(backend, eps):
 
 @pytest.mark.parametrize(("columns", "dtype"), [(4104, torch.bfloat16), (4105, torch.float32)], ids=str)
 def test_weight_gradients_of_wide_rows(backend, columns, dtype):
-    """More rows than groups of them, of more columns than a kernel holds."""
+    """Weight gradients are accurate for more rows than groups of rows, and for more columns than a kernel holds."""
     weight, bias = affine((columns,), "wb", dtype)
     check(torch.randn(20, columns).to(dtype), (columns,), weight, bias)
     check_fused(torch.randn(20, columns).to(dtype), torch.randn(20, columns), weight, bias, p=0.1)
 
 
 def test_wide_rows_far_from_zero(backend):
-    """Wider than what a kernel holds: whose parts are far apart, and whose first element is far from the others."""
+    """Rows wider than a kernel holds are accurate. Their parts may be far apart, and their first element far from the
+    others."""
     if backend == "reference":
         pytest.skip("its sums are plain ones of torch's")
     check(torch.randn(2, 9003) + 1000, (9003,))
@@ -297,7 +306,8 @@ def test_wide_rows_far_from_zero(backend):
 
 @pytest.mark.parametrize("columns", [500, 3001, 9003])
 def test_no_digit_is_lost_far_from_zero(backend, columns):
-    """A thousandth of a deviation is what a mean rounded once costs, without an allowance for torch doing so."""
+    """No digit is lost, without an allowance for torch's error. A mean that is rounded once costs a thousandth of a
+    deviation."""
     if backend in ("reference", "cpu"):
         pytest.skip("rounds the mean once, as torch does")
     input, residual = torch.randn(2, columns) * 1e-4, torch.ones(2, columns)
@@ -347,7 +357,7 @@ def test_layout_of_two_normalized_dimensions(backend):
 @pytest.mark.parametrize("kind", ["", *slow("w", "b"), "wb"])
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_fused(backend, kind, shape, p, dtypes):
-    """dropout + residual + LayerNorm in one, with and without the sum, dtypes mixed as under autocast."""
+    """Fused dropout + residual + LayerNorm is accurate with and without the sum, for dtypes mixed as under autocast."""
     input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
     check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
 
@@ -436,7 +446,7 @@ def test_double_backward_names_the_reference(backend, operation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # the reference's sums are torch's
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # the reference uses torch's sums
 def test_same_bits_for_every_thread_count(backend, dtype):
     rows = 50 if interpreted(backend) else 700
     tensors = torch.randn(rows, 333).to(dtype), torch.randn(rows, 333), torch.randn(333), torch.randn(333)
@@ -452,7 +462,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
 @pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(backend, dtype):
-    """The dtypes that torch's layer_norm gives under autocast: float32 on a GPU, the input's on the CPU."""
+    """Autocast gives the dtypes of torch's layer_norm: float32 on a GPU, the input's on the CPU."""
     input, (weight, bias) = torch.randn(9, 33).to(dtype), affine((33,), "wb", torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
         ours, theirs = layer_norm(input, (33,), weight, bias), F.layer_norm(input, (33,), weight, bias)

@@ -1,4 +1,4 @@
-"""Imports and includes point one way, as the picture in docs/design.md, section 3, has them."""
+"""Rules of imports and includes: they point in one direction, as the picture in docs/design.md, section 3, shows."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from fastattn.backends import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
-# Lowest first. A module may import from its own layer and from those below.
+# Layers, lowest first. A module may import from its own layer and from those below.
 LAYERS = (
     ("fastattn.torch_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
     ("fastattn.backends",),
@@ -33,7 +33,9 @@ def module_name(path: Path) -> str:
 
 
 def layer(module: str) -> int:
-    """The layer whose name is the longest prefix of `module`; the package itself is a layer of one module."""
+    """Return the level of the layer whose name is the longest prefix of `module`.
+
+    The package itself is a layer of one module."""
     matches = [
         (len(name), level)
         for level, names in enumerate(LAYERS)
@@ -45,7 +47,9 @@ def layer(module: str) -> int:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that the file imports, in functions too; `from package import name` is package.name if a module."""
+    """Return every module that the file imports, in functions too.
+
+    `from package import name` counts as package.name if that is a module."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -71,7 +75,9 @@ def test_imports_go_down(path):
 
 
 def in_circles(arrows: dict) -> list:
-    """What remains when those from which no arrow leads to what remains are taken away, again and again."""
+    """Return the names that lie on a circle or lead to one.
+
+    Names without an arrow to a remaining name are removed repeatedly."""
     left = dict(arrows)
     while left:
         free = {name for name, wanted in left.items() if not wanted & left.keys() - {name}}
@@ -83,14 +89,16 @@ def in_circles(arrows: dict) -> list:
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_private_parts_of_torch_are_in_one_module(path):
-    """By name; what is private of an object's attributes shows only where it breaks."""
+    """Only torch_private.py names private parts of torch. The check is by name: a private attribute of an object shows
+    only when it breaks."""
     private = re.findall(r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*", path.read_text())
     assert path.stem == "torch_private" or not private
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_backends_are_reached_through_their_table(path):
-    """What several of them need, and the ops, stands beside them in fastattn/backends, not inside one."""
+    """Only fastattn.backends reaches into a backend. Code that several backends or the ops need is in fastattn/backends
+    itself."""
     inside = {f"fastattn.backends.{name}" for name in TABLE}
     own = {name for name in inside if f"{module_name(path)}.".startswith(f"{name}.")}
     reached = {name for name in inside - own for other in imports(path) if f"{other}.".startswith(f"{name}.")}
@@ -105,12 +113,13 @@ def test_circles_are_found():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
-# Lowest first. A folder may include files of its own and of those below; cpu and cuda are beside each other.
+# Folders of csrc with their levels. A folder may include its own files and those of lower levels. cpu and cuda share a
+# level and may not include each other.
 FOLDERS = {"common": 0, "cpu": 1, "cuda": 1, "bindings": 2}
 
 
 def includes(path: Path) -> set[Path]:
-    """The files of csrc that the file includes by name."""
+    """Return the files of csrc that the file includes by name."""
     found = set()
     for included in re.findall(r'#include "([^"]+)"', path.read_text()):
         target = (path.parent / included).resolve()
@@ -143,7 +152,7 @@ def test_includes_have_no_circle():
 
 
 def test_imports_are_read_right(tmp_path):
-    """The reader behind the test above, on the forms that an import can take."""
+    """The reader of imports, which the tests above use, understands every form of an import."""
     assert layer("fastattn.ops.attention") == 2
     assert layer("fastattn") == 5
     assert "fastattn.backends.native" in imports(ROOT / "fastattn/info.py")
@@ -151,7 +160,8 @@ def test_imports_are_read_right(tmp_path):
 
 
 def test_every_module_serves_users():
-    """The wheel holds all of the package; what only developers run stands in tools/."""
+    """Every module is reachable from what a user starts, because the wheel holds the whole package. Programs for
+    developers are in tools/."""
     entries = {"fastattn", "fastattn.__main__", "fastattn.cli", "fastattn.huggingface"}
     entries |= {name for name in NAMES if name.rpartition(".")[2] in STEMS}  # a backend's are imported by name
     reached: set[str] = set()
@@ -190,8 +200,10 @@ def test_torch_headers_only_in_bindings():
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
 def test_kernels_use_c_headers_only(path):
-    """Code compiled for a wide instruction set has no template of the standard library in it: the linker could choose
-    that copy for everyone, and an older machine would meet an illegal instruction."""
+    """Kernels include only C headers.
+
+    Code for a wide instruction set must not contain a template of the standard library. The linker could choose that
+    copy for everyone, and an older machine would meet an illegal instruction."""
     allowed = {"stddef.h", "stdint.h", "string.h", "math.h", "float.h", "limits.h", "immintrin.h", "arm_neon.h"}
     if path.stem != "dispatch":
         system = set(re.findall(r"#include\s*<([^>]+)>", path.read_text()))
@@ -199,13 +211,14 @@ def test_kernels_use_c_headers_only(path):
 
 
 def test_a_process_of_its_own_imports_what_is_tested(python):
-    """Not the checkout that pytest was started in, whose fastattn may have no compiled kernels."""
+    """A separate process imports the tested fastattn. The checkout in which pytest started may have no compiled
+    kernels."""
     assert python("import fastattn; print(fastattn.__file__)") == f"{fastattn.__file__}\n"
 
 
 @pytest.mark.torch_version
 def test_import_is_light(python):
-    """`import fastattn` starts no CUDA, imports no Triton, and needs none of the extras."""
+    """`import fastattn` initialises no CUDA, imports no Triton, and needs none of the extras."""
     python("""
         import sys
         import torch
