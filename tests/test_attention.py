@@ -219,7 +219,8 @@ WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
-    """Every kind of mask with either diagonal, key lengths, windows and dropout, all at once, with all gradients."""
+    """Masks of every kind combine with either diagonal, key lengths, windows and dropout, in the output and all
+    gradients."""
     tensors = *operands((3, 2, 1, queries, 43, 16, 24)), MASKS[mask]((3, 2, queries, 43))
     lengths = None if lengths is None else torch.tensor(lengths)
     options = {"key_lengths": lengths, "dropout_p": p, "seed": SEED if p else None, **DIAGONALS[diagonal]}
@@ -848,7 +849,7 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
     call(seed=SEED)
     assert torch.equal(call(), first)  # no seed is drawn without need
     assert torch.equal(call(seed=SEED), call(seed=SEED.clone()))
-    assert not torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 1])))  # a chunk's offset
+    assert not torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 1])))  # as for another chunk
     assert torch.equal(call(seed=SEED), call(seed=SEED + torch.tensor([0, 2**32])))
 
 

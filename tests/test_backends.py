@@ -52,7 +52,7 @@ def doubled(arguments):
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
 def test_explain(function):
-    """explain names the backend that would run and, for each other one, why not."""
+    """explain names the backend that would run and says for each other one why it would not."""
     text = str(explain(function, *CALLS[function]))
     assert "reference" in text
     assert "cpu" in text

@@ -1,4 +1,4 @@
-"""opcheck of every registered op, torch.compile, torch.func's transforms, and compiled dropout seeds."""
+"""Tracing and transforms: opcheck of every registered op, torch.compile, torch.func, and compiled dropout seeds."""
 
 import functools
 

@@ -240,7 +240,7 @@ def test_launches(columns):
     assert launches("dropout", x, seed, 6554)[1] == 1
 
 
-# Selection
+# Choice of the backend
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ def test_oracle_has_random123s_philox(counter, key, words):
 
 
 def test_oracle_tile():
-    """Elements of one Philox call have the documented order of values. A call serves the rows i and i + 8 and the
-    columns j, j + 8, j + 16 and j + 24 of a 16 x 32 tile."""
+    """One Philox call gives the eight values of a thread in the documented order. They are rows i, i + 8 and columns j,
+    j + 8, j + 16, j + 24 of a 16 x 32 tile."""
     words = philox4x32((8 + 3, 2 * 8 + 5, 4, 6), (1, 2))
     for row, column in itertools.product(range(2), range(4)):
         v = 4 * row + column

@@ -118,7 +118,7 @@ def in_parts(request, monkeypatch):
         monkeypatch.setattr(attention_module, "CACHED", request.param * 17 * 23)
         monkeypatch.setattr(attention_module, "_probabilities", compute)
         found = function()
-        assert len(parts) >= 4  # in both passes
+        assert len(parts) >= 4  # both passes together
         monkeypatch.undo()
         return found
 

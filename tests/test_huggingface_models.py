@@ -32,7 +32,7 @@ RIGHT = torch.arange(LENGTH) < LENGTHS
 LEFT_OUT = {"FastSpeech2ConformerConfig", "FastSpeech2ConformerWithHifiGanConfig", "BltGlobalTransformerConfig"}
 PADDING = {"none": None, "ones": torch.ones_like(RIGHT), "right": RIGHT, "left": RIGHT.flip(1)}
 MOST_PARAMETERS = 5_000_000
-# Relative to the largest element. Float32 rounding gives at most 1e-4, a wrong mask gives at least 1e-2.
+# Tolerance relative to the largest element. Float32 rounding gives at most 1e-4, a wrong mask gives at least 1e-2.
 TOLERANCE = 2e-4
 
 # Sizes of (hidden states, heads, key and value heads, one head), tried in turn.
@@ -323,7 +323,7 @@ def compare(config, kinds, calls):
             continue
         try:
             wanted = outputs_and_gradients(eager, masked, mask)
-        except Exception:  # an attention_mask of another kind
+        except Exception:  # the model takes another kind of attention_mask
             continue
         if not all(tensor.isfinite().all() for tensor in wanted):
             continue

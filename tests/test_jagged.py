@@ -1,4 +1,4 @@
-"""Nested tensors: jagged ones are compared with torch per sequence, other layouts are refused."""
+"""Nested tensors: jagged ones agree with dense calls per sequence and with torch; other layouts are refused."""
 
 import pytest
 import torch
