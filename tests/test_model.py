@@ -1,4 +1,4 @@
-"""The Transformer: its properties, its sizes, its options, cached decoding, dropout seeds, agreement of backends."""
+"""Tests of the Transformer: properties, sizes, options, cached decoding, dropout seeds, agreement of backends."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ VARIANTS = {
     "untied": dataclasses.replace(SMALL, tying="none", scale_embeddings=False),
     "logits scaled": dataclasses.replace(SMALL, tying="output", scale_embeddings=False, scale_logits=True),
 }
-# Two orders of summation of the same float32 numbers of order 1, through some 10 products of length 64.
+# Tolerance for two orders of summation of the same float32 numbers of order 1, through some 10 products of length 64.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -38,7 +38,7 @@ def model(request):
 
 
 def batch(source_lengths=(9, 4), target_lengths=(7, 5)):
-    """Random source and target ids, padded on the right."""
+    """Return random source and target ids, each (sentences, longest length), int64, padded on the right."""
     generator = torch.Generator().manual_seed(1)
     tensors = []
     for lengths in (source_lengths, target_lengths):
@@ -82,7 +82,7 @@ def test_padding_changes_nothing(model):
 
 @pytest.mark.parametrize("lengths", [((9, 4), (7, 5)), ((40, 24, 0), (1, 2, 64)), ((1,), (1,))])
 def test_packed_sentences_have_the_features_and_gradients_of_padded_ones(model, lengths):
-    """Filled up or not; with a side that is empty; the rows that fill up have no gradient."""
+    """Features and gradients agree, filled up or not, also with an empty side. Rows that fill up have no gradient."""
     if model.config.positions == "learned":
         lengths = [[min(length, 24) for length in side] for side in lengths]
     padded, packed, rows = batch(*lengths), [], 0
@@ -104,7 +104,7 @@ def test_packed_sentences_have_the_features_and_gradients_of_padded_ones(model, 
     )
     for name, own, wanted in zip(parameters, *found, strict=True):
         assert (own is None) == (wanted is None), name
-        if own is not None:  # float32 sums of some 100 rows, of different orders
+        if own is not None:  # float32 sums of some 100 rows, in different orders
             assert (own - wanted).norm() <= 1e-4 * wanted.norm().clamp(min=1), name
 
 
@@ -121,8 +121,8 @@ def test_step_by_step_decoding_equals_full_decoding(model):
 @torch.no_grad()
 @pytest.mark.parametrize("window_size", [(-1, -1), (2, 2), (0, 0)], ids=str)
 def test_every_hypothesis_continues_its_own_past(window_size):
-    """Hypotheses branch, die out and change places, and sentences leave: each one's features are those of its tokens
-    decoded alone."""
+    """Hypotheses branch, die out and change places, and sentences leave. Each hypothesis has the features of its own
+    tokens decoded separately."""
     model = Transformer(dataclasses.replace(SMALL, window_size=window_size)).eval()
     source, _ = batch((9, 4, 6, 5), (7, 7, 7, 7))
     lengths = model.lengths(source)
@@ -145,7 +145,8 @@ def test_every_hypothesis_continues_its_own_past(window_size):
 
 
 def test_sinusoids():
-    """The formula, and section 3.5's reason for it: PE(pos + k) is the same linear map of PE(pos) at every pos."""
+    """The table follows the formula and section 3.5's reason for it: PE(pos + k) is the same linear map of PE(pos) at
+    every pos."""
     d_model, k = 16, 37
     positions, cpu = SinusoidalPositions(d_model), torch.device("cpu")
     positions(0, 4, cpu)
@@ -162,7 +163,7 @@ def test_sinusoids():
         angle = k / 10000 ** (i / d_model)
         rotation = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
         shift[i : i + 2, i : i + 2] = torch.tensor(rotation, dtype=torch.float64)
-    # Two roundings to float32 of numbers below 1, one of them through a rotation.
+    # Numbers below 1 are rounded to float32 twice, once through a rotation.
     torch.testing.assert_close(table[:-k].double() @ shift, table[k:].double(), rtol=0, atol=3 * 2**-24)
 
 
@@ -226,8 +227,8 @@ def parameters(config):
 
 
 def expected_parameters(config):
-    """Counted by hand: projections without bias, the feed-forward network's biases, gain and bias of each norm;
-    normalising first adds a norm to each stack."""
+    """Return the count by hand: projections without bias, the feed-forward network's biases, gain and bias of each
+    norm. Normalising first adds a norm to each stack."""
     d, d_ff, v = config.d_model, config.d_ff, config.vocab_size
     attention, feed_forward, norm = 4 * d * d, 2 * d * d_ff + d_ff + d, 2 * d
     encoder = attention + feed_forward + 2 * norm
@@ -237,8 +238,8 @@ def expected_parameters(config):
 
 
 def test_parameter_counts():
-    """The paper says 65 M and 213 M, at "about 37000" pieces. The public implementation that counts 63,047,680 at
-    exactly 37000 has, beside ours, two LayerNorms of 2 * 512 that it never calls."""
+    """Counts are near the paper's 65 M and 213 M, at "about 37000" pieces. The public implementation that counts
+    63,047,680 at exactly 37000 has two more LayerNorms of 2 * 512, which it never calls."""
     base, big = (TransformerConfig.preset(name, 37000) for name in ("base", "big"))
     assert parameters(base) == expected_parameters(base) == 63_047_680 - 2 * 2 * 512
     assert parameters(big) == expected_parameters(big) == 214_171_648
@@ -246,10 +247,11 @@ def test_parameter_counts():
     assert parameters(big) / 213e6 == pytest.approx(1, abs=0.01)
     tiny = TransformerConfig.preset("tiny", 8000)
     assert parameters(tiny) == expected_parameters(tiny)
-    # Attention biases: h * (2 d_k + d_v) + d_model each, 18 attentions. Output bias: a number a piece.
+    # Attention biases are h * (2 d_k + d_v) + d_model for each of 18 attentions. The output bias is one number per
+    # piece.
     with_biases = dataclasses.replace(base, attention_bias=True, output_bias=True)
     assert parameters(with_biases) - parameters(base) == 18 * 4 * 512 + 37000
-    # Table 3 (B): d_k of 16 instead of 64 takes 18 * 2 * 8 * 48 * 512 parameters away.
+    # Table 3 (B): d_k of 16 instead of 64 removes 18 * 2 * 8 * 48 * 512 parameters.
     assert (
         parameters(base) - parameters(dataclasses.replace(base, head_dim=16, value_head_dim=64))
         == 18 * 2 * 8 * 48 * 512
@@ -283,7 +285,7 @@ OBSERVED = ["hook", "own forward", "module in its place", "parametrisation"]
 
 
 def observe(model, kind):
-    """Have calls of the last product observed, without effect: a function that returns their number."""
+    """Make calls of the last product observable, without effect; return a function that returns their number."""
     output, calls = model.output, []
     if kind == "hook":
         output.register_forward_hook(lambda *_: calls.append(1))
@@ -303,8 +305,8 @@ def observe(model, kind):
 
 @pytest.mark.parametrize("kind", OBSERVED)
 def test_the_last_product_is_called_as_a_module(model, kind):
-    """One call computes the logits and gradients of an output that nobody observes. The padding's row is not 0 here, so
-    that features and bias have gradients through it."""
+    """One observed call computes the logits and gradients of an output that nobody observes. The padding's row is not 0
+    here, so that features and bias have gradients through it."""
     with torch.no_grad():
         model.output.weight[0].normal_()
         if model.output.bias is not None:
@@ -377,7 +379,7 @@ def test_a_wrapped_last_product(model):
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @torch.no_grad()
 def test_quantised_linear_modules(model):
-    """Each linear module that torch quantises computes; the last product is as near as its roundings allow."""
+    """Each linear module that torch quantises computes, and the last product is as near as its roundings allow."""
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert not isinstance(quantised.output, nn.Linear)
     assert quantised.device == torch.device("cpu")
@@ -393,7 +395,7 @@ def test_quantised_linear_modules(model):
 
 
 def called(model, run):
-    """The names of the modules that a run calls, each time they are called."""
+    """Return the names of the modules that a run calls, once per call."""
     names, handles = [], []
     for name, module in model.named_modules():
         handles.append(module.register_forward_hook(lambda *_, name=name: names.append(name)))
@@ -436,7 +438,7 @@ def test_initialisation():
     assert bound * 0.999 < weight.abs().max() <= bound
     assert model.encoder.layers[0].feed_forward.inner.bias.abs().max() == 0
     assert torch.equal(model.encoder.layers[0].feed_forward_norm.weight, torch.ones(512))
-    # The deviation of 300 * 512 draws is off by more than 1 % once in 10^7.
+    # The deviation of 300 * 512 draws is off by more than 1 % once in 10^7 runs.
     assert model.target_embedding.weight[1:].std().item() == pytest.approx(512**-0.5, rel=0.01)
 
 
@@ -450,7 +452,7 @@ def test_logits_begin_with_variance_one(scale_logits):
 @pytest.mark.torch_version
 @torch.no_grad()
 def test_built_without_memory(model):
-    """On the meta device, then given memory and weights by either of torch's ways: the same model."""
+    """A model built on the meta device gets memory and weights by either of torch's ways, and is the same model."""
     wanted = model(*batch())
     with torch.device("meta"):
         first, second = (Transformer(model.config).eval() for _ in range(2))
@@ -471,7 +473,8 @@ def test_built_without_memory(model):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("hook", [False, True], ids=["no hook", "hook"])
 def test_compiles_as_one_graph(norm_first, hook):
-    """Training with dropout, at two sizes: the eager numbers and gradients. With a hook the last product is called."""
+    """Training with dropout compiles, at two sizes, to the eager numbers and gradients. With a hook the last product is
+    called."""
     torch._dynamo.reset()
     config = dataclasses.replace(SMALL, norm_first=norm_first, encoder_layers=1, decoder_layers=1, dropout=0.2)
     model = Transformer(config)
@@ -531,7 +534,7 @@ def test_attention_weights(model):
                 9 if columns == 9 and probabilities is weights.encoder else 7,
                 columns,
             )
-        # The second sentence has 4 source and 5 target tokens; nothing looks at what comes after them, or ahead.
+        # The second sentence has 4 source and 5 target tokens. No query sees padding behind them, or later targets.
         for probabilities in (weights.encoder[layer][1, :, :4], weights.cross[layer][1, :, :5]):
             torch.testing.assert_close(probabilities.sum(-1), torch.ones(probabilities.shape[:-1]))
             assert probabilities[..., 4:].abs().max() == 0
@@ -565,7 +568,8 @@ def test_autocast_keeps_the_residual_stream_in_float32():
 
 
 def test_autocast_casts_what_a_product_reads_once(monkeypatch):
-    """With the norm first, the normalised sums are written in bfloat16, but for each stack's last: the same numbers."""
+    """With the norm first, the normalised sums are written in bfloat16, except each stack's last one. The logits stay
+    the same."""
     model = Transformer(dataclasses.replace(SMALL, norm_first=True)).eval()
     forward, asked = fastattn.DropoutAddLayerNorm.forward, []
 

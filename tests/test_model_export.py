@@ -1,4 +1,4 @@
-"""Exported models against the programs that read them."""
+"""Tests of exported models with the programs that read them."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def verses():
 
 
 def random_model(config):
-    """Every parameter random, the padding's embedding zero as in every model."""
+    """Return a model whose parameters are all random; the padding's embedding is zero, as in every model."""
     torch.manual_seed(1)
     model = Transformer(config).eval()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_modules_that_do_more_than_their_parameters_say_are_refused(ctranslate2,
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ctranslate2_scores_as_we_do(ctranslate2, verses, tmp_path, variant):
-    """log P of every token of real sentences."""
+    """CTranslate2 computes fastattn's log P for every token of real sentences."""
     sources, targets, tokenizer = verses
     model = random_model(VARIANTS[variant])
     to_ctranslate2(model, tokenizer, tmp_path / "model")
@@ -106,7 +106,8 @@ def test_ctranslate2_scores_as_we_do(ctranslate2, verses, tmp_path, variant):
 
 @pytest.mark.parametrize("variant", ["paper", *slow("pre-norm")])
 def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant):
-    """Greedily, 200 sentences. Sentences end at once or never here: compared are as many pieces as ours have."""
+    """CTranslate2's greedy translations of 200 sentences, cut off after 40 pieces, begin fastattn's. A random model
+    ends sentences at once or never."""
     sources, _, tokenizer = verses
     model = random_model(VARIANTS[variant])
     to_ctranslate2(model, tokenizer, tmp_path / "model")
@@ -123,7 +124,7 @@ def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant)
 
 @pytest.mark.slow
 def test_ctranslate2_translates_as_the_bundled_model(ctranslate2, tmp_path):
-    """Greedily, 200 sentences in float32, from their beginning to their end."""
+    """Greedy translations of 200 sentences in float32 agree from their beginning to their end."""
     model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
     to_ctranslate2(model, tokenizer, tmp_path / "model")
     translator = ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
@@ -147,7 +148,7 @@ def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, 
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 @pytest.mark.parametrize("variant", ["paper", "tied, logits scaled", *slow("logits scaled", "untied", "biases")])
 def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
-    """Logits of real sentences, padded; greedy translations of 40; ids of the tokenizer."""
+    """Logits of real sentences, padded, agree, and so do greedy translations of 40 and the ids of the tokenizer."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sources, targets, tokenizer = verses
     model = random_model(VARIANTS[variant])
@@ -170,7 +171,7 @@ def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
 
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 def test_marian_reads_the_names_of_pieces_as_text(verses, tmp_path):
-    """Ids of both sides, each with its normalization. A language code is text behind a space."""
+    """Ids agree on both sides, each with its normalization. A language code behind a space is text."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     strange = ["a </s> b", "</s>", "<pad>x</s>", "<unk>, <s>", "a<unk>b", "ж</s>жж", ">es<", "a >>es<< b", "x\u2585y"]
     wide = "\uff11\uff0c\u00a0\u00bd"

@@ -1,4 +1,5 @@
-"""WMT14 from archives like its own, but small: what is fetched, checked and written; docs/reproduce.md, run whole."""
+"""Tests of WMT14 on archives like its own, but small: fetching, checks, files written, and docs/reproduce.md run
+whole."""
 
 import contextlib
 import dataclasses
@@ -36,13 +37,14 @@ PER_PART = 40
 
 
 def sentences(part, language):
-    """Forty lines of a part, in English or in what stands for another language."""
+    """Return forty lines of a part, in English or in Spanish, which stands for every other language."""
     lines = read_lines(VERSES / f"dev.{'en' if language == 'en' else 'es'}")
     return lines[PER_PART * part :][:PER_PART]
 
 
 def sgml(part, language, kind):
-    """As the task's test sets are written: no end of a segment is escaped, no document is well-formed XML."""
+    """Return a document in the form of the task's test sets, which is no well-formed XML: the outer element does not
+    end."""
     lines = [f'<seg id="{number}"> {line}  &amp; </seg>' for number, line in enumerate(sentences(part, language), 1)]
     return "\n".join(
         [f'<{kind}set setid="newstest2014" srclang="any">', '<doc docid="a">', "<p>", *lines, "</p>", "</doc>"]
@@ -50,7 +52,8 @@ def sgml(part, language, kind):
 
 
 def plain(part, language):
-    """With what the archives have: an empty line, spaces without end, a carriage return, a line separator."""
+    """Return lines with the faults of the archives: an empty line, extra spaces, a carriage return, a line
+    separator."""
     lines = sentences(part, language)
     lines[3] = "" if language == "en" else lines[3]
     lines[4] = f" {lines[4]}\t  x\r" if language == "en" else f"{lines[4]}\u2028x"
@@ -90,7 +93,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
-    """The small archives, and what :data:`prepare.ARCHIVES` has to say of them."""
+    """Return the folder of the small archives, and their entries for :data:`prepare.ARCHIVES`."""
     folder, known = tmp_path_factory.mktemp("archives"), []
     assert {archive.name for archive in prepare.ARCHIVES} == FILES.keys()
     for archive in prepare.ARCHIVES:
@@ -109,7 +112,7 @@ def archives(tmp_path_factory):
 
 @pytest.fixture
 def known(archives, monkeypatch):
-    """The folder of archives that are the expected ones."""
+    """Return the folder of the small archives, which are made the expected ones."""
     folder, known = archives
     monkeypatch.setattr(prepare, "ARCHIVES", known)
     return folder
@@ -138,7 +141,7 @@ def test_the_text_of_a_corpus(known, tmp_path, capsys, other, parts):
 
 @pytest.mark.parametrize("language", ["en", "de"])
 def test_the_test_set_is_sacrebleus(known, tmp_path, language):
-    """Its own reader of the same file."""
+    """The test set is what sacrebleu's own reader gives for the same file."""
     prepare.prepare("wmt14-en-de", known, tmp_path / "text")
     (tmp_path / "sgm").write_text(FILES["dev.tgz"][f"dev/newstest2014-deen-src.{language}.sgm"])
     FakeSGMLDataset("wmt14/full")._convert_format(str(tmp_path / "sgm"), str(tmp_path / "plain"))
@@ -185,7 +188,7 @@ def test_what_is_given_wrongly(known, tmp_path, capsys):
 
 
 def small_archive(folder, files):
-    """A folder with one archive of the corpus `wmt14-en-de`, of other content."""
+    """Write an archive of the corpus `wmt14-en-de`, of other content, into the folder; return its entry."""
     path = folder / "training-parallel-nc-v9.tgz"
     with tarfile.open(path, "w:gz") as tar:
         for name, data in files.items():
@@ -205,7 +208,7 @@ def small_archive(folder, files):
     ],
 )
 def test_archives_of_other_content(tmp_path, monkeypatch, german, message):
-    """No text is written from half of a corpus."""
+    """Archives of other content are refused, and no text is written from half of a corpus."""
     files = {"news-commentary-v9.de-en.en": b"one\ntwelve\n", "news-commentary-v9.de-en.de": german}
     archive = small_archive(tmp_path, {name: data for name, data in files.items() if data is not None})
     monkeypatch.setattr(prepare, "ARCHIVES", [archive])
@@ -215,7 +218,7 @@ def test_archives_of_other_content(tmp_path, monkeypatch, german, message):
 
 
 def test_a_disk_that_is_full(known, tmp_path, monkeypatch):
-    """It is not the archive that is said to be unreadable."""
+    """A full disk is reported as such, not as an unreadable archive."""
 
     def copy(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -230,8 +233,8 @@ def test_a_disk_that_is_full(known, tmp_path, monkeypatch):
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Sends one file, in pieces of a connection each, and keeps from where it was asked for it; ``page`` in its place,
-    where there is one."""
+    """Server of one file, ``piece`` bytes per connection. It records the offsets requested, and sends ``page`` instead
+    if there is one."""
 
     data, piece, ranges, asked, page, shift = b"", 10**9, True, None, None, 0
 
@@ -252,7 +255,8 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve():
-    """Starts a server of `data`; returns the archive that it has, and the list of what it is asked for."""
+    """Return a function that starts a server of `data` and returns its archive and the list of the offsets
+    requested."""
     servers = []
 
     def start(data, **behaviour):
@@ -278,7 +282,7 @@ def test_an_archive_is_fetched_once(serve, tmp_path):
 
 
 def test_an_interrupted_download_goes_on(serve, tmp_path):
-    """From what an earlier run has left, and from where the connection breaks."""
+    """A download continues from what an earlier run has left, and from where the connection breaks."""
     data = os.urandom(2500)
     archive, asked = serve(data, piece=1000)
     (tmp_path / "dev.tgz.part").write_bytes(data[:300])
@@ -304,7 +308,7 @@ def test_a_server_that_knows_no_ranges_sends_it_whole(serve, tmp_path):
     ids=["page", "range"],
 )
 def test_an_answer_of_something_else_leaves_what_there_is(serve, tmp_path, behaviour, message):
-    """A page that a network's gate sends in the place of all, and a part that begins elsewhere."""
+    """The part is kept if a network's gate sends a page instead of the file, or if a range begins elsewhere."""
     data = os.urandom(2500)
     archive, asked = serve(data, **behaviour)
     part = tmp_path / "dev.tgz.part"
@@ -316,7 +320,7 @@ def test_an_answer_of_something_else_leaves_what_there_is(serve, tmp_path, behav
 
 
 def test_two_do_not_download_into_one_folder(serve, tmp_path):
-    """The second is told so; what is there it may use."""
+    """A second process is refused while the folder is locked, but may use an archive that is there."""
     data = os.urandom(2500)
     archive, asked = serve(data)
     with checkpoint.locked(tmp_path):
@@ -329,7 +333,7 @@ def test_two_do_not_download_into_one_folder(serve, tmp_path):
 
 
 def test_what_another_process_has_just_fetched_is_not_fetched_again(serve, tmp_path, monkeypatch):
-    """It was missing before the lock was free, and is there after."""
+    """An archive that was missing before the lock was free, and is there afterwards, is not fetched."""
     data = os.urandom(2500)
     archive, asked = serve(data)
 
@@ -344,7 +348,8 @@ def test_what_another_process_has_just_fetched_is_not_fetched_again(serve, tmp_p
 
 
 def test_two_do_not_write_one_folder(tmp_path):
-    """The second is told so, and does not touch what the first writes; what a killed one left is removed."""
+    """The second writer is refused and does not touch what the first one writes. Files that a killed one left are
+    removed."""
     out, partial = tmp_path / "out", tmp_path / ".partial-out"
     partial.mkdir()
     (partial / "of a killed one").touch()
@@ -357,7 +362,8 @@ def test_two_do_not_write_one_folder(tmp_path):
 
 @pytest.mark.parametrize("step", ["mkdir", "flock"])
 def test_the_other_finishes_while_the_second_begins(tmp_path, monkeypatch, step):
-    """Before the second makes its hidden folder, or when it has opened the first one's."""
+    """The second writer is refused if the first one finishes before the second makes its hidden folder, or just after
+    it has opened the first one's."""
     out, partial = tmp_path / "out", tmp_path / ".partial-out"
 
     def finish():
@@ -421,7 +427,7 @@ SMALL = {
 
 @functools.cache
 def commands():
-    """The page's, in its order; a line that ends in a backslash goes on."""
+    """Return the page's commands, in its order; a line that ends in a backslash continues."""
     page = PAGE.read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
@@ -429,7 +435,7 @@ def commands():
 
 @pytest.mark.slow
 def test_the_road_of_the_page(archives, tmp_path):
-    """Every command, in order, on the small archives, by a model of few parameters on two processes."""
+    """Every command of the page runs, in order, on the small archives, with a small model on two processes."""
     folder, known = archives
     small = {"vocab_size": 400, "d_model": 32, "d_ff": 64, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
     training = {"batch_tokens": 1000, "max_steps": 20, "save_every": 1, "keep": 20, "precision": "fp32"}
@@ -459,7 +465,7 @@ def test_the_road_of_the_page(archives, tmp_path):
 
 
 def test_the_file_of_the_page_is_the_papers_big_model_of_french():
-    """Section 6.1 and the note on Table 2: a dropout of 0.1 in the place of 0.3."""
+    """The big model of French has, by section 6.1 and the note on Table 2, a dropout of 0.1 instead of 0.3."""
     (block,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     model, training = config.from_json(block)
     assert model == config.TransformerConfig.preset("big", 32_000, dropout=0.1)
@@ -467,7 +473,7 @@ def test_the_file_of_the_page_is_the_papers_big_model_of_french():
 
 
 def test_the_pages_commands_are_understood():
-    """With their options, without running them."""
+    """The page's commands parse, with their options, without running."""
     found = set()
     for command in commands():
         words = shlex.split(command)

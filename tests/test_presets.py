@@ -1,4 +1,4 @@
-"""The presets, against Table 3 of "Attention Is All You Need" as it is printed; the configuration of a run."""
+"""Tests of the presets against Table 3 of "Attention Is All You Need" as printed, and of a run's configuration."""
 
 import dataclasses
 import json
@@ -17,8 +17,8 @@ from fastattn.translation import checkpoint
 from fastattn.translation.config import PRESETS, TrainingConfig, from_json
 from fastattn.translation.prepare import CORPORA
 
-# N, d_model, d_ff, h, d_k, d_v, P_drop, eps_ls, thousands of updates, millions of parameters; what a line of the table
-# leaves blank is that of its first line.
+# N, d_model, d_ff, h, d_k, d_v, P_drop, eps_ls, thousands of updates, millions of parameters. A line's blanks have the
+# values of the table's first line.
 BASE = (6, 512, 2048, 8, 64, 64, 0.1, 0.1, 100, 65)
 COLUMNS = ("N", "d_model", "d_ff", "h", "d_k", "d_v", "P_drop", "eps_ls", "steps", "params")
 TABLE = {
@@ -67,12 +67,12 @@ def test_the_papers_hyper_parameters(name):
     assert (attention.head_dim, attention.value_head_dim) == (wanted["d_k"], wanted["d_v"])
     assert model.positions == ("learned" if name == "E-learned" else "sinusoidal")
     assert (training.label_smoothing, training.max_steps) == (wanted["eps_ls"], 1000 * wanted["steps"])
-    # Sections 3.4, 5.1, 5.3, 5.4, 6.1: the same in every row.
+    # Values of sections 3.4, 5.1, 5.3, 5.4 and 6.1 are the same in every row.
     assert (model.tying, model.scale_embeddings, model.norm_first, model.attention_bias) == ("all", True, False, False)
     assert (model.output_bias, model.scale_logits, model.attention_dropout, model.ffn_dropout) == (False, False, 0, 0)
     assert (training.batch_tokens, training.warmup, training.rate, training.clip_norm) == (25000, 4000, 1.0, None)
     assert training.keep == (20 if name == "big" else 5)
-    # The paper gives no count in the rows that change no matrix, nor in (A), where h * d_k stays.
+    # The paper gives no count in rows that change no matrix, nor in (A), where h * d_k stays.
     vocab_size, margin = (37_000, 2e6) if name == "big" else (41_200, 1e6)
     assert abs(parameters(name, vocab_size) - 1e6 * wanted["params"]) < margin
     assert PRESETS[name].paper == (65 if name == "base" else TABLE[name].get("params"))
@@ -85,7 +85,7 @@ def test_the_page_is_current():
 
 
 def test_the_pages_commands_are_understood():
-    """With the presets and options that they name."""
+    """The pages' commands parse, with the presets and options that they name."""
     for page, command in (("training", "train"), ("migrate", "import")):
         text = (Path(presets.__file__).parent.parent / f"docs/{page}.md").read_text()
         (line,) = re.findall(rf"^(?:torchrun .* --no-python )?fastattn ({command} .*)$", text, re.MULTILINE)
@@ -134,6 +134,6 @@ def test_a_number_beyond_pythons_limit(tmp_path):
 
 
 def test_the_command_knows_every_preset_and_corpus():
-    """It names them itself, since what defines them loads torch."""
+    """The command has its own lists of presets and corpora, since the modules that define them load torch."""
     assert tuple(PRESETS) == cli.PRESETS
     assert tuple(CORPORA) == cli.CORPORA

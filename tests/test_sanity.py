@@ -1,4 +1,5 @@
-"""Warnings about a corpus: each fault is found in the real corpus with that fault planted, and none without."""
+"""Tests of warnings about a corpus: each fault is found in the real corpus with that fault planted, and none
+without."""
 
 import random
 import re
@@ -15,7 +16,7 @@ from fastattn.translation.tokenizer import Tokenizer
 
 @pytest.fixture(scope="module")
 def corpus():
-    """(training, validation), each sources and targets."""
+    """Return (training, validation), each (sources, targets)."""
     train, valid = (tuple(map(read_lines, verses(split))) for split in ("test", "dev"))
     return train, valid
 
@@ -121,7 +122,7 @@ def test_a_test_text_that_was_trained_on(corpus, tokenizer, monkeypatch):
 
 
 def test_the_text_beside_a_checkpoint(corpus, tokenizer, tmp_path, monkeypatch):
-    """It is what the run encoded with the checkpoint's tokenizer, and no other folder of that name."""
+    """The text is what the run encoded with the checkpoint's tokenizer; another folder of that name is ignored."""
     files = verses("test")
     step, text = tmp_path / "step", tmp_path / checkpoint.TEXT
     step.mkdir()
@@ -183,4 +184,4 @@ def test_the_cost_is_linear_in_the_lines(corpus, tokenizer):
     text, valid_text = (ParallelText.encoded(tokenizer, *pairs, "some") for pairs in (many, valid))
     start = time.perf_counter()
     training_warnings(zip(*many, strict=True), valid, text, valid_text, tokenizer)
-    assert time.perf_counter() - start < 10  # a median taken anew for every line takes longer
+    assert time.perf_counter() - start < 10  # a median computed again for every line takes longer

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""Normalization of each side and the characters of a vocabulary, against sentencepiece's own models."""
+"""Tests of each side's normalization and of the characters of a vocabulary, against sentencepiece's own models."""
 
 import io
 import json
@@ -17,8 +17,8 @@ from fastattn.translation.data import SIDES, VERSES, ParallelText, Sentences, re
 from fastattn.translation.sanity import training_warnings
 from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
-# Characters that a rule of normalization changes: full-width forms, ligatures, spaces without a break and of a
-# character's width, joiners, marks of direction, decomposed letters, selectors of a variant, hyphens that do not show.
+# Characters that a rule of normalization changes: full-width forms, ligatures, no-break and full-width spaces, joiners,
+# direction marks, decomposed letters, variation selectors, soft hyphens.
 TEXT = [
     "起初，神创造天地！（一）“光”；昼：夜？",
     "　全角　空白",
@@ -36,7 +36,7 @@ LINES = read_lines(VERSES / "dev.en")[:200]
 
 
 def sentencepieces(lines, vocab_size, rule):
-    """A model that sentencepiece normalises and learns on its own."""
+    """Return a model that sentencepiece normalises and learns itself."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="bpe",
@@ -51,7 +51,7 @@ def all_pieces(tokenizer):
 
 @pytest.mark.parametrize("rule", config.NORMALIZATIONS)
 def test_a_vocabulary_of_one_rule_is_sentencepieces(rule):
-    """Pieces, their order, and the ids of text."""
+    """Pieces, their order and the ids of text are those of sentencepiece."""
     theirs = sentencepieces(LINES + TEXT, 400, rule)
     ours = Tokenizer.train(LINES + TEXT, 400, rule)
     assert all_pieces(ours) == [theirs.id_to_piece(number) for number in range(400)]
@@ -104,14 +104,14 @@ def test_what_cannot_be_a_tokenizer():
     ids=["U+2585", "names of pieces", "zero", "control characters", "no characters"],
 )
 def test_every_character_is_a_piece(lines, text):
-    """sentencepiece's trainer leaves out a line with U+2585, and what is spelt as a piece of its own."""
+    """sentencepiece's trainer would leave out a line with U+2585, and text spelt like a piece of its own."""
     tokenizer = smallest(lines)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert not any(UNK_ID in ids for ids in tokenizer.encode(text))
 
 
 def smallest(lines):
-    """The smallest vocabulary that there is."""
+    """Return the tokenizer with the smallest vocabulary possible."""
     with pytest.raises(InputError, match="its characters alone need") as raised:
         Tokenizer.train(lines, 5, "identity")
     return Tokenizer.train(lines, int(str(raised.value).rpartition(" ")[2]), "identity")
@@ -119,7 +119,8 @@ def smallest(lines):
 
 @pytest.mark.slow
 def test_rare_characters_of_a_large_text():
-    """sentencepiece counts in float32 what is covered: of 2**25 characters one more is none."""
+    """A character that occurs once is kept. sentencepiece counts coverage in float32, where one more than 2**25 is not
+    seen."""
     lines = ["ab cd " * 6_000_000, "ж"]
     assert UNK_ID not in Tokenizer.train(lines, 14, "identity").encode(["ж"])[0]
 
@@ -130,7 +131,8 @@ def test_ordinary_text_has_no_piece_for_what_it_lacks():
 
 
 def test_zeros_look_like_a_wrong_encoding():
-    """UTF-16 read as UTF-8, the only text with U+0000, which no vocabulary has."""
+    """Zeros are reported as a wrong encoding: UTF-16 read as UTF-8 is the only text with U+0000, which no vocabulary
+    has."""
     lines = [f"{line} x" for line in LINES[:100]]
     broken = [line.encode("utf-16-le").decode("latin-1") for line in lines]
     tokenizer = Tokenizer.train(lines, 200)
@@ -145,7 +147,7 @@ def test_zeros_look_like_a_wrong_encoding():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Pairs whose sides have the same characters."""
+    """Return files of pairs whose sides have the same characters."""
     folder = tmp_path_factory.mktemp("text")
     sides = [f"{a} {line}" for a, line in zip("abcdefghijk", TEXT, strict=True)], [f"{line} b" for line in TEXT]
     for name, lines in zip(("source", "target"), sides, strict=True):
@@ -157,7 +159,7 @@ SMALL = config.TransformerConfig(250, d_model=16, d_ff=16, num_heads=2, encoder_
 
 
 def arguments(files, out, *more):
-    """Of a run of a small model, which a file beside the text describes."""
+    """Return the arguments of a small model's run. The model's configuration is written to a file next to the text."""
     of_model = files[0].with_name("config.json")
     of_model.write_text(SMALL.to_json(config.TrainingConfig(batch_tokens=200, precision="fp32")))
     files = list(map(str, files))
@@ -173,7 +175,7 @@ def run(files, tmp_path_factory):
 
 
 def test_a_run_encodes_each_side_by_its_rule(files, run):
-    """As its folder says and its checkpoints do."""
+    """The run's folder has each side encoded by its rule, and its checkpoints name the rules."""
     normalizer = sentencepiece.SentencePieceNormalizer(
         rule_name="nfkc", add_dummy_prefix=False, escape_whitespaces=False
     )
@@ -191,7 +193,7 @@ def test_a_run_encodes_each_side_by_its_rule(files, run):
 
 
 def test_copies_of_a_checkpoint_keep_both_rules(run, tmp_path):
-    """Their mean, in int8, and resumed."""
+    """A checkpoint's average and its int8 copy keep both rules. A damaged pair of tokenizers is refused."""
     _, tokenizer = checkpoint.load(run)
     assert len(tokenizer.models) == 2
     checkpoint.average(run, 1, tmp_path / "mean")
@@ -215,7 +217,8 @@ def test_a_run_is_resumed_with_its_rules(files, run, tmp_path, capsys):
 
 
 def test_a_run_of_an_earlier_version_goes_on(files, tmp_path):
-    """Its checkpoints have one model and name no rule: it was nmt_nfkc, for both sides."""
+    """Checkpoints of an earlier version have one model and name no rule. The run goes on with nmt_nfkc for both
+    sides."""
     run = tmp_path / "run"
     assert cli.main(arguments(files, run, "--max-steps", "1", "--target-normalization", "nmt_nfkc")) == 0
     for step in checkpoint.steps(run):
@@ -236,6 +239,6 @@ def test_a_run_of_an_earlier_version_goes_on(files, tmp_path):
 
 
 def test_the_bundled_model_has_one_rule():
-    """That of before: nmt_nfkc, of both sides."""
+    """The bundled model has the rule of earlier versions, nmt_nfkc, for both sides."""
     _, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
     assert tokenizer.encode(["ｔｈｅ\u00a0ｋｉｎｇ"], target=True) == tokenizer.encode(["the king"])

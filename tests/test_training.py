@@ -1,4 +1,4 @@
-"""Data, tokenizer, loss, schedule, training on either backend, search, checkpoints, scores."""
+"""Tests of translation: data, tokenizer, loss, schedule, training on both backends, search, checkpoints, scores."""
 
 import ctypes
 import dataclasses
@@ -65,7 +65,7 @@ OPTIONS = TrainingConfig(batch_tokens=150, warmup=40, precision="fp32", seed=3)
 
 @pytest.fixture(scope="module")
 def verses():
-    """A few hundred pairs of real text, and a tokenizer for them."""
+    """Return 300 pairs of real sentences, and a tokenizer trained on them."""
     sources, targets = (read_lines(VERSES / f"dev.{language}")[:300] for language in ("en", "es"))
     return sources, targets, Tokenizer.train(sources + targets, 200)
 
@@ -117,7 +117,7 @@ def test_unreadable_text(tmp_path, name, content, message):
 
 @pytest.mark.parametrize("piped", ["training", "validation"])
 def test_training_refuses_a_pipe_without_opening_it(tmp_path, piped):
-    """To open one that nobody writes to would wait for ever."""
+    """Training refuses a pipe before it opens it, because opening one without a writer blocks for ever."""
     (tmp_path / "text").write_text("one\n")
     os.mkfifo(tmp_path / "pipe")
     files = {"training": [tmp_path / "text"] * 2, "validation": [tmp_path / "text"] * 2}
@@ -128,7 +128,7 @@ def test_training_refuses_a_pipe_without_opening_it(tmp_path, piped):
 
 
 def test_text_of_a_pipe_is_read_once(tmp_path):
-    """What is read again, as training does, is refused before it is begun."""
+    """A text that is read again, as in training, may not be a pipe; a single read of a pipe works."""
     (tmp_path / "text").write_text("one\n")
     reader, writer = os.pipe()
     try:
@@ -165,12 +165,12 @@ def test_tokenizer(verses):
         Tokenizer.train(sources, 30)
     with pytest.raises(InputError, match="not a readable sentencepiece model"):
         Tokenizer(tokenizer.model[:1000])
-    long = Tokenizer.train([" ".join(sources), " ".join(targets[:50]) + " ж"], 150)  # of more bytes than its default
+    long = Tokenizer.train([" ".join(sources), " ".join(targets[:50]) + " ж"], 150)  # above sentencepiece's 4192 B
     assert UNK_ID not in long.encode(["ж"])[0]
 
 
 def test_a_vocabulary_of_many_lines_is_the_same_every_time(verses, monkeypatch):
-    """Drawn from all of them."""
+    """The lines to learn from are drawn from the whole text, and are the same on every run."""
     sources, targets, _ = verses
     monkeypatch.setattr(tokenizer_module, "LEARNED_FROM", 100)
     lines = sources + targets
@@ -219,7 +219,7 @@ def test_a_batch(verses):
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_batches(text, seed):
-    """Every pair once; within the budget, and none of them could have taken the next pair too."""
+    """Every pair occurs once. Each batch is within the budget, and the next pair would exceed it."""
     indices = list(text.batches(600, seed and torch.Generator().manual_seed(seed)))
     assert sorted(torch.cat(indices).tolist()) == list(range(300))
     assert (torch.cat(indices).tolist() == list(range(300))) == (seed is None)
@@ -265,7 +265,7 @@ def test_pairs_without_text_are_left_out(verses):
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
-    """The same sentences as in memory, in the same batches, of files packed or not; those left out are counted."""
+    """Mapped files, packed or not, give the sentences and batches that memory gives. Pairs left out are counted."""
     sources, targets, tokenizer = verses
     monkeypatch.setattr("fastattn.translation.data.CHUNK", chunk)
     files = tmp_path / "en", tmp_path / "es.gz"
@@ -280,7 +280,7 @@ def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
 
 
 def test_mapped_text_is_read_as_it_is_needed(tmp_path):
-    """Of 8 GB, here a hole in a file, a batch reads its sentences alone."""
+    """A batch of an 8 GB text, here a sparse file, brings only its own sentences into memory."""
     length, count = 2**16, 2**15
     with open(tmp_path / "source.tokens", "wb") as file:
         file.truncate(4 * length * count)
@@ -354,8 +354,8 @@ def test_text_is_encoded_once_and_whole(verses, tmp_path, monkeypatch):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_smoothed_loss(monkeypatch, dtype, smoothing, with_bias):
-    """Against torch's in float64, and against the cross-entropy with the smoothed distribution written out; in two
-    parts."""
+    """The loss agrees with torch's in float64 and with the smoothed cross-entropy written out. Gradients agree with
+    torch's. The 700 rows are computed in two parts."""
     monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 400 * 11 * dtype.itemsize)
     labels = torch.randint(0, 11, (700,))
     operands = [torch.randn(700, 6), torch.randn(11, 6), torch.randn(11)][: 3 if with_bias else 2]
@@ -367,9 +367,9 @@ def test_smoothed_loss(monkeypatch, dtype, smoothing, with_bias):
     target = (1 - smoothing) * F.one_hot(labels, 11).double() + smoothing / 11
     by_hand = -(target * logits.log_softmax(-1))[kept].sum()
     plain = F.cross_entropy(logits[kept], labels[kept], reduction="sum")
-    # A logit is a sum of 6 products and a bias, of order 10 and rounded to 5 eps; so are the log-sum-exp, and thereby a
-    # row's loss of a few nats and, relatively, its probabilities. A gradient's element is a mean over 700 rows of a
-    # probability's difference to its target times a number of order 1.
+    # A logit is a sum of 6 products and a bias. It is of order 10 and rounded to 5 eps. The log-sum-exp is too, hence
+    # also a row's loss of a few nats and, relatively, its probabilities. An element of a gradient is a mean over 700
+    # rows. Each term is a probability minus its target, times a number of order 1.
     eps = torch.finfo(dtype).eps
     for value, exact in ((loss, wanted), (loss, by_hand), (nll, plain)):
         torch.testing.assert_close(value, exact, rtol=10 * eps, atol=0)
@@ -382,7 +382,7 @@ def test_smoothed_loss(monkeypatch, dtype, smoothing, with_bias):
 
 
 def test_smoothed_loss_under_autocast():
-    """bfloat16 products; gradients in the dtypes of the operands."""
+    """Products are bfloat16; gradients have the dtypes of the operands."""
     features, weight = torch.randn(600, 32).bfloat16().requires_grad_(), (torch.randn(50, 32) / 6).requires_grad_()
     labels = torch.randint(0, 50, (600,))
     with torch.autocast("cpu", torch.bfloat16):
@@ -392,7 +392,7 @@ def test_smoothed_loss_under_autocast():
     )
     ours, exact = (torch.autograd.grad(value, (features, weight)) for value in (loss, wanted))
     assert [gradient.dtype for gradient in ours] == [torch.bfloat16, torch.float32]
-    # A product rounded to 8 bits, of a weight rounded to 8 bits.
+    # The product is rounded to 8 bits, and its weight is too.
     torch.testing.assert_close(loss.float(), wanted, rtol=2**-8, atol=0)
     for gradient, wanted_gradient in zip(ours, exact, strict=True):
         assert (gradient - wanted_gradient).norm() < 2**-6 * wanted_gradient.norm()
@@ -401,8 +401,8 @@ def test_smoothed_loss_under_autocast():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("mean", "sharpness"), [(0, 1), (1, 1), (1, 4)])
 def test_smoothed_loss_is_as_near_as_torchs(monkeypatch, mean, sharpness, smoothing):
-    """In bfloat16, against float64, in two parts; of pieces that are nobody's label too, whose gradient is the small
-    difference of their probability and its target."""
+    """In bfloat16, computed in two parts, loss and gradients are as near to float64 as torch's. Pieces that no label
+    names are also compared separately, since their gradient is the small difference of a probability and its target."""
     monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", 300 * 2000 * 2)
     features, weight = torch.randn(512, 64) + mean * torch.randn(64), torch.randn(2000, 64) * sharpness / 8
     bias = torch.randn(2000)
@@ -432,7 +432,7 @@ def test_smoothed_loss_of_a_label_that_is_no_piece(label):
 
 
 def test_smoothed_loss_of_labels_without_probability():
-    """A thousand nats below the best: its probability is 0 in any format, its loss is not."""
+    """A label 1000 nats below the best has probability 0 in any format, but a loss of 1000."""
     features, weight = torch.eye(2, requires_grad=True), torch.tensor([[0.0, 0.0], [1000.0, 0.0], [0.0, 1000.0]])
     loss, nll, correct = smoothed_loss(features, weight, None, torch.tensor([2, 2]), 0.0, PAD_ID)
     assert [loss.item(), nll.item(), correct.item()] == [1000.0, 1000.0, 1.0]
@@ -441,7 +441,7 @@ def test_smoothed_loss_of_labels_without_probability():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_smoothed_loss_that_is_not_finite(value):
-    """Says so, instead of a number that looks like a loss: a run ends there."""
+    """The loss is not finite either, so that the run ends, instead of a number that looks like a loss."""
     weight = torch.randn(11, 6)
     weight[3, 2] = value
     loss, nll, _ = smoothed_loss(torch.randn(4, 6).abs(), weight, None, torch.tensor([3, 4, 5, 6]), 0.1, PAD_ID)
@@ -469,7 +469,7 @@ def test_smoothed_loss_reads_no_row_of_padding():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("tying", ["all", "none"])
 def test_the_loss_of_a_last_product_with_a_hook(tying, smoothing):
-    """The hook sees one call, of all rows. Loss and gradients are those without it, which are made part by part."""
+    """The hook sees one call with all rows. Loss and gradients equal those without it, which are computed in parts."""
     config = TransformerConfig(50, 16, 16, 2, 1, 1, tying=tying, output_bias=True, scale_logits=True)
     model, seen = Transformer(config, dtype=torch.float64), []
     with torch.no_grad():
@@ -492,8 +492,11 @@ def test_the_loss_of_a_last_product_with_a_hook(tying, smoothing):
 
 
 class Made(TorchDispatchMode):
-    """The sizes of the tensors that operations make, views of others left out; the most elements that those larger than
-    ``large`` had at a time."""
+    """Record of the tensors that operations make, views excluded.
+
+    ``sizes`` holds their numbers of elements. ``most`` is the largest number of elements that tensors of more than
+    ``large`` elements held at a time.
+    """
 
     def __init__(self, large=0):
         super().__init__()
@@ -514,7 +517,8 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("most", [2**24, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_loss_holds_the_logits_of_a_few_rows(dtype, most, monkeypatch):
-    """Nothing of the vocabulary's size for all tokens: a part of the logits at a time, and of their softmax."""
+    """No tensor holds logits of the vocabulary for all tokens: logits and softmax are computed for some rows at a
+    time."""
     tokens, pieces = 2400, 8000
     monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", most)
     features, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(pieces, 32, requires_grad=True)
@@ -530,7 +534,8 @@ def test_the_loss_holds_the_logits_of_a_few_rows(dtype, most, monkeypatch):
 
 
 def test_smoothed_loss_waits_for_no_gpu():
-    """Fake tensors raise where an operation needs a value on the host, as selecting the rows that are no padding."""
+    """The loss needs no value on the host. Fake tensors raise at operations that do, such as selecting the rows without
+    padding."""
     with FakeTensorMode():
         features, weight = (torch.empty(rows, 32, requires_grad=True) for rows in (600, 50))
         found = smoothed_loss(features, weight, None, torch.empty(600, dtype=torch.int64), 0.1, PAD_ID)
@@ -540,7 +545,7 @@ def test_smoothed_loss_waits_for_no_gpu():
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="not glibc's malloc")
 @pytest.mark.slow
 def test_freed_memory_serves_the_next_tensor():
-    """Each of these tensors would be made of fresh pages, which the system clears."""
+    """Freed memory is used again. Otherwise each of these tensors would get fresh pages, which the system clears."""
     program = """
 import resource, torch
 from fastattn.translation import memory
@@ -570,7 +575,7 @@ print(fresh, faults())
     ("given", "expected"),
     [
         ({}, [(-4, 0), (-1, -1)]),
-        ({"PYTHONMALLOC": "debug", "GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, [(-4, 0), (-1, -1)]),  # not malloc's
+        ({"PYTHONMALLOC": "debug", "GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, [(-4, 0), (-1, -1)]),  # other settings
         ({"MALLOC_TRIM_THRESHOLD_": "131072"}, []),
         ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, []),
     ],
@@ -584,7 +589,7 @@ def test_settings_of_malloc_in_the_environment_go_first(given, expected, monkeyp
 
 
 def test_the_schedule_is_the_papers(text):
-    """Formula 3 at warm-up 4000 and d_model 512 peaks at 6.99e-4."""
+    """The rate of formula 3, with warm-up 4000 and d_model 512, peaks at 6.99e-4."""
     config = TransformerConfig.preset("base", 200, encoder_layers=1, decoder_layers=1)
     trainer = Trainer(Transformer(config), text, TrainingConfig.of_preset("base"))
     assert trainer.learning_rate(4000) == pytest.approx(6.9877e-4, rel=1e-4)
@@ -605,7 +610,7 @@ def test_dropout_seeds_name_update_and_site():
 
 
 class PretendedGPU(TorchFunctionMode):
-    """The CPU by the name of a GPU. Keeps how each tensor comes there."""
+    """CPU under the name of a GPU. It records how each tensor is copied there."""
 
     def __init__(self):
         super().__init__()
@@ -630,14 +635,15 @@ class PretendedGPU(TorchFunctionMode):
 
 
 def test_an_update_waits_for_no_gpu(text):
-    """A copy to a GPU waits for all that the GPU has to do, unless it is of pinned memory and asynchronous."""
+    """An update copies to the GPU asynchronously and from pinned memory. Other copies wait for all of the GPU's
+    work."""
     trainer = Trainer(small_model(), text, dataclasses.replace(OPTIONS, micro_batches=2))
     trainer.update()
     trainer.device, device = torch.device("cuda"), trainer.device
     with PretendedGPU() as gpu, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no GPU for autocast
+        warnings.simplefilter("ignore")  # the warning that autocast finds no GPU
         trainer.update()
-    assert len(gpu.sent) == 2 * 9  # a micro-batch's seven tensors, its seeds and its counts
+    assert len(gpu.sent) == 2 * 9  # per micro-batch: seven tensors, its seeds and its counts
     for tensor, options in gpu.sent:
         assert options == {"non_blocking": True}
         assert any(tensor is pinned for pinned in gpu.pinned)
@@ -645,7 +651,10 @@ def test_an_update_waits_for_no_gpu(text):
 
 
 def loss_curve(backend, text, updates, *, seed=3, jitter=None):
-    """Losses of a small model with dropout; ``jitter`` moves each parameter by up to 64 roundings at every update."""
+    """Return a small model's losses per token, in nats, with dropout: (updates,), float64.
+
+    ``jitter`` moves each parameter by up to 64 roundings before every update.
+    """
     losses = []
     with fastattn.backend(backend):
         trainer = Trainer(small_model(), text, dataclasses.replace(OPTIONS, seed=seed, warmup=400, rate=0.5))
@@ -663,12 +672,12 @@ def loss_curve(backend, text, updates, *, seed=3, jitter=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [50, 200])
 def test_backends_train_alike(text, updates):
-    """Updates with dropout on `reference` and on `cpu`.
+    """Losses on `reference` and on `cpu`, with dropout, differ by no more than rounding explains.
 
-    Backends round differently, by a few units in the last place, and training amplifies that by chance: a hidden unit
-    of one token that crosses zero sends its row of weights elsewhere under Adam. How far that may carry runs apart is
-    measured where it is sure to happen: runs of the reference whose every parameter is moved by 64 units before every
-    update (at 1000 units they end no further apart). The bound is three times the largest distance of two so far.
+    Backends round differently, by a few units in the last place, and training amplifies that by chance. If a hidden
+    unit of one token crosses zero, Adam moves its row of weights elsewhere. Runs of the reference measure how far this
+    carries: every parameter is moved by 64 units before every update. At 1000 units they end no further apart. The
+    bound is three times the largest distance so far of two such runs.
     """
     require("cpu")
     reference = loss_curve("reference", text, updates)
@@ -677,14 +686,14 @@ def test_backends_train_alike(text, updates):
     bound = 3 * torch.stack([(curve - reference).abs() for curve in jittered]).amax(0).cummax(0).values
     assert (ours - reference).abs().sub(bound).max() <= 0
     assert reference[-20:].mean() < 0.95 * reference[:20].mean()
-    # The bound tells one dropout mask from another at once.
+    # Another dropout mask exceeds the bound 20 times over within five updates.
     other = loss_curve("cpu", text, 5, seed=4)
     assert bound[-1] < 0.02
     assert (other - reference[:5]).abs().max() > 20 * bound[4]
 
 
 def test_training_learns_and_search_finds_it():
-    """Eight sentences learned by heart come back word for word, alone or together, in any order, by any beam."""
+    """Eight memorised sentences come back word for word in every batch, in either order, with every beam."""
     sources = [f"{word} {tail}" for word in ("one", "two", "three", "four") for tail in ("day", "night and day")]
     targets = [f"{tail} {word}" for word in ("uno", "dos", "tres", "cuatro") for tail in ("dia", "noche y dia")]
     tokenizer = Tokenizer.train(sources + targets, 45)
@@ -705,7 +714,7 @@ def test_training_learns_and_search_finds_it():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_with_a_hook_of_the_last_product(text, precision):
-    """It is called once a micro-batch, and the updates are those without it."""
+    """The hook is called once per micro-batch, and the updates equal those without it."""
     config = dataclasses.replace(OPTIONS, micro_batches=2, precision=precision)
     found, seen = [], []
     for observed in (False, True):
@@ -720,7 +729,7 @@ def test_training_with_a_hook_of_the_last_product(text, precision):
 
 
 def test_training_an_adapter_of_the_last_product(text):
-    """It learns, and nothing else does."""
+    """The adapter learns, and no other parameter changes."""
     model = small_model(dropout=0.0)
     model.requires_grad_(False)
     model.output = Lora(model.output)
@@ -736,7 +745,7 @@ def test_training_an_adapter_of_the_last_product(text):
 
 
 def every_hypothesis(model, source, length_penalty, longest):
-    """(score, tokens) of all hypotheses of at most ``longest`` tokens, every one scored from scratch."""
+    """Yield (score, tokens) of every hypothesis of at most ``longest`` tokens, each scored from scratch."""
     stack = [([], 0.0)]
     with torch.no_grad():
         while stack:
@@ -755,7 +764,7 @@ def every_hypothesis(model, source, length_penalty, longest):
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
 def test_a_wide_beam_finds_the_best_hypothesis(length_penalty):
-    """Against exhaustive search over a vocabulary of 6, at most 4 tokens: a beam of all 4**4 prefixes misses none."""
+    """A beam as wide as all 4**4 prefixes finds what exhaustive search finds: vocabulary of 6, at most 4 tokens."""
     torch.manual_seed(5)
     config = TransformerConfig(6, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
     model = Transformer(config).eval()
@@ -768,7 +777,7 @@ def test_a_wide_beam_finds_the_best_hypothesis(length_penalty):
 
 
 def test_the_n_best_are_in_order():
-    """Against the five best of all hypotheses."""
+    """The five best hypotheses are those of exhaustive search, in its order."""
     torch.manual_seed(6)
     config = TransformerConfig(6, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
     model, source = Transformer(config).eval(), torch.tensor([[3, 4, EOS_ID]])
@@ -790,7 +799,7 @@ def test_the_n_best_are_in_order():
     ],
 )
 def test_draws_follow_the_distribution(top_k, top_p, kept):
-    """A grid of equidistant numbers in the place of random ones draws each token as often as it is probable."""
+    """Uniform numbers on an equidistant grid draw each token as often as it is probable."""
     p = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3], dtype=torch.float64)
     wanted = torch.zeros(5, dtype=torch.float64)
     wanted[kept] = p[kept] / p[kept].sum()
@@ -820,13 +829,13 @@ def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(verses)
     greedy = candidates(model, tokenizer, sources[:4], Search(beam=1))
     assert [found[0].text for found in sampled] == [found[0].text for found in greedy]
     assert [found[0].score for found in sampled] == pytest.approx([found[0].score for found in greedy], abs=1e-4)
-    for temperature in (1e-30, 1e-46, 1e-300):  # beyond float32
+    for temperature in (1e-30, 1e-46, 1e-300):  # float32 rounds the last two to 0
         cold = candidates(model, tokenizer, sources[:4], Search(temperature=temperature))
         assert [found[0].text for found in cold] == [found[0].text for found in greedy]
 
 
 def test_the_largest_draw_is_a_token(monkeypatch, verses):
-    """Below 1, to which it rounds in float32."""
+    """The largest random number, 1 - 2**-53, draws a token, although float32 rounds it to 1."""
     sources, _, tokenizer = verses
     model = small_model().eval()
     monkeypatch.setattr("random.Random.random", lambda self: 1 - 2.0**-53)
@@ -837,7 +846,8 @@ def test_the_largest_draw_is_a_token(monkeypatch, verses):
 
 
 def test_a_long_sentence_shares_its_batch_with_few(monkeypatch, verses):
-    """Padding the short ones would take the memory of as many long ones."""
+    """A long sentence is in a batch of few, because padding short ones to its length takes as much memory as long
+    ones."""
     sources, _, tokenizer = verses
     model = small_model().eval()
     lines = [" ".join(sources[:8]), *sources[:5]]
@@ -861,7 +871,7 @@ def test_a_long_sentence_shares_its_batch_with_few(monkeypatch, verses):
 @pytest.mark.parametrize("k", [1, 4, 30])
 @pytest.mark.parametrize("size", [3, 40, 159, 160, 799, 8000, 37003])
 def test_the_largest_of_long_rows(size, k):
-    """As torch.topk, wherever they stand: among the columns and in what is left over."""
+    """Values and indices are those of torch.topk, wherever they stand: in the columns or in the remainder."""
     x = torch.stack([torch.randperm(size, generator=torch.Generator().manual_seed(i)).float() for i in range(20)])
     x = x.view(4, 5, size)
     wanted = x.topk(min(k, size))
@@ -908,7 +918,8 @@ def test_sentences_do_not_influence_one_another(verses):
     ],
 )
 def test_the_bundled_model_translates_a_sentence_alike_in_every_batch(precision, search):
-    """Products of other sizes may round otherwise, which shows in the last digits of a score."""
+    """Translations are the same in every batch. Scores differ in the last digits, because products of other sizes may
+    round differently."""
     model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
     model = model.to(DTYPES[precision])
     lines = sorted(read_lines(VERSES / "test.en"), key=len)[20:28]
@@ -990,7 +1001,7 @@ def test_a_stream_is_read_no_further_than_it_is_used():
     for _ in range(10):
         assert 1 <= len(next(lines)) <= 3
     time.sleep(0.05)
-    assert stream.read <= 10 * 3 + 5  # those in the queue, one on its way into it, one taken out of it
+    assert stream.read <= 10 * 3 + 5  # 3 lines in the queue, one on its way into it, one taken out of it
 
 
 def test_a_stream_that_fails():
@@ -1046,7 +1057,8 @@ def test_a_checkpoint_restores_model_and_training(tmp_path, verses, text):
 
 
 def test_an_int8_checkpoint(tmp_path, verses):
-    """Every weight within half a step of its row, vectors as they were, zero rows zero; a quarter of the size."""
+    """Weights are within half a step of their row, zero rows stay zero, vectors are unchanged. The file has a quarter
+    of the size."""
     _, _, tokenizer = verses
     model = small_model()
     with torch.no_grad():
@@ -1060,13 +1072,14 @@ def test_an_int8_checkpoint(tmp_path, verses):
         assert ((actual - expected).abs() <= step * 0.5000001).all(), name
         assert (actual != expected).any() == (expected.dim() > 1), name
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert (tmp_path / "small/model.safetensors").stat().st_size < 1.6 * parameters  # rows are short here: 32 and 64
+    assert (tmp_path / "small/model.safetensors").stat().st_size < 1.6 * parameters  # short rows: 32 and 64 elements
     with pytest.raises(InputError, match="exists already"):
         checkpoint.save_int8(model, tokenizer, 5, tmp_path / "small")
 
 
 def test_the_average_of_checkpoints(tmp_path, verses):
-    """The mean of each weight over the newest; fewer are refused; one of no update does not count."""
+    """Each weight is the mean over the newest checkpoints. More than there are is refused, and one of no update does
+    not count."""
     models = [small_model() for _ in range(3)]
     for step, model in enumerate(models):
         with torch.no_grad():
@@ -1100,7 +1113,8 @@ def test_checkpoints_of_two_runs_have_no_average(tmp_path, verses, other):
 
 
 def test_an_older_best_is_not_averaged(tmp_path, verses):
-    """What was kept beside the newest; but one more checkpoint between two, as Ctrl-C writes it, is one of them."""
+    """The average takes checkpoints in a row. An older best does not count; one more between two, as Ctrl-C writes it,
+    does."""
     _, _, tokenizer = verses
     training = TrainingConfig(save_every=10, keep=3)
     for step in (0, 10, 20, 30, 40, 43, 50):
@@ -1131,20 +1145,20 @@ def test_which_checkpoints_are_found_and_kept(tmp_path, verses):
 
 
 def test_a_copy_without_links_goes_on(tmp_path, verses):
-    """`scp -r` makes a folder of the link."""
+    """The best is marked also where `scp -r` has made a folder of the link."""
     saved = [checkpoint.save(tmp_path, step, small_model(), verses[2], {}, OPTIONS) for step in (1, 2)]
     (tmp_path / "best").mkdir()
     (tmp_path / "best/config.json").touch()
     checkpoint.mark_best(saved[1])
     assert (tmp_path / "best").readlink() == Path("step-00000002")
     assert not list(tmp_path.glob(".partial-*"))
-    (tmp_path / ".partial-old-best").mkdir()  # of a killed removal
+    (tmp_path / ".partial-old-best").mkdir()  # left by a killed removal
     checkpoint.prune(tmp_path, keep=2)
     assert not list(tmp_path.glob(".partial-*"))
 
 
 def test_what_others_keep_in_a_runs_folder_is_left_alone(tmp_path, verses):
-    """Copies of checkpoints are none of the run's, nor is what another command is writing."""
+    """Pruning leaves copies of checkpoints and files that another command is writing."""
     for step in (10**8, 99_999_999, 10**8 + 1):
         checkpoint.save(tmp_path, step, small_model(), verses[2], {"step": step}, OPTIONS)
     for name in (
@@ -1174,12 +1188,12 @@ def test_a_folder_of_the_users_is_not_taken_for_an_interrupted_start(tmp_path, v
     with pytest.raises(InputError, match="text is not what `fastattn train` wrote: name another folder"):
         encode(verses[2], (own, own), digest(own, own), own.parent)
     assert own.read_text() == "day\n"
-    (own.parent / "text.json").write_text("{}")  # as of an earlier text of ours
+    (own.parent / "text.json").write_text("{}")  # the mark of an earlier text of fastattn's
     checkpoint.expect_new(tmp_path / "run")
 
 
 def test_an_old_text_is_removed_whole(tmp_path, verses, monkeypatch):
-    """A kill while it is removed leaves nothing that the next start takes for the user's."""
+    """After a kill during the removal, the next start takes nothing that is left for the user's."""
     file, run = tmp_path / "day", tmp_path / "run"
     file.write_text("day\n")
     (run / "text").mkdir(parents=True)
@@ -1189,7 +1203,7 @@ def test_an_old_text_is_removed_whole(tmp_path, verses, monkeypatch):
         with pytest.raises(Killed):
             encode(verses[2], (file, file), digest(file, file), run / "text")
     checkpoint.expect_new(run)
-    for _ in range(2):  # the second time what the first wrote has to go
+    for _ in range(2):  # the second pass removes what the first wrote
         encode(verses[2], (file, file), digest(file, file), run / "text")
         (run / "text" / "text.json").write_text("{}")
 
@@ -1220,7 +1234,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, verses, name):
 
 def test_weights_must_fit_the_configuration(tmp_path, verses):
     saved = checkpoint.save(tmp_path, 1, small_model(), verses[2], {}, OPTIONS)
-    for d_ff in (65, 2**31 - 1):  # there is no memory for the second
+    for d_ff in (65, 2**31 - 1):  # no memory suffices for the second
         other = dataclasses.replace(small_model().config, d_ff=d_ff)
         (saved / "config.json").write_text(other.to_json())
         with pytest.raises(
@@ -1230,7 +1244,7 @@ def test_weights_must_fit_the_configuration(tmp_path, verses):
 
 
 class Killed(BaseException):
-    """What no handler of the program's catches."""
+    """Exception that no handler of the program catches."""
 
 
 def killed(*args, **kwargs):
@@ -1239,7 +1253,7 @@ def killed(*args, **kwargs):
 
 @pytest.mark.parametrize("target", ["safetensors.torch.save_file", "torch.save", "os.fsync", "pathlib.Path.rename"])
 def test_an_interrupted_write_is_no_checkpoint(tmp_path, verses, monkeypatch, target):
-    """Whatever call of a save is its last: what is found afterwards is complete, and the next save works."""
+    """After a kill in any call of a save, the checkpoint that is found is complete, and the next save works."""
     model, (_, _, tokenizer) = small_model(), verses
     checkpoint.save(tmp_path, 1, model, tokenizer, {"step": 1}, OPTIONS)
     with monkeypatch.context() as patch:
@@ -1274,7 +1288,7 @@ def test_what_a_file_cannot_be_called_is_said(tmp_path):
 
 
 def test_a_pipe_is_written_to_directly(tmp_path):
-    """By a link that leads to no file too, as /dev/stdout does."""
+    """A pipe is written to directly, and a link to a missing file is followed, as for /dev/stdout."""
     reading, writing = os.pipe()
     with open(reading, "rb") as stream:
         write_file(Path(f"/dev/fd/{writing}"), b"whole")
@@ -1291,7 +1305,7 @@ def test_a_pipe_is_written_to_directly(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_a_quantised_model_is_evaluated_and_translates(text, verses):
-    """As its own logits say. The ``weight`` of a quantised module is a method."""
+    """Loss and accuracy are those of the model's own logits. The ``weight`` of a quantised module is a method."""
     sources, targets, tokenizer = verses
     model = torch.ao.quantization.quantize_dynamic(small_model().eval(), {nn.Linear})
     batch = text.batch(torch.arange(8))
@@ -1341,7 +1355,7 @@ def test_scores():
 
 
 def test_compounds_are_split_as_in_the_papers_bleu():
-    r"""perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g' of the tokenised text, then BLEU of its words."""
+    r"""The score is BLEU of the words after perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g' of the tokenised text."""
     found = scores(["the well-known state of the art"], ["the well-known state-of-the-art"])
     words = ["the", "well", "##AT##-##AT##", "known", "state", "of", "the", "art"]
     state = ["state", "##AT##-##AT##", "of", "##AT##-##AT##", "the", "##AT##-##AT##", "art"]
@@ -1350,14 +1364,15 @@ def test_compounds_are_split_as_in_the_papers_bleu():
     for n in range(1, 5):
         grams, wanted = ([tuple(text[i:][:n]) for i in range(len(text) - n + 1)] for text in (words, reference))
         hits = sum(min(grams.count(gram), wanted.count(gram)) for gram in set(grams))
-        precisions.append((hits if hits else 0.5) / len(grams))  # sacrebleu's exponential smoothing of a first zero
+        precisions.append((hits if hits else 0.5) / len(grams))  # sacrebleu smooths a first zero exponentially
     expected = math.exp(1 - len(reference) / len(words)) * math.prod(precisions) ** 0.25
     assert found.compound_split_bleu == pytest.approx(100 * expected)
 
 
 @pytest.mark.parametrize("kind", plots.KINDS)
 def test_attention_heads(verses, kind):
-    """Against the probabilities of the layer's own projections, rows and columns named by what they are."""
+    """Weights equal the layer's own probabilities, and rows and columns carry the pieces of text that they stand
+    for."""
     sources, targets, tokenizer = verses
     model = small_model().eval()
     heads = plots.attention_heads(model, tokenizer, sources[0], targets[0], kind)
@@ -1397,7 +1412,7 @@ def test_pieces_in_a_picture_are_no_mathematics(tmp_path):
 
 
 def test_the_loss_curve_is_of_one_kind(tmp_path, monkeypatch):
-    """Training's cross-entropy is that without label smoothing, as validation's is."""
+    """Training's curve is the cross-entropy without label smoothing, as validation's is."""
     drawn = {}
     plot = matplotlib.axes.Axes.plot
 
@@ -1414,7 +1429,7 @@ def test_the_loss_curve_is_of_one_kind(tmp_path, monkeypatch):
 
 @pytest.fixture
 def files(tmp_path):
-    """A hundred pairs of lines, and a file of the configuration of a small model."""
+    """Return the files of 100 pairs of lines, and a function that writes a small model's configuration."""
     files = [tmp_path / "some.en", tmp_path / "some.es"]
     for path in files:
         path.write_text("\n".join(read_lines(VERSES / f"dev{path.suffix}")[:100]))
@@ -1451,7 +1466,7 @@ def test_a_run_writes_metrics_and_checkpoints(files, tmp_path, capsys, monkeypat
 
 
 def test_ctrl_c_cuts_bleu_short(files, tmp_path, monkeypatch):
-    """Not validation: the checkpoint is saved at once, and may be the best."""
+    """Ctrl-C cuts BLEU short but not validation: the checkpoint is saved at once, and may be the best."""
     files, config = files
 
     def interrupted(model, tokenizer, lines, search, advance):
@@ -1460,7 +1475,7 @@ def test_ctrl_c_cuts_bleu_short(files, tmp_path, monkeypatch):
         raise AssertionError("it goes on")
 
     monkeypatch.setattr("fastattn.translation.train.translate", interrupted)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores SIGINT
     try:
         for name, saved, most in (("due", 1, 9), ("not due", 9, 9), ("last", 9, 1)):
             with pytest.raises(KeyboardInterrupt, match="after update 1, which is saved"):
@@ -1484,7 +1499,7 @@ def test_a_run_is_resumed_with_its_validation_text(files, tmp_path):
 
 
 def test_damaged_metrics(files, tmp_path):
-    """A last line that was not written to its end is left out, and a resumed run goes on behind the one before."""
+    """An incomplete last line is left out, and a resumed run continues behind the line before it."""
     files, config = files
     out = tmp_path / "run"
     train(files, files, out, config=config(), max_steps=1)
@@ -1522,7 +1537,7 @@ def test_a_model_that_no_memory_holds(files, tmp_path):
 
 
 def test_held_out_text_is_moved_to_the_model(text, monkeypatch):
-    """The command's batches are on the CPU, wherever the model is."""
+    """Held-out batches, which the command keeps on the CPU, are moved to the model's device."""
     model, moved = small_model(), []
     monkeypatch.setattr(Batch, "to", lambda batch, device: moved.append(device) or batch)
     held_out(model, [text.batch(torch.tensor([1, 2]))], torch.autocast("cpu", enabled=False))
@@ -1530,7 +1545,7 @@ def test_held_out_text_is_moved_to_the_model(text, monkeypatch):
 
 
 def test_the_loss_makes_gradients_only_where_they_are_wanted():
-    """Validation has none: a tensor of the vocabulary's size less."""
+    """Validation makes no gradients, which saves a tensor of the weight's size."""
     features, weight = torch.randn(8, 5), torch.randn(30, 5, requires_grad=True)
     labels = torch.arange(8) + 4
     with torch.no_grad(), Made() as made:
@@ -1544,7 +1559,8 @@ def test_the_loss_makes_gradients_only_where_they_are_wanted():
 
 @pytest.mark.parametrize("positions", ["sinusoidal", *slow("learned")])
 def test_the_same_update_has_the_same_bits(positions):
-    """Of so many tokens that gradients of indexing are summed by several threads, in no order."""
+    """An update has the same bits each time, although torch sums the gradients of indexing this many tokens in several
+    threads, in no order."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
     config = TransformerConfig(50, 64, 64, 4, 1, 1, positions=positions, max_positions=300, dropout=0.1)
@@ -1565,7 +1581,7 @@ def test_the_same_update_has_the_same_bits(positions):
 
 
 def test_what_a_run_does_not_meet_needs_no_positions(files, tmp_path):
-    """A validation pair that the loss leaves out, and that is not translated; unless BLEU is asked for."""
+    """A validation pair that the loss leaves out needs no positions, unless BLEU translates it."""
     files, config = files
     valid = tmp_path / "en", tmp_path / "es"
     valid[0].write_text("in the beginning\n" + "in the beginning " * 200)
@@ -1587,9 +1603,9 @@ def test_learned_positions_must_do_for_every_sentence(files, tmp_path):
     model, tokenizer = checkpoint.load(best)
     with torch.no_grad():
         model.output.weight[EOS_ID] = 0
-    for line in ("in the beginning " * 25 + "in" * more for more in range(3)):  # whatever its padding's multiple
-        most = 1 + len(tokenizer.encode([line])[0])  # with its end
+    for line in ("in the beginning " * 25 + "in" * more for more in range(3)):  # whatever multiple padding rounds to
+        most = 1 + len(tokenizer.encode([line])[0])  # tokens, the end included
         narrow = Transformer(dataclasses.replace(model.config, max_positions=most)).eval()
         assert len(translate(narrow, tokenizer, [line], Search(beam=1))) == 1
-    for search in (Search(beam=2), Search(temperature=1.0)):  # hypotheses end where the positions do
+    for search in (Search(beam=2), Search(temperature=1.0)):  # hypotheses end at the last position
         assert translate(model, tokenizer, ["in the beginning " * 25], search) != [""]
