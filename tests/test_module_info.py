@@ -1,5 +1,5 @@
-"""torch's own samples of nn.MultiheadAttention, of its encoder and decoder layers and of multi_head_attention_forward,
-with our module in the place of torch's: outputs, weights, gradients."""
+"""torch's own samples of nn.MultiheadAttention, its encoder and decoder layers and multi_head_attention_forward, run by
+fastattn's module. The tests compare outputs, weights and gradients."""
 
 import copy
 
@@ -19,7 +19,7 @@ SEED = torch.tensor([17, 0])
 
 
 def ours_of(theirs):
-    """Our module with the options, parameters and mode of torch's."""
+    """Return fastattn's module with the options, parameters and mode of torch's."""
     ours = MultiHeadAttention(
         theirs.embed_dim, theirs.num_heads, theirs.dropout, theirs.in_proj_bias is not None,
         theirs.bias_k is not None, theirs.add_zero_attn, theirs.kdim, theirs.vdim, theirs.batch_first,
@@ -29,7 +29,7 @@ def ours_of(theirs):
 
 
 def with_ours(module):
-    """A copy whose attention is ours."""
+    """Return a copy of the module that has fastattn's attention."""
     if isinstance(module, nn.MultiheadAttention):
         return ours_of(module)
     module = copy.deepcopy(module)
@@ -44,7 +44,7 @@ def convert(value, dtype):
 
 
 def results(function, tensors):
-    """(outputs, gradients) of a function of a dictionary of tensors."""
+    """Return (outputs, gradients) of a function of a dictionary of tensors."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
     out = function(leaves)
     outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
@@ -54,12 +54,12 @@ def results(function, tensors):
 
 
 def compare(ours, theirs, tensors):
-    """The tolerance rule: ``theirs`` in float64 is right, in float32 the peer."""
+    """Compare by the tolerance rule: ``theirs`` is the truth in float64 and the peer in float32."""
     wide = {name: t.double() for name, t in tensors.items()}
     got, exact, peer = results(ours, tensors), results(theirs, wide), results(theirs, tensors)
     for kind, a, e, p in zip(("output", "gradient"), got, exact, peer, strict=True):
         assert len(a) == len(e)
-        magnitude = max(map(largest, e))  # gradients are sums of terms that cancel; one scale for all
+        magnitude = max(map(largest, e))  # one scale for all, as gradients are sums of terms that cancel
         for n, triple in enumerate(zip(a, e, p, strict=True)):
             assert_accurate(*triple, f"{kind} {n}", magnitude=magnitude)
 
@@ -93,7 +93,8 @@ def test_samples_of_modules(kind, training):
 
 
 def check_function(sample, monkeypatch):
-    """The function's arguments as our module's parameters; it drops what torch's is made to drop."""
+    """Compare with fastattn's module, whose parameters are the function's arguments. torch's function drops the same
+    elements."""
     key, value, embed_dim, heads, weight, bias, bias_k, bias_v, zero, dropout_p, out_weight, out_bias = sample.args
     options = sample.kwargs
     if options["use_separate_proj_weight"]:
@@ -122,7 +123,7 @@ def check_function(sample, monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(F, "dropout", lambda t, p: t * dropout_factor(t.shape, p, SEED).to(t.dtype))
-    # Values to 9 make scores of thousands, whose rounding alone moves the weights: their gradient is all rounding.
+    # Values up to 9 make scores of thousands. Their rounding moves the weights, so gradients would be all rounding.
     compare(run_ours, run_theirs, {name: t / 10 for name, t in tensors.items()})
 
 
@@ -132,7 +133,8 @@ def test_samples_of_the_function(monkeypatch):
 
 
 def test_reading_torchs_samples_leaves_no_trace():
-    """Its import would change how hypothesis runs all tests that follow, and refuse torch.backends.x.y = z."""
+    """Reading the samples has no side effect. Their import would change how hypothesis runs all later tests, and refuse
+    torch.backends.x.y = z."""
     databases()
     assert settings.get_current_profile_name() in ("fixed", "explore")
     assert not torch.backends.flags_frozen()

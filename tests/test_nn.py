@@ -1,4 +1,4 @@
-"""MultiHeadAttention against torch.nn.MultiheadAttention, KeyValueCache, and the other modules."""
+"""Tests of MultiHeadAttention against torch.nn.MultiheadAttention, of KeyValueCache, and of the other modules."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ WEIGHTS = pytest.mark.parametrize("weights", [False, True], ids=["no weights", "
 
 
 def pair(*args, **kwargs):
-    """Ours and torch's with the same parameters."""
+    """Return fastattn's module and torch's, with the same parameters."""
     theirs = torch.nn.MultiheadAttention(*args, **kwargs)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -34,7 +34,8 @@ def pair(*args, **kwargs):
 
 
 def compare(ours, theirs, inputs, **options):
-    """Outputs, weights, gradients of inputs and parameters: the tolerance rule with torch's module as the peer."""
+    """Compare outputs, weights and gradients of inputs and parameters by the tolerance rule, torch's module as the
+    peer."""
     results = []
     for module, dtype in ((ours, None), (copy.deepcopy(theirs).double(), torch.float64), (theirs, None)):
         module.zero_grad()
@@ -50,16 +51,16 @@ def compare(ours, theirs, inputs, **options):
         loss.backward()
         gradients = [t.grad for t in leaves] + [p.grad for _, p in sorted(module.named_parameters())]
         results.append((out, weights, *gradients))
-    assert results[0][0].is_contiguous() >= results[2][0].is_contiguous()  # for who takes a view of it
-    # A score s rounded by eps |s| is a relative error eps |s| of P, once in the forward and once in the backward pass,
-    # whose sums differ in order: 2 eps |s|, beside the 8 eps of the rule.
+    assert results[0][0].is_contiguous() >= results[2][0].is_contiguous()  # Callers may take a view of it.
+    # A score s is rounded by eps |s|, which is a relative error eps |s| of P. It enters once in the forward and once in
+    # the backward pass, and their sums differ in order. This adds 2 eps |s| to the 8 eps of the rule.
     with torch.no_grad():
         q, k, _ = ours._project(*inputs, None, ours._read_parameters(), ours._split_heads)
         largest_score = largest(q @ k.mT) / math.sqrt(ours.head_dim)
     for n, (a, e, p) in enumerate(zip(*results, strict=True)):
         if e is None:
             assert a is None
-        else:  # scores that saturate or cancel leave gradients far below those of the values
+        else:  # saturated or cancelling scores have gradients far below those of values
             magnitude = 1.0 if n < 2 else max(largest(g) for g in results[1][2:]) * (1 + largest_score / 4)
             assert_accurate(a, e, p, str(options), magnitude=magnitude)
 
@@ -78,7 +79,7 @@ CONSTRUCTIONS = [
 
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 def test_constructed_like_torchs(options):
-    """The same initialisation under the same seed, state dicts that load both ways, the same attributes."""
+    """State dicts load both ways; the initialisation under a seed and the attributes are torch's."""
     torch.manual_seed(3)
     theirs = torch.nn.MultiheadAttention(16, 4, **options)
     torch.manual_seed(3)
@@ -149,7 +150,7 @@ def test_self_attention_and_one_tensor_for_key_and_value(backend):
 
 @WEIGHTS
 def test_own_masks(backend, weights):
-    """key_lengths and window_size say what masks say; causal and padding combine."""
+    """key_lengths, is_causal and window_size give the results of the masks that say the same, and combine."""
     ours, _ = pair(16, 4, batch_first=True)
     x = torch.randn(2, 7, 16)
     lengths = torch.tensor([7, 4])
@@ -165,7 +166,7 @@ def test_own_masks(backend, weights):
 
 @WEIGHTS
 def test_rows_masked_whole_are_the_bias(backend, weights):
-    """Where torch gives NaN, nothing is attended to: the output is the output projection's bias."""
+    """A row that sees nothing, NaN in torch, is the output projection's bias, and its gradient is 0."""
     ours, _ = pair(16, 4, batch_first=True)
     x = torch.randn(2, 5, 16, requires_grad=True)
     padding = torch.tensor([[False] * 5, [True] * 5])
@@ -188,7 +189,7 @@ def test_rows_masked_whole_are_the_bias(backend, weights):
     ids=str,
 )
 def test_free_head_sizes(backend, dims):
-    """d_k and d_v of their own, as in rows (A) and (B) of the paper's table 3: against the formula, head by head."""
+    """Free d_k and d_v, as in rows (A) and (B) of the paper's table 3, agree with the formula, head by head."""
     module = MultiHeadAttention(12, 3, batch_first=True, **dims)
     dk, dv = dims.get("head_dim", 4), dims.get("value_head_dim", dims.get("head_dim", 4))
     if "head_dim" not in dims:
@@ -217,7 +218,7 @@ def test_dropout_in_training_only(backend):
     assert not torch.equal(first, second)
     fused = module(x, x, x, need_weights=False, seed=SEED)[0]
     shown, weights = module(x, x, x, average_attn_weights=False, seed=SEED)
-    torch.testing.assert_close(fused, shown, **CLOSE)  # the same elements dropped on both paths
+    torch.testing.assert_close(fused, shown, **CLOSE)  # both paths drop the same elements
     assert torch.equal(weights != 0, dropout_mask((2, 4, 40, 40), 0.4, SEED))
     module.eval()
     assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
@@ -226,7 +227,7 @@ def test_dropout_in_training_only(backend):
 @pytest.mark.parametrize("chunks", [[1] * 11, [4, 1, 5, 1], [11], [2, 9]], ids=str)
 @pytest.mark.parametrize("size", [(), (16,), (11,)], ids=["growing", "larger", "exact"])
 def test_cache_equals_the_whole(backend, size, chunks):
-    """Token by token, and by uneven chunks: the outputs of the causal whole."""
+    """Decoding token by token, or by uneven chunks, gives the outputs of the causal whole."""
     module = MultiHeadAttention(16, 4, batch_first=True).eval()
     x, cache = torch.randn(3, 11, 16), KeyValueCache(*size)
     whole = module(x, x, x, is_causal=True, need_weights=False)[0]
@@ -374,7 +375,7 @@ def test_a_cache_keeps_what_it_is_told(index):
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_masks_of_four_dimensions(heads, kind):
-    """(N, 1 or num_heads, L, S) is what (N * num_heads, L, S) is."""
+    """A mask (N, 1 or num_heads, L, S) gives the results of the mask (N * num_heads, L, S)."""
     module, x = MultiHeadAttention(16, 4, batch_first=True).eval(), torch.randn(3, 5, 16)
     mask = torch.rand(3, heads, 5, 5) < 0.4 if kind == torch.bool else torch.randn(3, heads, 5, 5)
     expected = module(x, x, x, attn_mask=mask.expand(3, 4, 5, 5).flatten(0, 1))
@@ -393,7 +394,8 @@ def test_autocast(backend, weights):
 
 
 def encoder(layers=None, **options):
-    """torch's encoder layer, or a stack of them, with another one whose attention is ours, of the same parameters."""
+    """Return torch's encoder layer, or a stack of them, first with fastattn's attention, then with torch's, of the same
+    parameters."""
     theirs = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
     if layers is not None:
         theirs = torch.nn.TransformerEncoder(theirs, layers)
@@ -406,7 +408,7 @@ def encoder(layers=None, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What fastattn.nn calls of attention."""
+    """Return the list of the calls of attention that fastattn.nn makes."""
     found = []
 
     def count(*args, **kwargs):
@@ -431,7 +433,8 @@ LAYER_MASKS = {
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("masks", LAYER_MASKS)
 def test_torchs_encoder_layer_calls_our_attention(backend, calls, masks, training):
-    """In evaluation without gradients too, where it computes with its parts' parameters itself."""
+    """The layer calls fastattn's attention even in evaluation without gradients, where torch reads the parts'
+    parameters itself."""
     ours, theirs = (layer.train(training) for layer in encoder())
     with torch.set_grad_enabled(training):
         out, expected = (layer(X7, **LAYER_MASKS[masks]) for layer in (ours, theirs))
@@ -450,7 +453,8 @@ def test_torchs_encoder_layer_calls_a_copy_too(calls, copied):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_encoder_calls_our_attention(backend, calls):
-    """In evaluation a stack packs sequences into a nested tensor and leaves padding 0; one may be all padding."""
+    """In evaluation a stack packs sequences into a nested tensor and leaves padding 0; one sequence may be all
+    padding."""
     ours, theirs = (model.eval() for model in encoder(2))
     padding = torch.arange(7) >= torch.tensor([7, 4, 0])[:, None]
     with torch.no_grad():
@@ -476,7 +480,7 @@ def test_what_replaces_an_output_projection_in_torchs_encoder_layer(replace, pat
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_sequence_of_padding_in_torchs_encoder_layer(backend, training):
-    """torch's layer answers NaN; here the sequence attends to nothing."""
+    """A sequence of padding attends to nothing, where torch's layer returns NaN."""
     ours, _ = encoder()
     padding = torch.arange(7) >= torch.tensor([7, 4, 0])[:, None]
     with torch.set_grad_enabled(training):
@@ -487,7 +491,8 @@ def test_a_sequence_of_padding_in_torchs_encoder_layer(backend, training):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_free_head_sizes_in_torchs_layers(backend, calls, training):
-    """The layers read sizes off torch's parameters in evaluation, which ours need not have."""
+    """Free head sizes work in torch's layers, which in evaluation read sizes of parameters that fastattn's module may
+    lack."""
     own = functools.partial(MultiHeadAttention, 16, 4, batch_first=True, head_dim=8, value_head_dim=5, num_kv_heads=2)
     layer, _ = encoder()
     layer.self_attn = own()
@@ -514,7 +519,7 @@ def test_torchs_encoder_layer_compiles(masks):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.parametrize("average", [True, False], ids=["averaged", "all"])
 def test_nested_operands(backend, layout, average):
-    """Each sequence as if it were alone; weights are padded with zeros."""
+    """Each sequence gives the results of its own call; weights are padded with zeros."""
     module = MultiHeadAttention(16, 4, batch_first=True)
     rows = [torch.randn(n, 16) for n in (5, 2, 7)]
     x = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
@@ -562,7 +567,7 @@ def test_nested_queries_beside_nested_keys(case):
 
 @pytest.mark.slow
 def test_jagged_operands_compile():
-    """In one graph, at several lengths, with the residual connection and its gradient."""
+    """Jagged operands compile in one graph, at several lengths, with the residual connection and its gradient."""
     torch._dynamo.reset()
     module = MultiHeadAttention(16, 4, batch_first=True)
 
@@ -594,7 +599,7 @@ REFUSED_NESTED = {
 
 @pytest.mark.parametrize("words", REFUSED_NESTED)
 def test_refused_beside_nested_operands(words):
-    """torch's module has AssertionErrors for these."""
+    """The errors are AssertionErrors too, as in torch's module."""
     module = MultiHeadAttention(16, 4, batch_first=True)
     with pytest.raises((ValueError, TypeError), match=words) as refused:
         REFUSED_NESTED[words](module, jagged(5, 3))
@@ -611,7 +616,7 @@ PACKED = {
 
 
 def packed(queries, keys=None):
-    """The arguments that describe sequences of these lengths."""
+    """Return the arguments that describe packed sequences of these lengths."""
     keys = queries if keys is None else keys
     offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys))
     return dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), (*offsets, max(queries), max(keys)), strict=True))
@@ -620,7 +625,7 @@ def packed(queries, keys=None):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_operands(backend, case, batch_first):
-    """Each sequence as if it were alone, gradients included."""
+    """Each sequence gives the results and gradients of its own call."""
     queries, keys, masks, sizes = PACKED[case]
     module = MultiHeadAttention(16, 4, batch_first=batch_first, **sizes)
     query = torch.randn(sum(queries), 16, requires_grad=True)
@@ -640,7 +645,8 @@ def test_packed_operands(backend, case, batch_first):
 
 @pytest.mark.parametrize("masks", [{"is_causal": True}, {"window_size": (1, 2)}], ids=str)
 def test_packed_operands_count_from_the_last_key(backend, masks):
-    """Of queries and keys of unlike lengths: the lower-right diagonal, written out as a mask."""
+    """The diagonal is the lower-right one if a sequence's queries and keys differ in number. A mask written out shows
+    it."""
     module, queries, keys = MultiHeadAttention(16, 4), (3, 5, 1), (7, 4, 9)
     query, key = torch.randn(sum(queries), 16), torch.randn(sum(keys), 16)
     out, _ = module(query, key, key, need_weights=False, **packed(queries, keys), **masks)
@@ -723,7 +729,7 @@ def test_no_sequences_no_queries_no_keys(backend, sizes, batch_first, weights):
 
 
 def test_float64():
-    """Through the reference, with gradients."""
+    """The reference serves float64, with gradients."""
     ours, theirs = pair(16, 4, dtype=torch.float64, add_bias_kv=True)
     inputs = [torch.randn(n, 2, 16, dtype=torch.float64, requires_grad=True) for n in (5, 9, 9)]
     results = []
@@ -753,7 +759,7 @@ def test_half_precision_biases(backend, training, shape):
 @pytest.mark.parametrize("options", [{}, {"head_dim": 5, "value_head_dim": 3}, {"kdim": 12}, {"add_bias_kv": True}])
 @pytest.mark.parametrize("masked", [False, True])
 def test_fewer_heads_of_keys_and_values(backend, weights, options, masked):
-    """Against a module with the heads repeated."""
+    """Results equal those of a module with the heads repeated."""
     ours = MultiHeadAttention(16, 4, num_kv_heads=2, batch_first=True, **options)
     torch.nn.init.normal_(ours.in_proj_bias)
     whole = MultiHeadAttention(16, 4, batch_first=True, **options)
@@ -786,7 +792,7 @@ def test_fewer_heads_of_keys_and_values(backend, weights, options, masked):
 @WEIGHTS
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_appended_keys_beside_own_masks(backend, weights, options):
-    """Every query sees the appended keys, whatever key_lengths, window_size and is_causal say of the others."""
+    """Every query sees the appended keys, whatever key_lengths, window_size and is_causal hide."""
     ours, theirs = pair(16, 4, batch_first=True, **options)
     x, lengths = torch.randn(2, 7, 16), torch.tensor([7, 3])
     i, j = torch.arange(7)[:, None], torch.arange(7)
@@ -798,7 +804,8 @@ def test_appended_keys_beside_own_masks(backend, weights, options):
 
 
 def test_every_extension_with_a_cache(backend):
-    """Fewer key heads, free head sizes, appended keys, window and padding, token by token: the outputs of the whole."""
+    """All extensions at once, token by token, give the outputs of the whole: fewer key heads, free head sizes, appended
+    keys, window and padding."""
     module = MultiHeadAttention(
         16, 4, num_kv_heads=2, head_dim=6, value_head_dim=3, add_bias_kv=True, add_zero_attn=True, batch_first=True
     ).eval()
@@ -819,7 +826,7 @@ def test_every_extension_with_a_cache(backend):
 
 
 def other(**changes):
-    """A call that torch's module refuses."""
+    """Return a call that torch's module refuses."""
     operands = {name: torch.randn(5, 2, 16) for name in ("query", "key", "value")}
     return lambda module: module(**(operands | changes))
 
@@ -847,7 +854,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_errors_are_torchs_too(case):
-    """What torch's module refuses, ours does, with an error of torch's type that names what was wrong."""
+    """A call that torch's module refuses raises an error of torch's type, which names the mistake."""
     ours, theirs = pair(16, 4)
     with pytest.raises(Exception) as expected:  # noqa: PT011
         REFUSED[case](theirs)
@@ -899,7 +906,8 @@ def test_sizes_that_are_none(sizes, words):
     ids=str,
 )
 def test_another_order_of_arguments(arguments, mend):
-    """That of (n_head, d_model, d_k, d_v), of (h, d_model) and of (d_model, n_head, d_k, d_v)."""
+    """Arguments in another order are refused by name: (n_head, d_model, d_k, d_v), (h, d_model) and (d_model, n_head,
+    d_k, d_v)."""
     with pytest.raises(ValueError, match=mend):
         MultiHeadAttention(*arguments)
 
@@ -979,7 +987,7 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_travel(name):
-    """Pickle, deepcopy, state dicts, repr, meta construction."""
+    """Modules survive deepcopy and pickle, with their mode, repr and results."""
     module = MODULES[name]().eval()
     inputs = {"MultiHeadAttention": 3, "DropoutAddLayerNorm": 2}.get(name, 1)
     x = [torch.randn(5, 2, 16)] * inputs
@@ -1000,7 +1008,7 @@ def cross(module, x, y, **options):
 
 
 def decode(module, x, y, static):
-    """A first call, and a second one that the first one's keys and values serve too: the number of calls."""
+    """Make a first call, and a second one that uses the first one's keys and values too; return the number of calls."""
     cache = KeyValueCache(static=static)
     with torch.no_grad():
         for rows in (x[:, :3], x[:, 3:]):
@@ -1057,7 +1065,7 @@ def test_a_parametrised_parameter_of_a_norm_is_computed_once_a_call(kind):
 
 @pytest.mark.parametrize("operands", ["self", "cross", "three"])
 def test_a_random_parametrisation_is_one_for_queries_keys_and_values(operands):
-    """torch's module of the weight that the seed draws gives the same output and the same gradient."""
+    """Output and gradient equal those of torch's module with the weight that the seed draws."""
     x, y = torch.randn(5, 2, 16), torch.randn(9, 2, 16)
     inputs = {"self": (x, x, x), "cross": (x, y, y), "three": (x, y, y + 1)}[operands]
     ours, theirs = pair(16, 4)
@@ -1076,7 +1084,8 @@ def test_a_random_parametrisation_is_one_for_queries_keys_and_values(operands):
 
 @pytest.mark.parametrize("normalise", [parametrizations.spectral_norm, parametrizations.weight_norm])
 def test_a_normalised_input_projection(normalise):
-    """In training each read of a spectrally normalised weight is one more step of the power iteration."""
+    """A call reads the input projection as often as torch's: in training, each read of a spectrally normalised weight
+    is one more step of the power iteration."""
     x, y = torch.randn(5, 2, 16), torch.randn(9, 2, 16)
     results = []
     for module in pair(16, 4):
@@ -1091,7 +1100,7 @@ def test_a_normalised_input_projection(normalise):
 
 
 def forms(module):
-    """Calls of attention of (2, 5, 16) and (2, 9, 16), one for each way to its output projection."""
+    """Return calls of attention of (2, 5, 16) and (2, 9, 16), one for each way to its output projection."""
     x, y = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
     return {
         "padded": lambda: cross(module, x, y),
@@ -1116,7 +1125,7 @@ def attention(request):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @FORMS
 def test_hooks_of_the_output_projection_are_called(attention, form):
-    """Once a call, with its input and output; what a hook returns is the output."""
+    """A hook is called once per call, with input and output. If it returns a value, that is the output."""
     call, seen = forms(attention)[form], []
     expected = call()
     handles = [
@@ -1126,7 +1135,7 @@ def test_hooks_of_the_output_projection_are_called(attention, form):
     call()
     found, out = seen
     torch.testing.assert_close(torch.nn.functional.linear(found, *attention.out_proj.parameters()), out)
-    if form != "nested":  # whose rows are padded inside; each call of it has other operands
+    if form != "nested":  # nested rows are padded inside, and each call draws other operands
         assert torch.equal(out, expected)
         handles.append(attention.out_proj.register_forward_hook(lambda *args: args[2] * 2))
         assert torch.equal(call(), expected * 2)
@@ -1163,7 +1172,7 @@ def test_whoever_observes_the_output_projection_sees_its_call(kind, monkeypatch)
 
 @pytest.mark.parametrize("form", ["padded", "self-attention", "packed"])
 def test_an_adapter_of_the_output_projection_has_its_effect(form):
-    """torch's module of the merged weight gives the same output."""
+    """The output equals that of torch's module with the merged weight."""
     ours, theirs = pair(16, 4, batch_first=True)
     adapter = ours.out_proj = Lora(ours.out_proj)
     with torch.no_grad():
@@ -1179,7 +1188,7 @@ def test_an_adapter_of_the_output_projection_has_its_effect(form):
 
 
 def test_an_output_projection_normalised_by_hooks():
-    """The hook of torch's older ``weight_norm`` computes the weight, so an optimizer's step has its effect."""
+    """The hook of torch's older ``weight_norm`` computes the weight, so an optimizer's step takes effect."""
     module, x = MultiHeadAttention(16, 4), torch.randn(5, 2, 16)
     bias, before = module.out_proj.bias.detach(), module(x, x, x)[0]
     with pytest.warns(FutureWarning, match="weight_norm"):

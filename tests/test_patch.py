@@ -1,4 +1,4 @@
-"""patch(model): models that exist on fastattn's kernels, with their own results, state and structure."""
+"""Tests of patch(model): existing models run on fastattn's kernels and keep their results, state and structure."""
 
 import ast
 import copy
@@ -35,15 +35,15 @@ VOCABULARY, PAD = 40, 0
 
 
 def tokens(batch, length, *ends):
-    """Random tokens; sentence n ends after ``ends[n]`` of them."""
+    """Return random tokens, (batch, length), int64; sentence n ends after ``ends[n]`` of them."""
     found = torch.randint(1, VOCABULARY, (batch, length))
     for n, end in enumerate(ends):
         found[n, end:] = PAD
     return found
 
 
-# Models, each with the arguments of a call. Head sizes are odd; the first target of jadore's begins with padding, so
-# that rows are masked whole.
+# Models, each with the arguments of a call. Head sizes are odd. The first target of jadore's begins with padding, so
+# some rows are masked whole.
 
 
 def jadore_model():
@@ -104,7 +104,8 @@ MODELS = {
 
 @pytest.mark.parametrize("name", ["jadore", "annotated"])
 def test_the_default_dtype_is_no_reason_against_a_program(name):
-    """The trial of a class is made once: under another default it would hold for the rest of the process."""
+    """A class is recognised under every default dtype. Its trial is made once per process, so the result must not
+    depend on the default of that moment."""
     model, _ = MODELS[name]()
     wanted = fastattn.patch(copy.deepcopy(model))
     programs._usual_trial.cache_clear()
@@ -120,7 +121,7 @@ def test_the_default_dtype_is_no_reason_against_a_program(name):
 
 @pytest.fixture(params=MODELS)
 def pair(request):
-    """The model, a patched copy, and the arguments of a call."""
+    """Return the model, a patched copy, and the arguments of a call."""
     model, args = MODELS[request.param]()
     patched = copy.deepcopy(model)
     report = fastattn.patch(patched)
@@ -137,7 +138,7 @@ def set_dropout(model, p):
 
 
 def outcome(model, args, dtype=torch.float32):
-    """The output and the gradients of the parameters; those that do not take part have none."""
+    """Return the output and the gradients of the parameters; a parameter that does not take part has None."""
     model = model.to(dtype)
     out = model(*(arg.to(dtype) if arg.is_floating_point() else arg for arg in args))
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
@@ -146,7 +147,8 @@ def outcome(model, args, dtype=torch.float32):
 
 
 def assert_same(model, patched, args):
-    """Ours is as near to float64 as the original is: twice its error, and a few roundings of the largest value."""
+    """Check that the patched model is as near to float64 as the original: twice its error, plus 16 eps of the largest
+    value or of 1."""
     exact = outcome(copy.deepcopy(model), args, torch.float64)
     for ours, own, truth in zip(outcome(patched, args), outcome(model, args), exact, strict=True):
         if truth is None:
@@ -170,7 +172,7 @@ def test_results_in_training_without_dropout(pair):
 
 @pytest.fixture
 def counted_seeds(monkeypatch):
-    """Every site takes the next number as its seed. Returns a function that starts again."""
+    """Make every site take the next number as its seed; return a function whose ``restart`` begins again."""
     count = [0]
 
     def next_seed(shape=(2,), device="cpu"):
@@ -188,7 +190,8 @@ def masked(x, mask, p):
 
 
 def use_dropout_mask(model, new_seed):
-    """Replace the original's dropout by ``dropout_mask``: one seed a call, heads in modules of their own share one."""
+    """Replace the original's dropout by ``dropout_mask``: one seed per call, shared by heads in modules of their
+    own."""
 
     def forward_of(module, head=0, heads=1):
         def forward(x):
@@ -230,7 +233,7 @@ def test_results_with_dropout(name, counted_seeds):
             assert error <= 2 * allowed + 16 * torch.finfo(torch.float32).eps * max(truth.abs().max().item(), 1.0)
 
 
-# What stays
+# Properties that patching keeps
 
 
 def test_state_and_structure_stay(pair):
@@ -345,7 +348,8 @@ def test_hooks_inside_torchs_layers_are_called(inside):
 
 
 def test_attention_patched_alone_is_not_skipped_by_torchs_layer(monkeypatch):
-    """In evaluation torch's encoder layer computes with its parameters instead, as it does again afterwards."""
+    """In evaluation, torch's encoder layer calls the patched attention. After unpatch it computes with the parameters
+    itself again."""
     layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [True] * 5])
     calls = []
@@ -418,7 +422,7 @@ def test_a_model_without_memory_yet():
 
 
 def test_a_compiled_model_is_compiled_anew():
-    """Patched, and unpatched again."""
+    """A compiled model is compiled again after patch, and after unpatch."""
     torch.compiler.reset()
     model, graphs = nn.Sequential(nn.LayerNorm(4)), []
 
@@ -429,7 +433,7 @@ def test_a_compiled_model_is_compiled_anew():
     compiled, x = torch.compile(model, backend=backend), torch.randn(2, 4)
     compiled(x)
     fastattn.patch(compiled)
-    if torch.__version__ < "2.11":  # which does not guard on a module's class
+    if torch.__version__ < "2.11":  # torch 2.10 does not guard on a module's class
         torch.compiler.reset()
     compiled(x)
     assert ["fastattn.layer_norm.default" in graph for graph in graphs] == [False, True]
@@ -447,7 +451,7 @@ def test_shared_modules_stay_shared():
     assert model[0] is model[2]
 
 
-# What the modules compute
+# Results of the modules
 
 
 def test_torchs_fast_path_does_not_go_around(monkeypatch):
@@ -477,7 +481,7 @@ def test_unbiased_layer_norm_where_the_deviation_is_small(shape, eps):
     fastattn.patch(norm)
     for magnitude in (2.0**-50, 2.0**-36, 2.0**-26, 2.0**-20, 1.0):
         grad = torch.randn(shape)
-        for x in (torch.randn(shape) * magnitude, torch.full(shape, 3 * magnitude)):  # constant rows: a mean exact
+        for x in (torch.randn(shape) * magnitude, torch.full(shape, 3 * magnitude)):  # constant rows have an exact mean
             found = []
             for module, dtype in ((norm, torch.float32), (own, torch.float64)):
                 operand = x.to(dtype, copy=True).requires_grad_()
@@ -485,7 +489,7 @@ def test_unbiased_layer_norm_where_the_deviation_is_small(shape, eps):
                 grads = torch.autograd.grad(out, (operand, module.a_2, module.b_2), grad.to(dtype))
                 found.append([out.detach().float(), *(tensor.float() for tensor in grads)])
             for ours, exact in zip(*found, strict=True):
-                largest = exact.abs().max().item()  # of the sums of 12 terms, or of 6, that are rounded
+                largest = exact.abs().max().item()  # of the rounded sums of 12 terms, or of 6
                 torch.testing.assert_close(ours, exact, rtol=0, atol=12 * torch.finfo(torch.float32).eps * largest)
 
 
@@ -497,16 +501,17 @@ def test_unbiased_layer_norm_in_half_precision(dtype, deviation):
     norm = copy.deepcopy(own.to(dtype))
     fastattn.patch(norm)
     x, found = (torch.randn(3, 64) * deviation).to(dtype), []
-    grad = (torch.randn(3, 64) * max(min(deviation, 1.0), 1e-3)).to(dtype)  # of which float16 holds x's gradient
+    grad = (torch.randn(3, 64) * max(min(deviation, 1.0), 1e-3)).to(dtype)  # small: float16 must hold x's gradient
     for module in (norm, own, copy.deepcopy(own).double()):
         operand = x.to(module.a_2.dtype, copy=True).requires_grad_()
         out = module(operand)
         found.append((out.double(), torch.autograd.grad(out, operand, grad.to(out.dtype))[0].double()))
     for ours, theirs, true in zip(*found, strict=True):
-        if not theirs.isfinite().all():  # the program's gradient divides by the deviation's square, 4e-8 and less
+        if not theirs.isfinite().all():  # the program's gradient divides by the squared deviation, 4e-8 and less
             assert (dtype, deviation <= 2e-4) == (torch.float16, True)
             continue
-        # Twice the program's own, and the roundings of the normalised row, its length, their product and the sum.
+        # The bound is twice the program's own error and four roundings: the normalised row, its length, their product,
+        # the sum.
         error, size = (ours - true).abs().max(), true.abs().max()
         assert error <= 2 * (theirs - true).abs().max() + 4 * torch.finfo(dtype).eps * size
 
@@ -516,7 +521,7 @@ def test_unbiased_layer_norm_of_other_widths():
     own = copy.deepcopy(norm)
     fastattn.patch(norm)
     assert_same(own, norm, (torch.randn(2, 3, 12),))
-    assert norm(torch.randn(2, 1)).isnan().all()  # the deviation of one number
+    assert norm(torch.randn(2, 1)).isnan().all()  # the deviation of one number is NaN
 
 
 def test_residual_is_the_value():
@@ -567,7 +572,7 @@ def test_compiles_whole(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])  # torch's decoder asks for a mask's values
+@pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])  # torch's decoder reads a mask's values
 def test_models_compile_whole(name):
     model, args = MODELS[name]()
     fastattn.patch(model.eval())
@@ -586,11 +591,11 @@ def test_onnx_of_patched_programs(name):
     expected = model.eval()(*args)
     fastattn.patch(model)
     program = torch.onnx.export(model, args, dynamo=True, verbose=False)
-    # Logits of size 1: sums of at most 40 float32 products in another order, through some 20 of them.
+    # Logits are of size 1. Each comes through some 20 products, which sum at most 40 float32 numbers in another order.
     torch.testing.assert_close(program(*args)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-# What attention of ours does not compute is the program's own.
+# Calls that fastattn's attention does not compute are left to the program's own.
 
 UNUSUAL = {
     "jadore, a mask of more dimensions": (
@@ -627,7 +632,8 @@ def test_unusual_operands_of_programs(name):
 
 @pytest.fixture
 def attention():
-    """jadore's attention, patched; the operands; its output, and a call that returns its weights."""
+    """Return a function that calls jadore's patched attention and returns its weights, the expected weights, and (q,
+    k)."""
     module = jadore.ScaledDotProductAttention(1.5, attn_dropout=0.5)
     own = copy.deepcopy(module)
     fastattn.patch(module)
@@ -686,7 +692,7 @@ READ = {
     "iteration": lambda t: list(t)[1],
     "an unbound function": lambda t: torch.tensor(torch.Tensor.tolist(t)),
     "another tensor's map_": lambda t: torch.zeros_like(t).map_(t.detach(), lambda _, weight: weight),
-    "another tensor's data": lambda t: Holder(t.clone()).tensor,  # as docs/migrate.md has it
+    "another tensor's data": lambda t: Holder(t.clone()).tensor,  # the form of docs/migrate.md
     "Parameter": lambda t: nn.Parameter(t.clone()).detach(),
     "autograd.Function": Thrice.apply,
     "vmap": lambda t: torch.vmap(lambda x: x * 2)(t),
@@ -798,7 +804,7 @@ def test_weights_changed_in_place(attention):
 
 
 def changed(function):
-    """What a function that changes its tensor leaves of it."""
+    """Return ``function``, which changes its tensor, as a function that returns the tensor."""
 
     def change(tensor):
         function(tensor)
@@ -831,7 +837,7 @@ def test_weights_without_history_are_a_tensor(attention, name):
     with torch.no_grad():
         found = weights()
     ours, own = CHANGED[name](found), CHANGED[name](plain.detach().clone())
-    torch.testing.assert_close(ours, own, rtol=1.3e-6, atol=1e-6)  # tighter than its default: weights are at most 2
+    torch.testing.assert_close(ours, own, rtol=1.3e-6, atol=1e-6)  # an atol below the default: weights are at most 2
     assert ours.is_leaf
     assert not ours.grad_fn
 
@@ -846,7 +852,7 @@ def test_shape_of_weights_changed_in_place(attention, name):
 
 
 def test_weights_keep_what_is_attached_to_them(attention):
-    """Hooks, attributes, a gradient and weak references, attached before they are read or after."""
+    """Hooks, attributes, a gradient and weak references stay, whether attached before the weights are read or after."""
     weights, plain, operands = attention
     for found in (weights(), weights().requires_grad_()):
         found.note, reference, seen = "kept", weakref.ref(found), []
@@ -874,7 +880,7 @@ def test_gradients_with_respect_to_weights_that_a_function_has_seen(attention, r
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_weights_of_a_checkpoint(use_reentrant):
-    """Returned by one, and read within one."""
+    """Weights returned by a checkpoint, and weights read within one, have the program's values and gradients."""
     module = jadore.ScaledDotProductAttention(1.5).eval()
     own = copy.deepcopy(module)
     fastattn.patch(module)
@@ -910,7 +916,8 @@ def test_memory_of_weights_that_somebody_observed_first(attention):
 
 
 def test_weights_read_by_several_threads(attention):
-    """Each adds to a row of its own, since torch's additions are not atomic; none is lost to a second computation."""
+    """Weights are computed once for all threads, so that no thread's change is lost. Each adds to its own row, since
+    torch's additions are not atomic."""
     weights, plain, _ = attention
     for _ in range(20):
         with torch.no_grad():
@@ -989,7 +996,7 @@ def test_kept_weights_of_the_annotated_transformer():
     torch.testing.assert_close(found + 0, own.decoder.layers[1].src_attn.attn)
 
 
-# What is left, and why
+# Modules that are left, and the reasons
 
 
 class LoudNorm(nn.LayerNorm):
@@ -1103,7 +1110,7 @@ def test_trusted_classes_are_tried(name):
 
 
 def with_globals(function, **others):
-    """The function with other globals."""
+    """Return the function with other globals."""
     made = types.FunctionType(function.__code__, {**function.__globals__, **others}, function.__name__)
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return made
@@ -1225,7 +1232,7 @@ def test_programs_whose_functions_of_torch_were_replaced_are_left(monkeypatch, o
 
 @pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])
 def test_a_clamping_program_computes_after_patch_what_it_did(name):
-    """Scores of some thousands, which the clamp makes equal: without it the largest has the whole weight."""
+    """The clamp makes scores of some thousands equal. Without it, the largest score would have the whole weight."""
     x = torch.arange(40.0).sin().view(1, 5, 8) * 100
     model, args = {
         "jadore": (ClampsScores(1.0), (x[None], x[None], x[None])),
@@ -1254,7 +1261,8 @@ def test_a_class_that_shadows_what_its_instances_hold_is_left(kind, name):
 
 
 def code_of(text, **names):
-    """The function ``f`` of this text, as a notebook's cell makes it: without a file, among the notebook's names."""
+    """Return the digest of the function ``f`` of this text. It is made as a notebook's cell makes it: without a file,
+    among the notebook's names."""
     cell = {**vars(annotated), **names}
     exec(compile(text, "<cell>", "exec", dont_inherit=True), cell)
     return known.digest(cell["f"])
@@ -1324,7 +1332,8 @@ def test_what_runs_matters_to_a_digest(change):
 
 
 def test_code_that_runs_and_is_watched_keeps_its_digest():
-    """Python specialises instructions that run often, and monitoring replaces them in place."""
+    """The digest stays the same, although Python specialises instructions that run often and monitoring replaces them
+    in place."""
     model, x = annotated.MultiHeadedAttention(2, 8), torch.randn(1, 2, 8)
     before = known.digest(type(model).forward)
     for _ in range(100):
@@ -1351,7 +1360,7 @@ def test_code_that_runs_and_is_watched_keeps_its_digest():
 
 
 def test_programs_without_source_files_are_recognised():
-    """In a notebook, classes and functions come from cells; a program may be shipped compiled."""
+    """Classes and functions from a notebook's cells are recognised, and so is a program that is shipped compiled."""
     cell = {"__name__": "__main__"}
     exec(compile(Path(annotated.__file__).read_text(), "<cell>", "exec", dont_inherit=True), cell)
     model = cell["make_model"](8, 8, N=1, d_model=8, d_ff=8, h=2)
@@ -1489,7 +1498,7 @@ def test_a_norm_that_changes_its_call_is_called_by_a_fused_parent():
 
 
 def test_methods_of_torch_that_were_replaced_before_fastattn_was_imported(monkeypatch):
-    """They are what fastattn took for torch's then."""
+    """Methods replaced before fastattn was imported are reported, although fastattn then took them for torch's."""
 
     def replaced(self, *args):
         return args[0]

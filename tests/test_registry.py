@@ -1,4 +1,4 @@
-"""fastattn in the place of torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
+"""Tests of fastattn as torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
 
 import inspect
 import threading
@@ -42,7 +42,7 @@ def active():
 
 
 class Ops(TorchDispatchMode):
-    """The names of the ops of attention below autograd."""
+    """Recorder of the names of the ops of attention below autograd."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def test_registered_and_not_active():
 
 @pytest.mark.slow
 def test_costs_an_import_nothing(python):
-    """Torch has loaded already whatever the registry imports of it."""
+    """`import torch` already loads all that the registry imports of torch, so neither dynamo nor inductor is loaded."""
     loaded = python(
         """
         import sys, torch
@@ -98,7 +98,7 @@ def test_costs_an_import_nothing(python):
     assert loaded.split("\n")[:2] == ["set()", "False False"]
 
 
-# What torch's function takes: (operands, its further arguments)
+# Calls that torch's function takes: (operands, its further arguments)
 CALLS = {
     "plain": lambda: (operands(2, 3, 7), {}),
     "causal": lambda: (operands(2, 3, 7), {"is_causal": True}),
@@ -155,7 +155,8 @@ SHAPE, P = (2, 3, 9, 9), 0.4
 
 
 def dropped(sdpa=F.scaled_dot_product_attention):
-    """The zero pattern of the weights, the values being the unit matrix, after a fixed seed of torch's."""
+    """Return which weights are kept, (2, 3, 9, 9), bool, after a fixed seed of torch. The values are the unit
+    matrix."""
     q, k = (torch.ones((*SHAPE[:3], 8)) for _ in range(2))
     torch.manual_seed(5)
     return sdpa(q, k, torch.eye(9).expand(SHAPE), dropout_p=P) != 0
@@ -163,7 +164,7 @@ def dropped(sdpa=F.scaled_dot_product_attention):
 
 @pytest.fixture
 def mask():
-    """The weights kept by the seed that comes first after `dropped`'s seed of torch's."""
+    """Return the weights kept by the first seed that is drawn after `dropped` has set torch's seed."""
     torch.manual_seed(5)
     return fastattn.dropout_mask(SHAPE, P, new_seeds((2,), torch.device("cpu")))
 
@@ -185,7 +186,7 @@ def test_dropout_compiled(active, mask, name):
 
 
 def test_dropout_of_the_gradient(active, mask):
-    """Of V: P transposed, with the same weights dropped, compiled and not."""
+    """The gradient of V is P transposed with the same weights dropped, compiled and not."""
     q, k, v = (torch.ones((*SHAPE[:3], size)) for size in (8, 8, 1))
     for function in (
         F.scaled_dot_product_attention,
@@ -214,7 +215,7 @@ def test_multi_head_attention(active):
 
 
 def test_function_transforms(active):
-    """grad is served; vmap goes torch's own way."""
+    """fastattn serves grad; vmap goes torch's own way."""
     q, k, v = operands(2, 3, 7)
 
     def loss(q):
@@ -234,7 +235,7 @@ def test_fake_tensors(active):
 
 
 def test_export(active):
-    """An exported program calls torch's op, and so ours while it is the active one."""
+    """An exported program calls torch's op, hence fastattn's while that is the active one."""
     module = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
     x = torch.randn(2, 7, 16)
     program = torch.export.export(module, (x, x, x), {"need_weights": False})
@@ -244,7 +245,7 @@ def test_export(active):
     assert ops(run, x, x, x, need_weights=False) == [FLASH]
 
 
-# What goes on to torch: the same bits as without fastattn
+# Calls that go on to torch have the same bits as without fastattn
 
 
 def nested():
@@ -315,7 +316,8 @@ def test_errors_are_torchs(name, serve):
 
 @pytest.mark.parametrize("name", BAD)
 def test_errors_are_torchs_below_its_parser(name):
-    """Traced code and multi-head attention call the function of the mode itself, whose arguments nobody has bound."""
+    """Errors are torch's also in traced code and multi-head attention. Both call the mode's function itself, whose
+    arguments nobody has bound."""
     tensors, options = BAD[name]()
     messages = []
     for sdpa in (F.scaled_dot_product_attention, registry._sdpa_of_python):
@@ -331,7 +333,7 @@ FAULTS = {"type": TypeError, "value": ValueError, "run time": RuntimeError}
 @pytest.mark.parametrize("serve", ["registry", "intercept"])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_of_fastattns_surfaces(serve, kind, monkeypatch):
-    """Torch does not serve such a call without a word."""
+    """A fault of fastattn's is raised. torch does not serve such a call silently."""
     monkeypatch.setattr(attention, "dense_settings", planted(FAULTS[kind]))
     with pytest.raises(FAULTS[kind], match="planted"):
         served(serve, lambda: F.scaled_dot_product_attention(*operands(2, 3, 7), dropout_p=0.5))
@@ -353,7 +355,7 @@ def test_what_the_checks_refuse_goes_on_to_torch(serve, monkeypatch):
 
 @pytest.mark.parametrize("serve", ["registry", "intercept"])
 def test_a_mask_and_is_causal_are_torchs(serve):
-    """Which refuses them together, from 2.14 on."""
+    """torch decides on a mask with is_causal, and refuses them together from 2.14 on."""
     q, k, v = operands(2, 3, 7)
     mask = torch.randn(7, 11)
 
@@ -435,7 +437,7 @@ def test_removed_and_activated_again(active):
 
 
 def graphs(function):
-    """A compiled function that notes the ops of attention of each graph that it makes."""
+    """Return the compiled function, and the list of the ops of attention of each graph that it makes."""
     found = []
 
     def compiler(module, inputs):
@@ -497,7 +499,8 @@ COMPILE = """
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["with fastattn first", "without it first"])
 def test_two_processes_that_share_inductors_cache(python, tmp_path, first):
-    """Each gets its own kernels, though what Dynamo traces is the same, and the next of its kind those of the cache."""
+    """Each process gets its own kernels, although Dynamo traces the same program. The next process of its kind gets
+    those of the cache."""
     shared = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     with_ours, without = "True True False {}", "False False True {}"
     for ours, hits in ((first, 0), (not first, 0), (first, 1), (not first, 1)):
@@ -538,7 +541,7 @@ def test_intercepts_multi_head_attention(training):
 
 
 def test_a_traced_block_is_torchs():
-    """fastattn does not support torch.jit."""
+    """A traced block keeps torch's attention, since fastattn does not support torch.jit."""
     x = torch.randn(2, 3, 5, 8)
     with warnings.catch_warnings(), fastattn.intercept_sdpa():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -610,7 +613,7 @@ def test_intercepts_causal_bias():
         torch.testing.assert_close(F.scaled_dot_product_attention(*tensors, bias), wanted)
 
 
-# The pairs, called as the dispatcher would, on CPU tensors
+# The pairs, called on CPU tensors as the dispatcher would call them
 
 
 def flash(query, key, value, dropout_p, is_causal, grad_out):
@@ -640,7 +643,7 @@ def efficient(query, key, value, dropout_p, is_causal, grad_out):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("pair", [flash, efficient])
 def test_pairs(pair, dropout_p, is_causal):
-    """The gradient of the statistics rebuilt from the LSE, rows that see nothing included."""
+    """Gradients are right with statistics rebuilt from the LSE, also for rows that see nothing."""
     tensors = operands(2, 3, 13)
     grad_out = torch.randn(2, 3, 13, 16)
     out, seed, grads = pair(*tensors, dropout_p, is_causal, grad_out)
@@ -657,7 +660,7 @@ def test_pairs(pair, dropout_p, is_causal):
 
 @pytest.mark.parametrize("pair", [flash, efficient])
 def test_pairs_of_few_queries_on_cuda_and_triton(pair, monkeypatch):
-    """As on a GPU: the forward pass is `cuda`'s, which has no backward pass."""
+    """Gradients are right where, as on a GPU, `cuda` serves the forward pass and has no backward pass."""
     require("cuda")
     require("triton")
     from interpreter import strict
@@ -687,7 +690,8 @@ def test_pairs_take_the_arguments_of_torchs_ops(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_leave_to_torch_what_they_refuse_alone(name, monkeypatch):
-    """On a GPU torch has a kernel of its own. A fault of fastattn's surfaces there too."""
+    """Calls that the pairs refuse go to the kernel that torch has of its own on a GPU. A fault of fastattn's surfaces
+    there too."""
     kernel = types.SimpleNamespace(call_boxed=lambda keys, *args, **options: "torch's")
     monkeypatch.setattr(torch.library, "get_kernel", lambda op, key: kernel)
     implementation = registry._or_torchs(PAIRS[name], "CPU")
@@ -731,7 +735,7 @@ varlen = pytest.importorskip("torch.nn.attention.varlen")
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_varlen(active, compiled):
-    """Causal, on CPU tensors, where torch itself has no kernel."""
+    """Causal packed attention runs on CPU tensors, where torch itself has no kernel."""
     starts = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     tensors = [torch.randn(9, 2, 8) for _ in range(3)]
     causal = {"is_causal": True} if torch.__version__ < "2.11" else {"window_size": (-1, 0)}
