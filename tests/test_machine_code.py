@@ -1,4 +1,4 @@
-"""The reader of GPU machine code: instructions, loops and counts known by hand."""
+"""Tests of the reader of GPU machine code: instructions, loops and counts known by hand."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def code(text):
     return parse("\n".join(f"/*{16 * place:04x}*/ {line.strip()} ; /* 0x{0:016x} */" for place, line in lines))
 
 
-# Two products of 8 scores per thread; the wait at the end, out of line, branches back into the loop.
+# Two products, each of 16 x 8 x 16 per warp. The wait at the end, out of line, branches back into the loop.
 KERNEL = """
 S2R R0, SR_TID.X
 LDG.E.128 R4, [R2.64]
@@ -66,7 +66,7 @@ def test_work_of_an_instruction(line, multiply_adds, bytes):
 
 
 def test_annotations_are_no_operands():
-    """As cuobjdump of CUDA 12.8 writes them for sm_120."""
+    """Annotations, in the form that cuobjdump of CUDA 12.8 writes for sm_120, are not read as operands."""
     lines = "FADD R0, R0, R1 &req={0} ?trans5\nBRA.U UP0, 0x0          &req={3}     ?trans11\nEXIT ?trans5"
     instructions = code(lines)
     assert [i.operands for i in instructions] == ["R0, R0, R1", "UP0, 0x0", ""]
@@ -76,7 +76,7 @@ def test_annotations_are_no_operands():
 def test_waits_out_of_line_are_no_loops():
     [body] = innermost(code(KERNEL), "tensor")
     assert [i.address // 16 for i in body] == list(range(2, 10))
-    # The place that a wait out of line returns to is also reached past the wait, which does not dominate it.
+    # A wait out of line does not dominate the place that it returns to, which is also reached past the wait.
     assert natural_loops([[1], [2, 3], [], [1]]) == {1: {1, 3}}
     assert natural_loops([[1, 2], [3], [3], [4, 1], []]) == {}
 
@@ -98,7 +98,7 @@ def test_calls_that_leave_a_loop():
 
 
 def test_plain_loop():
-    """The loop with fewer instructions per product; none if no loop has products."""
+    """The plain loop has fewer instructions per product; there is none if no loop has products."""
     product, other = "HMMA.16816.F32.BF16 R0, R4, R8, R0 \n", "FADD R0, R0, R1 \n"
     masked, plain = f"{product}{other * 2}@P0 BRA 0x0 \n", f"{product}{other}@P0 BRA 0x40 \n"
     assert [i.address // 16 for i in plain_loop(code(f"{masked}{plain}EXIT"))] == [4, 5, 6]
@@ -126,7 +126,7 @@ def test_counts():
 
 
 def test_counts_without_rates():
-    """On sm_120 nothing is known of the tensor cores; scores are counted all the same."""
+    """Scores are counted on sm_120 too, although the rates of its tensor cores are unknown."""
     loop = Loop(plain_loop(code(KERNEL)), capability=120, warps=4, depth=2 * 16)
     assert (loop.scores, loop.clocks, loop.shared_share) == (4, {}, None)
     assert "clocks per 32 scores: unknown\n" in str(loop)
@@ -134,7 +134,7 @@ def test_counts_without_rates():
 
 
 def test_waits_and_barriers():
-    """A wait that leaves products pending drains nothing; an arrival at a barrier does not wait there."""
+    """A wait that leaves products pending is no drain, and an arrival at a barrier is no wait."""
     waits = "WARPGROUP.DEPBAR.LE gsb0, 0x0 \n WARPGROUP.DEPBAR.LE gsb0, 0x1 \n BAR.SYNC 0x0 \n BAR.ARV 0x1, 0x100"
     loop = Loop(code(waits), capability=90, warps=4)
     assert (loop.drains, loop.barriers) == (1, 1)
@@ -143,8 +143,8 @@ def test_waits_and_barriers():
 
 @pytest.mark.parametrize(("descriptor", "rows"), [("0x4080490", 64), ("0x8080490", 128)])
 def test_scores_of_a_program(descriptor, rows):
-    """A product on a fifth-generation tensor core has its shape in a descriptor: here 64 or 128 rows by 32 columns, by
-    16. It takes as long with 64 rows as with 128."""
+    """The shape of a product on a fifth-generation tensor core is in a descriptor: here 64 or 128 rows by 32 columns,
+    by 16. A product of 64 rows takes as long as one of 128."""
     product = "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], UP0"
     assert code(f"UMOV UR11, {descriptor} \n UIADD3 UR11, UR4, UR5, URZ \n {product}")[2].multiply_adds == 0
     loop = Loop(code(f"UMOV UR11, {descriptor} \n {product}"), capability=100, warps=4, depth=16)
@@ -153,7 +153,8 @@ def test_scores_of_a_program(descriptor, rows):
     assert loop.clocks["shared"] == (rows + 32) * 16 * 2 / 128 / 4
 
 
-# Prints, by call, the scores and the instructions of the plain loops that the call compiles for the first time.
+# Program that prints, by call, the scores and the instructions of the plain loops that the call is the first to
+# compile.
 CALLS = """
 import json
 import torch
@@ -190,8 +191,8 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_compiled_loops():
-    """An iteration has the scores of a tile on every architecture. Causal calls run the kernel of others; with key
-    lengths a loop over whole tiles has no more instructions."""
+    """An iteration has the scores of a tile on every architecture. Causal calls run the kernel of others. With key
+    lengths, a loop over whole tiles has at most 2 % more instructions."""
     require("triton")
     from test_triton import last_json, program
 

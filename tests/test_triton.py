@@ -1,4 +1,4 @@
-"""What only the Triton backend has: its forms of the dropout formula, the order of programs, what is compiled."""
+"""Tests of the Triton backend only: its forms of the dropout formula, the order of programs, compiled kernels."""
 
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
@@ -34,7 +34,7 @@ SEED = torch.tensor([4, 5])
 
 @triton.jit
 def _keep(out, seed, threshold, height, columns, z, i, j, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
-    """Writes the block of rows from i and columns from j of matrix z of `out` by the named function."""
+    """Write to `out` the mask of the rows from i and the columns from j of matrix z, by the named function."""
     dropout = philox.Dropout(seed, threshold, 1.0)
     rows_of = i + tl.arange(0, M)
     if FORM == "pairs":
@@ -142,8 +142,8 @@ PROBLEMS = [
     ],
 )
 def test_programs_in_any_order(problem, dtype):
-    """No program sees what another has written, none touches what is not an operand's, and each run has the same bits.
-    The values: every other test, and here the reference's."""
+    """No program sees what another has written, none touches memory outside the operands, and each run has the same
+    bits. Values equal the reference's; every other test checks them too."""
     call, tensors = problem(dtype)
     with fastattn.backend("triton"), strict(twice=True):
         outs, grads = gradients(call, tensors)
@@ -166,7 +166,8 @@ def _racing(source, out):
 
 
 def test_planted_boundary_and_order_faults():
-    """Without a boundary mask an access is outside the operands; programs that write one place depend on order."""
+    """Both faults are found: without a boundary mask an access is outside the operands, and programs that write one
+    place depend on order."""
     source, out = torch.randn(48), torch.empty(48)
     with strict():
         _unmasked[(3,)](source, out, 16)
@@ -178,7 +179,7 @@ def test_planted_boundary_and_order_faults():
 
 
 def program(*arguments, seconds=900):
-    """(exit status, output) of a Python program for which Triton compiles."""
+    """Return (exit status, output) of a Python program for which Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     result = subprocess.run(
@@ -193,7 +194,7 @@ def last_json(output):
 
 @pytest.mark.slow
 def test_planted_compile_faults():
-    """The ahead-of-time checks find each fault, and nothing in a sound kernel, whose matrix instructions they see on
+    """The ahead-of-time checks find each planted fault, and none in a sound kernel. They see its matrix instructions on
     every architecture."""
     status, output = program(str(TOOLS / "planted_faults_triton.py"))
     assert status == 0, output
@@ -231,7 +232,7 @@ def test_planted_compile_faults():
 @pytest.mark.slow
 @pytest.mark.torch_version
 def test_ahead_of_time():
-    """Of the gate, a sample of every operation, with the Triton that is here."""
+    """The gate passes a sample of every operation with the installed Triton."""
     status, output = program(str(TOOLS / "aot_gate.py"), "--arch", "90", "--sample")
     assert status == 0, output
     assert "0 faults" in output
@@ -245,7 +246,8 @@ def test_ahead_of_time_on_every_architecture(capability):
 
 
 def test_what_a_compiled_kernel_is_started_for():
-    """Any numbers of the same width and any tensors of the same dtype, but a dense mask's kernel for no other."""
+    """A compiled kernel serves all numbers of the same width and all tensors of the same dtype. The kernel of a dense
+    mask serves no other mask."""
     mask = torch.zeros(8)
     known = kernel._types((3, (mask, 1, 16, None), 0.5))
     same = (48, (mask[1:], 7, 1, None), 2.0), (-1, (mask[3:5], 0, 2**31 - 1, None), 0.0)
@@ -262,8 +264,8 @@ def test_what_a_compiled_kernel_is_started_for():
 
 @pytest.mark.slow
 def test_dry_launch():
-    """The public functions on fake CUDA tensors, through Triton's launcher: nothing waits for the device, grids are
-    within limits, many lengths share a few kernels."""
+    """The public functions run on fake CUDA tensors through Triton's launcher. No call waits for the device, grids are
+    within limits, and many lengths share a few kernels."""
     status, output = program(str(TOOLS / "dry_launch.py"), "40")
     assert status == 0, output
     one = last_json(output)
@@ -286,7 +288,7 @@ def test_dry_launch():
         "packed_pair": attention,
     }
     assert {call: set(kernels) for call, kernels in one["started"].items()} == wanted
-    # Triton looks at a call's arguments once for each dtype, set of constants and device.
+    # Triton looks at a call's arguments once per dtype, set of constants and device.
     assert one["faults"] == []
     assert one["lookups"] == {
         "first": 1,
@@ -299,7 +301,7 @@ def test_dry_launch():
     }
     assert one["places"] == [[0, 5], [1, 7]]  # each device's own current stream
     assert one["device afterwards"] == 0
-    assert one["descriptors"] == {"90": [2], "80": [0]}  # of each kernel of long attention, forward and backward
+    assert one["descriptors"] == {"90": [2], "80": [0]}  # per kernel of long attention, forward and backward
     status, output = program(
         str(TOOLS / "dry_launch.py"), "40", "1", "16", "33", "48", "63", "64", "100", "256", "1000"
     )
@@ -309,7 +311,7 @@ def test_dry_launch():
 
 @pytest.mark.slow
 def test_cost_of_a_call_on_the_host():
-    """The benchmark runs; its figures are for a quiet machine."""
+    """The benchmark runs. Its figures are meaningful on a quiet machine only."""
     status, output = program(str(TOOLS / "launch_cost.py"), "--repeats", "2")
     assert status == 0, output
     assert min(json.loads(output[output.index("{") :])["microseconds"].values()) > 0

@@ -1,4 +1,4 @@
-"""What only Triton's attention has: lists of the tiles that a mask leaves, split-KV, tensor descriptors."""
+"""Tests of Triton's attention only: lists of the tiles that a mask leaves, split-KV, tensor descriptors."""
 
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
@@ -30,7 +30,7 @@ TILE = tiles.Tile(32, 64, 4, 1)
 
 
 def finite(window, m, n, lower_right=False):
-    """The window as the backend functions get it: -1 has become the distance that reaches every position."""
+    """Return the window as the backend functions get it: a distance that reaches every position replaces -1."""
     return tuple(
         most if side < 0 else side for side, most in zip(window, (n, m) if lower_right else (m, n), strict=True)
     )
@@ -87,7 +87,7 @@ def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
                 for step in range(other):
                     i, j = (step, tile) if keys_own else (tile, step)
                     at = z, head, slice(32 * i, 32 * i + 32), slice(64 * j, 64 * j + 64)
-                    if keys_own and step in full:  # of a key beyond the length the program stores zeros
+                    if keys_own and step in full:  # the program stores zeros for keys beyond the length
                         at = *at[:3], slice(64 * j, min(64 * j + 64, int(lengths[z])))
                     if step in full:
                         assert seen[at].all()
@@ -97,7 +97,7 @@ def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
                     else:
                         assert not seen[at].any()
     if mask == "padding" and window == (-1, -1) and not keys_own:
-        assert lists[0, 0, 0, :2].tolist() == [1, 1]  # 100 keys of the first sequence
+        assert lists[0, 0, 0, :2].tolist() == [1, 1]  # the first sequence has 100 keys
         assert lists[1, 0, 0, :2].tolist() == [4, 1]
 
 
@@ -106,7 +106,8 @@ def _tiles_of(
     ranges, parts, seqlen_q, length, left, right, count,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, LOWER_RIGHT: tl.constexpr, KEYS_OWN: tl.constexpr,
 ):  # fmt: skip
-    """(tiles, 4) what ``visible_tiles`` says of each owned tile, and (tiles, count, 2) ``visible_part``."""
+    """Store ``visible_tiles`` of each owned tile, (tiles, 4), and its ``visible_part`` of each other tile, (tiles,
+    count, 2)."""
     tile = tl.program_id(0)
     band = band_of(length, seqlen_q, Window(left, right), LOWER_RIGHT)
     last, band = owned(tile * SIZE, SIZE, seqlen_q, band, KEYS_OWN)
@@ -135,8 +136,8 @@ def _tiles_of(
     ids=str,
 )
 def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own):
-    """Against every pair: a tile is full iff it exists and each of its pairs with what exists of the owned tile is
-    visible, however ragged that is, and no tile of a visible pair is missing."""
+    """The ranges of tiles agree with a mask of all pairs. A tile is full iff it exists and each of its pairs with the
+    existing part of the owned tile is visible, however ragged that is. No tile of a visible pair is missing."""
     size, block = 32, 16
     own_count, other_count, other_end = (n, m, m) if keys_own else (m, n, length)
     pairs = visible(
@@ -186,7 +187,7 @@ def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own)
     ids=["plain", "window", "mask", "dropout"],
 )
 def test_splits_of_the_keys_merge(options, dtype, monkeypatch):
-    """Few queries against many keys: each program takes a split of the keys, which may be empty."""
+    """Splits of many keys merge for few queries; a program's split may be empty."""
     monkeypatch.setattr(tiles, "num_splits", lambda programs, key_tiles, device: 3)
     query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((2, 5, 32), (1, 300, 32), (1, 300, 24)))
     lengths = torch.tensor([300, 0, 130])
@@ -201,7 +202,7 @@ def test_splits_of_the_keys_merge(options, dtype, monkeypatch):
         key_lengths=lengths, window_size=options.get("window", (-1, -1)),
         causal_variant="lower_right" if options.get("lower_right") else "upper_left",
     )  # fmt: skip
-    # Values of order 1: a few roundings of the weights and the result to the dtype; float32 scores of order 10.
+    # Values are of order 1. Weights and result have a few roundings to the dtype; float32 scores are of order 10.
     torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
     torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
@@ -224,7 +225,7 @@ DESCRIBED = {
 
 @pytest.fixture
 def described(monkeypatch):
-    """The tensors that descriptors are made of, however few rows they have."""
+    """Return the list of the tensors that descriptors are made of, however few rows they have."""
     tensors, examine = [], TensorDescriptor.__post_init__
     monkeypatch.setattr(tiles, "DESCRIPTOR_ROWS", 1)
     if not tiles.has_descriptors(1, torch.get_default_device()):
@@ -239,8 +240,8 @@ def described(monkeypatch):
     [name if name == "bool" else pytest.param(name, marks=pytest.mark.slow) for name in DESCRIBED],
 )
 def test_tensor_descriptors(options, sizes, described):
-    """Full tiles read through tensor descriptors, forward and backward: padded head sizes, tiles beyond the last key
-    and query, and keys that hold NaN where nothing sees them. The heads of a query and of a key lie within a row of
+    """Full tiles are read through tensor descriptors, forward and backward. Head sizes are padded, tiles reach beyond
+    the last key and query, and keys that nothing sees hold NaN. The heads of a query and of a key lie within a row of
     memory, those of values one by one."""
     options = dict(DESCRIBED[options])
     query, key = (torch.randn(2, n, h, sizes[0]).bfloat16().transpose(1, 2) for h, n in ((4, 80), (2, 150)))
@@ -257,7 +258,7 @@ def test_tensor_descriptors(options, sizes, described):
     found = [tensor.stride() for tensor in described]
     grad_stride = 4 * 80 * sizes[1], 80 * sizes[1], sizes[1], 1
     assert {*found} == {query.stride(), key.stride(), value.stride(), grad_stride}
-    assert found.count(key.stride()) == 2 * found.count(query.stride())  # forward and dQ; dK and dV
+    assert found.count(key.stride()) == 2 * found.count(query.stride())  # keys: forward and dQ; queries: dK and dV
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,8 @@ def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
 
 
 def test_what_has_descriptors(monkeypatch):
-    """What is read through descriptors, and what by pointers, as on a device without descriptors and where short."""
+    """Half-precision operands are read through descriptors. Short or unaligned ones, and devices without descriptors,
+    use pointers."""
 
     def is_described(key, rows=1, capability=(9, 0), size=None, mask=None):
         monkeypatch.setattr(tiles, "DESCRIPTOR_ROWS", rows)
@@ -307,7 +309,7 @@ def test_what_has_descriptors(monkeypatch):
     assert is_described(key)
     assert is_described(key.half(), capability=(10, 3))
     assert is_described(key[..., :56])
-    assert is_described(key[..., ::2])  # a copy
+    assert is_described(key[..., ::2])  # copied first
     assert not is_described(key, rows=41)
     assert not is_described(key, capability=(8, 9))
     assert not is_described(key, capability=(12, 0))
@@ -325,7 +327,7 @@ def test_what_has_descriptors(monkeypatch):
 
 
 def test_tiles_of_one_architecture_are_not_anothers():
-    """What 10.x takes over from 9.x, whose lines are chosen by measurement; and no kind of operands lacks a tile."""
+    """10.x shares two lines with 9.x, and the others are chosen by measurement. No kind of operands lacks a tile."""
     shared = {name for name, line in tiles.HALF_10.items() if line == tiles.HALF.get(name)}
     assert shared == {"forward_few", "grad_mask"}
     for lines in (tiles.HALF, tiles.HALF_10):
@@ -340,12 +342,12 @@ def test_number_of_splits():
     assert tiles.num_splits(1000, 500, device) == 1  # many programs
     assert tiles.num_splits(8, 500, device) == tiles.multiprocessors(device) // 8
     assert tiles.num_splits(1, 10**6, device) == 64
-    assert tiles.num_splits(0, 3, device) == 1  # and no programs
+    assert tiles.num_splits(0, 3, device) == 1  # no programs
 
 
 @pytest.fixture
 def precisions(monkeypatch):
-    """Of each attention kernel that is started. torch's own setting is as before afterwards."""
+    """Return the list of the precisions of the attention kernels started. Afterwards, restore torch's own setting."""
     module, found = sys.modules["fastattn.backends.triton.attention"], []
 
     def launch(*arguments, launch=module.launch, **constants):
@@ -361,7 +363,7 @@ def precisions(monkeypatch):
 
 @pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
 def test_tf32_where_torch_allows_it(precisions, name, value):
-    """By either of torch's settings: to read the older one raises once the newer has been used."""
+    """Either of torch's settings allows tf32. Reading the older one raises once the newer one has been used."""
     query = torch.randn(1, 1, 4, 16)
     call(query, query, query)
     setattr(torch.backends.cuda.matmul, name, value)
@@ -383,7 +385,8 @@ def test_tf32_where_it_fits(monkeypatch, precisions, capability, largest):
 
 @pytest.mark.slow
 def test_positions_beyond_2_to_the_30():
-    """A window at the end of so many keys, which lie on one another: its sums with positions stay within 32 bits."""
+    """A window at the end of 2**30 + 64 keys, which share their memory, is right: its sums with positions stay within
+    32 bits."""
     keys = 2**30 + 64
     key, value = torch.randn(1, 1, 1, 16).expand(1, 1, keys, 16), torch.randn(1, 1, 1, 24).expand(1, 1, keys, 24)
     out, lse, _ = call(torch.zeros(1, 1, 3, 16), key, value, window=(64, -1), lower_right=True)
@@ -394,7 +397,8 @@ def test_positions_beyond_2_to_the_30():
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("length", [1, 5, 8])
 def test_numbers_of_rows_lie_where_the_hint_says(heads, length):
-    """Those of each dense head from a multiple of 16 bytes on, side by side. The interpreter does not check hints."""
+    """The float32 numbers of a dense head's rows lie side by side, from a multiple of 16 bytes on. The interpreter does
+    not check the hint that says so."""
     settings = None, 0.5, Window(length, length), True, 0
     dense, packed = torch.randn(2, heads, length, 16), torch.randn(length, heads, 16)
     starts = torch.tensor([0, length])

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, CUDA graphs, calls that do not wait for the device."""
+"""Tests that need a GPU: streams, CUDA graphs, calls that do not wait for the device."""
 
 import functools
 
@@ -45,7 +45,7 @@ CALLS = {
 
 
 def passes(tensors, call):
-    """The output and the gradients of its sum."""
+    """Return the output and the gradients of its sum."""
     out = call(*tensors)
     return [out.detach(), *torch.autograd.grad(out.sum(), tensors)]
 
@@ -64,7 +64,7 @@ def test_nothing_waits_for_the_device(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_graphs_replay_with_fresh_masks(name):
-    """A captured call drops other elements at each replay, and what the generator says."""
+    """Each replay of a captured call drops other elements, as the generator says."""
     make, call = CALLS[name]
     tensors = make()
     side = torch.cuda.Stream()
@@ -89,7 +89,7 @@ def test_graphs_replay_with_fresh_masks(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_run_on_the_current_stream(name):
-    """A stream whose operands come late."""
+    """Kernels wait for operands that their stream delivers late."""
     make, call = CALLS[name]
     tensors = make()
     torch.manual_seed(1)
