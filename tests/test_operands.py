@@ -1,4 +1,5 @@
-"""Operands whose memory is not what the backward pass or a kernel should read: changed, lazy, of inference mode."""
+"""Tests of operands whose memory the backward pass or a kernel may not simply read: changed, lazy, of inference
+mode."""
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def packed(**options):
     return lambda leaf: varlen_attn(leaf[0], leaf[0], leaf[0], offsets, offsets, L, L, **options)
 
 
-# Calls by the argument that is changed: the call, the argument, and what changes it.
+# Calls by the argument that is changed: the call, the argument, and a function that changes it.
 CHANGED = {
     "attention, mask": (lambda mask: dense(attn_mask=mask), torch.randn(L, L) > 0, torch.logical_not),
     "attention, expanded mask": (
@@ -59,7 +60,8 @@ CHANGED = {
 @pytest.mark.parametrize("how", ["in place", "through numpy"])
 @pytest.mark.parametrize("case", CHANGED)
 def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case, how):
-    """Through numpy autograd does not notice: a wrong gradient, where torch's function has its own copy of a mask."""
+    """The gradient is that of the argument at the call. Autograd does not notice a change through numpy, and torch's
+    function is safe because it copies a mask."""
     call, argument, change = CHANGED[case]
     leaf = operand(1, L, L, E)
     changed = argument.clone()
@@ -133,7 +135,7 @@ def test_a_float_mask_that_is_changed_raises_as_torchs_does():
 
 
 def test_the_copy_of_a_mask_is_not_expanded():
-    """A mask that is broadcast over heads takes no more memory than it has elements of its own."""
+    """The saved copy of a mask that is broadcast over heads has no more elements than the mask's own memory."""
     leaf, mask = operand(2, 4, L, E), torch.ones(L, L, dtype=torch.bool).expand(2, 4, L, L)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -144,7 +146,8 @@ def test_the_copy_of_a_mask_is_not_expanded():
 
 
 def negated(tensor):
-    """What ``z.conj().imag`` is, in contiguous memory: a view that torch negates when it reads it."""
+    """Return the negated tensor as a view that torch negates when it reads it, like ``z.conj().imag`` but
+    contiguous."""
     view = torch._neg_view(tensor.detach())
     assert view.is_neg()
     assert torch.complex(tensor, tensor).conj().imag.is_neg()
@@ -152,7 +155,7 @@ def negated(tensor):
 
 
 def zeros(tensor):
-    """A tensor of zeros without memory, as torch makes them for gradients that it knows to be 0."""
+    """Return zeros without memory, as torch makes them for gradients that it knows to be 0."""
     return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -172,7 +175,8 @@ LAZY = {
     ("name", "lazy"), [*((name, negated) for name in LAZY), *((name, zeros) for name in ("layer_norm", "dropout"))]
 )
 def test_lazy_operands(backend, name, lazy):
-    """A kernel that reads their memory would miss the sign, or find no memory at all."""
+    """Lazy operands give the results of plain ones. A kernel that reads their memory would miss the sign, or find
+    none."""
     function, given = LAZY[name], lazy(torch.randn(1, L, L, E))
     assert torch.equal(function(given), function(given.clone()))
     grads = []
@@ -186,7 +190,8 @@ def test_lazy_operands(backend, name, lazy):
 
 @pytest.mark.parametrize("module", ["LayerNorm", "DropoutAddLayerNorm"])
 def test_gradients_per_sample(module):
-    """``call_for_per_sample_grads`` replaces parameters by objects that know torch's own functions alone."""
+    """Gradients per sample are torch's. ``call_for_per_sample_grads`` replaces parameters by objects that know only
+    torch's own functions."""
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
     x = torch.randn(3, L, E)
@@ -206,7 +211,8 @@ def test_gradients_per_sample(module):
 @pytest.mark.torch_version
 @pytest.mark.parametrize("how", ["in place", "through numpy"])
 def test_a_mask_may_change_before_a_compiled_backward_pass(how):
-    """A partition of the traced program that recomputed the copy there would read the changed mask."""
+    """The gradient is that of the mask at the call. If the traced backward pass recomputed the copy, it would read the
+    changed mask."""
     leaf, mask = operand(1, 2, L, E), torch.randn(L, L) > 0
     (wanted,) = torch.autograd.grad(dense(attn_mask=mask.clone())(leaf).square().sum(), leaf)
     compiled = torch.compile(lambda leaf, mask: dense(attn_mask=mask)(leaf), backend="aot_eager_decomp_partition")
@@ -220,7 +226,8 @@ def test_a_mask_may_change_before_a_compiled_backward_pass(how):
 
 
 def test_gradients_per_sample_of_a_patched_model():
-    """A patched norm hands such a parameter to torch's function, as the program does."""
+    """Gradients per sample survive patching, since a patched norm passes such a parameter to torch's function, as the
+    program does."""
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
     class Block(torch.nn.Sequential):

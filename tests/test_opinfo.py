@@ -1,4 +1,4 @@
-"""Swapping the import is enough: torch's own samples of the functions that ours replace, through ours."""
+"""Swapping the import is enough: fastattn's functions run torch's own samples of the functions that they replace."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ def samples(operator, dtype):
 
 
 def is_random(name, sample):
-    """Whether it drops some elements: torch's choice of them is not ours."""
+    """Return whether the sample drops some elements: torch chooses others than fastattn."""
     p = sample.kwargs.get("dropout_p", 0.0) if name != "dropout" else sample.kwargs.get("p", 0.5)
     return 0 < p < 1 and sample.kwargs.get("training", True)
 
 
 def run(function, sample, dtype=None, **options):
-    """(outputs, gradients of every tensor that can have one)."""
+    """Return (outputs, gradients of every tensor that can have one)."""
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[n].to(dtype) if dtype and leaves[n].is_floating_point() else leaves[n] for n in places]
@@ -49,7 +49,8 @@ def run(function, sample, dtype=None, **options):
 
 
 def sizes_of_terms(name, sample, count):
-    """What the rounding of the output and of each gradient is relative to, where it is a sum that cancels."""
+    """Return the sizes of terms that the rounding of the output and of each gradient is relative to, 0 if no sum
+    cancels."""
     if name == "dropout":
         return [0.0] * (1 + count)
     if name == "layer_norm":  # differences of numbers of the size of rstd * weight
@@ -63,7 +64,7 @@ def sizes_of_terms(name, sample, count):
         return attention(*args, **kwargs, softmax=SizesOfTerms.apply)[0]
 
     sizes = [largest(sample.args[1]), *(largest(grad) for grad in run(terms, sample, torch.float64)[1])]
-    sizes[3] = largest(run(terms, sample, torch.float64, positive=True)[1][2])  # P |dO|, P being rounded
+    sizes[3] = largest(run(terms, sample, torch.float64, positive=True)[1][2])  # P |dO|, since P is rounded
     if sample.input.dtype == torch.float32:
         sizes = [size * score_rounding(sample.input, sample.args[0]) for size in sizes]
     return sizes
@@ -93,12 +94,12 @@ def test_values_and_gradients(operators, name, dtype):
 
 @OPERATIONS
 def test_any_strides(operators, name):
-    """What torch calls noncontiguous: every other element of a larger tensor."""
+    """Results do not depend on strides. torch's noncontiguous samples are every other element of a larger tensor."""
     operator, function = operators[FUNCTIONS[name]], getattr(fastattn, name)
     for sample in samples(operator, torch.float32):
         torch.manual_seed(1)
         ours, grads = run(function, sample)
-        torch.manual_seed(1)  # the same seed of the dropout
+        torch.manual_seed(1)  # the same dropout seed
         spread, spread_grads = run(function, sample.noncontiguous())
         for a, e in zip((*spread, *spread_grads), (*ours, *grads), strict=True):
             torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-5, atol=1e-5 * max(1.0, largest(e.nan_to_num())))

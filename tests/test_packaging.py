@@ -1,4 +1,4 @@
-"""The build, what it puts into the library, what it does where it cannot build, and the package as pip installs it."""
+"""Tests of the build, the library's contents, the cases that cannot build, and the package as pip installs it."""
 
 import contextlib
 import importlib.metadata
@@ -28,7 +28,7 @@ PACKAGE = Path(fastattn.__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    """The compiled library. Skips where there is none, fails under FASTATTN_REQUIRE=cpu."""
+    """Return the path of the compiled library. Without one, skip, or fail under FASTATTN_REQUIRE=cpu."""
     if native.library("cpu") is None:
         required = "cpu" in os.environ.get("FASTATTN_REQUIRE", "").split(",")
         (pytest.fail if required else pytest.skip)(f"no cpu library: {native.reason('cpu')}")
@@ -36,7 +36,7 @@ def library() -> Path:
 
 
 def nm(*arguments) -> list[tuple[str, str]]:
-    """(kind, symbol) of each line that nm prints; the symbol with its version, if any."""
+    """Return (kind, symbol) of each line that nm prints; a symbol includes its version, if any."""
     done = subprocess.run(["nm", *map(str, arguments)], capture_output=True, text=True, check=True)
     lines = (line.split() for line in done.stdout.splitlines())
     return [(words[-2], words[-1]) for words in lines if len(words) >= 2]
@@ -47,8 +47,8 @@ def nm(*arguments) -> list[tuple[str, str]]:
 
 @pytest.mark.torch_version
 def test_undefined_symbols_are_stable(library):
-    """From outside the library takes PyTorch's C shims, declared in the headers of the stable ABI, and the C and C++
-    run time. No CPython symbol, no C++ symbol of torch's."""
+    """The library's undefined symbols are PyTorch's C shims, declared in the headers of the stable ABI, and the C and
+    C++ run time. There is no CPython symbol and no C++ symbol of torch."""
     include = Path(torch.__file__).parent / "include/torch/csrc"
     shims = "".join((include / name).read_text() for name in ("stable/c/shim.h", "inductor/aoti_torch/c/shim.h"))
     undefined = [symbol for kind, symbol in nm("-D", "--undefined-only", library) if kind == "U"]
@@ -76,7 +76,7 @@ def test_library_exports_nothing(library):
 
 @pytest.mark.slow
 def test_an_independent_audit_agrees(library):
-    """torch-abi-audit knows from which torch on each shim exists."""
+    """torch-abi-audit, which knows from which torch on each shim exists, finds the library stable from 2.10.0 on."""
     audit = Path(sys.executable).with_name("torch-abi-audit")
     if not audit.exists():
         pytest.skip("needs torch-abi-audit, of the dev extra")
@@ -138,7 +138,7 @@ def test_build_refuses_other_values(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_max_jobs(tmp_path, monkeypatch):
-    """MAX_JOBS bounds the compilers at work: each waits a moment and then sees how many others there are."""
+    """MAX_JOBS bounds the compilers at work: each waits 0.3 s and then counts how many there are."""
     count = 'echo > "$$.job"; sleep 0.3; ls *.job | wc -l >> counts; rm "$$.job"; touch "${!#}"'
     compiler = script(tmp_path / "cc", "")
     compiler.write_text(f'#!/bin/bash\n{count}\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n')
@@ -151,7 +151,7 @@ def test_max_jobs(tmp_path, monkeypatch):
 
 
 def test_checkouts_build_from_the_same_lines(tmp_path, monkeypatch):
-    """What ccache needs to take an object from one for the other."""
+    """Two checkouts build from the same lines, so that ccache can take an object from one for the other."""
     monkeypatch.setenv("CXX", str(script(tmp_path / "cc", 'for last; do :; done; touch "$last" library')))
     built = []
     for checkout in (tmp_path / "a", tmp_path / "elsewhere/b"):
@@ -179,7 +179,7 @@ def test_a_second_build_in_a_directory_waits(tmp_path, monkeypatch):
 
 
 def test_progress_is_shown_as_it_is_made(tmp_path, monkeypatch):
-    """An object's line is there while the next one is compiled: here the second one waits for it."""
+    """An object's line is shown while the next object is compiled: here the second one waits for it."""
     waits = f'case "$*" in *1.c*) until grep -q 0.o {tmp_path}/log; do sleep 0.05; done;; esac'
     compiler = script(tmp_path / "cc", f'{waits}\nfor last; do :; done; touch "$last" library')
     monkeypatch.setenv("CXX", str(compiler))
@@ -219,7 +219,7 @@ def test_ninja_compiles_only_what_changed(tmp_path):
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """A CUDA toolkit of version 13.0 for three architectures, and no GPU."""
+    """Set up a CUDA toolkit of version 13.0 for three architectures and no GPU; return the path of its nvcc."""
     (tmp_path / "bin").mkdir()
     answers = "case $1 in --version) echo 'tools, release 13.0, V13.0.88';; *) echo sm_80 sm_90 sm_200;; esac"
     script(tmp_path / "bin/nvcc", answers)
@@ -243,7 +243,8 @@ def cuda_reason(tmp_path) -> str:
     ],
 )
 def test_cuda_library_is_left_out_with_a_reason(toolkit, tmp_path, monkeypatch, cuda, expected):
-    """Even where a build is required: nothing has failed."""
+    """The library is left out with a reason even under FASTATTN_BUILD=1, since nothing has failed. FASTATTN_CUDA=1
+    makes it an error."""
     torch_ = fake_torch(tmp_path, "2.13.0")
     with (torch_ / "version.py").open("a") as file:
         file.write(f"cuda: Optional[str] = {cuda}\n")
@@ -264,7 +265,8 @@ def test_cuda_library_is_left_out_with_a_reason(toolkit, tmp_path, monkeypatch, 
 
 
 def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
-    """Those named, else those of this machine's GPUs, else all that the compiler knows and code for later ones."""
+    """The build takes the architectures named, else those of this machine's GPUs, else all that the compiler knows and
+    code for later ones."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     script(tmp_path / "bin/nvidia-smi", "exit 9")
     assert native_build.architectures(toolkit) == ["8.0", "9.0+PTX"]
@@ -285,7 +287,8 @@ def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
 
 
 def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
-    """Of a file it compiles as many architectures at a time as leave no core idle, and no more than asked for."""
+    """nvcc compiles as many architectures of a file at a time as leave no core idle, at most all. NVCC_THREADS
+    overrides this number."""
 
     def threads(cores):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
@@ -310,7 +313,7 @@ def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
     ],
 )
 def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch, command, expected):
-    """It takes a program, which is not what starts the compiler, and each flag behind an option."""
+    """nvcc gets the compiler itself, not the program that starts it, and each flag behind an option."""
     monkeypatch.setattr(native_build.shutil, "which", lambda name: name)
     monkeypatch.setattr(native_build, "nvcc", lambda: (toolkit, "13.0"))
     lines = []
@@ -321,7 +324,7 @@ def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch, command, expect
     assert f" {expected} -Xlinker" in lines[0][0]
 
 
-# Where the headers come from
+# The source of the headers
 
 
 def fake_torch(directory: Path, version: str = "2.10.1+cpu") -> Path:
@@ -331,7 +334,7 @@ def fake_torch(directory: Path, version: str = "2.10.1+cpu") -> Path:
 
 
 def test_site_directories_name_the_target_environment():
-    """In a virtual environment: its own packages before the user's, the base interpreter's last."""
+    """In a virtual environment, its own packages come before the user's, and the base interpreter's come last."""
     directories = native_build.site_directories()
     own = Path(sys.prefix)
     assert directories[0].is_relative_to(own)
@@ -382,7 +385,7 @@ def test_torch_is_a_build_requirement_only_where_none_is(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert required() == []
     monkeypatch.delenv("CXX")
-    fake_torch(tmp_path, "2.9.0")  # another torch would not be the one that is used
+    fake_torch(tmp_path, "2.9.0")  # a torch that pip fetched would not be the one in use
     assert required() == []
 
 
@@ -391,7 +394,7 @@ def test_torch_is_a_build_requirement_only_where_none_is(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An empty package folder that `native` loads from."""
+    """Return an empty package folder, from which `native` loads."""
     monkeypatch.setattr(native, "PACKAGE", tmp_path)
     native._load.cache_clear()
     yield tmp_path
@@ -432,7 +435,7 @@ def test_old_torch_has_a_reason(package, monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what a clean checkout has."""
+    """Return a copy of what a clean checkout has."""
     target = tmp_path_factory.mktemp("checkout") / "fastattn"
     ignore = shutil.ignore_patterns(".*_cache", ".git", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "*.so")
     shutil.copytree(ROOT, target, ignore=ignore)
@@ -441,7 +444,7 @@ def checkout(tmp_path_factory):
 
 
 def call_hook(checkout: Path, hook: str, output: Path, **environment: str) -> Path:
-    """Runs a PEP 517 hook as pip does, without isolation."""
+    """Run a PEP 517 hook as pip does, without isolation; return the path of what it made."""
     code = f"import native_build; print(native_build.{hook}({str(output)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -455,7 +458,7 @@ def call_hook(checkout: Path, hook: str, output: Path, **environment: str) -> Pa
 
 
 def in_checkout(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs Python there, where it imports from the source tree first."""
+    """Run Python in the checkout, where it imports from the source tree first."""
     return subprocess.run([sys.executable, *arguments], cwd=checkout, capture_output=True, text=True)
 
 
@@ -477,7 +480,7 @@ def test_a_checkout_that_is_not_built_warns_once(checkout):
     ],
 )
 def test_the_tests_of_a_checkout_without_kernels_do_not_pass(checkout, library, record, reason):
-    """They would skip the kernels'."""
+    """A run that would skip the kernels' tests is a usage error."""
     for name, content in (("_cpu.so", library), ("_build.json", record)):
         if content is not None:
             (checkout / "fastattn" / name).write_text(content)
@@ -501,7 +504,8 @@ def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
 
 
 def test_pure_wheel(checkout, tmp_path):
-    """FASTATTN_BUILD=0: all modules, the corpus, the model, the reason, no library, and nothing else."""
+    """A wheel of FASTATTN_BUILD=0 holds all modules, the corpus, the model and the reason. It holds no library and
+    nothing else."""
     wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="0")
     assert re.fullmatch(r"fastattn-[^-]+-py3-none-any\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
@@ -520,27 +524,27 @@ def test_pure_wheel(checkout, tmp_path):
         "fastattn_command.py",
     }
     assert reason == "installed with FASTATTN_BUILD=0"
-    # No bound, which could make pip replace a user's torch.
+    # A bound on torch could make pip replace a user's torch, so there is none.
     required = map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE))
     assert [str(requirement) for requirement in required if requirement.name == "torch"] == ["torch"]
 
 
 @pytest.mark.slow
 def test_wheel_of_a_build(checkout, tmp_path):
-    """One wheel for every Python, with the library in it."""
+    """One wheel serves every Python, and holds the library."""
     wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="1")
     assert re.fullmatch(r"fastattn-[^-]+-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
-    assert wheel.stat().st_size < 16e6  # the corpus and the model are 9 MB of them
+    assert wheel.stat().st_size < 16e6  # 9 MB of them are the corpus and the model
     with zipfile.ZipFile(wheel) as archive:
         assert "fastattn/_cpu.so" in archive.namelist()
         assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
 
 
-# As pip installs it
+# Installation by pip
 
 
 def requirements(name: str, found: dict[str, importlib.metadata.Distribution]) -> dict:
-    """The distribution `name` and all that it requires, by name."""
+    """Return the distribution `name` and all that it requires, by name."""
     if name not in found:
         found[name] = importlib.metadata.distribution(name)
         for requirement in map(Requirement, found[name].requires or []):
@@ -550,7 +554,7 @@ def requirements(name: str, found: dict[str, importlib.metadata.Distribution]) -
 
 
 def link_torch(site_packages: Path) -> None:
-    """Puts this environment's torch, and what it requires, into another environment, as links."""
+    """Link this environment's torch, and what it requires, into another environment."""
     site_packages.mkdir(parents=True, exist_ok=True)
     for distribution in requirements("torch", {}).values():
         for top in {Path(file).parts[0] for file in distribution.files or [] if not str(file).startswith("..")}:
@@ -559,7 +563,7 @@ def link_torch(site_packages: Path) -> None:
 
 
 def new_environment(path: Path, system_site_packages: bool = False) -> tuple[Path, Path]:
-    """(python, site-packages) of a new virtual environment without pip."""
+    """Make a virtual environment without pip; return (python, site-packages)."""
     venv.create(path, system_site_packages=system_site_packages, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return path / "bin/python", path / "lib" / version / "site-packages"
@@ -601,7 +605,7 @@ REPORT = "from fastattn.info import report; print(report())"
 
 
 def describe(python: Path, program: str = REPORT, **environment: str) -> str:
-    """`fastattn info` of an environment, or what the program prints, run elsewhere than in the checkout."""
+    """Return `fastattn info` of an environment, or the output of ``program``, run outside the checkout."""
     done = subprocess.run(
         [str(python), "-c", program],
         cwd=python.parent,
@@ -615,7 +619,7 @@ def describe(python: Path, program: str = REPORT, **environment: str) -> str:
 
 @pytest.fixture
 def clean(checkout, monkeypatch):
-    """The copied checkout, and no variable that changes what pip does with it."""
+    """Return the copied checkout, and unset the variables that change what pip does with it."""
     monkeypatch.delenv("FASTATTN_BUILD", raising=False)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     return checkout
@@ -623,7 +627,8 @@ def clean(checkout, monkeypatch):
 
 @pytest.mark.slow
 def test_pip_install_in_a_plain_environment(clean, tmp_path):
-    """With all that README's commands need, which translate."""
+    """Installed with its extra `train`, the package has all that README's commands need, such as the one that
+    translates."""
     python, site_packages = new_environment(tmp_path / "env")
     link_torch(site_packages)
     output = pip_install(python, ".[train]", cwd=clean, FASTATTN_BUILD="1")
@@ -637,7 +642,7 @@ def test_pip_install_in_a_plain_environment(clean, tmp_path):
 
 @pytest.mark.slow
 def test_pip_install_with_system_site_packages(clean, tmp_path):
-    """The torch is not in the environment itself, but in a place that the environment sees."""
+    """The build finds a torch that is not in the environment itself, but in a place that the environment sees."""
     python, _ = new_environment(tmp_path / "env", system_site_packages=True)
     user = str(tmp_path / "user")
     link_torch(tmp_path / "user/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages")

@@ -1,4 +1,4 @@
-"""DTensor operands, in two processes: each computes its shard, and the whole is what one process computes."""
+"""Tests of DTensor operands in two processes: each computes its shard, and the whole equals that of one process."""
 
 import itertools
 
@@ -21,7 +21,10 @@ def mesh_of(processes):
 
 
 def compare(mesh, function, operands, placements, **options):
-    """Results and gradients of DTensors are those of one process. ``operands`` and ``placements`` go by position."""
+    """Check that results and gradients of DTensors are those of one process; return the first result.
+
+    ``operands`` and ``placements`` go by position.
+    """
     results = []
     for place in (True, False):
         leaves = [tensor.clone() for tensor in operands]
@@ -39,7 +42,8 @@ def compare(mesh, function, operands, placements, **options):
 
 
 def sharded_calls(mesh):
-    """Batch of 3 on two processes is uneven; the mask, the lengths and the parameters are what all shards read."""
+    """Compare sharded calls. A batch of 3 is uneven on two processes. All shards read the mask, the lengths and the
+    parameters."""
     q, k, v = torch.randn(3, 4, 7, 8), torch.randn(3, 4, 9, 8), torch.randn(3, 4, 9, 5)
     lengths, bias = torch.tensor([9, 0, 4]), torch.randn(4, 7, 9)
     for place in (Shard(0), Shard(1), Replicate()):
@@ -73,7 +77,8 @@ def sharded_calls(mesh):
 
 
 def dropped(mesh):
-    """A shard's mask is that of the seed whose key is raised by the shard's number; replicas have one mask."""
+    """Check that a shard's mask is that of the seed with its key raised by the shard's number, and that replicas have
+    one mask."""
     rank = mesh.get_rank()
     ones = torch.ones(4, 2, 16, 32)
     for place in (Shard(0), Shard(1), Replicate()):
@@ -119,7 +124,7 @@ def test_two_processes(tmp_path):
 
 @pytest.fixture
 def mesh(tmp_path):
-    """One process, which is enough to refuse a placement."""
+    """Return a mesh of one process, which is enough to refuse a placement."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield mesh_of(1)
     distributed.destroy_process_group()
@@ -163,6 +168,6 @@ def test_other_placements_are_refused_by_name(mesh):
 
 
 def test_dtensors_are_not_imported(python):
-    """The package learns of a DTensor from the module that made it."""
+    """The package recognises a DTensor by the module that made it, and does not import that module."""
     program = "import sys, fastattn; print('torch.distributed.tensor' in sys.modules)"
     assert python(program) == "False\n"

@@ -1,4 +1,4 @@
-"""softmax_dropout against the float64 oracle."""
+"""Tests of softmax_dropout against the float64 oracle."""
 
 import functools
 import math
@@ -63,13 +63,13 @@ def test_shapes(backend, shape, dtype):
 
 
 def test_small_exponentials_are_as_exact_as_large_ones(backend):
-    """Down to where float32's normal numbers end, e^-87.33; below that 0 is as good."""
+    """Small exponentials are exact down to the end of float32's normal numbers, e^-87.33. Below that 0 is as good."""
     input = torch.cat([torch.linspace(-87.3, 0, 1000), torch.linspace(-1e4, -87.4, 100), torch.tensor([-math.inf])])
     wanted = input.double().softmax(0) * (total := input.double().exp().sum())
     out = softmax_dropout(input).double() * total
-    normal = input > -83  # the division by the sum, some 11, may leave the normal range before
-    # exp(x) = 2^(x log2 e): the product and its constant are off by 1.3 half eps, which x multiplies; the rest, the
-    # polynomial, the sum and the division, are a few eps.
+    normal = input > -83  # Division by the sum, about 11, may leave the normal range earlier.
+    # exp(x) = 2^(x log2 e). The product and its constant are off by 1.3 half eps, which x multiplies. The polynomial,
+    # the sum and the division add a few eps.
     bound = (1.3 * input.double().abs() + 8) * 2.0**-24
     assert ((out - wanted).abs() <= bound * wanted)[normal].all()
     assert ((out >= 0) & (out <= wanted * 1.01 + 2.0**-126)).all()
@@ -100,7 +100,8 @@ MASKS = {
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("scale", [*slow(1.0), 0.3])
 def test_masks(backend, scale, p, causal, mask, dtype):
-    """Every kind of mask with and without causal, scale and dropout, with all gradients and the exact zero pattern."""
+    """Every kind of mask, with and without causal, scale and dropout, has the oracle's results, gradients and exact
+    zero pattern."""
     input = torch.randn(2, 3, 21, 43).to(dtype)
     attn_mask = MASKS[mask]()
     if mask == "bfloat16" and dtype == torch.float16:
@@ -114,7 +115,8 @@ def test_masks(backend, scale, p, causal, mask, dtype):
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
 @pytest.mark.parametrize("part", ["dense", "offset", "broadcast", "middle of a word", "one column"])
 def test_masks_read_in_words(backend, part, kind):
-    """Dense rows of a multiple of eight columns, also where they are broadcast or begin in the middle of a word."""
+    """Dense rows of a multiple of eight columns are read in words, also if they are broadcast or begin within a
+    word."""
     base = torch.randn(2, 2, 5, 56)
     base = base < 0.5 if kind == torch.bool else base.to(kind)
     input = torch.randn(2, 2, 5, 48).to(torch.float32 if kind == torch.bool else kind)
@@ -191,7 +193,8 @@ def test_large_and_extreme_values(backend, dtype):
 @pytest.mark.representative
 @pytest.mark.parametrize("size", [1e10, 1e20, 1e37])
 def test_scores_that_rounding_moves_by_hundreds(backend, size):
-    """The largest score takes all, because every score is rounded before the row's maximum is subtracted."""
+    """The largest score gets the whole weight, because every score is rounded before the row's maximum is
+    subtracted."""
     input = torch.randn(8, 96) * size
     (out,), (grad,) = gradients(lambda t: softmax_dropout(t, scale=0.3), [input])
     assert torch.equal(out, F.one_hot(input.argmax(-1), 96).float())
@@ -200,7 +203,7 @@ def test_scores_that_rounding_moves_by_hundreds(backend, size):
 
 @pytest.mark.parametrize("columns", [*(pytest.param(n, marks=pytest.mark.representative) for n in (41, 96)), 9003])
 def test_scores_that_overflow_are_nan(backend, columns):
-    """The row has no finite maximum, so it is NaN as torch's. Other rows keep their weights."""
+    """A row without a finite maximum is NaN, as torch's. Other rows keep their weights."""
     input = torch.randn(4, columns)
     input[1, 7] = input[2] = 3e38
     input[3, 7], input[3, 8] = 3e38, -3e38
@@ -214,7 +217,7 @@ def test_scores_that_overflow_are_nan(backend, columns):
 @pytest.mark.representative
 @pytest.mark.parametrize("columns", [41, 9003])
 def test_the_maximum_comes_late(backend, columns):
-    """After much that is smaller, or that a mask hides, or in another place than the row before has it."""
+    """The maximum is found after much that is smaller, or masked, or in another place than in the row before."""
     rising = torch.linspace(-40, 40, columns) + torch.randn(2, columns)
     check(torch.stack([rising, rising.flip(-1)]))
     check(rising, torch.arange(columns) >= columns - 5)
@@ -266,7 +269,7 @@ def test_double_backward_names_the_reference(backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # the reference's sums are torch's
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # torch computes the reference's sums
 def test_same_bits_for_every_thread_count(backend, dtype):
     rows = 10 if interpreted(backend) else 150
     input, mask = torch.randn(2, 3, rows, 333).to(dtype), torch.randn(3, 1, 333)
@@ -306,7 +309,8 @@ def test_any_problem(backend, shape, columns, dtype, causal, p, scale, seed):
 
 
 def test_masks_are_read_by_vectors_where_they_are_aligned():
-    """Where the stride of columns is None, the kernel tells the compiler so. The interpreter does not check it."""
+    """An aligned mask has None as the stride of its columns, from which the compiler knows that it is 1. The
+    interpreter does not check that."""
     require("triton")
     from fastattn.backends.triton.softmax_dropout import _mask
 

@@ -1,4 +1,4 @@
-"""What fastattn asks of torch's private parts, one test each: what fails here, torch has changed."""
+"""Tests of the private parts of torch that fastattn uses, one each. A failure here means that torch has changed."""
 
 import threading
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def test_transforms_are_noticed(name):
 
 
 def test_onnx_export_is_noticed():
-    """As the exporter says it, and as the public question has it."""
+    """The exporter's flag and the public function both report the export."""
     assert not torch_private.is_onnx_export()
     assert not torch.onnx.is_in_onnx_export()
     from torch.onnx._internal.exporter import _flags
@@ -135,7 +135,7 @@ class Double(torch_private.SingleLevelFunction):
 
 
 def test_a_bound_apply_is_the_functions():
-    """forward, setup_context and backward are called as Function.apply has them called."""
+    """The bound apply calls forward, setup_context and backward as Function.apply does."""
     apply, leaf = torch_private.bind_apply(Double), X.clone().requires_grad_()
     out, total = apply(leaf, 2)
     assert out.grad_fn is not None
@@ -148,7 +148,7 @@ def test_a_bound_apply_is_the_functions():
 
 @pytest.fixture(scope="module")
 def op():
-    """An op whose autograd is a Function, registered as ops/register.py registers fastattn's."""
+    """Register an op whose autograd is a Function, as ops/register.py registers fastattn's."""
     library = torch.library.Library("fastattn_test_private", "DEF")
     library.define("double(Tensor x) -> Tensor")
     library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
@@ -196,7 +196,7 @@ def test_a_function_at_the_autograd_key_runs_inside_transforms(op):
 
 
 def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
-    """In evaluation it computes with the attention's parameters unless a part of it has a hook."""
+    """In evaluation the layer computes with the attention's parameters, unless a part of it has a hook."""
     layer, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
     forward, calls = layer.self_attn.forward, []
     monkeypatch.setattr(layer.self_attn, "forward", lambda *a, **k: calls.append(a) or forward(*a, **k))
@@ -220,7 +220,7 @@ def test_forward_mode_is_noticed():
 
 
 def test_batched_tensors_are_noticed():
-    """Also below another transform's wrapping."""
+    """Batched tensors are noticed also below another transform's wrapping."""
     found = []
 
     def ask(x):
@@ -236,7 +236,7 @@ def test_batched_tensors_are_noticed():
 
 
 def test_fused_attention_of_the_cpu():
-    """Its log-sum-exp, and its gradients from what it saves."""
+    """The forward op returns its log-sum-exp, and the backward op computes the gradients from what it saves."""
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
     scores = q @ k.mT * 0.5
     wanted = scores.softmax(-1) @ v
@@ -339,7 +339,7 @@ def test_tracers_are_recognised():
 
 
 def test_implementations_come_and_go():
-    """With and without the set of keys."""
+    """Implementations are registered and removed, with the set of keys as an argument and without it."""
     double = torch_private.Implementations(
         {("relu", "AutogradCPU"): lambda x: x * 2}, {("sigmoid", "CPU"): lambda keys, x: x * 3}
     )
@@ -425,7 +425,7 @@ def test_a_wrapper_tensor_goes_to_its_class():
     wrapper = torch_private.wrapper_tensor(Wrapper, (3,), torch.float32, X.device)
     assert (wrapper.shape, wrapper.stride()) == ((3,), (1,))
     with pytest.raises(RuntimeError, match="data pointer"):
-        torch.utils.dlpack.to_dlpack(wrapper)  # C++ alone
+        torch.utils.dlpack.to_dlpack(wrapper)  # in C++ only
     assert torch.equal(wrapper.neg(), X * 2)
     assert Wrapper.seen == [torch.ops.aten.neg.default]
 

@@ -1,4 +1,5 @@
-"""Types of the public names: `typed_program.py` uses each name, and `mypy --strict` accepts the program."""
+"""Tests of the types of the public names: `typed_program.py` uses each name, and `mypy --strict` accepts the
+program."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""varlen_attn against each sequence attended alone, lower-right, in float64."""
+"""Tests of varlen_attn against attention of each sequence by itself, lower-right, in float64."""
 
 import functools
 import itertools
@@ -117,7 +117,8 @@ WRONG = {
 @pytest.mark.parametrize("how", ["compiled", *slow("exported"), "vmap", "a parameter"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_traced_call_of_wrong_boundaries_is_refused(wrong, how):
-    """Traced with right ones. Nothing reads them in Python, and the kernels' buffers are as large as the bounds say."""
+    """A call traced with right boundaries refuses wrong ones. Python does not read them there, and the kernels' buffers
+    are as large as the bounds say."""
     require("cpu")
     given, max_q, max_k, message = WRONG[wrong]
     starts, right = torch.tensor(given), torch.tensor((0, *(12,) * (len(given) - 2), 24))
@@ -153,7 +154,7 @@ def test_empty_sequences(backend, queries, keys):
 
 
 def test_strides(backend):
-    """Slices of one packed projection, transposed heads, a last stride that is not 1."""
+    """Slices of one packed projection, transposed heads and a last stride other than 1 are served."""
     projection = torch.randn(sum(QUERIES), 3, 2, 16)
     check(*projection.unbind(1), QUERIES, QUERIES, is_causal=True)
     key = torch.randn(2, sum(KEYS), 16).transpose(0, 1)
@@ -162,7 +163,7 @@ def test_strides(backend):
 
 
 def test_equals_the_padded_batch(backend):
-    """The same sequences padded, with key_lengths: the same numbers, and the same dropout where Hq and rows agree."""
+    """A padded batch with key_lengths has the same numbers, and the same dropout where Hq and rows agree."""
     lengths = (9, 21, 2)
     tensors = [packed(lengths, 2, 16) for _ in range(3)]
     sequences = boundaries(lengths)
@@ -258,7 +259,7 @@ def test_meta_tensors(options):
 
 @pytest.mark.parametrize("longest", [2**31 - 1, 2**31, 2**40, 2**62])
 def test_longest_lengths_beyond_the_tokens(backend, longest):
-    """They bound the sequences' lengths from above and cost nothing."""
+    """Longest lengths bound the sequences' lengths from above. Larger bounds give the same bits."""
     q, k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(3))
     starts = torch.tensor([0, 2, 5])
     found, wanted = (
