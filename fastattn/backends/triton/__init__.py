@@ -1,6 +1,6 @@
-"""CUDA tensors, in Triton. Under TRITON_INTERPRET=1, CPU tensors, where this backend is forced.
+"""The Triton backend, for CUDA tensors. Under TRITON_INTERPRET=1 it also serves CPU tensors, if it is forced.
 
-Triton is imported with the first function that is needed, not with this package.
+The first use of a function imports Triton; importing this package does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastattn.backends.common import attention_operands, common_refusal, device_
 from fastattn.torch_private import is_lazy
 
 DEVICE = "cuda"
-MAX_POSITIONS = 2**31 - 2**16  # queries and keys of a sequence, added up in 32 bits; not of packed ones
+MAX_POSITIONS = 2**31 - 2**16  # queries plus keys per sequence, a sum in int32; packed operands are exempt
 
 if importlib.util.find_spec("triton") is None:
     MISSING = "triton is not installed"
@@ -35,9 +35,10 @@ class _Functions(dict[str, Callable[..., Any]]):
 
 
 def _on_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` for operands whose memory holds other values than they have: lazily negated ones and lazy zeros.
+    """Wrap ``function`` so that lazily negated operands and zeros without memory are computed first.
 
-    Kernels read memory. Torch's dispatcher computes such operands before a kernel of torch or of a library runs.
+    Kernels read the memory of an operand, which does not hold the values of these two kinds. For other kernels torch's
+    dispatcher computes them.
     """
 
     @functools.wraps(function)
@@ -51,7 +52,7 @@ FUNCTIONS = _Functions()
 
 
 def refusal(op: str, args: tuple) -> str | None:
-    """Why this backend does not serve ``op(*args)``, or None."""
+    """Return why this backend does not serve ``op(*args)``, or None."""
     interpreted = device_of(args).type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     reason = common_refusal("cpu" if interpreted else DEVICE, MISSING, op, args)
     if reason:

@@ -1,4 +1,12 @@
-"""Dropout and its mask."""
+"""Dropout and its mask.
+
+    for each group of BLOCK_M rows (pairs i, i + 8) and each block of BLOCK_N columns (programs):
+        out = where(kept, input * scale, 0), or without an input out = kept
+
+input and out (outer, inner, matrix_rows, columns): up to four dimensions of any strides, or contiguous with the leading
+dimensions flattened. 16-bit or float32, computed in float32. The mask is bool. A row of Philox calls serves two rows of
+elements (philox.py); (outer, inner) number the matrices z of the formula.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +38,11 @@ LIMITS["dropout"] = RowLimits(4096, 2048, 2048, 2048, rows=2)
 
 
 class Matrices(NamedTuple):
-    """(outer, inner, matrix_rows, columns)"""
+    """A tensor (outer, inner, matrix_rows, columns)."""
 
-    pointer: Any  # None: there are none; Triton 3.6 compares no tuple with None that has None among its values
+    # None: no tensor. Workaround (Triton 3.6): a kernel cannot compare a tuple that holds None with None, so the tuple
+    # itself is never None.
+    pointer: Any
     outer: Any  # strides; None: contiguous
     inner: Any
     row: Any
@@ -59,9 +69,9 @@ def _dropout(
     slots: tl.int64, blocks: tl.int32,
     INT32: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Without an input, out is the mask."""
+    """Write dropout of the input, or without an input the mask."""
     if ALIGNED:
-        columns = columns // 16 * 16  # shows the compiler what divides it
+        columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)
     group, block = divide(tl.program_id(0), blocks, True)
     here = rows_of(group, slots, matrix_rows, rows, dropout, BLOCK_M, INT32)
     first = block.to(tl.int64) * BLOCK_N
@@ -78,10 +88,10 @@ def _dropout(
 
 
 def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> None:
-    """``input`` and ``out`` contiguous, or of at most four dimensions and any strides."""
+    """Fill ``out``. Both tensors are contiguous, or have at most four dimensions and any strides."""
     if out.numel() == 0:
         return
-    if threshold == 0:  # a rate below half a 65536th
+    if threshold == 0:  # a rate below 0.5 / 65536
         if input is None:
             out.fill_(True)
         else:

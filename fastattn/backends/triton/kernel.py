@@ -1,4 +1,4 @@
-"""How a kernel is declared and started."""
+"""The declaration and the launch of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """triton.jit, specialised for constexprs and dtypes alone, not for values and alignments of arguments: a new
-    sequence length compiles nothing. What a kernel may rely on, its constexprs say. Arguments are grouped in named
-    tuples, which ``_unknown`` keeps unspecialised; numbers that may be large are annotated with their type, which would
-    otherwise follow their size."""
+    """Decorate a kernel: ``triton.jit``, specialised only for constexprs and dtypes.
+
+    Values and alignments of arguments are not specialised, so a new sequence length compiles nothing. A kernel may rely
+    only on what its constexprs state. ``_unknown`` keeps arguments within named tuples unspecialised. Numbers that may
+    be large are annotated with their type, because Triton otherwise derives it from their size.
+    """
     parameters = inspect.signature(function).parameters.values()
     return triton.jit(function, do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])
 
 
-# Compiled kernels, by kernel, device, types of the arguments and constexprs: Triton's own lookup costs several times as
-# much as the launch.
+# Compiled kernels by (kernel, device, argument types, constexprs). Triton's own lookup costs several times as much as
+# the launch.
 _compiled: dict[Any, CompiledKernel] = {}
 
 
 def launch(function: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-    """Start ``function`` on the current stream of ``device``; an empty grid has nothing to do.
+    """Start ``function`` on the current stream of ``device``, unless the grid is empty.
 
-    ``args`` are the kernel's arguments up to its constexprs, which come last and by name, as do Triton's options.
+    Args:
+        args: the kernel's arguments, in order, up to its constexprs.
+        constants: the constexprs and Triton's options, by name.
     """
     if 0 in grid:
         return
-    constants["enable_fp_fusion"] = True  # Triton's default, which it is about to change
-    if not isinstance(function, triton.JITFunction):  # interpreted
+    constants["enable_fp_fusion"] = True  # Triton's present default, stated because Triton is about to change it
+    if not isinstance(function, triton.JITFunction):  # TRITON_INTERPRET=1
         function[grid](*args, **constants)
     elif device.index == torch.cuda.current_device():
         _start(function, grid, device.index, args, constants)
@@ -49,7 +53,7 @@ def _start(function: Any, grid: tuple[int, ...], device: int, args: tuple[Any, .
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = function.warmup(*map(_unknown, args), grid=grid, **constants)
-        if not isinstance(compiled, CompiledKernel):  # a hook of Triton's has taken over the compilation
+        if not isinstance(compiled, CompiledKernel):  # one of Triton's hooks has taken over the compilation
             function[grid](*args, **constants)
             return
         _compiled[key] = compiled
@@ -57,7 +61,7 @@ def _start(function: Any, grid: tuple[int, ...], device: int, args: tuple[Any, .
 
 
 class _Pointer(MockTensor):
-    """Stands for a tensor at any address."""
+    """A tensor at an unknown address, for compilation."""
 
     @staticmethod
     def data_ptr() -> int:
@@ -65,8 +69,12 @@ class _Pointer(MockTensor):
 
 
 def _unknown(argument: Any) -> Any:
-    """What stands for an argument at compilation, so that Triton knows its type alone. ``do_not_specialize`` has no
-    effect in tuples: there Triton specialises for numbers that are 1 or multiples of 16 and for aligned pointers."""
+    """Return a stand-in for an argument at compilation, from which Triton learns only the type.
+
+    Workaround (Triton 3.6 to 3.9): ``do_not_specialize`` has no effect within tuples. There Triton specialises for
+    numbers that are 1 or multiples of 16 and for aligned pointers. Without the stand-in a kernel compiled for one call
+    would run for another with other values, and read the wrong memory.
+    """
     if isinstance(argument, tuple):
         return type(argument)(*map(_unknown, argument))
     kind = type(argument)
@@ -78,7 +86,7 @@ def _unknown(argument: Any) -> Any:
 
 
 def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of the arguments a compiled kernel is for: dtypes, and which numbers take more than 32 bits."""
+    """Return what a compiled kernel depends on: the arguments' dtypes, and which integers exceed 32 bits."""
     types: list[Any] = []
     for argument in arguments:
         kind = type(argument)
@@ -96,5 +104,5 @@ def _types(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks cover a size. Triton's own function of this name takes as long as an allocation."""
+    """Return ceil(size / block). Triton's function of this name takes as long as an allocation."""
     return -(-size // block)

@@ -1,4 +1,13 @@
-"""Layer normalisation, also of residual + dropout(input): one forward kernel and one backward kernel for both."""
+"""Layer normalisation, also of residual + dropout(input).
+
+    _forward, per BLOCK_M rows: x = residual + dropout(input); mean, rstd; out = (x - mean) * rstd * weight + bias
+        ROW_FITS: one read of the row; otherwise BLOCK_M = 1, and two loops over blocks of BLOCK_N columns
+    _backward, per program (at most 512): for every num_programs-th block of rows: dx, d input; weight and bias sums
+    _reduce, per 64 columns: adds the programs' sums
+
+input, residual, out, total (rows, columns) with unit stride along columns: 16-bit or float32. weight, bias (columns,).
+mean, rstd (rows,) float32. partial (2, programs, columns) float32. All arithmetic is float32.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +36,14 @@ LIMITS["layer_norm_backward"] = RowLimits(2048, 8192, 8192, 512)
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
-# The programs that share the rows of a weight gradient: the same number on every device, for one order of summation.
+# Maximum programs that share the rows of a weight gradient. It is the same on every device, and so is the order of
+# summation.
 MAX_PROGRAMS = 512
 
 
 @triton.jit
 def _drop(x, dropout, row, first, matrix_rows, INT32: tl.constexpr):
-    """dropout of x, the columns from ``first`` of these rows."""
+    """Return dropout of x, the columns from ``first`` on of these rows."""
     if dropout is not None:
         matrix, i = divide(row, matrix_rows, INT32)
         x = tl.where(keep_rows(dropout, matrix, i, first, x.shape[1]), x * dropout.scale, 0.0)
@@ -45,7 +55,10 @@ def _residual_sum(
     input_rows, residual_rows, dropout, row, first, column, inside, matrix_rows, dtype: tl.constexpr,
     INT32: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """residual + dropout(input) in float32, rounded to dtype as the backward pass will find it, 0 outside."""
+    """Return residual + dropout(input) in float32, 0 outside.
+
+    With a residual the sum is rounded to dtype, as the backward pass reads it.
+    """
     x = tl.load(places(input_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     x = _drop(x, dropout, row, first, matrix_rows, INT32)
     if residual_rows is not None:
@@ -56,7 +69,7 @@ def _residual_sum(
 
 @triton.jit
 def _parameter(pointer, column, columns, ALIGNED: tl.constexpr):
-    """These columns (1, BLOCK_N) of a weight or bias in float32; of pointers (M, 1), for each of them."""
+    """Return columns (1, BLOCK_N) of a weight or bias in float32, or (M, BLOCK_N) for pointers (M, 1)."""
     pointers = pointer + column
     if ALIGNED:
         pointers = tl.multiple_of(pointers, (1, 16))
@@ -89,9 +102,9 @@ def _forward(
     matrix_rows: tl.int64, input_stride: tl.int64, residual_stride: tl.int64, eps: tl.float32,
     INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = (x - mean) * rstd * weight + bias, x = total = residual + dropout(input)."""
+    """Write out = (x - mean) * rstd * weight + bias, x = total = residual + dropout(input)."""
     if ALIGNED:
-        columns = columns // 16 * 16  # shows the compiler what divides it
+        columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)[None, :]
     valid = (row < rows)[:, None]
@@ -105,15 +118,15 @@ def _forward(
         x = _residual_sum(
             input_rows, residual_rows, dropout, row, 0, column, inside, matrix_rows, dtype, INT32, ALIGNED
         )
-        # The rounding error of a large mean is the mean of the deviations from it.
+        # The mean of the deviations is the rounding error of a large mean, and corrects it.
         origin = tl.sum(x, 1) / columns
         deviations = tl.where(inside, x - origin[:, None], 0.0)
         shift = tl.sum(deviations, 1) / columns
         centred = tl.where(inside, deviations - shift[:, None], 0.0)
         squares = tl.sum(centred * centred, 1)
     else:
-        # Blocks' sums, merged (Chan, Golub and LeVeque 1983, equations 2.1), of deviations from the first block's
-        # mean, so that a large mean costs no digits, however many blocks there are.
+        # Merge the blocks' sums by Chan, Golub and LeVeque 1983, equations 2.1. The sums are of deviations from the
+        # first block's mean, so a large mean costs no digits for any number of blocks.
         origin = tl.zeros([BLOCK_M], tl.float32)
         shift = tl.zeros([BLOCK_M], tl.float32)
         squares = tl.zeros([BLOCK_M], tl.float32)
@@ -158,7 +171,7 @@ def _forward(
 
 @triton.jit
 def _normal_and_grad(grad_rows, total_rows, center, scaling, column, inside, ALIGNED: tl.constexpr):
-    """The normalised row and the gradient of the output, 0 outside."""
+    """Return the normalised rows and the gradient of the output, both float32 and 0 outside."""
     x = tl.load(places(total_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(places(grad_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, (x - center[:, None]) * scaling[:, None], 0.0), grad
@@ -169,7 +182,7 @@ def _store_grads(
     grad, sum_rows, dropout, grad_input, grad_total, row, first, column, inside, columns, matrix_rows,
     INT32: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of the sum, to which ``sum_rows`` is added, and that of the input, through the dropout."""
+    """Store the gradient of the sum, with ``sum_rows`` added, and the gradient of the input, through dropout."""
     if sum_rows is not None:
         grad += tl.load(places(sum_rows, column, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     tl.store(places(grad_total + row * columns, column, ALIGNED), grad, mask=inside)
@@ -184,17 +197,18 @@ def _backward(
     columns: tl.int32, matrix_rows: tl.int64, grad_stride: tl.int64, sum_stride: tl.int64, total_stride: tl.int64,
     INT32: tl.constexpr, ALIGNED: tl.constexpr, ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight.
+    """Write dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight.
 
-    Programs take every num_programs-th block of rows; ``partial`` (2, programs, columns) has each one's sums of
-    grad_out * xhat and grad_out over its rows, the weight's and bias's gradients before ``_reduce``.
+    A program takes every num_programs-th block of rows. Into ``partial`` (2, programs, columns) it writes the sums of
+    grad_out * xhat and of grad_out over its rows, which ``_reduce`` adds up to the gradients of weight and bias.
     """
     if ALIGNED:
-        columns = columns // 16 * 16  # shows the compiler what divides it
+        columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)[None, :]
     if weight is not None:
-        # For each row: a weight loaded once for all has a layout of its own, and every row is converted to it.
+        # Workaround (Triton 3.6 to 3.9): pointers (BLOCK_M, 1) load the weight once per row, in the rows' layout. A
+        # weight loaded once for all rows has another layout, to which every row would be converted.
         weight += tl.zeros([BLOCK_M, 1], tl.int32)
     if partial is not None:
         weight_sums = partial + program * columns
@@ -229,7 +243,7 @@ def _backward(
                 here = first + column
                 inside = valid & exists(here, columns, ALIGNED)
                 normal, grad = _normal_and_grad(grad_rows, total_rows, center, scaling, here, inside, ALIGNED)
-                if partial is not None:  # a row at a time, BLOCK_M = 1: the sums so far are this program's own
+                if partial is not None:  # BLOCK_M = 1, one row at a time: the sums so far are this program's own
                     more = inside & (row != program * BLOCK_M)[:, None]
                     sums = tl.load(weight_sums + here, mask=more, other=0.0) + grad * normal
                     tl.store(weight_sums + here, sums, mask=inside)
@@ -248,7 +262,7 @@ def _backward(
                     grad, sum_rows, dropout, grad_input, grad_total, row, first, here, inside, columns, matrix_rows,
                     INT32, ALIGNED,
                 )  # fmt: skip
-            tl.debug_barrier()  # the next row adds to what this one's threads have stored
+            tl.debug_barrier()  # the next row adds to the sums that this row's threads have stored
     if ROW_FITS and partial is not None:
         inside = tl.arange(0, BLOCK_N) < columns
         tl.store(weight_sums + tl.arange(0, BLOCK_N), tl.sum(weight_products, 0), mask=inside)
@@ -259,7 +273,7 @@ def _backward(
 def _reduce(
     partial, grad_weight, grad_bias, programs: tl.int64, columns: tl.int64, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The sums of ``partial`` (2, programs, columns) over the programs: programs (., 0) here weight, (., 1) bias."""
+    """Sum ``partial`` (2, programs, columns) over its programs. Grid index (., 0) is the weight, (., 1) the bias."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     table = partial + tl.program_id(1) * programs * columns
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -278,7 +292,7 @@ def _run_forward(
     input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout: Dropout | None,
     out: Tensor, total: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills ``out`` and ``total``; returns mean and rstd."""
+    """Fill ``out`` and ``total``, and return mean and rstd, each float32 with one value per row."""
     mean = input.new_empty(tuple(input.shape[:-1]), dtype=torch.float32)
     rstd = empty_like(mean)
     rows, columns = mean.numel(), input.size(-1)
@@ -301,7 +315,7 @@ def _run_backward(
     dropout: Dropout | None, grad_input: Tensor | None, grad_total: Tensor, weight_grad_dtype: torch.dtype | None,
     bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills ``grad_input`` and ``grad_total``; returns the gradients of weight and bias."""
+    """Fill ``grad_input`` and ``grad_total``, and return the gradients of weight and bias."""
     rows, columns = mean.numel(), total.size(-1)
     device = total.device
     (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
@@ -332,7 +346,7 @@ def _run_backward(
 
 
 def _matrix_rows(tensor: Tensor) -> int:
-    """The rows of one matrix: dropout counts rows within it, and matrices over the other dimensions."""
+    """Return the rows per matrix. Dropout counts rows within a matrix, and matrices over the leading dimensions."""
     return tensor.size(-2) if tensor.dim() > 1 else 1
 
 

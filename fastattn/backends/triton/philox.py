@@ -1,7 +1,7 @@
-"""Which elements dropout keeps: Philox4x32-7 on the element's position, the formula of docs/design.md, section 2.
+"""Dropout's mask: Philox4x32-7 on the element's position, the formula of docs/design.md, section 2.
 
-One call gives the eight 16-bit values of rows i, i + 8 and columns j, j + 8, j + 16, j + 24 of a 16x32 tile. The forms
-below make a block of them of matrix ``z`` by join, reshape and permute alone; True = kept.
+One Philox call gives the eight 16-bit values of rows i, i + 8 and columns j, j + 8, j + 16, j + 24 of a 16x32 tile. The
+functions below arrange them into a block of matrix ``z`` only by join, reshape and permute. True = kept.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from fastattn.backends.common import dropout_scale
 
 
 class Dropout(NamedTuple):
-    seed: Any  # (key, offset)
-    threshold: Any  # not 0
-    scale: Any  # of what is kept
+    """The dropout of a call."""
+
+    seed: Any  # (2,) int64: (key, offset)
+    threshold: Any  # 1 to 65536
+    scale: Any  # factor of kept elements
 
 
 def dropout_of(seed: Tensor | None, threshold: int) -> Dropout | None:
-    """A kernel's argument; None: no dropout."""
+    """Return a kernel's argument, or None for no dropout."""
     return Dropout(seed, threshold, dropout_scale(threshold)) if threshold else None
 
 
 @triton.jit
 def _product(a, factor, in_64_bits: tl.constexpr):
-    """The high and low words: in 64 bits by one instruction, otherwise by two."""
+    """Return the high and the low word of a product of uint32: one instruction in 64 bits, otherwise two."""
     if in_64_bits:
         product = a.to(tl.uint64) * factor
         return (product >> 32).to(tl.uint32), product.to(tl.uint32)
@@ -37,10 +39,11 @@ def _product(a, factor, in_64_bits: tl.constexpr):
 
 @triton.jit
 def _words(dropout, z, x, y, in_64_bits: tl.constexpr = True):
-    """The call's four 32-bit words for the tile coordinates x (of columns) and y (of rows), which broadcast with z.
+    """Return the four uint32 words of a call for tile coordinates x (columns) and y (rows), which broadcast with z.
 
-    What depends on x, y or z alone is computed for those. In 64 bits that has twice the bytes, by which Triton decides
-    whether to compute it again for another layout or to convert the words: those of a small tile it would convert.
+    Values that depend only on x, y or z are computed at that size. Workaround (Triton 3.9): it decides by bytes whether
+    to recompute such values for another layout or to convert the layout of the words. In 64 bits a small tile's words
+    would be converted, so small tiles compute in 32 bits.
     """
     key, offset = tl.load(dropout.seed), tl.load(dropout.seed + 1)
     c0, c1, c2, c3 = x.to(tl.uint32), y.to(tl.uint32), z.to(tl.uint32), offset.to(tl.uint32)
@@ -54,19 +57,22 @@ def _words(dropout, z, x, y, in_64_bits: tl.constexpr = True):
 
 @triton.jit
 def _bound(dropout):
-    """A value is kept iff a word that has it as its upper half exceeds this; none does at threshold 65536."""
+    """Return the uint32 bound that a word exceeds iff its upper half is kept. At threshold 65536 no word exceeds it."""
     return ((dropout.threshold << 16) - 1).to(tl.uint32)
 
 
 @triton.jit
 def _halves(word, dropout):
-    """Which of value 2w (low half) and 2w + 1 (high half) of word w are kept, in a new last dimension."""
+    """Return whether values 2w (low half) and 2w + 1 (high half) of word w are kept, in a new last dimension of 2."""
     return tl.join((word << 16) > _bound(dropout), word > _bound(dropout))
 
 
 @triton.jit
 def keep(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
-    """(M, N): rows from i, columns from j, where 16 divides i and M, 32 divides j and N. One call for 8 elements."""
+    """Return the mask (M, N) of rows from i and columns from j. 16 divides i and M; 32 divides j and N.
+
+    One Philox call serves 8 elements.
+    """
     y = i // 2 + tl.arange(0, M // 2)[:, None]
     x = j // 4 + tl.arange(0, N // 4)[None, :]
     w0, w1, w2, w3 = _words(dropout, z, x, y, M >= 128)
@@ -79,9 +85,9 @@ def keep(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def keep_transposed(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
-    """``keep`` transposed, (N, M), for blocks whose columns are the rows of the matrix, as in dK and dV.
+    """Return ``keep`` transposed, (N, M), for blocks whose columns are the rows of the matrix, as in dK and dV.
 
-    There a thread owns two of the four columns of a call: words are chosen by j // 16 % 2, one call for 4 elements.
+    There a thread owns two of the four columns of a call. Words are chosen by j // 16 % 2; one call serves 4 elements.
     """
     y = i // 2 + tl.arange(0, M // 2)[None, :]
     row = tl.arange(0, N // 2)[:, None]  # (32-column tile, j // 16 % 2, j % 8)
@@ -96,19 +102,19 @@ def keep_transposed(dropout, z, i, j, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _side_by_side(even, odd):
-    """The low halves of two words in one, and their high halves."""
+    """Return one word with the low halves of two words, and one with their high halves."""
     return (even & 0xFFFF) | (odd << 16), (even >> 16) | (odd & 0xFFFF0000)
 
 
 @triton.jit
 def _stack(a, b):
-    """In a new first dimension, merged with the next: what a thread has of either stays with it."""
+    """Stack two blocks along the first dimension. Every value stays in its thread."""
     return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
 
 
 @triton.jit
 def _two_calls(dropout, z, x, y):
-    """The values of the calls x and x + 1 side by side, stacked by (j // 8 % 2, j // 16 % 2, i // 8 % 2)."""
+    """Return the values of calls x and x + 1, two per word, stacked by (j // 8 % 2, j // 16 % 2, i // 8 % 2)."""
     a0, a1, a2, a3 = _words(dropout, z, x, y)
     b0, b1, b2, b3 = _words(dropout, z, x + 1, y)
     v0, v1 = _side_by_side(a0, b0)
@@ -120,7 +126,10 @@ def _two_calls(dropout, z, x, y):
 
 @triton.jit
 def _two_half_calls(dropout, z, x, y, upper):
-    """Those of the upper eight rows of a tile or of the lower, stacked by (j // 8 % 2, j // 16 % 2)."""
+    """Return the values of ``_two_calls`` for the upper or the lower eight rows of a tile.
+
+    They are stacked by (j // 8 % 2, j // 16 % 2).
+    """
     a0, a1, a2, a3 = _words(dropout, z, x, y)
     b0, b1, b2, b3 = _words(dropout, z, x + 1, y)
     v0, v1 = _side_by_side(tl.where(upper, a0, a2), tl.where(upper, b0, b2))
@@ -128,29 +137,36 @@ def _two_half_calls(dropout, z, x, y, upper):
     return _stack(_stack(v0, v2), _stack(v1, v3))
 
 
-# What a thread has of a row in memory are 8 columns beside one another, of 8 calls. So in the two forms for rows values
-# change threads before they are compared: two in a word as they lie in a row, of four calls beside one another.
+# In a row in memory a thread holds 8 adjacent columns, which belong to 8 calls. So in the two functions for rows,
+# values change threads before they are compared. They move two per word, in the row's order, from four adjacent calls.
 
 
 @triton.jit
 def keep_rows(dropout, z, i, j, N: tl.constexpr):
-    """(M, N): the rows i (M,) of the matrices z (M,), any ones, columns from j; 32 divides j and N. One call for 4."""
+    """Return the mask (M, N) of arbitrary rows i (M,) of matrices z (M,), columns from j. 32 divides j and N.
+
+    One Philox call serves 4 elements.
+    """
     M: tl.constexpr = i.shape[0]
     z, y, upper = z[:, None], (i // 16 * 8 + i % 8)[:, None], (i // 8 % 2 == 0)[:, None]
     x = j // 4 + 4 * tl.arange(0, N // 16)[None, :]
     values = _stack(_two_half_calls(dropout, z, x, y, upper), _two_half_calls(dropout, z, x + 2, y, upper))
-    # (j % 4 // 2, j // 8 % 2, j // 16 % 2, row, 32-column tile, j % 8 // 4), as they lie in rows
+    # Reshaped to (j % 4 // 2, j // 8 % 2, j // 16 % 2, row, 32-column tile, j % 8 // 4), permuted to the order in rows.
     values = values.reshape(2, 2, 2, M, N // 32, 2).permute(3, 4, 2, 1, 5, 0).reshape(M, N // 2)
     return _halves(values, dropout).reshape(M, N)
 
 
 @triton.jit
 def keep_pairs(dropout, rows, j, N: tl.constexpr):
-    """(M, N): these ``Rows`` (M,), which are in pairs, columns from j; 32 divides j and N. One call for 8."""
+    """Return the mask (M, N) of ``Rows`` (M,), which are in pairs, and columns from j. 32 divides j and N.
+
+    One Philox call serves 8 elements.
+    """
     P: tl.constexpr = rows.pair.shape[0]
     z, y = rows.pair_matrix[:, None], rows.pair[:, None]
     x = j // 4 + 4 * tl.arange(0, N // 16)[None, :]
     values = _stack(_two_calls(dropout, z, x, y), _two_calls(dropout, z, x + 2, y))
-    # (j % 4 // 2, j // 8 % 2, j // 16 % 2, i // 8 % 2, pair, 32-column tile, j % 8 // 4), as they lie in rows
+    # Reshaped to (j % 4 // 2, j // 8 % 2, j // 16 % 2, i // 8 % 2, pair, 32-column tile, j % 8 // 4), permuted to the
+    # order in rows.
     values = values.reshape(2, 2, 2, 2, P, N // 32, 2).permute(4, 3, 5, 2, 1, 6, 0).reshape(2 * P, N // 2)
     return _halves(values, dropout).reshape(2 * P, N)

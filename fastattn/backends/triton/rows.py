@@ -1,4 +1,4 @@
-"""What the row operations share: blocks of BLOCK_M rows and BLOCK_N columns, and where rows lie."""
+"""Shared parts of the row operations: blocks of BLOCK_M rows and BLOCK_N columns, and the rows' layout in memory."""
 
 from __future__ import annotations
 
@@ -11,53 +11,63 @@ from torch import Tensor
 
 
 class RowTile(NamedTuple):
+    """A block of rows and columns, and its warps."""
+
     block_m: int
     block_n: int
     num_warps: int
 
 
 class RowLimits(NamedTuple):
-    elements: int  # of a block of narrow rows
-    widest: int  # columns up to which a row is read once
-    block_n: int  # of wider rows, which are read twice
-    warp_elements: int
-    rows: int = 1  # the fewest of a block
+    """The limits from which ``row_tile`` makes a kernel's block."""
+
+    elements: int  # per block of narrow rows
+    widest: int  # maximum columns of a row that is read once
+    block_n: int  # columns per block of wider rows, which are read twice
+    warp_elements: int  # elements per warp
+    rows: int = 1  # minimum rows per block
 
 
-LIMITS: dict[str, RowLimits] = {}  # by kernel; each operation's file has its own
+LIMITS: dict[str, RowLimits] = {}  # by kernel; each operation's file adds its own
 _MAX_WARPS = 16
 
 
 def row_tile(kernel: str, columns: int, is_aligned: bool) -> RowTile:
-    """The block of a kernel for rows of this many columns: powers of two, so that varied sizes share a few kernels."""
+    """Return the block of a kernel for rows of this many columns.
+
+    Its sizes are powers of 2, so varied sizes share a few compiled kernels.
+    """
     limits = LIMITS[kernel]
     block_m, block_n = limits.rows, limits.block_n
     if columns <= limits.widest:
         block_n = max(32, 1 << (columns - 1).bit_length())
         block_m = max(limits.rows, limits.elements // block_n)
     warp_elements = limits.warp_elements
-    if not is_aligned:  # each element has a pointer of its own, for which there are registers of twice as many warps
+    if not is_aligned:  # each element has its own pointer, so twice the warps supply the registers
         warp_elements //= 2
-        if block_n <= 64:  # and a thread has many rows, whose places take registers too
+        if block_n <= 64:  # a thread has many rows, whose offsets take registers too
             warp_elements = min(warp_elements, 512)
     return RowTile(block_m, block_n, max(1, min(_MAX_WARPS, block_m * block_n // warp_elements)))
 
 
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous; the quickest of torch's ways to one."""
+    """Allocate a contiguous tensor of this shape, by torch's quickest function."""
     return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """(tensor, stride): its rows, the last dimension, dense and at one stride; a copy where it has to be."""
-    if tensor.is_contiguous():  # at once, without a view
+    """Return (tensor, stride): its rows along the last dimension, dense and at one stride, copied if necessary."""
+    if tensor.is_contiguous():  # needs no view
         return tensor, tensor.size(-1)
     rows = tensor.reshape(-1, tensor.size(-1))
     return (rows, rows.stride(0)) if rows.stride(1) == 1 or rows.size(1) == 1 else (rows.contiguous(), rows.size(1))
 
 
 def are_aligned(columns: int, *operands: Tensor | None) -> bool:
-    """Whether every row of these operands, and of a contiguous result, begins at a multiple of 16 bytes."""
+    """Return whether every row of these operands, and of a contiguous result, begins at a multiple of 16 bytes.
+
+    The test is stricter: 16 must divide the addresses in bytes, and the columns and strides in elements.
+    """
     bits = columns
     for tensor in operands:
         if tensor is not None:
@@ -69,30 +79,32 @@ def are_aligned(columns: int, *operands: Tensor | None) -> bool:
 
 
 def fits_int32(rows: int) -> bool:
-    """Whether rows can be counted in 32 bits, in which a division takes a tenth of the instructions."""
+    """Return whether rows can be counted in 32 bits. A division then takes a tenth of the instructions."""
     return rows < 2**31
 
 
 def row_slots(rows: int, dropout: object) -> int:
-    """The places of a matrix's rows as ``rows_of`` counts them."""
+    """Return the number of row slots per matrix, as ``rows_of`` counts them; with dropout whole pairs i, i + 8."""
     return rows if dropout is None else 2 * (rows // 16 * 8 + min(rows % 16, 8))
 
 
 class Rows(NamedTuple):
-    """Which rows (M,) a program has."""
+    """The rows of a program, each field (M,) except those of pairs."""
 
     matrix: Any
-    i: Any  # in the matrix
-    row: Any  # of all
+    i: Any  # row within the matrix
+    row: Any  # row among all matrices
     exists: Any
-    pair_matrix: Any  # (M // 2,), and i // 16 * 8 + i % 8: the arguments of dropout's formula
-    pair: Any
+    pair_matrix: Any  # (M // 2,), the z of dropout's formula
+    pair: Any  # (M // 2,), i // 16 * 8 + i % 8, the y of dropout's formula
 
 
 @triton.jit
 def rows_of(program, slots, matrix_rows, rows, dropout, M: tl.constexpr, INT32: tl.constexpr):
-    """Rows one after another or, with dropout, in pairs i, i + 8, which share its values. Of a pair in a matrix's last
-    rows the second may not exist."""
+    """Return the ``Rows`` of a program: consecutive rows or, with dropout, pairs i, i + 8, which share Philox calls.
+
+    In the last rows of a matrix, the second row of a pair may not exist.
+    """
     if dropout is None:
         matrix, i = divide(program.to(tl.int64) * M + tl.arange(0, M), slots, INT32)
         pair_matrix, pair = matrix, i
@@ -108,7 +120,7 @@ def rows_of(program, slots, matrix_rows, rows, dropout, M: tl.constexpr, INT32: 
 
 @triton.jit
 def divide(row, size, INT32: tl.constexpr):
-    """(row // size, row % size)"""
+    """Return (row // size, row % size)."""
     if INT32:
         row, size = row.to(tl.uint32), size.to(tl.uint32)
     return row // size, row % size
@@ -116,8 +128,11 @@ def divide(row, size, INT32: tl.constexpr):
 
 @triton.jit
 def places(rows, column, ALIGNED: tl.constexpr):
-    """(M, N) pointers to these columns (1, N) of the rows (M,). The alignment hint is on the pointers themselves:
-    of a hint on ``rows`` Triton loses track where a program owns one row."""
+    """Return (M, N) pointers to columns (1, N) of rows (M,).
+
+    Workaround (Triton 3.6 to 3.9): the alignment hint is on the pointers themselves. If a program owns one row, a hint
+    on ``rows`` folds away, and accesses are no longer vectorised to 128 bits.
+    """
     pointers = rows[:, None] + column
     if ALIGNED:
         pointers = tl.multiple_of(pointers, (1, 16))
@@ -126,5 +141,5 @@ def places(rows, column, ALIGNED: tl.constexpr):
 
 @triton.jit
 def exists(column, columns, ALIGNED: tl.constexpr):
-    """Whether there are such columns: one comparison for 16 of them where 16 divides their number."""
+    """Return whether columns exist. If ALIGNED, 16 divides their number and one comparison serves 16 of them."""
     return column // 16 < columns // 16 if ALIGNED else column < columns

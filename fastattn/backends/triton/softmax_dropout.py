@@ -1,4 +1,13 @@
-"""Masked softmax and dropout of scores, a row at a time."""
+"""Masked softmax and dropout of scores, row by row.
+
+    for each group of BLOCK_M rows (with dropout in pairs i, i + 8; programs):
+        ROW_FITS: one read of the rows; otherwise two loops over blocks of BLOCK_N columns:
+            forward: 1. row_max and row_sum, online; 2. out = dropout(exp(s - row_max) / row_sum)
+            backward: 1. sum(P * dP); 2. dS = P * (dP - sum)
+
+input, out, grad_out (B, H, Lq, Lk), 16-bit or float32; attn_mask (B, H, Lq, Lk), bool or float, stride 0 where it
+broadcasts; stats (2, B, H, Lq) float32: row_max in natural units and row_sum. All arithmetic is float32.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +42,7 @@ LIMITS["softmax_dropout_backward"] = RowLimits(2048, 8192, 4096, 1024, rows=2)
 
 
 class Matrices(NamedTuple):
-    """(B, H, Lq, Lk): the scores, with unit stride in a row, or their mask, with strides of 0 where it broadcasts."""
+    """Scores (B, H, Lq, Lk) with unit stride along Lk, or their mask, with stride 0 in broadcast dimensions."""
 
     pointer: Any
     batch: Any  # strides; None: contiguous
@@ -42,13 +51,13 @@ class Matrices(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the rows (M,) of a program are, and what they see."""
+    """The rows (M,) of a program and the columns that they see."""
 
     rows: Any  # rows.Rows
     batch: Any
     head: Any
-    begin: Any  # (M, 1), the first visible column, and one more than the last; unused where all are visible
-    end: Any
+    begin: Any  # (M, 1), the first visible column; unused if every row sees every column
+    end: Any  # (M, 1), one more than the last visible column
 
 
 @triton.jit
@@ -59,7 +68,7 @@ def _place(
     here = rows_of(program, slots, seqlen_q, rows, dropout, BLOCK_M, INT32)
     batch, head = divide(here.matrix, heads, INT32)
     batch, head = batch.to(tl.int64), head.to(tl.int64)
-    begin, end = here.i[:, None], here.i[:, None]  # Triton 3.6 returns no tuple with None
+    begin, end = here.i[:, None], here.i[:, None]  # workaround: Triton 3.6 cannot return a tuple that holds None
     if window is not None:
         i = here.i.to(tl.int32)
         length = tl.zeros_like(i) + seqlen_k
@@ -82,7 +91,7 @@ def _rows_at(place, matrices, seqlen_k):
 
 @triton.jit
 def _wanted(column, place, window, seqlen_k, ALIGNED: tl.constexpr):
-    """The visible columns, with those beside them where that makes the accesses vectorised."""
+    """Return which columns to load: the visible ones, if ALIGNED rounded out to groups of 16 for vectorised access."""
     if window is None:
         wanted = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
     elif ALIGNED:
@@ -94,18 +103,20 @@ def _wanted(column, place, window, seqlen_k, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load(rows, column, place, window, seqlen_k, ALIGNED: tl.constexpr):
-    """The wanted columns of rows, in float32."""
+    """Load the columns that ``_wanted`` selects, in float32, 0 elsewhere."""
     wanted = _wanted(column, place, window, seqlen_k, ALIGNED)
     return tl.load(places(rows, column, ALIGNED), mask=wanted, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _scores(input_rows, attn_mask, mask_column, column, place, window, seqlen_k, scale, ALIGNED: tl.constexpr):
-    """scale * input + mask in float32, -inf where not visible. ``mask_column`` is the stride of the mask's columns;
-    None: 1, in rows at multiples of 16 elements."""
+    """Return scale * input + mask in float32, -inf where not visible.
+
+    ``mask_column`` is the stride of the mask's columns. None: 1, with rows that begin at multiples of 16 elements.
+    """
     if window is None:
         visible = place.rows.exists[:, None] & exists(column, seqlen_k, ALIGNED)
-    else:  # one comparison: what lies before the first visible column wraps to large numbers
+    else:  # one comparison: differences of columns before the first visible one wrap to large numbers
         visible = (column - place.begin).to(tl.uint32) < tl.maximum(place.end - place.begin, 0).to(tl.uint32)
     scores = _load(input_rows, column, place, window, seqlen_k, ALIGNED) * scale
     if attn_mask is not None:
@@ -119,14 +130,14 @@ def _scores(input_rows, attn_mask, mask_column, column, place, window, seqlen_k,
             visible = visible & (values != 0)
         else:
             added = values.to(tl.float32)
-            visible = visible & (added != float("-inf"))  # hidden, whatever the score is
+            visible = visible & (added != float("-inf"))  # -inf hides the element, even if its score is inf or NaN
             scores += added
     return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit
 def _exp(x):
-    """exp(x) without subnormal results, on which tl.exp spends three more instructions."""
+    """Return exp(x) with subnormal results flushed. ``tl.exp`` spends three more instructions on them."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -137,7 +148,7 @@ def _finite(row_max):
 
 @triton.jit
 def _drop(x, dropout, place, first):
-    """x with 0 where it is dropped, not scaled."""
+    """Return x with 0 where it is dropped, without scaling."""
     if dropout is not None:
         x = tl.where(keep_pairs(dropout, place.rows, first, x.shape[1]), x, 0.0)
     return x
@@ -198,7 +209,10 @@ def _weights_and_grad(
     input_rows, attn_mask, mask_column, grad_rows, dropout, place, window, first, column, seqlen_k, scale, row_max,
     inverse_sum, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """P before dropout and the gradient that reaches it, 0 where P is: a product with what is excluded may be NaN."""
+    """Return P before dropout, and the gradient that reaches it, both float32.
+
+    The gradient is 0 where P is 0, because products with excluded values may be NaN.
+    """
     scores = _scores(input_rows, attn_mask, mask_column, column, place, window, seqlen_k, scale, ALIGNED)
     weights = _exp(scores - row_max[:, None]) * inverse_sum[:, None]
     grad = _load(grad_rows, column, place, window, seqlen_k, ALIGNED)
@@ -214,7 +228,10 @@ def _backward(
     scale: tl.float32, window, LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr, ALIGNED: tl.constexpr,
     ROW_FITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dS = P * (dP - sum(P * dP)), the gradient of the mask; scale * dS, that of the input. P again from ``stats``."""
+    """Write dS = P * (dP - sum(P * dP)), the gradient of the mask, and scale * dS, the gradient of the input.
+
+    P is recomputed from ``stats``.
+    """
     if ALIGNED:
         seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
     place = _place(
@@ -294,7 +311,7 @@ def softmax_dropout_backward(
     _, heads, seqlen_q, seqlen_k = input.shape
     grad = empty_like(input)
     grad_scores = None
-    if mask_grad and attn_mask is not None:  # what a mask broadcasts is summed from float32
+    if mask_grad and attn_mask is not None:  # float32 if the mask broadcasts: the sum is taken from float32
         dtype = attn_mask.dtype if attn_mask.shape == input.shape else torch.float32
         grad_scores = empty_like(input, dtype)
     if input.numel() > 0:
@@ -321,7 +338,7 @@ def softmax_dropout_backward(
 def _window(
     input: Tensor, key_lengths: Tensor | None, window_left: int, window_right: int, lower_right: bool
 ) -> Window | None:
-    """None where every row sees every column, but for a mask."""
+    """Return the window, or None if lengths and window let every row see every column."""
     reach = input.shape[2:] if not lower_right else input.shape[:1:-1]
     sees_all = key_lengths is None and window_left >= reach[0] and window_right >= reach[1]
     return None if sees_all else Window(window_left, window_right)
@@ -332,8 +349,11 @@ def _scores_of(scores: Tensor) -> Matrices:
 
 
 def _mask(mask: Tensor | None, scores_are_aligned: bool) -> tuple[Matrices | None, int | None]:
-    """The mask and the stride of its columns, which stands apart: Triton 3.6 cannot ask whether a tuple that holds None
-    is None."""
+    """Return the mask and the stride of its columns, None for 1 in aligned rows.
+
+    Workaround (Triton 3.6): the stride is a separate argument, because a kernel cannot compare a tuple that holds None
+    with None.
+    """
     if mask is None:
         return None, None
     *strides, column = _strides(mask)
@@ -342,10 +362,10 @@ def _mask(mask: Tensor | None, scores_are_aligned: bool) -> tuple[Matrices | Non
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """0 where it broadcasts."""
+    """Return the strides, 0 for dimensions of size 1, which broadcast."""
     return [0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def _unit_rows(scores: Tensor) -> Tensor:
-    """Scores with unit stride in a row."""
+    """Return the scores with unit stride along the last dimension, copied if necessary."""
     return scores if scores.stride(3) == 1 or scores.size(3) == 1 else scores.contiguous()

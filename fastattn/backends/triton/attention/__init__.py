@@ -1,7 +1,8 @@
 """Scaled dot-product attention, out = dropout(softmax(scale * Q K^T + mask)) V (Vaswani et al. 2017, equation 1).
 
-i counts the queries of a sequence and j its keys. A program owns a tile of one side and visits the tiles of the other
-that see any of it: first the full ones, of which every pair is visible and nothing is added, then the partial ones.
+i counts the queries of a sequence and j its keys. A program owns a tile of one side and visits the other side's tiles
+that have a visible pair with it. Full tiles come first: every pair is visible and no mask is added. Partial tiles
+follow. This file is the host side: it lays out operands, chooses tiles and launches the kernels.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ def _packed(
     query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, max_q: int, max_k: int,
     window_left: int, window_right: int,
 ) -> tuple[Sequences, Window]:  # fmt: skip
-    """No sequence is longer than all of them together, whatever bound is given."""
+    """Return the sequences and the window, with ``max_q`` and ``max_k`` cut to the number of packed tokens."""
     max_q, max_k = min(max_q, query.size(0)), min(max_k, key.size(0))
     window = Window(min(window_left, max_k), min(window_right, max_q))
     return Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k), window
 
 
 class _Call:
-    """What the launches of a call share."""
+    """One call of attention: the operands, options and layouts that its launches share."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sequences: Sequences,
@@ -99,7 +100,7 @@ class _Call:
         self.head_dim, self.value_head_dim = query.size(-1), value.size(-1)
         self.lower_right, self.dtype, self.device = lower_right, query.dtype, query.device
         scale = float(scale)
-        # The largest scales times log2(e) are infinite; scores to which a float mask is added go without that factor.
+        # A huge scale times log2(e) is infinite, and a float mask is added in natural units: both keep base e.
         is_huge = abs(scale) > torch.finfo(torch.float32).max / 1.5
         self.is_prescaled = is_huge or (attn_mask is not None and attn_mask.dtype != torch.bool)
         if scale <= 0:
@@ -114,7 +115,7 @@ class _Call:
         )  # fmt: skip
 
     def _are_aligned(self, *operands: Heads) -> bool:
-        """Whether every row begins at a multiple of 16 bytes."""
+        """Return whether every row begins at a multiple of 16 bytes."""
         bits, size = 0, self.dtype.itemsize
         for tensor, batch, head, row in operands:
             bits |= (batch | head | row) * size | tensor.data_ptr()
@@ -132,7 +133,11 @@ class _Call:
         return tiles.choose(kernel, self.dtype, largest, kind, self.is_aligned, self.device)
 
     def _constants(self, tile: tiles.Tile, *others: Heads) -> dict[str, Any]:
-        """A kernel's constexprs and options; ``others`` are what it reads and writes beside the operands."""
+        """Return a kernel's constexprs and options.
+
+        Args:
+            others: further tensors that the kernel accesses by rows, which count for the alignment.
+        """
         block_d, block_dv = _padded(self.head_dim), _padded(self.value_head_dim)
         is_aligned = self.is_aligned and self._are_aligned(*others)
         is_tf32 = (
@@ -151,7 +156,10 @@ class _Call:
         }  # fmt: skip
 
     def lists(self, tile: tiles.Tile, keys_own: bool) -> tuple[TileLists | None, SeenKeys | None]:
-        """What of a mask's tiles is visited, of size 1 in the dimensions that the mask broadcasts."""
+        """Return the lists of tiles to visit under the mask, and the keys seen by each tile of queries.
+
+        The lists have size 1 in the dimensions that the mask broadcasts, except batch if ``key_lengths`` is given.
+        """
         mask = self.problem.mask
         if mask is None:
             return None, None
@@ -183,11 +191,17 @@ class _Call:
         )
 
     def descriptors(self, operands: tuple[Heads, ...], rows: int, block: int) -> tuple[TensorDescriptor | None, ...]:
-        """Tensor descriptors of tiles of ``block`` rows of operands that have this many rows a sequence; None, for
-        pointers, where descriptors do not pay or cannot be."""
+        """Return tensor descriptors (TMA) of the operands, or None for each operand if the kernel must use pointers.
+
+        Pointers serve where descriptors do not pay off or where the layout rules them out.
+
+        Args:
+            rows: rows per sequence.
+            block: rows per tile.
+        """
         if not (
             tiles.has_descriptors(rows, self.device)
-            # Beyond this head size, masks leave no registers for them.
+            # With a mask, larger heads leave no registers for descriptors.
             and (self.problem.mask is None or max(self.head_dim, self.value_head_dim) <= 128)
             and self.is_aligned and self.dtype.itemsize == 2 and not self.is_packed
             and all(tensor.numel() > 0 and all(stride > 0 for stride in strides) for tensor, *strides in operands)
@@ -199,7 +213,7 @@ class _Call:
         )
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The output in query's layout, LSE and statistics."""
+        """Return the output in query's layout, the LSE (B, Hq, Lq) and the statistics (2, B, Hq, Lq), both float32."""
         query, _, value = self.operands
         out, shape = _empty(query, value.size(-1)), tuple(query.shape[:-1])
         stats = query.new_empty((2, *shape), dtype=torch.float32)
@@ -236,7 +250,7 @@ class _Call:
         return out, lse, stats
 
     def grad_heads(self, grad_out: Tensor) -> Heads:
-        """The output's gradient, copied if it is less aligned than the operands."""
+        """Return the output's gradient, copied if it is less aligned than the operands."""
         heads = heads_of(grad_out)
         if self.is_aligned and not self._are_aligned(heads):
             heads = heads_of(grad_out.clone(memory_format=torch.contiguous_format))
@@ -245,7 +259,7 @@ class _Call:
     def backward(
         self, grad_heads: Heads, grad_lse: Tensor | None, out: Tensor, stats: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
-        """The gradients of query, key and value, and what the mask's needs."""
+        """Return the gradients of query, key and value, and the row statistics that the mask's gradient needs."""
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
         out_heads = heads_of(out)
         query_heads, key_heads, value_heads = heads_of(grad_query), heads_of(grad_key), heads_of(grad_value)
@@ -275,7 +289,10 @@ class _Call:
         return (grad_query, grad_key, grad_value), rows
 
     def _rows(self, stats: Tensor) -> Rows:
-        """Room for three numbers of each query; those of a head begin at a multiple of 16 bytes, but packed ones."""
+        """Allocate three float32 values per query, (3, B, Hq, Lq rounded up to 4) or packed (3, Tq, Hq).
+
+        The rounding puts each head's values at a multiple of 16 bytes. Packed values have no such alignment.
+        """
         sizes = stats.shape[1:] if self.is_packed else (*stats.shape[1:3], cdiv(self.seqlen_q, 4) * 4)
         made = stats.new_empty((3, *sizes))
         return Rows(*made.unbind(), *_dense_rows(made[0]))
@@ -297,12 +314,12 @@ class _Call:
 
 
 def _stride(tensor: Tensor, dim: int) -> int:
-    """The stride, 0 where the dimension has size 1: it may be one that broadcasts."""
+    """Return the stride, or 0 for a dimension of size 1, which may broadcast."""
     return tensor.stride(dim) if tensor.size(dim) > 1 else 0
 
 
 def mask_of(attn_mask: Tensor | None) -> tuple[Heads | None, int | None]:
-    """(the mask, its columns' stride, None: 1), as ``Problem`` has them."""
+    """Return ``Problem``'s mask, and the stride of its columns, None for 1."""
     if attn_mask is None:
         return None, None
     mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
@@ -311,7 +328,7 @@ def mask_of(attn_mask: Tensor | None) -> tuple[Heads | None, int | None]:
 
 
 def heads_of(tensor: Tensor) -> Heads:
-    """Of (B, H, L, D), or of packed (T, H, D); of a copy if a row has not unit stride."""
+    """Return the ``Heads`` of a tensor (B, H, L, D) or packed (T, H, D), copied if its rows lack unit stride."""
     if tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
     *strides, _ = tensor.stride()
@@ -319,22 +336,25 @@ def heads_of(tensor: Tensor) -> Heads:
 
 
 def _row_strides(statistic: Tensor) -> tuple[int, ...]:
-    """(batch, head, row) strides of (B, H, L) or packed (T, H) statistics."""
+    """Return the (batch, head, row) strides of statistics (B, H, L) or packed (T, H)."""
     return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
 
 
 def _dense_rows(statistic: Tensor) -> tuple[int | None, ...]:
-    """:func:`_row_strides` with None for a unit stride of dense rows. Not of what may be missing itself: Triton 3.6
-    cannot ask whether a tuple that holds None is None."""
+    """Return :func:`_row_strides`, with None for the unit stride of dense rows.
+
+    Workaround (Triton 3.6): a kernel cannot compare a tuple that holds None with None. Optional arguments therefore
+    take :func:`_row_strides`.
+    """
     batch, head, row = _row_strides(statistic)
     return batch, head, None if row == 1 and statistic.dim() == 3 else row
 
 
 def _empty(like: Tensor, head_dim: int) -> Tensor:
-    """(B, H, L, head_dim) in the layout of ``like``, or packed, (T, H, head_dim)."""
+    """Allocate (B, H, L, head_dim) in the layout of ``like``, or packed (T, H, head_dim)."""
     return empty_heads(like, head_dim) if like.dim() == 4 else like.new_empty((*like.shape[:2], head_dim))
 
 
 def _padded(head_dim: int) -> int:
-    """The columns of a tile that has a head of this size."""
+    """Return the columns of a tile for this head size: the next power of 2, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,5 +1,14 @@
-"""Attention's backward pass, FlashAttention's (Dao et al. 2022): P again from the statistics, and with
-delta = rowsum(dO * O) - dLSE, dS = P * (dP - delta)."""
+"""Attention's backward pass, FlashAttention's (Dao et al. 2022). P is recomputed from the statistics.
+
+    grad_query_kernel, per tile of BLOCK_M queries: delta = rowsum(dO * O) - dLSE; for full, then partial key tiles:
+        S = Q K^T; P; dP = dO V^T; dS = P * (dP - delta); dQ += dS K
+    grad_key_value_kernel, per tile of BLOCK_N keys: for full, then partial: for query heads of the group: query tiles:
+        S^T = K Q^T; P^T; dP^T = V dO^T; dV += dropout(P)^T dO; dK += dS^T Q
+    grad_mask_kernel, per tile of the mask: for each sequence, head and tile that broadcasts to it: sum += dS
+
+Operands as in forward.py. dO: as out; dLSE, row_max, row_sum: (B, Hq, Lq) or (Tq, Hq), float32, natural units; Rows:
+three float32 values per query. Gradients have their operand's dtype; sums are float32.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +47,33 @@ from fastattn.backends.triton.philox import keep, keep_transposed
 
 
 class Statistics(NamedTuple):
-    """The forward pass's, of each query."""
+    """The forward pass's statistics, float32, one of each per query."""
 
-    row_max: Any
-    row_sum: Any
+    row_max: Any  # natural units
+    row_sum: Any  # sum(exp(score - row_max))
     batch: Any  # strides
     head: Any
     row: Any  # None: 1
 
 
 class Rows(NamedTuple):
-    """What ``grad_query_kernel`` makes of the statistics for the other kernels."""
+    """Float32 values per query, which ``grad_query_kernel`` writes for the other kernels."""
 
     shift: Any  # P = exponential(to_exponent(x) - shift) * inverse_sum
     inverse_sum: Any
     delta: Any
     batch: Any  # strides
     head: Any
-    row: Any  # None: 1, from multiples of 16 bytes on
+    row: Any  # None: 1, and a head's values begin at a multiple of 16 bytes
 
 
 @triton.jit
 def _normaliser(stats, at, inside, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
-    """(shift, inverse_sum) of ``_probabilities``. FOLD_SUM folds the sum into the shift, which saves a product and is
-    exact enough for 16-bit operands; not under a float mask, beside whose large maximum log2(sum) would round away."""
+    """Return (shift, inverse_sum) for ``_probabilities``, each (M,) float32.
+
+    FOLD_SUM adds log2(row_sum) to the shift, which saves a multiplication and is exact enough for 16-bit operands. It
+    is off under a float mask, because a large row_max would round log2(row_sum) away.
+    """
     shift = tl.load(stats.row_max + at, mask=inside, other=0.0)
     row_sum = tl.load(stats.row_sum + at, mask=inside, other=0.0)
     inverse_sum = tl.where(row_sum == 0, 0.0, 1 / row_sum)
@@ -109,7 +121,7 @@ def grad_query_kernel(
     if grad_lse is not None:
         at_lse = row_offsets(grad_lse, b, h, sequence.first_query, i)
         delta -= tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
-    delta = tl.where(inverse_sum == 0, 0.0, delta)  # a row that sees nothing
+    delta = tl.where(inverse_sum == 0, 0.0, delta)  # 0 for rows that see nothing
     at = row_offsets(rows, b, h, sequence.first_query, i)
     tl.store(rows.delta + at, delta, mask=inside)
     tl.store(rows.shift + at, shift, mask=inside)
@@ -120,7 +132,7 @@ def grad_query_kernel(
     for PARTIAL in tl.static_range(2):
         for n in tl.range(plan[PARTIAL], disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
             first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
-            if lists is not None:  # lowers register pressure
+            if lists is not None:  # workaround: see rematerialise
                 h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
                 keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
                 values = head_of(problem.value, b, h // problem.group, sequence.first_key)
@@ -188,7 +200,7 @@ def grad_key_value_kernel(
             plan = tile_plan(lists, own_b, own_h, tile_k, sequence, BLOCK_N, BLOCK_M, True)
             for n in tl.range(plan[PARTIAL], num_stages=PARTIAL_STAGES if PARTIAL else None, disable_licm=True):
                 first_i = tile(plan, n, lists, PARTIAL) * BLOCK_M
-                if lists is not None:  # lowers register pressure
+                if lists is not None:  # workaround: see rematerialise
                     h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
                 queries = head_of(problem.query, b, h, sequence.first_query)
                 grads = head_of(grad_out, b, h, sequence.first_query)
@@ -211,7 +223,7 @@ def grad_key_value_kernel(
                     own_j = rematerialise(first_j, n + problem.group) + tl.arange(0, BLOCK_N)
                     x = mask_scores(x, problem, b, h, i[None, :], own_j[:, None], sequence)
                 if (BLOCK_D + BLOCK_DV > 256) & (q.dtype != tl.float32):
-                    tl.debug_barrier()  # the operands of two consecutive products do not fit in registers
+                    tl.debug_barrier()  # workaround: as order_products, for large heads in 16 bits
                 p = _probabilities(x, shift[None, :], inverse_sum[None, :], problem.magnitude, PRESCALED, FOLD_SUM)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                 dropped_p = p
@@ -221,7 +233,9 @@ def grad_key_value_kernel(
                     dropped_p = dropped(p, kept, problem.group, licm_spills(BLOCK_D, BLOCK_DV, q.dtype))
                     dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
                 elif PARTIAL & (BLOCK_D + BLOCK_DV > 256) & (q.dtype == tl.float32):
-                    # P, rematerialised: kept in shared memory from above, it would exceed 99 KiB.
+                    # Workaround (Triton 3.6 to 3.9): Triton keeps P in shared memory beside the products' operands.
+                    # That exceeds the 99 KiB of 8.6, 8.9 and 12.x by 1 KiB. This selection changes no value and makes
+                    # Triton recompute P.
                     dropped_p = tl.where(x == -INFINITY, 0.0, p)
                 dv = tl.dot(dropped_p.to(do.dtype), do, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
@@ -251,7 +265,10 @@ def _product(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(M, N): A B^T of rows of heads, in slices of 128 bytes of them, which lowers register pressure."""
+    """Return A B^T, (M, N) float32, of M and N rows of two heads.
+
+    Slices of 128 bytes per row are multiplied one after the other, which lowers register pressure.
+    """
     product = tl.zeros((M, N), tl.float32)
     WIDTH: tl.constexpr = _slice_width(D, a[0].dtype.element_ty)
     for start in tl.range(0, D, WIDTH, disable_licm=True):
@@ -262,7 +279,9 @@ def _product(
 
 
 class MaskGrad(NamedTuple):
-    pointer: Any  # dense
+    """The gradient of the mask, in the mask's dtype, with sizes 1 or full."""
+
+    pointer: Any  # contiguous
     batch: Any  # strides
     head: Any
     row: Any
@@ -278,7 +297,10 @@ def grad_mask_kernel(
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
     ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, ONE_HEAD: tl.constexpr, ONE_BATCH: tl.constexpr,
 ):  # fmt: skip
-    """dS summed over what the mask broadcasts: a program owns a tile of the mask, visits all that it was added to."""
+    """Sum dS over the dimensions that the mask broadcasts.
+
+    A program owns a tile of the mask and visits every tile of scores to which the mask was added.
+    """
     program = tl.program_id(0)
     own_tiles_q = 1 if ONE_ROW else tiles_q
     own_tiles_k = 1 if ONE_COLUMN else tiles_k

@@ -1,4 +1,12 @@
-"""Which tiles of the other side a program visits, full ones first: as the window says, or from lists under a mask."""
+"""The tiles that a program visits: an interval given by the window, or under a mask the lists made here.
+
+    cover_kernel, per tile of the mask (BLOCK_M, BLOCK_N): reads the mask once; writes cover and seen
+    list_kernel, per owned tile of SIZE queries or keys: for each chunk of 128 other tiles: appends to the two lists
+
+mask (B, H, rows, Lk), uint8 or float, with 1 in place of the sizes B, H, rows that it broadcasts.
+cover (B, H, tiles_q, tiles_k) int8; seen (B, H, tiles_q, Lk) uint8; lists (B, H, owned tiles, 2 + count) int32.
+A program visits the full tiles first, then the partial ones.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +25,11 @@ ALL: tl.constexpr = tl.constexpr(2)
 
 
 class TileLists(NamedTuple):
-    """(B, H, owned tiles, 2 + count) int32: the number of full tiles, the number of partial ones, the full tiles from
-    the front, the partial ones from the back."""
+    """The lists of tiles to visit, (B, H, owned tiles, 2 + count) int32.
+
+    An entry holds the number of full tiles, the number of partial tiles, the full tiles from the front, and the partial
+    tiles from the back.
+    """
 
     pointer: Any
     batch: Any  # strides
@@ -28,7 +39,10 @@ class TileLists(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """(B, H, owned tiles, other tiles) int8: ALL of the tile is visible and nothing is added, SOME is visible, or 0."""
+    """The kinds of the mask's tiles, (B, H, owned tiles, other tiles) int8.
+
+    ALL: every pair is visible and no mask value is added. SOME: at least one pair is visible. 0: no pair is.
+    """
 
     pointer: Any
     batch: Any  # strides
@@ -40,13 +54,16 @@ class Cover(NamedTuple):
 class Plan(NamedTuple):
     full_tiles: Any
     partial_tiles: Any
-    full: Any  # the first full tile; of lists a pointer to it
-    partial: Any  # how many partial tiles precede the full ones; of lists a pointer to the first, the others before it
+    full: Any  # the first full tile; with lists a pointer to it
+    partial: Any  # partial tiles before the full ones; with lists a pointer to the first, the others lie before it
 
 
 @triton.jit
 def tile_plan(lists, b, h, own, sequence, SIZE: tl.constexpr, BLOCK: tl.constexpr, KEYS_OWN: tl.constexpr):
-    """What the program that owns this tile of SIZE queries or, KEYS_OWN, keys visits in tiles of BLOCK."""
+    """Return the ``Plan`` of the program that owns tile ``own``: the tiles of BLOCK that it visits.
+
+    The tile has SIZE queries or, with KEYS_OWN, SIZE keys.
+    """
     if lists is None:
         first = own * SIZE
         last, band = owned(first, SIZE, sequence.seqlen_q, sequence.band, KEYS_OWN)
@@ -60,7 +77,7 @@ def tile_plan(lists, b, h, own, sequence, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def tile(plan, n, lists, PARTIAL: tl.constexpr):
-    """The n-th full or partial tile of a plan."""
+    """Return the number of the n-th full or partial tile of a plan."""
     if lists is not None:
         tile = tl.load(plan.partial - n) if PARTIAL else tl.load(plan.full + n)
     elif PARTIAL:
@@ -75,7 +92,7 @@ def cover_kernel(
     mask, mask_column, cover, seen, tiles_q, tiles_k, mask_heads, mask_rows, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Reads the mask once, for the ``Cover`` of its tiles and the ``SeenKeys``."""
+    """Write the ``Cover`` of the mask's tiles and the ``SeenKeys``, from one read of the mask."""
     program = tl.program_id(0)
     tile_k, tile_q = program % tiles_k, program // tiles_k % tiles_q
     plane = program // tiles_k // tiles_q
@@ -102,8 +119,10 @@ def list_kernel(
     sequences, window, cover, lists, list_heads, tiles, count,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, LOWER_RIGHT: tl.constexpr, KEYS_OWN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``TileLists`` of tiles of SIZE queries or, KEYS_OWN, keys: what of ``cover`` the window leaves, in tiles of BLOCK
-    of the other side."""
+    """Write the ``TileLists`` of tiles of SIZE queries or, with KEYS_OWN, SIZE keys.
+
+    A list holds the other side's tiles of BLOCK that both ``cover`` and the window leave visible.
+    """
     program = tl.program_id(0)
     own, h, b = program % tiles, program // tiles % list_heads, program // tiles // list_heads
     sequence = sequence_of(b, sequences, window, LOWER_RIGHT)

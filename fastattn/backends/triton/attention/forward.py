@@ -1,5 +1,14 @@
-"""Attention's forward pass: the online softmax of Milakov and Gimelshein (2018) in FlashAttention's tiles (Dao et al.
-2022), and for few queries split-KV with a merge."""
+"""Attention's forward pass: online softmax (Milakov and Gimelshein 2018) in FlashAttention's tiles (Dao et al. 2022).
+
+    for each tile of BLOCK_M queries, head, sequence (programs; split-KV: times splits of the keys):
+        for full tiles, then for partial tiles of BLOCK_N keys (of this split):
+            S = Q K^T, masked if partial; P = exp(S - m); acc = acc * rescale + dropout(P) V
+    merge_kernel, after split-KV, for each tile of 16 queries, head, sequence: for each split: acc += weight * out
+
+query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev), out (B, Hq, Lq, Ev): one dtype, 16-bit or float32.
+Packed operands are (T, H, D). LSE, row_max, row_sum: (B, Hq, Lq) or (Tq, Hq), float32, natural units. Each split
+writes out, row_max and row_sum in float32, with the splits as the first dimension. Sums are float32.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +46,7 @@ from fastattn.backends.triton.philox import keep
 
 class Result(NamedTuple):
     out: Any  # Heads
-    lse: Any  # None: not wanted
+    lse: Any  # None in split-KV, whose merge computes it
     row_max: Any
     row_sum: Any
     batch: Any  # strides of the statistics
@@ -46,7 +55,7 @@ class Result(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Strides of the splits' results."""
+    """Strides between the results of successive splits."""
 
     out: Any
     rows: Any
@@ -78,14 +87,14 @@ def forward_kernel(
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     PARTIAL_STAGES: tl.constexpr = partial_stages(key_descriptor is not None, lists is not None, BLOCK_D, BLOCK_DV)
     for PARTIAL in tl.static_range(2):
-        count = plan[PARTIAL].to(tl.int64)  # times the splits it may exceed 32 bits
+        count = plan[PARTIAL].to(tl.int64)  # count * splits may exceed 32 bits
         begin, end = (count * split // num_splits).to(tl.int32), (count * (split + 1) // num_splits).to(tl.int32)
         for n in tl.range(
             begin, end, num_stages=PARTIAL_STAGES if PARTIAL else None,
             disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype),
         ):  # fmt: skip
             first_j = tile(plan, n, lists, PARTIAL) * BLOCK_N
-            if lists is not None:  # lowers register pressure
+            if lists is not None:  # workaround: see rematerialise
                 h, b = rematerialise(own_h, n + problem.group), rematerialise(own_b, n + problem.group)
                 keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
                 values = head_of(problem.value, b, h // problem.group, sequence.first_key)
@@ -101,7 +110,7 @@ def forward_kernel(
                 own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
                 x = mask_scores(x, problem, b, h, own_i[:, None], j[None, :], sequence)
             raised = tl.maximum(row_max, to_exponent(tl.max(x, 1), problem.magnitude, PRESCALED))
-            m = tl.where(raised == -INFINITY, 0.0, raised)  # a row that has seen nothing so far
+            m = tl.where(raised == -INFINITY, 0.0, raised)  # the row has seen no key so far
             p = exponential(to_exponent(x, problem.magnitude, PRESCALED) - m[:, None], PRESCALED)
             rescale = exponential(row_max - m, PRESCALED)
             row_max = raised
@@ -116,7 +125,7 @@ def forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     dropout_scale = 1.0 if problem.dropout is None else problem.dropout.scale
-    # A row that sees nothing: 0, though it was multiplied with keys that others see, which may hold NaN.
+    # Rows that see nothing give 0. Their acc may be NaN: they were multiplied with values that only other rows see.
     empty = row_sum == 0
     acc = tl.where(empty[:, None], 0.0, acc * (dropout_scale / tl.where(empty, 1.0, row_sum))[:, None])
     first_i = rematerialise(first_i, problem.group)
@@ -127,7 +136,7 @@ def forward_kernel(
     store_tile((base, row), first_i, inside, problem.value_head_dim, acc, ALIGNMENT)
     m = tl.where(row_max == -INFINITY, 0.0, row_max)
     natural_max = m if PRESCALED else m * LN2
-    # Where rounding moved the maximum, the sum moves with it.
+    # The change of units rounds the maximum, so the sum is corrected by the same amount.
     row_sum *= exponential(m - (natural_max if PRESCALED else natural_max * LOG2E), PRESCALED)
     at = row_offsets(result, own_b, own_h, sequence.first_query, i) + split * tl.cast(splits.rows, tl.int64)
     tl.store(result.row_max + at, natural_max, mask=inside)
@@ -142,7 +151,10 @@ def merge_kernel(
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
     LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Attention to all keys from attention to each split of them, with weights exp(row_max - the largest) * row_sum."""
+    """Merge the splits' results into attention to all keys.
+
+    A split's weight is exp(row_max - highest) * row_sum, with ``highest`` the largest row_max of the splits.
+    """
     tile_q, h, b = program(tiles, problem.num_heads)
     sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
     first_i = tile_q * BLOCK_M

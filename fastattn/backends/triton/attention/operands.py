@@ -1,4 +1,4 @@
-"""Where attention's operands lie in memory, and tiles of them."""
+"""The layout of attention's operands in memory, and the loads and stores of their tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fastattn.backends.triton.visibility import band_of
 
 
 class Heads(NamedTuple):
-    """(B, H, L, D) or packed (T, H, D), with unit stride in a row; (B, H, L) or packed (T, H) of a number a row."""
+    """A tensor of heads: (B, H, L, D) or packed (T, H, D) with unit stride along D.
+
+    A tensor with one value per row is (B, H, L) or packed (T, H).
+    """
 
     pointer: Any
     batch: Any  # strides
@@ -20,15 +23,19 @@ class Heads(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    seqlen_q: Any
+    """The lengths of all sequences of a call."""
+
+    seqlen_q: Any  # for packed operands an upper bound
     seqlen_k: Any
-    cu_seq_q: Any  # (B + 1,), of packed operands
+    cu_seq_q: Any  # (B + 1,) int64; None: not packed
     cu_seq_k: Any
-    lengths: Any  # (B,), how many keys of each exist; None: all
+    lengths: Any  # (B,) int64, the number of existing keys per sequence; None: all
 
 
 class Sequence(NamedTuple):
-    first_query: Any  # of the packed rows
+    """One sequence: its place among packed rows (0 if not packed), its lengths and its visible pairs."""
+
+    first_query: Any
     seqlen_q: Any
     first_key: Any
     seqlen_k: Any
@@ -36,27 +43,30 @@ class Sequence(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What every kernel gets."""
+    """The arguments that all kernels share."""
 
-    query: Any  # Heads, times the scale's sign
+    query: Any  # Heads, multiplied by the sign of the scale
     key: Any
     value: Any
-    mask: Any  # Heads, uint8 or float, with strides of 0 where it broadcasts
-    mask_column: Any  # its columns' stride; None: 1
+    mask: Any  # Heads, uint8 or float, with stride 0 in dimensions that it broadcasts
+    mask_column: Any  # the stride of the mask's columns; None: 1
     dropout: Any  # philox.Dropout
     sequences: Any
     window: Any
     num_heads: Any
-    group: Any
+    group: Any  # query heads per key head
     head_dim: Any
     value_head_dim: Any
     scale: Any
-    magnitude: Any  # |scale|, 1 if that is 0
+    magnitude: Any  # |scale|, or 1 if the scale is 0
 
 
 @triton.jit
 def program(tiles, heads):
-    """(tile, head, sequence) of this program; late tiles first, since under a causal mask they are the longest."""
+    """Return (tile, head, sequence) of this program.
+
+    Tiles run from the last to the first, because under a causal mask the last ones take longest.
+    """
     program = tl.program_id(0)
     return tiles - 1 - program % tiles, program // tiles % heads, program // tiles // heads
 
@@ -78,27 +88,31 @@ def sequence_of(b, sequences, window, LOWER_RIGHT: tl.constexpr):
 
 @triton.jit
 def wide(n):
-    """n >= 0 in 64 bits. Its upper half is known to be zero and takes no register."""
+    """Convert n >= 0 to 64 bits through uint32: the compiler then knows that the upper half is 0."""
     return n.to(tl.uint32).to(tl.int64) if n.dtype == tl.int32 else n
 
 
 @triton.jit
 def rematerialise(x, n):
-    """x, opaque to the compiler, which does not know that 0 <= n < 2**30: what follows from the result is computed
-    here, rather than kept in registers from an earlier use of x."""
+    """Return x behind an optimisation barrier: ``n >> 30`` is 0, which the compiler cannot prove.
+
+    Workaround (ptxas, under Triton 3.6 to 3.9): values derived from x stay in registers across the loops, rows of i and
+    j above all, and in masked kernels some sixty products of sequence and head with strides. Without the barrier, those
+    kernels spill. With it, the values are recomputed.
+    """
     return x + (n >> 30)
 
 
 @triton.jit
 def head_of(tensor, b, h, first):
-    """(pointer to row ``first`` of head h of sequence b, stride of rows in 64 bits)"""
+    """Return (pointer to row ``first`` of head h of sequence b, int64 stride between rows)."""
     row = tl.cast(tensor.row, tl.int64)
     return tensor.pointer + (wide(b) * tensor.batch + wide(h) * tensor.head + first * row), row
 
 
 @triton.jit
 def row_offsets(rows, b, h, first, i):
-    """Offsets of the numbers of queries i; ``rows`` has their strides."""
+    """Return the offsets of the per-query values of queries i, by the strides of ``rows``."""
     place = wide(first + i)
     if rows.row is not None:
         place *= rows.row
@@ -107,17 +121,23 @@ def row_offsets(rows, b, h, first, i):
 
 @triton.jit
 def _pointers(head, first, M: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """(M, D), rows from ``first``. Rows begin at multiples of ALIGNMENT elements: 16 bytes, or 1 element."""
+    """Return (M, D) pointers to the rows from ``first`` on.
+
+    Rows begin at multiples of ALIGNMENT elements, which is 16 bytes, or 1 element. The kernels are compiled without
+    the values of strides, so ``row // ALIGNMENT * ALIGNMENT`` states the divisor. Without it Triton cannot vectorise
+    the accesses to 128 bits.
+    """
     base, row = head
     row = row // ALIGNMENT * ALIGNMENT
     if (base.dtype.element_ty == tl.float32) | (ALIGNMENT == 1):
-        # Offsets that depend on the tile are rematerialised: hoisted, they raise register pressure.
+        # Workaround (Triton 3.6 to 3.9): offsets that depend on the tile are recomputed for each tile. Hoisted out of
+        # the loop, they raise register pressure, and float32 and unaligned kernels spill.
         offset = wide(first + tl.arange(0, M))
     else:
         base += wide(first) * row
         offset = tl.arange(0, M)
     pointers = base + (offset[:, None] * row + tl.arange(0, D)[None, :])
-    if ALIGNMENT > 1:  # of a hint on ``base`` Triton loses track where an offset is added to it
+    if ALIGNMENT > 1:  # workaround (Triton 3.6 to 3.9): adding an offset to ``base`` would lose a hint given there
         pointers = tl.multiple_of(pointers, (1, 16))
     return pointers
 
@@ -127,8 +147,11 @@ def load_tile(
     head, first, inside, head_dim, M: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
     descriptor=None, b=0, h=0,
 ):  # fmt: skip
-    """(M, D), zero in rows that are not ``inside`` (None: all are) and beyond head_dim (EVEN: it is D). A tile whose
-    rows are all inside is read through the operand's tensor descriptor, if it has one."""
+    """Load a tile (M, D) of a head.
+
+    It is zero in rows outside ``inside`` (None: all rows are inside) and in columns beyond head_dim (EVEN: head_dim is
+    D). If all rows are inside and the operand has a tensor descriptor, the tile is read through it.
+    """
     if inside is None and descriptor is not None:
         tile = descriptor.load([b, h, first, 0]).reshape(M, D)
     else:
@@ -146,8 +169,10 @@ def load_tile(
 
 @triton.jit
 def load_rows(pointers, inside, other, ALIGNED: tl.constexpr):
-    """A number of each row; ``other`` of those that are not ``inside`` (None: all are). ALIGNED: they lie side by side
-    from a multiple of 16 bytes on."""
+    """Load one value per row, and ``other`` for rows outside ``inside`` (None: all rows are inside).
+
+    ALIGNED: the values are contiguous and begin at a multiple of 16 bytes.
+    """
     if ALIGNED:
         pointers = tl.multiple_of(pointers, 16)
     if inside is None:

@@ -1,7 +1,16 @@
-"""Scores of a tile, their masking, and the exponential.
+"""The scores of a tile, their masking, and the exponential.
 
-x is a score but for the factor that ``to_exponent`` adds: Q K^T or, PRESCALED, magnitude * Q K^T + mask. The scale's
-sign is in Q, so that a larger x is a larger score. m is the row's maximum in the units of ``to_exponent``.
+A score is s = scale * Q K^T + mask, in natural units. Q carries the sign of the scale, so a larger x is a larger s.
+
+                        | PRESCALED (float mask or huge scale) | otherwise
+    x, of scores() and  | magnitude * Q K^T + mask, base e     | Q K^T, without unit
+      mask_scores()     |                                      |
+    y = to_exponent(x)  | x, base e                            | x * magnitude * log2(e), base 2
+    m, maximum of y     | base e                               | base 2
+    exponential(y - m)  | exp2((y - m) * log2(e))              | exp2(y - m)
+    shift (backward)    | row_max, base e                      | row_max * log2(e), base 2; FOLD_SUM: + log2(row_sum)
+
+Stored row_max and LSE are base e. FOLD_SUM requires operands of 16 bits and no PRESCALED.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
 class SeenKeys(NamedTuple):
-    """(B, H, tiles of queries, Lk) uint8: whether some query of the tile sees the key, as far as the mask goes."""
+    """Whether the mask lets some query of a tile see a key, (B, H, tiles of queries, Lk) uint8."""
 
     pointer: Any
     batch: Any
@@ -31,15 +40,17 @@ class SeenKeys(NamedTuple):
 
 @triton.jit
 def mask_pointers(mask, column, b, h, i, j):
-    """``column`` is the columns' stride; None: 1."""
+    """Return pointers to the mask at (b, h, i, j). ``column`` is the stride of its columns; None: 1."""
     columns = wide(j) if column is None else wide(j) * column
     return mask.pointer + (wide(b) * mask.batch + wide(h) * mask.head) + (wide(i) * mask.row + columns)
 
 
 @triton.jit
 def seen_keys(seen, b, h, tile, j, sequence):
-    """The keys j that some query sees as far as the window goes, and as far as the mask. The others may hold anything,
-    NaN too, and count as zero."""
+    """Return for keys j whether the window, and the mask if ``seen`` is given, let some query see them.
+
+    Other keys may hold anything, including NaN, and are loaded as zero.
+    """
     inside = is_seen(j, sequence.seqlen_q, sequence.band)
     if seen is not None:
         base = seen.pointer + (wide(b) * seen.batch + wide(h) * seen.head + wide(tile) * seen.tile)
@@ -49,7 +60,7 @@ def seen_keys(seen, b, h, tile, j, sequence):
 
 @triton.jit
 def mask_scores(x, problem, b, h, i, j, sequence):
-    """x of a partial tile: -inf where query i does not see key j. A float mask is added."""
+    """Return x of a partial tile with a float mask added, -inf where query i does not see key j."""
     visible = is_visible(i, j, sequence.band)
     if problem.mask is not None:
         pointers = mask_pointers(problem.mask, problem.mask_column, b, h, i, j)
@@ -60,7 +71,7 @@ def mask_scores(x, problem, b, h, i, j, sequence):
             value = tl.load(pointers, mask=inside, other=-INFINITY).to(tl.float32)
             visible = visible & (value != -INFINITY)
             x += value
-            x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask hides nothing
+            x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask value hides no key, even if the sum overflows
     return tl.where(visible, x, -INFINITY)
 
 
@@ -72,7 +83,7 @@ def scores(a, b, magnitude, PRESCALED: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def to_exponent(x, magnitude, PRESCALED: tl.constexpr):
-    """exponential(to_exponent(x) - m) = exp(score - row_max)"""
+    """Return y with exponential(y - m) = exp(score - row_max)."""
     return x if PRESCALED else x * (magnitude * LOG2E)
 
 
@@ -83,27 +94,42 @@ def exponential(x, PRESCALED: tl.constexpr):
 
 @triton.jit
 def dropped(p, kept, group, SCARCE: tl.constexpr):
-    """p where it is kept, 0 elsewhere. Unless registers are SCARCE, the zero is opaque to the compiler, which would
-    otherwise convert p to 16 bits first and select halves of registers."""
+    """Return p where it is kept, 0 elsewhere.
+
+    Workaround (Triton 3.6 to 3.9): with a constant 0 the compiler first converts p to 16 bits and then selects among
+    halves of registers. A zero behind ``rematerialise`` prevents that. It takes registers, so kernels in which they are
+    SCARCE use the constant. The cost of the selection by halves is not recorded.
+    """
     return tl.where(kept, p, 0.0 if SCARCE else rematerialise(0, group).to(tl.float32))
 
 
 @triton.constexpr_function
 def partial_stages(is_described, is_listed, block_d, block_dv):
-    """How many stages pipeline the loads of partial tiles; None: as many as of full ones. Pointers read partial tiles.
-    Where descriptors read the full ones, large heads leave no registers to load pointers' tiles ahead, and unless tiles
-    are listed few are partial."""
+    """Return the pipeline stages for the loads of partial tiles; None: as many as for full tiles.
+
+    Pointers read partial tiles. If descriptors read the full ones, large heads leave no registers to load tiles ahead
+    through pointers. Few tiles are partial unless a mask lists them.
+    """
     return 1 if is_described and not is_listed and block_d + block_dv > 128 else None
 
 
 @triton.constexpr_function
 def licm_spills(block_d, block_dv, dtype):
-    """Whether such heads leave no registers for what LICM hoists out of the main loop."""
+    """Return whether such heads leave no registers for values hoisted out of the main loop.
+
+    Workaround (LICM under Triton 3.6 to 3.9): hoisted offsets and masks stay in registers through the whole loop. If
+    hoisting is allowed for these heads, the kernels spill.
+    """
     return block_d + block_dv > 256 or dtype.primitive_bitwidth == 32
 
 
 @triton.jit
 def order_products(operand):
-    """A barrier before a float32 product: the operands of two consecutive ones do not fit in registers."""
+    """Place a barrier before a float32 product.
+
+    Workaround (Triton 3.6 to 3.9): the operands of two consecutive products would be live together, and they do not fit
+    in registers. Before the barrier and the present tiles, dQ of heads of 128 spilled over 200 bytes on every
+    architecture (commit 48bc5d7).
+    """
     if operand.dtype == tl.float32:
         tl.debug_barrier()

@@ -1,7 +1,7 @@
-"""Attention's tiles: by kernel, dtype, head size, kind of operands and device.
+"""Attention's tiles by kernel, dtype, head size, kind of operands and device.
 
-Nothing is tuned at a user's call. Tiles depend on head sizes through powers of two, so that a few compiled kernels
-serve them all.
+The tables are fixed: no call is tuned at run time. A tile depends on the head size rounded up to a power of 2, so a few
+compiled kernels serve all head sizes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from fastattn.backends.common import capability
 
 
 class Tile(NamedTuple):
-    """BLOCK_M queries and BLOCK_N keys, multiples of 16 and 32 (dropout's tiles), and Triton's options."""
+    """A tile and Triton's options. Queries and keys are multiples of 16 and 32, the size of dropout's tiles."""
 
-    block_m: int
-    block_n: int
+    block_m: int  # queries
+    block_n: int  # keys
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # None: as ptxas chooses
-    register_usage_level: int | None = None  # ptxas's; 0: no optimisation that raises register pressure
+    maxnreg: int | None = None  # registers per thread; None: ptxas chooses
+    register_usage_level: int | None = None  # option of ptxas; 0: no optimisation that raises register pressure
 
 
-# By kernel and the largest head size, padded to a power of 2, that an entry serves. Masks raise register pressure, and
-# so do irregular operands (packed sequences, head sizes that are not a power of 2) and pointers in the place of tensor
-# descriptors: kernels have lines of their own for them. ``tools/tune.py`` measures tiles on a GPU; docs/gpu.md has the
-# times of those that were measured.
+# The tables map {kernel: {largest head size, padded to a power of 2: tile}}. Masks, irregular operands and pointers
+# raise register pressure, so they have lines of their own. Irregular operands are packed sequences and head sizes that
+# are not a power of 2. Pointers replace tensor descriptors. ``tools/tune.py`` measures tiles on a GPU; docs/gpu.md has
+# the measured times.
 
-# Compute capability 9.0: wgmma reads its operands from shared memory. Measured on an H100 in bfloat16 (docs/gpu.md): up
-# to a head size of 128 the regular lines and those of pointers, up to 64 those of irregular operands (short packed
-# sequences) and of masked ones. Where calls with dropout and without want different tiles, both lose little by these.
+# Compute capability 9.0: wgmma reads its operands from shared memory. Tiles measured on an H100 in bfloat16
+# (docs/gpu.md): regular lines and those of pointers up to a head size of 128, masked and irregular lines (short packed
+# sequences) up to 64. If calls with and without dropout have different best tiles, both lose little by these.
 HALF = {
     "forward": {
         64: Tile(64, 128, 4, 3),
@@ -73,7 +73,7 @@ HALF = {
     "grad_key_value_irregular": {64: Tile(64, 64, 4, 1), 128: Tile(32, 128, 8, 1), 256: Tile(16, 32, 8, 2)},
     "grad_mask": {256: Tile(64, 64, 8, 2)},
 }
-# What differs on 10.x: accumulators are in tensor memory, and what is read from there takes registers.
+# Differences on 10.x: accumulators are in tensor memory, and reading them takes registers.
 HALF_10 = HALF | {
     "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "forward_masked": {
@@ -90,8 +90,8 @@ HALF_10 = HALF | {
 }
 HALF_10 |= {f"{kernel}_pointers": HALF_10[kernel] for kernel in ("forward", "grad_query", "grad_key_value")}
 HALF_10["forward_irregular"] = HALF_10["forward"]
-# Elsewhere the operands of mma are in registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Warps divide a
-# tile by rows, which dropout needs, only if it has at least as many rows as a head has columns.
+# Other devices: mma reads its operands from registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Dropout
+# requires that warps divide a tile by rows. They do so only if the tile has at least as many rows as the head columns.
 HALF_SMALL = {
     "forward": {
         64: Tile(128, 64, 4, 2),
@@ -133,8 +133,9 @@ HALF_SMALL = {
     },
     "grad_mask": {256: Tile(64, 32, 8, 2)},
 }
-# float32, without tf32 by scalar FMAs. Tiles are below 64 x 64: from 64 rows of a product on, Triton 3.6 may make tf32
-# of it on 10.x unasked. ``maxnreg`` is set where ptxas by itself spills for the sake of occupancy.
+# float32: without tf32, scalar FMAs compute the products. Two workarounds: Tiles are below 64 x 64, because on 10.x
+# Triton 3.6 may compute a product of 64 or more rows in tf32 although it is not allowed. ``maxnreg`` is set where ptxas
+# by itself spills a few bytes to raise occupancy.
 FLOAT32 = {
     "forward": {64: Tile(16, 32, 8, 1, 128), 128: Tile(32, 32, 16, 1), 256: Tile(16, 32, 8, 1)},
     "forward_masked": {64: Tile(32, 32, 4, 1, 255), 128: Tile(16, 32, 8, 1), 256: Tile(16, 32, 16, 1)},
@@ -153,7 +154,7 @@ FLOAT32 = {
     },
     "grad_mask": {256: Tile(16, 32, 8, 1, 255)},
 }
-# What differs on 9.x, 10.x and 8.x, to the same end.
+# Differences on 9.x, 10.x and 8.x, for the same reasons.
 FLOAT32_9 = FLOAT32 | {
     "grad_query_masked": {64: Tile(16, 32, 4, 1, 255), 128: Tile(16, 64, 8, 1), 256: Tile(16, 32, 16, 1)},
 }
@@ -173,7 +174,7 @@ FLOAT32_8 = FLOAT32 | {
         256: Tile(16, 32, 16, 1),
     },
 }
-# 16-bit rows that do not begin at multiples of 16 bytes: each element has a pointer of its own.
+# 16-bit rows that do not begin at multiples of 16 bytes: each element has its own pointer.
 UNALIGNED = {
     "forward": {64: Tile(16, 32, 4, 1, 255), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     "forward_masked": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1, 255), 256: Tile(16, 32, 8, 1, 255)},
@@ -199,7 +200,7 @@ UNALIGNED = {
 
 
 def table(dtype: torch.dtype, is_aligned: bool, device: torch.device) -> dict[str, dict[int, Tile]]:
-    """The table for operands of this dtype on this device."""
+    """Return the table for operands of this dtype on this device."""
     major, _ = capability(device)
     if dtype == torch.float32:
         return {8: FLOAT32_8, 9: FLOAT32_9, 10: FLOAT32_10}.get(major, FLOAT32)
@@ -209,38 +210,47 @@ def table(dtype: torch.dtype, is_aligned: bool, device: torch.device) -> dict[st
 
 
 def choose(kernel: str, dtype: torch.dtype, head_dim: int, kind: str, is_aligned: bool, device: torch.device) -> Tile:
-    """The tile of a kernel for the larger of the head sizes; ``kind`` is "regular", "pointers", "masked" or
-    "irregular"."""
+    """Return the tile of a kernel.
+
+    Args:
+        head_dim: the larger of the two head sizes.
+        kind: "regular", "pointers", "masked" or "irregular".
+    """
     lines = table(dtype, is_aligned, device)
     line = lines.get(f"{kernel}_{kind}", lines[kernel])
     return next(tile for largest, tile in line.items() if head_dim <= largest)
 
 
 def largest_tf32_head(is_masked: bool, device: torch.device) -> int:
-    """The largest head size, padded, that is multiplied in tf32 where torch allows it. Larger ones would spill, or need
-    more than the 99 KiB of shared memory that some devices have."""
+    """Return the largest padded head size that is multiplied in tf32, if torch allows tf32.
+
+    Larger heads would spill, or exceed the 99 KiB of shared memory of some devices.
+    """
     return 64 if is_masked and capability(device)[0] >= 10 else 128
 
 
-# Rows of a sequence from which on its full tiles are read through tensor descriptors (TMA): one thread issues the copy
-# of a tile, pointers take no registers, and columns beyond the head size are filled with zeros. Pointers read partial
-# tiles, since rows that nobody sees may hold NaN, and short, packed and expanded operands and split keys. The host
-# makes two descriptors a kernel, some 15 us, most of it Triton's own: made on the device, each program would need
-# memory and a fence. An estimate, not measured on a GPU.
+# Minimum rows per sequence for reading full tiles through tensor descriptors (TMA). One thread issues the copy of a
+# tile, no pointers occupy registers, and columns beyond the head size are filled with zeros. Pointers read partial
+# tiles, because unseen rows may hold NaN. They also read short, packed and expanded operands and split keys. The host
+# makes two descriptors per kernel in about 15 us, most of it spent in Triton. Descriptors made on the device would need
+# memory and a fence per program. The threshold is an estimate, not measured on a GPU.
 DESCRIPTOR_ROWS = 1024
 
 
 def has_descriptors(rows: int, device: torch.device) -> bool:
-    """Not on 12.x, which has them too: Triton 3.6 spills there."""
+    """Return whether kernels read sequences of this many rows through tensor descriptors.
+
+    Workaround (Triton 3.6): 12.x has descriptors too, but kernels with them spill there.
+    """
     return rows >= DESCRIPTOR_ROWS and capability(device)[0] in (9, 10)
 
 
 def num_splits(programs: int, key_tiles: int, device: torch.device) -> int:
-    """Into how many splits the keys are divided so that few queries occupy the device, at least 4 tiles each."""
+    """Return the number of splits of the keys, at least 4 tiles each, with which few queries occupy the device."""
     return max(1, min(multiprocessors(device) // max(programs, 1), key_tiles // 4, 64))
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """The device's; an H100's where kernels are interpreted."""
+    """Return the device's number of multiprocessors, or an H100's if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
