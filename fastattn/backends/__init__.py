@@ -1,9 +1,10 @@
 """The backends, the choice among them, ``backend()`` and ``explain()``.
 
-A backend is a package with ``FUNCTIONS``, the backend functions that it has (``schema.py``), ``MISSING``, why it is not
-here or "", and ``refusal(op, args)``, why it does not serve a call.
-Choosing one reads the operands' device, dtypes and sizes, and the backend that this thread may have been told to use;
-torch's dispatcher has no part in it.
+A backend is a package with three names. ``FUNCTIONS`` holds its backend functions (``schema.py``). ``MISSING`` says why
+it is not available, or is "". ``refusal(op, args)`` returns why it does not serve a call, or None.
+
+The choice depends on the operands' device, dtypes and sizes, and on the backend that this thread forces. torch's
+dispatcher never chooses.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from fastattn.backends.common import device_of
 __all__ = ["backend", "checkpoint_contexts", "explain"]
 
 TABLE: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}
-# In order of preference, before the reference, which serves everything; the last serves whatever the others do. Others
-# are taken only where forced.
+# Backends by device, in order of preference. The reference follows them and serves everything. The last of each tuple
+# serves every call that the others serve. Other backends run only if they are forced.
 _ORDER = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 def _order(op: str, args: tuple[Any, ...]) -> tuple[str, ...]:
-    """On a GPU `cuda` first for calls that take the host longest, `triton` first for the others."""
+    """Return the order of preference. On a GPU, `cuda` is first if the host's launch dominates, otherwise `triton`."""
     device = device_of(args).type
     if device == "cuda" and not cuda.is_bound_by_host(op, args):
         return _ORDER[device][::-1]
@@ -50,11 +51,11 @@ _warned: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and why each other would not.
+    """The backend that serves a call, and why each other one would not.
 
     Attributes:
         op: name of the operation.
-        backend: name of the backend that would run, None where the forced backend cannot.
+        backend: name of the backend that would run, or None if the forced backend cannot.
         reasons: for every other backend, why it was not taken.
     """
 
@@ -71,14 +72,14 @@ class Explanation:
 
 
 class _Explained(BaseException):
-    """Ends the explained call. A module's own ``except Exception`` must not stop it."""
+    """The exception that ends the explained call; a module's own ``except Exception`` must not stop it."""
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
 
 
 def choose(op: str, args: tuple[Any, ...]) -> str:
-    """The name of the backend for a call of the backend function ``op`` with these arguments.
+    """Return the name of the backend for a call of the backend function ``op`` with these arguments.
 
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
@@ -98,7 +99,7 @@ def choose(op: str, args: tuple[Any, ...]) -> str:
 
 
 def has_kernels(args: tuple[Any, ...]) -> bool:
-    """Whether more than the reference serves such a call of attention, or this thread is told what does."""
+    """Return whether a backend other than the reference serves such a call of attention, or a backend is forced."""
     order = _ORDER.get(device_of(args).type)
     return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal("attention", args) is None)
 
@@ -118,12 +119,12 @@ def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:
 
 
 def _warn_if_slow(device: str, op: str, args: tuple[Any, ...]) -> None:
-    """Once a device: there are faster kernels for this call, and this installation or machine lacks them."""
+    """Warn once per device if this installation or machine lacks faster kernels that would serve the call."""
     if device in _warned or device == "meta" or torch.compiler.is_compiling():
         return
     reason = "fastattn has no kernels for this device"
     if device in _ORDER:
-        fallback = TABLE[_ORDER[device][-1]]  # serves whatever those before it do
+        fallback = TABLE[_ORDER[device][-1]]  # serves every call that the backends before it serve
         reason = fallback.MISSING
         if not reason or fallback.refusal(op, args) != reason:
             return
@@ -192,12 +193,14 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], _Rec
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other would not. The operation is not
-    run, nothing is drawn, and a cache stays as it is; of a module, what comes before its first operation is computed.
+    """Say which backend ``op(*args, **kwargs)`` would run on, and why each other one would not.
+
+    The operation is not run, no random numbers are drawn, and a cache stays as it is. A module's forward runs up to its
+    first operation of fastattn.
 
     Args:
-        op: a public function of fastattn, ``explain(fastattn.layer_norm, x, (512,))``, or a module built on them,
-            of which the first operation reached is explained.
+        op: a public function of fastattn, ``explain(fastattn.layer_norm, x, (512,))``, or a module built on them. The
+            first operation that a module reaches is explained.
         *args, **kwargs: its arguments.
 
     Returns:
@@ -205,7 +208,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         TypeError: ``op`` is not callable, or reaches no operation of fastattn.
-        ValueError, TypeError: what ``op`` itself raises for bad arguments.
+        ValueError, TypeError: ``op`` itself raises them for bad arguments.
     """
     if not callable(op):
         raise TypeError(f"explain: op must be a function such as fastattn.layer_norm, got {op!r}")

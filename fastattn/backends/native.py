@@ -1,6 +1,7 @@
-"""Loads the compiled libraries that stand beside this package, or says why one is not there.
+"""The loader of the compiled libraries in the package's folder, or the reason why one is not loaded.
 
-`_build.json`, written by the build (csrc/native_build.py), holds what was compiled with which compiler, or why not.
+The build (csrc/native_build.py) writes `_build.json`: the compiler and the targets of each library, or why it is not
+built.
 """
 
 import functools
@@ -21,7 +22,7 @@ OLDEST_TORCH = (2, 10)
 
 
 def build_record() -> dict[str, dict[str, Any]]:
-    """What the build wrote by library: `instruction_sets`, `compiler`, `torch_headers`, or `reason`; or {}."""
+    """Return the build's record by library: `instruction_sets`, `compiler`, `torch_headers`, or `reason`; or {}."""
     try:
         return json.loads((PACKAGE / "_build.json").read_text())
     except (OSError, ValueError):
@@ -29,7 +30,7 @@ def build_record() -> dict[str, dict[str, Any]]:
 
 
 def _compiler() -> str:
-    """The CUDA library's, such as "nvcc 13.0"; "" where the build left no record."""
+    """Return the CUDA library's compiler, such as "nvcc 13.0", or "" if the build left no record."""
     return build_record().get("cuda", {}).get("compiler", "")
 
 
@@ -39,9 +40,10 @@ def _major(version: str) -> str | None:
 
 
 def capabilities() -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-    """(first, last) of the compute capabilities that the CUDA library has code for; all where nothing is recorded.
+    """Return the (first, last) compute capabilities of each range that the CUDA library has code for.
 
-    Code for 8.6 serves the later ones of 8 too, code for 9.0a that one alone, "+PTX" everything later.
+    Without a record every capability counts. Code for 8.6 also serves later 8.x, code for 9.0a only 9.0, and "+PTX"
+    everything later.
     """
     ranges = []
     for name in build_record().get("cuda", {}).get("architectures", ["0.0+PTX"]):
@@ -54,7 +56,7 @@ def capabilities() -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
 
 @functools.cache
 def _load(name: str) -> tuple[Any, str]:
-    """(namespace of the library's operations or None, why None)."""
+    """Return (namespace of the library's operations or None, why it is None)."""
     path = PACKAGE / f"_{name}.so"
     if name == "cuda" and torch.version.cuda is None:
         return None, "this torch is built without CUDA"
@@ -77,25 +79,25 @@ def _load(name: str) -> tuple[Any, str]:
 
 
 def library(name: str) -> Any:
-    """`torch.ops.fastattn_NAME`: the operations of the compiled library "cpu" or "cuda", or None if it cannot serve."""
+    """Return `torch.ops.fastattn_NAME`, the operations of library "cpu" or "cuda", or None if it is not loaded."""
     return _load(name)[0]
 
 
 def reason(name: str) -> str:
-    """Why `library(name)` is None; "" where it is loaded."""
+    """Return why `library(name)` is None, or "" if it is loaded."""
     return _load(name)[1]
 
 
 def missing(name: str) -> str:
-    """`reason(name)` as `explain` says it."""
+    """Return `reason(name)` in the words of `explain`, or "" if the library is loaded."""
     return f"its library is not loaded: {reason(name)}" if reason(name) else ""
 
 
-_defined: list[torch.library.Library] = []  # schemas last as long as these do
+_defined: list[torch.library.Library] = []  # keeps the schemas: each is removed with its Library object
 
 
 def functions(name: str) -> dict[str, Callable[..., Any]]:
-    """The operations of a loaded library by name. It has kernels for them, but no schemas."""
+    """Define the schemas of a loaded library, which contains only kernels, and return its operations by name."""
     loaded = getattr(torch.ops, f"fastattn_{name}")
     operations = loaded.operations().split(",")
     fragment = torch.library.Library(f"fastattn_{name}", "FRAGMENT")

@@ -1,34 +1,35 @@
-"""The backend functions: names, arguments and results, each written once.
+"""The contract of the backend functions: names, arguments and results, each written once.
 
 The ops, the compiled libraries' registrations and a test of every backend's signatures follow from ``SCHEMAS``. The
 build reads this file too, without torch.
 
 A backend function has no autograd and no checks. It relies on what ``ops`` has normalised:
 
-- query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) of one dtype, or packed: (Tq, Hq, E), (Tk, Hk, E),
-  (Tk, Hk, Ev); softmax_dropout's input (B, H, L, S). Any strides.
+- query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) have one dtype and any strides. Packed operands are
+  (Tq, Hq, E), (Tk, Hk, E), (Tk, Hk, Ev). softmax_dropout's input is (B, H, L, S).
 - attn_mask is 4-D with sizes 1 or full, bool (True = takes part) or float (added to the scaled scores).
 - key_lengths (B,), seqused_k (N,), cu_seq_q and cu_seq_k (N + 1,) are contiguous int64 and within range.
-- Query i sees key j iff j < length, -window_left <= j - i - diagonal <= window_right and the mask lets it, where
-  length is key_lengths[b] or Lk, and diagonal is length - Lq if lower_right (packed sequences are) else 0.
-- Both sides of the window are at least 0, and is_causal is window_right = 0. A side that bounds nothing reaches every
-  position and no further: left Lq and right Lk of the upper-left diagonal, left Lk and right Lq of the lower-right one.
+- Query i sees key j iff j < length, -window_left <= j - i - diagonal <= window_right and the mask allows it. length is
+  key_lengths[b] or Lk. diagonal is length - Lq if lower_right, which packed sequences are, else 0.
+- Both sides of the window are at least 0, and is_causal is window_right = 0. A side that bounds nothing reaches exactly
+  to the last position: left Lq and right Lk for the upper-left diagonal, left Lk and right Lq for the lower-right one.
 - scale is finite, and 0 or at least float32's least normal number. seed is contiguous int64 (2,), None iff threshold
-  is 0. An element is kept iff its 16 bits are at least threshold, 0 to 65536.
+  is 0. An element is kept iff its 16-bit value is at least threshold, 0 to 65536.
 
 Results:
 
-- out lies in memory as query does, a gradient as its operand: dense, with B, H and L in the operand's order of strides
-  and columns innermost; contiguous where a stride is 0 (expanded) or columns are not dense. dropout's result keeps the
-  strides of a dense input. Everything else is contiguous.
-- lse (B, Hq, Lq), mean, rstd and stats are float32, of float64 operands float64. stats (2, B, Hq, Lq) are each row's
-  row_max, finite, and row_sum = sum(exp(s - row_max)), 0 and 0 of a fully masked row: P = exp(s - row_max) / row_sum.
-  lse alone would not do: of a row all at finfo.min it loses the log of the sum. Where the reference leaves float64 to
-  torch, which returns lse alone, and no row is such a one, they are lse and 1: P is the same.
-- sum is an empty tensor of shape (0,) without keep_sum: nobody reads it, and to write it is a third of the time.
-- out_dtype is the sum's dtype, or a 16-bit one of a float32 sum that is kept. grad_out has it, or the sum's.
-- Gradients have their operand's dtype; an unwanted one is an empty tensor of shape (0,). weight_grad_dtype and
-  bias_grad_dtype are None where that gradient is not wanted.
+- out has query's layout in memory and a gradient its operand's: dense, with B, H and L in the operand's order of
+  strides and columns innermost. It is contiguous if a stride is 0 (expanded) or columns are not dense. dropout's result
+  keeps the strides of a dense input. Every other result is contiguous.
+- lse (B, Hq, Lq), mean, rstd and stats are float32, or float64 for float64 operands. lse is a natural logarithm.
+- stats (2, B, Hq, Lq) holds each row's finite row_max and row_sum = sum(exp(s - row_max)), so that
+  P = exp(s - row_max) / row_sum. Both are 0 for a fully masked row. lse does not suffice: in a row all at finfo.min,
+  rounding loses the log of the sum. torch's kernels, to which the reference leaves float64, return only lse. Without
+  such a row stats is then lse and 1, which gives the same P.
+- sum is an empty tensor of shape (0,) without keep_sum: it is not read, and writing it takes a third of the time.
+- out_dtype is the sum's dtype, or a 16-bit one if the sum is float32 and kept. grad_out has out_dtype or the sum's.
+- Gradients have their operand's dtype. A gradient that is not needed is an empty tensor of shape (0,), and its
+  weight_grad_dtype or bias_grad_dtype is None.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ _SOFTMAX_DROPOUT = (
 )
 _PARAMETER_GRADS = "ScalarType? weight_grad_dtype, ScalarType? bias_grad_dtype"
 
-# stem: {backend function: its signature}. An operation's files have the stem's name wherever they stand.
+# stem: {backend function: its signature}. An operation's files have the stem's name in every folder.
 _STEMS = {
     "attention": {
         "attention": f"({_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
@@ -87,11 +88,11 @@ _STEMS = {
         ),
     },
     "dropout": {
-        "dropout": "(Tensor input, Tensor seed, int threshold) -> Tensor",  # its own backward pass
+        "dropout": "(Tensor input, Tensor seed, int threshold) -> Tensor",  # is its own backward pass
         "dropout_mask": "(SymInt[] shape, Tensor seed, int threshold) -> Tensor",  # bool, True = kept
     },
 }
-# The fast path of a public function, with its arguments (ops/register.py).
+# Compiled fast paths, with the arguments of their public functions (ops/register.py).
 _FAST_PATHS = {
     "attention_fast": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "

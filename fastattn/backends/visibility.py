@@ -1,4 +1,4 @@
-"""Which keys a query sees, the rule of ``schema.py``, and the softmax over them, in PyTorch's own operations."""
+"""The keys that a query sees, by the rule of ``schema.py``, and the softmax over them, in PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ def visibility(
     rows: int, columns: int, device: torch.device, attn_mask: Tensor | None, key_lengths: Tensor | None,
     window_left: int, window_right: int, lower_right: bool,
 ) -> Tensor | None:  # fmt: skip
-    """bool, of four dimensions, each the size of (B, H, rows, columns) or 1, True where a row sees a column; None where
-    all see all."""
+    """Return a bool tensor, True where a row sees a column, or None if every row sees every column.
+
+    Each of its four dimensions is 1 or that of (B, H, rows, columns).
+    """
     visible = None
     j = torch.arange(columns, device=device)
     length: Tensor | int = columns
@@ -29,14 +31,18 @@ def visibility(
 
 
 def blind_queries(visible: Tensor) -> Tensor:
-    """bool, (1 or B, 1 or H, 1 or rows, 1), True where a query sees nothing. It may hold NaN, which the products of the
-    backward pass would spread."""
+    """Return bool (1 or B, 1 or H, 1 or rows, 1), True where a query sees nothing.
+
+    Such a query may hold NaN, which the products of the backward pass would spread.
+    """
     return ~visible.any(3, keepdim=True)
 
 
 def unused_keys(visible: Tensor) -> Tensor:
-    """bool, (1 or B, 1 or H, 1 or columns, 1), True where no row sees the key. It may hold NaN (unused cache memory),
-    and 0 * NaN is NaN."""
+    """Return bool (1 or B, 1 or H, 1 or columns, 1), True where no row sees the key.
+
+    Such a key may hold NaN (unused cache memory), and 0 * NaN is NaN.
+    """
     return ~visible.any(2).unsqueeze(-1)
 
 
@@ -44,8 +50,10 @@ def packed_visibility(
     tokens_q: int, tokens_k: int, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, window_left: int,
     window_right: int,
 ) -> Tensor:  # fmt: skip
-    """The same of packed sequences, bool (tokens_q, tokens_k): sequences see nothing of each other, the diagonal is the
-    lower-right one."""
+    """Return the visibility of packed sequences, bool (tokens_q, tokens_k).
+
+    Sequences do not see each other, and the diagonal is the lower-right one.
+    """
     sequence_q, i = _places(tokens_q, cu_seq_q)
     sequence_k, j = _places(tokens_k, cu_seq_k)
     length = cu_seq_k.diff() if seqused_k is None else seqused_k
@@ -55,7 +63,7 @@ def packed_visibility(
 
 
 def _places(tokens: int, cu_seq: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each packed token, and its place therein."""
+    """Return the sequence of each packed token and its place in that sequence, both (tokens,) int64."""
     token = torch.arange(tokens, device=cu_seq.device)
     sequence = (token[:, None] >= cu_seq[1:]).sum(1)
     return sequence, token - cu_seq[sequence]
@@ -66,9 +74,10 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 
 def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension of the visible scores; rows that see nothing are zero.
+    """Compute the softmax over the last dimension of the visible scores; rows that see nothing are zero.
 
-    Returns P and stats (2, ...): row_max, 0 of a row that sees nothing, and row_sum, of exp(score - row_max).
+    Returns:
+        P, and stats (2, ...): row_max and row_sum = sum(exp(score - row_max)). Both are 0 for a row that sees nothing.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
@@ -83,7 +92,7 @@ def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def add_mask(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Scores with a float mask added; bool masks belong to ``visibility``."""
+    """Return the scores with a float mask added; ``visibility`` handles bool masks."""
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return scores
     return scores + attn_mask.to(scores.dtype)

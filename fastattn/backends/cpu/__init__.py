@@ -1,4 +1,4 @@
-"""CPU tensors, in C++ with SIMD: ``csrc/cpu``, compiled into ``_cpu.so``."""
+"""The CPU backend, C++ with SIMD: ``csrc/cpu``, compiled into ``_cpu.so``."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ FUNCTIONS = {} if MISSING else native.functions("cpu")
 
 
 def refusal(op: str, args: tuple) -> str | None:
-    """Why this backend does not serve ``op(*args)``, or None."""
+    """Return why this backend does not serve ``op(*args)``, or None."""
     return common_refusal(DEVICE, MISSING, op, args)

@@ -1,4 +1,4 @@
-"""CUDA tensors, in CUDA C++: ``csrc/cuda``, compiled into ``_cuda.so``. Its attention is for decoding."""
+"""The CUDA C++ backend: ``csrc/cuda``, compiled into ``_cuda.so``. Its attention is for decoding."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ DEVICE = "cuda"
 MISSING = native.missing("cuda")
 FUNCTIONS = {} if MISSING else native.functions("cuda")
 
-CAPABILITIES = native.capabilities()  # that the library has code for
+CAPABILITIES = native.capabilities()
 MAX_QUERIES = 16
-MAX_KEYS = 2**29  # counted in 32 bits, and so are rows of queries
-MAX_ROWS = 2**31 - 1
+MAX_KEYS = 2**29  # the kernels count keys in 32 bits
+MAX_ROWS = 2**31 - 1  # rows of queries, B * Hq * Lq, counted in 32 bits
 
-# Bytes of a row operation's operand, and of attention's keys and values, below which a kernel here takes an H100 less
-# time than a launch through Triton takes its host. Triton's kernels are the faster ones, this library's launches
-# (docs/gpu.md).
+# Maximum bytes of a small call: of a row operation's operand, and of attention's keys and values. Below them the
+# library's kernel takes an H100 less time than a launch through Triton takes the host. Triton has the faster kernels,
+# this library the faster launches (docs/gpu.md).
 SMALL_ROWS = 2**25
 SMALL_CACHE = 2**27
 
 
 def is_bound_by_host(op: str, args: tuple) -> bool:
-    """Whether a call is so small that its launch counts for more than its kernel; not in compiled code."""
+    """Return whether a call is so small that its launch takes longer than its kernel; False in compiled code."""
     if torch.compiler.is_compiling():
         return False
     if op == "attention":
         return args[1].nbytes + args[2].nbytes < SMALL_CACHE
-    rows = args[0]  # of dropout_mask a shape, a byte each
+    rows = args[0]  # for dropout_mask the shape, one byte per element
     return (rows.nbytes if isinstance(rows, Tensor) else math.prod(rows)) < SMALL_ROWS
 
 
 def refusal(op: str, args: tuple) -> str | None:
-    """Why this backend does not serve ``op(*args)``, or None."""
+    """Return why this backend does not serve ``op(*args)``, or None."""
     reason = common_refusal(DEVICE, MISSING, op, args)
     if reason:
         return reason
@@ -62,6 +62,6 @@ def _beyond_decoding(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
         return "its attention has no dropout"
     if is_recorded(query, key, value, attn_mask):
         return "its attention has no gradient"
-    if is_transformed():  # inside vmap a tensor does not say whether a gradient is wanted
+    if is_transformed():  # inside vmap a tensor's requires_grad does not show whether a gradient is needed
         return "its attention is not for functorch's transforms"
     return None

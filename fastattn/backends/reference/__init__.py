@@ -1,8 +1,8 @@
-"""Plain PyTorch: the oracle of every other backend and the fallback on any device.
+"""The reference backend in plain PyTorch: the oracle of every other backend and the fallback on any device.
 
-Low-precision operands are computed in float32, float64 in float64. The backward functions recompute everything
-from the operands by differentiable torch operations, so that double backward works here, and so are the forward ones,
-for forward mode.
+Low-precision operands are computed in float32, float64 in float64. Forward and backward functions consist of
+differentiable torch operations, so forward mode and double backward work. Backward functions recompute everything from
+the operands.
 """
 
 from fastattn.backends.common import python_functions
@@ -12,4 +12,4 @@ FUNCTIONS = python_functions(__name__)
 
 
 def refusal(op: str, args: tuple) -> None:
-    """None: it serves every call."""
+    """Return None: the reference serves every call."""

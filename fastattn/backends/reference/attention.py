@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: out = dropout(softmax(scale * Q K^T + mask)) V, all of a (Lq, Lk) matrix at once.
+"""Scaled dot-product attention: out = dropout(softmax(scale * Q K^T + mask)) V, a whole (Lq, Lk) matrix at once.
 
 Source: Vaswani et al. 2017, section 3.2.1, equation 1. Shapes: query (B, Hq, Lq, E), key (B, Hk, Lk, E),
 value (B, Hk, Lk, Ev), Hk dividing Hq.
@@ -20,14 +20,14 @@ from fastattn.backends.reference.softmax_dropout import softmax_backward
 from fastattn.backends.visibility import add_mask, blind_queries, softmax, unused_keys, visibility
 from fastattn.torch_private import flash_attention, flash_attention_backward
 
-# Elements of P that a CPU computes at a time: what its cache holds over the passes.
+# Elements of P that a CPU computes at a time, so that its cache holds them over the passes.
 CACHED = 2**19
-# A log-sum-exp below is exact to 1e-13, and so is a P that is made from it.
+# Bound of a log-sum-exp: below it the float64 value is exact to 1e-13, and so is P recomputed from it.
 LARGEST_LSE = 2.0**10
 
 
 def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Products are in float32 on purpose: an autocast region around the call would run them in 16 bits."""
+    """Decorate a function so that its products stay in float32, which autocast would run in 16 bits."""
 
     @functools.wraps(function)
     def run(first: Tensor, *args: Any) -> Any:
@@ -47,7 +47,7 @@ def _dense_columns(tensor: Tensor) -> Tensor:
 
 
 def _per_query_head(tensor: Tensor, heads: int) -> Tensor:
-    """Key or value heads repeated for the query heads of their group (query head h uses key head h // group)."""
+    """Repeat key or value heads for the query heads of their group: query head h uses key head h // group."""
     return tensor if tensor.size(1) == heads else tensor.repeat_interleave(heads // tensor.size(1), 1)
 
 
@@ -56,21 +56,26 @@ def _sum_groups(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _parts(query: Tensor, key: Tensor, *others: Tensor | None) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
-    """Divides a call's matrices (Lq, Lk) among parts that a CPU's cache holds: the number of a part's first matrix, and
-    the function that takes the part of a tensor (B, H, ...). Autograd keeps all of what it records, and adds a gradient
-    of the size of the whole for each part: it gets one."""
+    """Divide a call's matrices (Lq, Lk) into parts that fit in a CPU's cache.
+
+    If autograd records the call, there is one part: autograd keeps all intermediates anyway, and would add up a
+    full-size gradient per part.
+
+    Returns:
+        For each part the number of its first matrix, and a function that takes the part of a tensor (B, H, ...).
+    """
     (batch, heads, rows), (kv_heads, columns) = query.shape[:3], key.shape[1:3]
     if query.device.type != "cpu" or batch * heads * rows * columns <= CACHED or is_recorded(query, key, *others):
         return [(0, lambda tensor: tensor)]
     group, matrices = heads // kv_heads, max(1, CACHED // (rows * columns))
     sequences = max(1, matrices // heads)
-    some = heads  # or what is neither less than a group nor ends within one, or divides it
+    some = heads  # query heads per part: all, or a multiple of a group, or a divisor of one
     if matrices < heads:
         some = matrices // group * group or max(n for n in range(1, matrices + 1) if group % n == 0)
 
     def part(b: int, h: int) -> tuple[int, Callable[[Tensor], Tensor]]:
         def take(tensor: Tensor) -> Tensor:
-            shared_b, shared_h = batch // tensor.size(0), heads // tensor.size(1)  # broadcast, or of a group
+            shared_b, shared_h = batch // tensor.size(0), heads // tensor.size(1)  # by broadcasting or by groups
             last_b, last_h = (b + sequences - 1) // shared_b, (h + some - 1) // shared_h
             return tensor[b // shared_b : last_b + 1, h // shared_h : last_h + 1]
 
@@ -80,12 +85,12 @@ def _parts(query: Tensor, key: Tensor, *others: Tensor | None) -> list[tuple[int
 
 
 def _gradient(per_query_head: Tensor, like: Tensor) -> Tensor:
-    """That of an operand, whose heads may each serve several query heads."""
+    """Return the gradient of ``like`` in its layout, summed over the query heads that share one of its heads."""
     return _in_layout_of(_sum_groups(per_query_head, like.size(1)), like)
 
 
 def _joined(parts: Sequence[Tensor], batch: int) -> Tensor:
-    """(B, H, ...) of its parts."""
+    """Join the parts to (B, H, ...)."""
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, (batch, -1))
 
 
@@ -93,8 +98,12 @@ def _probabilities(
     take: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     key_lengths: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a part: operands in the dtype of computation, key and value per query head, zeros where a query sees nothing
-    or nobody sees a key; P; stats."""
+    """Compute P and stats of a part.
+
+    Returns:
+        query, key and value in the dtype of computation, P, stats. Key and value are per query head. Blind queries,
+        unused keys and their values are zero.
+    """
     q, k, v = (opmath(take(tensor)) for tensor in (query, key, value))
     k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
     attn_mask = None if attn_mask is None else take(attn_mask)
@@ -111,9 +120,9 @@ def _torchs(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, scale: float,
     window_left: int, window_right: int, lower_right: bool, threshold: int, *others: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
-    """Operands and options of torch's fused attention where it computes the same, and which rows see nothing.
+    """Return the operands and options of torch's fused attention, and the rows that see nothing; or None.
 
-    It has other dropout, and takes the operands' columns to be dense.
+    None means that torch's function computes something else. Its dropout differs, and it requires dense columns.
     """
     if (
         threshold > 0
@@ -125,7 +134,7 @@ def _torchs(
     rows, columns = query.size(2), key.size(2)
     query, key, value = map(_dense_columns, (query, key, value))
     k, v = _per_query_head(key, query.size(1)), _per_query_head(value, query.size(1))
-    is_causal = (  # with a use for every key
+    is_causal = (  # and every key is seen
         attn_mask is None
         and key_lengths is None
         and window_left >= rows >= columns
@@ -150,8 +159,10 @@ def _torchs(
 
 
 def _keeps_sums(lse: Tensor) -> bool:
-    """Whether log-sum-exps, all that torch's kernels keep of the rows, say what the sums are. That of a row all at a
-    mask's finfo.min does not."""
+    """Return whether P can be recomputed from the log-sum-exps, the only statistics of torch's kernels.
+
+    For a row all at a mask's finfo.min it cannot: rounding has lost the log of the sum.
+    """
     return bool((lse.abs() < LARGEST_LSE).all())
 
 
@@ -177,7 +188,7 @@ def attention(
         dropped = dropper(probabilities.shape, seed, threshold, first_matrix + first)(probabilities)
         found.append((dropped @ v, *stats))
     out, maximum, total = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
-    empty = total == 0  # log has no derivative there, and keys that others see may hold NaN
+    empty = total == 0  # log has no derivative at 0, and values that only other rows see may hold NaN
     out = out.masked_fill(empty.unsqueeze(-1), 0.0)
     lse = (maximum + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
     return _in_layout_of(out, query), lse, torch.stack((maximum, total))
@@ -234,7 +245,7 @@ def attention_backward(
 
 
 def _sequences(cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, slice]]:
-    """The rows of query and of key that belong to each sequence of a packed batch; on meta tensors there are none."""
+    """Return the rows of query and of key of each sequence of a packed batch; [] for meta tensors."""
     if cu_seq_q.is_meta:
         return []
     q, k = cu_seq_q.tolist(), cu_seq_k.tolist()
@@ -243,7 +254,7 @@ def _sequences(cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None) -> 
 
 
 def _as_batch(tensor: Tensor, rows: slice) -> Tensor:
-    """The (L, H, E) rows of one sequence as (1, H, L, E)."""
+    """Return the rows (L, H, E) of one sequence as (1, H, L, E)."""
     return tensor[rows].transpose(0, 1).unsqueeze(0)
 
 
@@ -251,7 +262,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
     seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One attention a sequence; query (Tq, Hq, E), out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
+    """Attend within each sequence; query (Tq, Hq, E), out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
     heads = query.size(1)
     out = query.new_zeros(query.size(0), heads, value.size(2))
     stats = query.new_zeros(2, query.size(0), heads, dtype=opmath(query[:0]).dtype)

@@ -12,18 +12,18 @@ from fastattn.backends.common import DROP_ALL, dense_strides, dropout_scale, emp
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
-_LOW = 0xFFFFFFFF  # words are kept in int64, whose products wrap modulo 2**64 with the right bits
+_LOW = 0xFFFFFFFF  # mask of a word; words are int64, whose products wrap modulo 2**64 with the right bits
 
 
 def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random 32-bit words for each counter, as Random123 defines Philox4x32."""
+    """Return four random 32-bit words, as int64, for each counter, as Random123 defines Philox4x32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) ^ c1 ^ k0) & _LOW,
-            product1,  # its high half goes with the next round
+            product1,  # the next round masks its high half
             ((product0 >> 32) ^ c3 ^ k1) & _LOW,
             product0,
         )
@@ -32,7 +32,10 @@ def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matrix: int = 0) -> Tensor:
-    """bool, True = kept. ``first_matrix`` is the number z of the first matrix (sequences of a packed batch)."""
+    """Return the bool mask, True = kept.
+
+    ``first_matrix`` is the number z of the first matrix, not 0 for the later sequences of a packed batch.
+    """
     columns = shape[-1] if len(shape) > 0 else 1
     rows = shape[-2] if len(shape) > 1 else 1
     matrices = 1
@@ -46,7 +49,7 @@ def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matri
     key, offset = seed[0], seed[1] & _LOW
     philox = _philox((x, y, z, offset), (key & _LOW, (key >> 32) & _LOW))
     words = [word.expand(matrices, tiles_y * 8, tiles_x * 8) for word in philox]
-    # Value v is half v % 2 of word v // 2, and belongs to row half v // 4 and column quarter v % 4 of its 16x32 tile.
+    # Value v is half v % 2 of word v // 2. In its 16x32 tile it belongs to row half v // 4 and column quarter v % 4.
     kept = torch.stack([half >= threshold for word in words for half in (word & 0xFFFF, word >> 16)])
     kept = kept.view(2, 4, matrices, tiles_y, 8, tiles_x, 8).permute(2, 3, 0, 4, 5, 1, 6)
     return kept.reshape(matrices, tiles_y * 16, tiles_x * 32)[:, :rows, :columns].reshape(tuple(shape)).contiguous()
@@ -55,8 +58,10 @@ def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matri
 def dropper(
     shape: Sequence[int], seed: Tensor | None, threshold: int, first_matrix: int = 0
 ) -> Callable[[Tensor], Tensor]:
-    """What sets dropped elements of a tensor of this shape to 0 and scales kept ones by 65536 / (65536 - threshold),
-    in the tensor's dtype. The mask is drawn once, however many tensors it is for."""
+    """Return a function that applies dropout to tensors of this shape, in their dtype, with one mask for all calls.
+
+    Dropped elements become 0, and kept ones are scaled by 65536 / (65536 - threshold).
+    """
     if threshold == 0 or seed is None:
         return lambda input: input
     if threshold == DROP_ALL:
@@ -66,12 +71,12 @@ def dropper(
 
 
 def drop(input: Tensor, seed: Tensor | None, threshold: int) -> Tensor:
-    """:func:`dropper`'s of this tensor alone."""
+    """Return dropout of one tensor, by :func:`dropper`."""
     return dropper(input.shape, seed, threshold)(input)
 
 
 def opmath(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype that it is computed in."""
+    """Return the tensor in the dtype of its computation, ``stat_dtype``."""
     return tensor.to(stat_dtype(tensor.dtype))
 
 

@@ -13,7 +13,10 @@ from fastattn.backends.reference.dropout import drop, opmath
 
 
 def _centre(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x - mean and the mean, whose rounding error the mean of the differences corrects: constant rows give 0."""
+    """Return x - mean and the mean.
+
+    The mean of the differences corrects the mean's rounding error, so constant rows give 0.
+    """
     mean = x.mean(-1, keepdim=True)
     deviations = x - mean
     shift = deviations.mean(-1, keepdim=True)
@@ -31,7 +34,7 @@ def _rstd(variance: Tensor, eps: float) -> Tensor:
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / sqrt(var + eps) with the biased variance, mean and rstd."""
+    """Return (x - mean) / sqrt(var + eps) with the biased variance, mean and rstd."""
     centred, mean = _centre(x)
     rstd = _rstd((centred * centred).mean(-1, keepdim=True), eps)
     return centred * rstd, mean.squeeze(-1), rstd.squeeze(-1)
@@ -62,11 +65,11 @@ def layer_norm_backward(
     grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
     weight_grad_dtype: torch.dtype | None, bias_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
+    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
     grad, x = opmath(grad_out), opmath(input)
     nothing = grad.new_empty(0, dtype=torch.float32)
     if is_torchs(x, grad, weight):
-        # torch asks for a weight where it gives a bias's gradient; of the bias it reads nothing.
+        # For a bias's gradient torch requires a weight. It does not read the bias.
         gain = grad.new_ones(x.size(-1)) if weight is None else weight.to(x.dtype)
         wanted = [True, weight_grad_dtype is not None, bias_grad_dtype is not None]
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
@@ -78,7 +81,8 @@ def layer_norm_backward(
             nothing if bias_grad_dtype is None else grad_bias.to(bias_grad_dtype),
         )
     centred, _ = _centre(x)
-    # The saved rstd, which carries eps, as a function of the variance again: the factor is exactly 1.
+    # Double backward needs rstd as a function of the variance. The factor on the saved rstd, which contains eps, is
+    # exactly 1.
     variance = (centred * centred).mean(-1, keepdim=True)
     saved = rstd.detach().unsqueeze(-1)
     inverse = saved * torch.rsqrt(1.0 + (variance - variance.detach()) * saved * saved)

@@ -12,8 +12,8 @@ from fastattn.backends.visibility import add_mask, softmax, visibility
 
 
 def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
-    """dS of P = softmax(S): dS = P * (dP - rowsum(P * dP)); grad is dP."""
-    # Where P is 0 the gradient may be NaN (a product with an excluded value): it must not count.
+    """Return dS = P * (dP - rowsum(P * dP)) for P = softmax(S); ``grad`` is dP."""
+    # If P is 0, dP may be NaN from a product with an excluded value, and must not count.
     grad = grad.masked_fill(probabilities == 0, 0.0)
     return probabilities * (grad - (probabilities * grad).sum(-1, keepdim=True))
 

@@ -200,7 +200,7 @@ def _backward(
     """Write dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight.
 
     A program takes every num_programs-th block of rows. Into ``partial`` (2, programs, columns) it writes the sums of
-    grad_out * xhat and of grad_out over its rows, which ``_reduce`` adds up to the gradients of weight and bias.
+    grad_out * xhat and of grad_out over its rows. ``_reduce`` adds them up to the gradients of weight and bias.
     """
     if ALIGNED:
         columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)

@@ -1,6 +1,6 @@
 """Dropout's mask: Philox4x32-7 on the element's position, the formula of docs/design.md, section 2.
 
-One Philox call gives the eight 16-bit values of rows i, i + 8 and columns j, j + 8, j + 16, j + 24 of a 16x32 tile. The
+One Philox call gives eight 16-bit values of a 16x32 tile: rows i, i + 8 and columns j, j + 8, j + 16, j + 24. The
 functions below arrange them into a block of matrix ``z`` only by join, reshape and permute. True = kept.
 """
 
@@ -114,7 +114,10 @@ def _stack(a, b):
 
 @triton.jit
 def _two_calls(dropout, z, x, y):
-    """Return the values of calls x and x + 1, two per word, stacked by (j // 8 % 2, j // 16 % 2, i // 8 % 2)."""
+    """Return the values of calls x and x + 1, two per word.
+
+    They are stacked by (j // 8 % 2, j // 16 % 2, i // 8 % 2).
+    """
     a0, a1, a2, a3 = _words(dropout, z, x, y)
     b0, b1, b2, b3 = _words(dropout, z, x + 1, y)
     v0, v1 = _side_by_side(a0, b0)
@@ -151,7 +154,7 @@ def keep_rows(dropout, z, i, j, N: tl.constexpr):
     z, y, upper = z[:, None], (i // 16 * 8 + i % 8)[:, None], (i // 8 % 2 == 0)[:, None]
     x = j // 4 + 4 * tl.arange(0, N // 16)[None, :]
     values = _stack(_two_half_calls(dropout, z, x, y, upper), _two_half_calls(dropout, z, x + 2, y, upper))
-    # Reshaped to (j % 4 // 2, j // 8 % 2, j // 16 % 2, row, 32-column tile, j % 8 // 4), permuted to the order in rows.
+    # Permute to the order in rows. Before: (j % 4 // 2, j // 8 % 2, j // 16 % 2, row, 32-column tile, j % 8 // 4).
     values = values.reshape(2, 2, 2, M, N // 32, 2).permute(3, 4, 2, 1, 5, 0).reshape(M, N // 2)
     return _halves(values, dropout).reshape(M, N)
 
@@ -166,7 +169,7 @@ def keep_pairs(dropout, rows, j, N: tl.constexpr):
     z, y = rows.pair_matrix[:, None], rows.pair[:, None]
     x = j // 4 + 4 * tl.arange(0, N // 16)[None, :]
     values = _stack(_two_calls(dropout, z, x, y), _two_calls(dropout, z, x + 2, y))
-    # Reshaped to (j % 4 // 2, j // 8 % 2, j // 16 % 2, i // 8 % 2, pair, 32-column tile, j % 8 // 4), permuted to the
-    # order in rows.
+    # Permute to the order in rows. Before:
+    # (j % 4 // 2, j // 8 % 2, j // 16 % 2, i // 8 % 2, pair, 32-column tile, j % 8 // 4).
     values = values.reshape(2, 2, 2, 2, P, N // 32, 2).permute(4, 3, 5, 2, 1, 6, 0).reshape(2 * P, N // 2)
     return _halves(values, dropout).reshape(2 * P, N)

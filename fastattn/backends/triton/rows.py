@@ -21,11 +21,11 @@ class RowTile(NamedTuple):
 class RowLimits(NamedTuple):
     """The limits from which ``row_tile`` makes a kernel's block."""
 
-    elements: int  # per block of narrow rows
-    widest: int  # maximum columns of a row that is read once
-    block_n: int  # columns per block of wider rows, which are read twice
-    warp_elements: int  # elements per warp
-    rows: int = 1  # minimum rows per block
+    elements: int  # Elements per block of narrow rows.
+    widest: int  # Maximum columns of a row that is read once.
+    block_n: int  # Columns per block of wider rows, which are read twice.
+    warp_elements: int  # Elements per warp.
+    rows: int = 1  # Minimum rows per block.
 
 
 LIMITS: dict[str, RowLimits] = {}  # by kernel; each operation's file adds its own

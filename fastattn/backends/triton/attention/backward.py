@@ -233,9 +233,9 @@ def grad_key_value_kernel(
                     dropped_p = dropped(p, kept, problem.group, licm_spills(BLOCK_D, BLOCK_DV, q.dtype))
                     dp = tl.where(kept, dp, 0.0) * problem.dropout.scale
                 elif PARTIAL & (BLOCK_D + BLOCK_DV > 256) & (q.dtype == tl.float32):
-                    # Workaround (Triton 3.6 to 3.9): Triton keeps P in shared memory beside the products' operands.
-                    # That exceeds the 99 KiB of 8.6, 8.9 and 12.x by 1 KiB. This selection changes no value and makes
-                    # Triton recompute P.
+                    # Workaround (Triton 3.6 to 3.9): Triton keeps P in shared memory, together with the operands of the
+                    # products. The total exceeds the 99 KiB of 8.6, 8.9 and 12.x by 1 KiB, and the launch fails. This
+                    # selection changes no value and makes Triton recompute P.
                     dropped_p = tl.where(x == -INFINITY, 0.0, p)
                 dv = tl.dot(dropped_p.to(do.dtype), do, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])

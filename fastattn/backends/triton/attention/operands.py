@@ -96,9 +96,9 @@ def wide(n):
 def rematerialise(x, n):
     """Return x behind an optimisation barrier: ``n >> 30`` is 0, which the compiler cannot prove.
 
-    Workaround (ptxas, under Triton 3.6 to 3.9): values derived from x stay in registers across the loops, rows of i and
-    j above all, and in masked kernels some sixty products of sequence and head with strides. Without the barrier, those
-    kernels spill. With it, the values are recomputed.
+    Workaround (ptxas, under Triton 3.6 to 3.9): it keeps values derived from x in registers across the loops. They are
+    mostly the rows i and j, and in masked kernels some sixty products of b and h with strides. Without the barrier
+    those kernels spill. With it the values are recomputed.
     """
     return x + (n >> 30)
 

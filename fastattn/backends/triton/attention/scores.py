@@ -2,13 +2,12 @@
 
 A score is s = scale * Q K^T + mask, in natural units. Q carries the sign of the scale, so a larger x is a larger s.
 
-                        | PRESCALED (float mask or huge scale) | otherwise
-    x, of scores() and  | magnitude * Q K^T + mask, base e     | Q K^T, without unit
-      mask_scores()     |                                      |
-    y = to_exponent(x)  | x, base e                            | x * magnitude * log2(e), base 2
-    m, maximum of y     | base e                               | base 2
-    exponential(y - m)  | exp2((y - m) * log2(e))              | exp2(y - m)
-    shift (backward)    | row_max, base e                      | row_max * log2(e), base 2; FOLD_SUM: + log2(row_sum)
+    value:              | PRESCALED (float mask or huge scale) | otherwise
+    x, masked scores:   | magnitude * Q K^T + mask, base e     | Q K^T, without unit
+    y, to_exponent(x):  | x, base e                            | x * magnitude * log2(e), base 2
+    m, maximum of y:    | base e                               | base 2
+    exponential(y - m): | exp2((y - m) * log2(e))              | exp2(y - m)
+    shift, backward:    | row_max, base e                      | row_max * log2(e), base 2; FOLD_SUM: + log2(row_sum)
 
 Stored row_max and LSE are base e. FOLD_SUM requires operands of 16 bits and no PRESCALED.
 """
@@ -30,7 +29,7 @@ INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
 class SeenKeys(NamedTuple):
-    """Whether the mask lets some query of a tile see a key, (B, H, tiles of queries, Lk) uint8."""
+    """Keys that the mask shows to some query of a tile, (B, H, tiles of queries, Lk) uint8, 1 if seen."""
 
     pointer: Any
     batch: Any
@@ -47,7 +46,7 @@ def mask_pointers(mask, column, b, h, i, j):
 
 @triton.jit
 def seen_keys(seen, b, h, tile, j, sequence):
-    """Return for keys j whether the window, and the mask if ``seen`` is given, let some query see them.
+    """Return, for keys j, whether some query sees them by the window and, if ``seen`` is given, by the mask.
 
     Other keys may hold anything, including NaN, and are loaded as zero.
     """
