@@ -1,1 +1,1 @@
-"""The operations: one a file, each read from top to bottom: docstring, checks, fake, autograd, decomposition."""
+"""The operations, one per file, in this order: docstring, checks, fake, autograd, decomposition."""

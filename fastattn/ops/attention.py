@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, its weights, and attention over packed sequences.
+"""Scaled dot-product attention, attention weights, and attention over packed sequences.
 
 Source: Vaswani et al. 2017, section 3.2.1, equation 1: softmax(Q K^T / sqrt(d_k)) V.
 """
@@ -66,17 +66,17 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
     seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """dropout(softmax(scale * query @ key^T + mask)) @ value, a superset of torch's function of this name.
+    """Compute dropout(softmax(scale * query @ key^T + mask)) @ value, a superset of torch's function of this name.
 
-    The masks may be given together. A row that sees no key gives output 0, gradient 0 and LSE -inf. Like torch's
-    function it drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
+    The masks may be given together. A row that sees no key gives output 0, gradient 0 and LSE -inf. Dropout applies
+    whenever ``dropout_p`` > 0, as in torch's function: pass 0 in evaluation.
 
     Args:
-        query: (..., Hq, Lq, E), float32, bfloat16, float16 or float64 (the reference's), any strides. With a head size
-            of 0 every weight is the same.
+        query: (..., Hq, Lq, E), float32, bfloat16, float16 or float64 (reference backend), any strides. With a head
+            size of 0 all weights of a row are equal.
         key: (..., Hk, Lk, E) of query's dtype. Batch dimensions broadcast.
-        value: (..., Hk, Lk, Ev) of query's dtype. All three may be jagged nested tensors (B, H, sequence, E) instead,
-            which ``varlen_attn`` serves: without ``attn_mask`` and ``key_lengths``. Or all are DTensors, divided alike
+        value: (..., Hk, Lk, Ev) of query's dtype. All three may be jagged nested tensors (B, H, sequence, E), which
+            ``varlen_attn`` serves, without ``attn_mask`` and ``key_lengths``. All three may be DTensors, divided alike
             along batch dimensions and heads.
         attn_mask: bool (True = takes part) or float (added to the scaled scores, may require grad), broadcastable to
             (..., Hq, Lq, Lk); or torch's ``CausalBias``.
@@ -84,16 +84,16 @@ def scaled_dot_product_attention(
         is_causal: query i sees no key to the right of the diagonal.
         scale: any real number; 1 / sqrt(E) by default.
         enable_gqa: allow Hq to be a multiple of Hk; query head h uses key head h // (Hq // Hk).
-        causal_variant: where the diagonal is: "upper_left", j = i, or "lower_right", j = i + length - Lq with length
-            the sequence's key length. It moves the window too.
+        causal_variant: the diagonal: "upper_left", j = i, or "lower_right", j = i + length - Lq, where length is the
+            sequence's key length. The window counts from the same diagonal.
         key_lengths: (B,) integers, B the flattened batch: only the leading ``key_lengths[b]`` keys exist.
         window_size: (left, right), how far a query sees on each side of the diagonal, -1 = unbounded.
         return_lse: also return the natural logarithm of each row's sum of exponentiated scores, differentiable.
         seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
 
     Returns:
-        (..., Hq, Lq, Ev) in query's dtype, of four dimensions in query's memory layout, of others contiguous; with
-        ``return_lse`` also (..., Hq, Lq) in float32, of float64 operands in float64.
+        (..., Hq, Lq, Ev) in query's dtype. A result of four dimensions has query's memory layout, others are
+        contiguous. With ``return_lse`` also (..., Hq, Lq) in float32, or float64 for float64 operands.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
@@ -140,20 +140,20 @@ def attention_weights(
     window_size: tuple[int, int] = (-1, -1),
     seed: Tensor | None = None,
 ) -> Tensor:
-    """dropout(softmax(scale * query @ key^T + mask)): the matrix that attention multiplies ``value`` by.
+    """Compute dropout(softmax(scale * query @ key^T + mask)), the matrix that attention multiplies ``value`` by.
 
-    It takes O(Lq Lk) memory, which ``scaled_dot_product_attention`` does not. With the same seed it holds exactly the
+    The matrix takes O(Lq Lk) memory, unlike ``scaled_dot_product_attention``. With the same seed it holds exactly the
     weights that attention used.
 
     Args:
         query, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_variant, key_lengths, window_size, seed:
-            as of ``scaled_dot_product_attention``.
+            as in ``scaled_dot_product_attention``.
 
     Returns:
         (..., Hq, Lq, Lk) in query's dtype; rows that see nothing are zero.
 
     Raises:
-        TypeError, ValueError: as ``scaled_dot_product_attention``.
+        TypeError, ValueError: as in ``scaled_dot_product_attention``.
     """
     name = "attention_weights"
     check.flag(name, "enable_gqa", enable_gqa)
@@ -171,7 +171,7 @@ def attention_weights(
     unmade = q.new_empty((), dtype=stat_dtype(q.dtype)).expand(*q.shape[:3], k.size(2))  # takes no memory
     backend = choose("softmax_dropout", (unmade, *settings))
     visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, left, right, lower_right)
-    if visible is not None:  # the gradient of the product would spread their NaN
+    if visible is not None:  # blind queries and unused keys may hold NaN, which the product's gradient would spread
         q = q.masked_fill(blind_queries(visible), 0.0)
         k = k.masked_fill(unused_keys(visible).all(1, keepdim=True), 0.0)
     with without_autocast(q.device):  # in float32, as attention's own scores are
@@ -223,25 +223,27 @@ def varlen_attn(
     seed: Tensor | None = None,
     **unsupported: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over sequences of different lengths packed one after the other, without padding.
+    """Compute attention within sequences of different lengths, packed one after the other without padding.
 
-    Follows ``torch.nn.attention.varlen.varlen_attn``: the diagonal is the lower-right one, ``window_size=(-1, 0)`` is
-    causal. Beyond torch's: dropout, CPU tensors, float32, a gradient with ``seqused_k``, ``return_lse`` in place of
-    ``return_aux``. torch's ``block_table``, ``num_splits`` and ``return_aux`` are refused.
+    The arguments follow ``torch.nn.attention.varlen.varlen_attn``: the diagonal is the lower-right one, and
+    ``window_size=(-1, 0)`` is causal. Beyond torch's function there are dropout, CPU tensors, float32, a gradient with
+    ``seqused_k``, and ``return_lse`` instead of ``return_aux``. ``block_table``, ``num_splits`` and ``return_aux`` are
+    refused.
 
     Args:
         query: (Tq, Hq, E), float32, bfloat16, float16 or float64. All three may be DTensors, divided alike along heads.
         key: (Tk, Hk, E); value: (Tk, Hk, Ev).
         cu_seq_q, cu_seq_k: (N + 1,) integers from 0 to Tq or Tk, never falling: sequence s is rows cu[s] to cu[s + 1].
-        max_q, max_k: the longest sequence's length.
-        dropout_p, is_causal, scale, window_size, enable_gqa, seed: as of ``scaled_dot_product_attention``; dropout
+        max_q, max_k: upper bounds of the sequences' lengths, at best the longest sequence's.
+        dropout_p, is_causal, scale, window_size, enable_gqa, seed: as in ``scaled_dot_product_attention``; dropout
             counts rows and columns within the sequence.
         seqused_k: (N,) integers: only the leading ``seqused_k[s]`` keys of sequence s exist.
-        return_lse: also return the (Tq, Hq) natural-log sums, differentiable.
+        return_lse: also return the natural-log sums (Tq, Hq), differentiable.
 
     Returns:
-        (Tq, Hq, Ev) in query's dtype, contiguous; with ``return_lse`` also (Tq, Hq) in float32, of float64 operands in
-        float64. On CUDA, where reading ``cu_seq_q`` would synchronise, the rows of no sequence hold anything.
+        (Tq, Hq, Ev) in query's dtype, contiguous; with ``return_lse`` also (Tq, Hq) in float32, or float64 for float64
+        operands. On CUDA ``cu_seq_q`` is not read, which would synchronise, so rows that belong to no sequence are
+        undefined.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
@@ -281,7 +283,7 @@ def varlen_attn(
 def _operands(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """The operands as (B, H, L, E), in autocast's dtype, batch dimensions broadcast; and the batch dimensions."""
+    """Return the operands as (B, H, L, E) in autocast's dtype with broadcast batch dimensions, and those dimensions."""
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.operand(name, label, tensor)
         if tensor.dim() < 2:
@@ -309,7 +311,7 @@ def _operands(
             if heads == 1 and not enable_gqa:
                 q = q.expand(*q.shape[:-3], shared, *q.shape[-2:])
             _head_counts(name, q.size(-3), shared, q.size(-1), k.size(-1), enable_gqa, "key and value together")
-        elif enable_gqa and k.size(-3) and v.size(-3) and heads % v.size(-3) == 0:  # groups of key and of value differ
+        elif enable_gqa and k.size(-3) and v.size(-3) and heads % v.size(-3) == 0:  # key and value groups differ
             k, v = (t.repeat_interleave(heads // t.size(-3), -3) for t in (k, v))
         else:
             raise check.BadValue(
@@ -331,10 +333,10 @@ def _operands(
 
 
 def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
-    """(B, H, ...) with the batch dimensions of operands of this rank, contiguous: of other ranks than 4 torch's is."""
+    """Return a result (B, H, ...) with the batch dimensions of operands of this rank, contiguous, as torch's."""
     if len(batch) > 1:
         return result.unflatten(0, batch).contiguous()
-    for _ in range(rank, 4):  # what _operands added in front of lower ranks
+    for _ in range(rank, 4):  # the leading dimensions that _operands added
         result = result.squeeze(0)
     return result.contiguous()
 
@@ -342,7 +344,7 @@ def _as_given(result: Tensor, batch: tuple[int, ...], rank: int) -> Tensor:
 def _jagged_attention(
     query: Any, key: Any, value: Any, return_lse: bool, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """(B, H, sequence, E) jagged tensors, whose values are packed sequences."""
+    """Compute attention of jagged tensors (B, H, sequence, E) by ``varlen_attn`` of their values."""
     q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))
     results = varlen_attn(
         q, k, v, query.offsets(), key.offsets(), max_length(query), max_length(key), return_lse=True, **options
@@ -355,7 +357,7 @@ def _check_jagged(
     name: str, query: Any, key: Any, value: Any, is_causal: bool, causal_variant: str, window_size: tuple[int, int],
     *absent: Tensor | None,
 ) -> None:  # fmt: skip
-    """Whether packed attention can serve these nested operands. Its diagonal is the lower-right one."""
+    """Raise unless packed attention, whose diagonal is the lower-right one, can serve these nested operands."""
     for label, argument in zip(("attn_mask", "key_lengths"), absent, strict=True):
         if argument is not None:
             raise check.BadValue(
@@ -384,7 +386,7 @@ def dense_settings(
     is_causal: bool, scale: float | None, causal_variant: str, key_lengths: Tensor | None,
     window_size: tuple[int, int], seed: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of the backend functions for attention behind the operands, which are (B, H, L, E)."""
+    """Return the arguments of attention's backend functions after the operands, which are (B, H, L, E)."""
     _, heads, rows, head_dim = q.shape
     columns = k.shape[2]
     if attn_mask is not None:
@@ -406,7 +408,7 @@ def packed_call(
     dropout_p: float, is_causal: bool, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
     seqused_k: Tensor | None, seed: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of the backend function for attention over packed sequences."""
+    """Return the arguments of the backend function for attention over packed sequences."""
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.operand(name, label, tensor)
         if tensor.dim() != 3:
@@ -470,7 +472,7 @@ def _head_counts(name: str, hq: int, hk: int, e: int, ek: int, grouped: bool, of
 
 def _scale(name: str, scale: float | None, head_dim: int) -> float:
     if scale is None:
-        return 1.0 / math.sqrt(head_dim or 1)  # the scores of empty rows are 0, whatever the scale
+        return 1.0 / math.sqrt(head_dim or 1)  # with head size 0 the scores are 0 for every scale
     return check.scale(name, scale)
 
 
@@ -483,8 +485,8 @@ def _lower_right(name: str, causal_variant: str) -> bool:
 def _causal_bias(
     name: str, attn_mask: Any, is_causal: bool, causal_variant: str, rows: int, columns: int
 ) -> tuple[Tensor | None, bool, str]:
-    """torch's CausalBias as is_causal and its variant."""
-    if type(attn_mask).__name__ != "CausalBias":  # by name: importing its module doubles the time of `import fastattn`
+    """Convert torch's CausalBias to is_causal and its variant; return other masks unchanged."""
+    if type(attn_mask).__name__ != "CausalBias":  # importing its module would double the time of `import fastattn`
         return attn_mask, is_causal, causal_variant
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (rows, columns):
         raise check.BadValue(
@@ -531,7 +533,7 @@ def _brief(values: Tensor) -> str:
 
 
 def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense or packed."""
+    """Return the fake results (out, lse, stats) of dense or packed attention."""
     rows, size, dtype = query.shape[:-1], value.size(-1), stat_dtype(query.dtype)
     out = empty_heads(query, size) if query.dim() == 4 else query.new_empty((*rows, size))
     return out, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype)
@@ -546,7 +548,7 @@ def _fake_attention_backward(
 
 
 def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
-    """Two products, as torch counts its own attention: without regard to masks."""
+    """Count two products and ignore masks, as torch does for its own attention."""
     batch, heads, rows, head_dim = query.shape
     return 2 * batch * heads * rows * key.size(2) * (head_dim + value.size(3))
 
@@ -555,7 +557,7 @@ def _backward_flops(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
     *rest: Any,
 ) -> int:  # fmt: skip
-    """Five products, of which the first computes the scores again."""
+    """Count five products; the first recomputes the scores."""
     batch, heads, rows, head_dim = query.shape
     return 2 * batch * heads * rows * key.size(2) * (3 * head_dim + 2 * value.size(3))
 
@@ -583,7 +585,10 @@ def _decompose_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
     seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """torch's function of one mask. Who wants no log-sum-exp has it removed as dead code."""
+    """Compute attention by torch's function, which takes one mask.
+
+    If unused, the log-sum-exp is removed as dead code.
+    """
     wide = stat_dtype(query.dtype)
     q, k, v = query, key, value
     if k.size(1) != q.size(1):
@@ -616,7 +621,10 @@ def _fake_varlen_attention_backward(
 
 
 def _packed_pairs(query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> int:
-    """Pairs of a query and a key in one sequence, over all heads; of the longest sequences where none can be read."""
+    """Count the pairs of a query and a key of one sequence, over all heads.
+
+    If the offsets cannot be read, every sequence counts with the longest lengths.
+    """
     if check.is_readable(cu_seq_q):
         pairs = int((cu_seq_q.diff() * cu_seq_k.diff()).sum())
     else:
@@ -659,7 +667,7 @@ def _decompose_varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
     seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One attention of all tokens, whose mask keeps the sequences apart."""
+    """Compute one attention over all tokens, with a mask that keeps the sequences apart."""
     tokens = query.size(0), key.size(0)
     visible = packed_visibility(*tokens, cu_seq_q, cu_seq_k, seqused_k, window_left, window_right)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))

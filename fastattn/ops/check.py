@@ -23,9 +23,9 @@ SYMBOLIC = (
     "is_leaf_module knows fastattn's modules"
 )
 
-LARGEST = 3.4028234663852886e38  # float32, in which the kernels hold a scale
-LEAST = 2.0**-126  # float32's least normal number: a GPU may take less for 0, and -inf times 0 is NaN
-_NUMBERS = (float, int)  # a tuple: a union would be built anew at each call
+LARGEST = 3.4028234663852886e38  # float32's largest number; the kernels hold a scale in float32
+LEAST = 2.0**-126  # float32's least normal number; a GPU may flush smaller ones to 0, and -inf * 0 is NaN
+_NUMBERS = (float, int)  # a tuple, because a union would be built again at each call
 _AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "mps", "xpu", "mtia", "hpu", "xla") if torch.amp.is_autocast_available(device)
 )
@@ -35,14 +35,20 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class BadValue(ValueError, RuntimeError, AssertionError):
-    """An argument has a wrong value, shape or device. Torch raises one of the others, depending on what notices."""
+    """A wrong value, shape or device of an argument.
+
+    torch raises one of the three base types for it, depending on which check fails.
+    """
 
 
 class BadType(TypeError, RuntimeError, AssertionError):
-    """An argument has a wrong type or dtype. Torch raises one of the others, depending on what notices."""
+    """A wrong type or dtype of an argument.
+
+    torch raises one of the three base types for it, depending on which check fails.
+    """
 
 
-ARGUMENT_ERRORS = (BadValue, BadType)  # what the checks raise; any other error is a fault of fastattn's
+ARGUMENT_ERRORS = (BadValue, BadType)  # the errors of the checks; other errors are faults of fastattn
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -65,18 +71,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unscriptable(function: Function) -> Function:
-    """Decorate a public function: torch.jit.script says what to use in its place."""
+    """Decorate a public function so that torch.jit.script raises and names the replacements."""
     refuse_scripting(function, TORCHSCRIPT)
     return function
 
 
 def refuse_torchscript(self: Any) -> NoReturn:
-    """A module's ``__prepare_scriptable__``, which torch.jit.script calls first, of submodules too."""
+    """Raise as a module's ``__prepare_scriptable__``, which torch.jit.script calls first, for submodules too."""
     raise RuntimeError(TORCHSCRIPT)
 
 
 def operand(function: str, name: str, value: Tensor) -> None:
-    """Raise TypeError unless ``value`` is a ``float_tensor`` and dense, RuntimeError inside torch.jit.trace."""
+    """Raise TypeError unless ``value`` is a dense ``float_tensor``, and RuntimeError inside torch.jit.trace."""
     if is_traced():
         raise RuntimeError(TORCHSCRIPT)
     float_tensor(function, name, value)
@@ -98,10 +104,10 @@ def same_device(function: str, name: str, tensor: Tensor, device: torch.device) 
 
 
 def real(function: str, name: str, value: object) -> float:
-    """``value`` as a float: a number, or a scalar tensor that wants no gradient."""
+    """Return ``value``, a number or a scalar tensor that requires no gradient, as a float."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and not value.is_meta:
         value = value.item()
-    if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):  # a bool too, as torch has it
+    if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):  # accepts a bool, as torch does
         raise BadType(f"{function}: {name} must be a real number, got {type(value).__name__} {value!r:.80}")
     try:
         return float(value)
@@ -110,7 +116,7 @@ def real(function: str, name: str, value: object) -> float:
 
 
 def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
-    """floor(p * 65536 + 0.5): an element is kept iff its 16-bit value is at least this."""
+    """Return floor(p * 65536 + 0.5). An element is kept iff its 16-bit value is at least this threshold."""
     if not isinstance(dropout_p, _NUMBERS):
         dropout_p = real(function, name, dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
@@ -119,8 +125,8 @@ def threshold(function: str, dropout_p: float, name: str = "dropout_p") -> int:
 
 
 def scale(function: str, value: float) -> float:
-    """The scale; 0 for less than float32's least normal number."""
-    if type(value) is float and LEAST <= abs(value) <= LARGEST:  # at once: the abstract class answers slowly
+    """Return the scale, or 0 if its magnitude is less than float32's least normal number."""
+    if type(value) is float and LEAST <= abs(value) <= LARGEST:  # skips the slow check of numbers.Real
         return value
     value = real(function, "scale", value)
     if not -LARGEST <= value <= LARGEST:
@@ -150,7 +156,7 @@ def seed(function: str, seed: Tensor | None, device: torch.device) -> None:
 
 
 def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tensor | None:
-    """The seed that a dropout of this threshold needs: the caller's, or one from torch's default generator."""
+    """Return the seed for this threshold: the caller's, one from torch's default generator, or None for threshold 0."""
     if threshold == 0:
         return None
     return new_seeds((2,), device) if seed is None else owned(seed)
@@ -167,7 +173,7 @@ def owned(given: Tensor) -> Tensor:
 
 
 def expanded_clone(tensor: Tensor) -> Tensor:
-    """A copy whose expanded dimensions (stride 0) stay expanded."""
+    """Return a copy whose expanded dimensions (stride 0) stay expanded."""
     strides = tensor.stride()
     if 0 not in strides:
         return tensor.clone()
@@ -176,16 +182,16 @@ def expanded_clone(tensor: Tensor) -> Tensor:
 
 
 def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 seeds from torch's default generator of ``device``, by one ordinary random op."""
+    """Draw int64 seeds from torch's default generator of ``device``, by one ordinary random op."""
     return torch.randint(-(2**63), 2**63 - 1, shape, dtype=torch.int64, device=device)
 
 
 def window(
     function: str, window_size: tuple[int, int], is_causal: bool, lower_right: bool, queries: int, keys: int
 ) -> tuple[int, int]:
-    """(left, right), finite, with causal folded in: no column to the right of the diagonal.
+    """Return (left, right), finite; with ``is_causal`` right is 0.
 
-    A side that bounds nothing reaches every position and no further (``backends/schema.py``).
+    A side that bounds nothing reaches exactly to the last position (``backends/schema.py``).
     """
     flag(function, "is_causal", is_causal)
     reach = (keys, queries) if lower_right else (queries, keys)
@@ -195,8 +201,8 @@ def window(
 
 
 def sides(function: str, window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) as they were given, -1 or more each."""
-    if type(window_size) is tuple and window_size == (-1, -1):  # at once
+    """Return (left, right) as given, each -1 or more."""
+    if type(window_size) is tuple and window_size == (-1, -1):  # skips the slower checks
         return window_size
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise BadType(f"{function}: window_size must be (left, right), got {window_size!r}")
@@ -209,7 +215,7 @@ def sides(function: str, window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a check may look at the values: they exist, and reading them waits for no device."""
+    """Return whether a check may read the values: they exist, and reading them does not synchronise with a device."""
     return (
         tensor.device.type == "cpu"
         and type(tensor) is Tensor
@@ -222,7 +228,10 @@ def is_readable(tensor: Tensor) -> bool:
 def key_lengths(
     function: str, lengths: Tensor, batch: int, keys: int, device: torch.device, name: str = "key_lengths"
 ) -> Tensor:
-    """``lengths`` as dense int64 (batch,) within [0, keys]: checked on the CPU, clamped where a check would wait."""
+    """Return ``lengths`` as dense int64 (batch,) within [0, keys].
+
+    Readable values are checked; others are clamped, because a check would synchronise.
+    """
     if not isinstance(lengths, Tensor):
         raise BadType(f"{function}: {name} must be an integer Tensor of shape ({batch},), got {type(lengths).__name__}")
     if lengths.dtype not in INTEGERS:
@@ -242,7 +251,7 @@ def key_lengths(
 
 def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torch.dtype, device: torch.device
          ) -> Tensor | None:  # fmt: skip
-    """``attn_mask``, broadcastable to ``sizes`` (..., H, rows, columns), as a 4-D view with sizes 1 or full."""
+    """Return ``attn_mask``, broadcastable to ``sizes`` (..., H, rows, columns), in 4-D with sizes 1 or full."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -269,7 +278,7 @@ def mask(function: str, attn_mask: Tensor | None, sizes: torch.Size, dtype: torc
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The low-precision dtype of an active autocast on this tensor's device, else None."""
+    """Return the low-precision dtype of an active autocast on this tensor's device, otherwise None."""
     device = tensor.device.type
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return None
@@ -277,7 +286,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def autocast_low(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Operands as autocast hands them to a matrix product: in its low-precision dtype, float64 left alone."""
+    """Cast operands as autocast does for a matrix product: to its low-precision dtype, except float64."""
     low = autocast_dtype(tensors[0])
     if low is None:
         return tensors
@@ -285,7 +294,10 @@ def autocast_low(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_float32(tensor: Tensor) -> Tensor:
-    """A row operation's operand under autocast: CUDA has softmax and layer_norm in float32, the CPU leaves them."""
+    """Cast a row operation's operand as autocast does: on CUDA softmax and layer_norm run in float32.
+
+    CPU autocast does not cast them.
+    """
     if tensor.is_cuda and autocast_dtype(tensor) is not None and tensor.dtype != torch.float64:
         return tensor.float()
     return tensor

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a formula of seed and position, and that mask itself.
+"""Dropout, and its mask, which is a formula of seed and position.
 
 Source: Srivastava et al. 2014; in the Transformer: Vaswani et al. 2017, section 5.4. The formula: docs/design.md.
 """
@@ -31,10 +31,10 @@ def dropout(
     The rate is realised in steps of 2**-16 and the scale is that of the realised rate, so the result is unbiased.
 
     Args:
-        input: any shape, float32, bfloat16, float16 or float64; or a jagged nested tensor, whose ``values()`` count; or
-            a DTensor, divided along any dimension.
+        input: any shape, float32, bfloat16, float16 or float64; or a jagged nested tensor, which is treated as its
+            ``values()``; or a DTensor, divided along any dimension.
         p: probability in [0, 1] of dropping an element.
-        training: without it, input, of whatever dtype, is returned as it is.
+        training: if False, input is returned as it is, in every dtype.
         inplace: write the result into input.
         seed: int64 (2,), (key, offset); drawn from torch's default generator when not given.
 
@@ -64,7 +64,7 @@ def dropout(
 
 @check.unscriptable
 def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor:
-    """The mask that every operation of fastattn applies to a matrix of this shape for this seed.
+    """Return the mask that every operation of fastattn applies to a tensor of this shape for this seed.
 
     Args:
         shape: sizes; the last two are rows and columns, the rest number the matrices. For attention: (B, Hq, Lq, Lk).
@@ -106,7 +106,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, ...]:
     if grad is None:
         return ()
-    # Dropout is linear and symmetric: its own transpose.
+    # Dropout multiplies by a diagonal matrix, which is its own transpose.
     return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, *ctx.settings),)
 
 

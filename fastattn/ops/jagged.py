@@ -1,4 +1,4 @@
-"""Jagged nested tensors: sequences of different lengths, packed one after the other in ``values()``."""
+"""Helpers for jagged nested tensors: sequences of different lengths, packed one after the other in ``values()``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def is_jagged(tensor: object) -> bool:
 
 
 def with_values(like: Any, values: Tensor) -> Tensor:
-    """The nested tensor of these values with ``like``'s sequences: the two can be added."""
+    """Return the nested tensor of these values with ``like``'s offsets, so that the two can be added."""
     return torch.nested.nested_tensor_from_jagged(
         values, like.offsets(), like.lengths(), jagged_dim=ragged_dim(like), max_seqlen=max_length(like)
     )  # fmt: skip
 
 
 def on_values(function: Callable[[Tensor], Tensor], tensor: Any) -> Tensor:
-    """``function``, which treats each position alone, of a jagged tensor."""
+    """Apply a function that treats each position independently to the values of a jagged tensor."""
     return with_values(tensor, function(tensor.values()))
 
 
 def same_lengths(first: Any, second: Any) -> bool:
-    """Whether two jagged tensors are known to have sequences of the same lengths."""
+    """Return whether two jagged tensors are known to have sequences of the same lengths."""
     a, b = first.offsets(), second.offsets()
     return a is b or (is_readable(a) and torch.equal(a, b))

@@ -34,17 +34,18 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, a superset of torch's function.
+    """Compute (x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, a superset of torch's function.
 
-    A row and its gradient are NaN if the row holds NaN or infinity, or if its mean or variance overflows: float32's
-    range, or float64's for float64. The variance of values about 1e19 does. torch gives 0 or NaN there.
+    A row and its gradient are NaN if the row holds NaN or infinity, or if its mean or variance overflows. The range is
+    float32's, or float64's for float64 input. In float32 the variance of values about 1e19 overflows. torch gives 0 or
+    NaN there.
 
     Args:
         input: (..., *normalized_shape), float32, bfloat16, float16 or float64; or a jagged nested tensor; or a DTensor,
             divided along other dimensions than the last ones.
         normalized_shape: the sizes of the last dimensions, over which mean and (biased) variance are taken.
-        weight, bias: tensors of normalized_shape, of any of these dtypes, float32 beside low-precision input included.
-        eps: added to the variance, any number; where the sum is negative the row is NaN, as torch's.
+        weight, bias: tensors of normalized_shape, each in one of these dtypes, which may differ from input's.
+        eps: added to the variance, any number; if the sum is negative the row is NaN, as in torch.
 
     Returns:
         input's shape and dtype, contiguous.
@@ -73,7 +74,7 @@ def layer_norm(
         shards = Shards(name, "input", input, range(input.dim() - dims))
         weight, bias = shards.part("weight", weight, {}), shards.part("bias", bias, {})
         return shards.whole(layer_norm(shards.own, shape, weight, bias, eps), input.shape)
-    if is_expanded_weight(weight) or is_expanded_weight(bias):  # it knows torch's own functions alone
+    if is_expanded_weight(weight) or is_expanded_weight(bias):  # per-sample gradients support only torch's functions
         return F.layer_norm(input, shape, weight, bias, eps)
     _parameters(name, input, weight, bias, shape)
     eps = _eps(name, eps)
@@ -116,23 +117,23 @@ def dropout_add_layer_norm(
     seed: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """layer_norm(residual + dropout(input)) over the last dimension: the end of every sub-layer, in one pass.
+    """Compute layer_norm(residual + dropout(input)) over the last dimension in one pass: the end of every sub-layer.
 
     The sum has the promoted dtype of input and residual, so that a bfloat16 sub-layer adds to a float32 residual
-    stream without a cast. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation. A row of the sum whose statistics
-    overflow is NaN, as in ``layer_norm``.
+    stream without a cast. Dropout applies whenever ``dropout_p`` > 0: pass 0 in evaluation. A row of the sum whose
+    statistics overflow is NaN, as in ``layer_norm``.
 
     Args:
-        input: (..., D), the sub-layer's output, float32, bfloat16, float16 or float64. With ``residual`` it may be a
-            DTensor, both divided alike, not along D.
-        residual: of input's shape, any of these dtypes.
-        weight, bias: (D,), any of these dtypes, or None.
+        input: (..., D), the sub-layer's output, float32, bfloat16, float16 or float64. input and residual may be
+            DTensors, divided alike and not along D.
+        residual: tensor of input's shape, in one of these dtypes.
+        weight, bias: (D,), each in one of these dtypes, or None.
         dropout_p: probability in [0, 1] of dropping an element of input; kept ones are scaled up.
         eps: added to the variance.
         prenorm: also return the sum, the residual of the next sub-layer in a pre-norm Transformer.
         seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
-        out_dtype: of the normalised sum: the sum's dtype, or beside a float32 sum the 16-bit one of the product that
-            reads it, which would cast it.
+        out_dtype: dtype of the normalised sum; the sum's by default. For a float32 sum it may be bfloat16 or float16,
+            so that the product that reads it needs no cast.
 
     Returns:
         The normalised sum, contiguous, in the sum's dtype or ``out_dtype``; with ``prenorm`` also the sum.
@@ -238,7 +239,7 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: 
 def _decompose_layer_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's function, whose operands have one dtype."""
+    """Compute the op by torch's function, which requires one dtype for all operands."""
     x = input.to(stat_dtype(input.dtype))
     w, b = (p if p is None else p.to(x.dtype) for p in (weight, bias))
     out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w, b, eps)
@@ -249,7 +250,7 @@ layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_nor
 
 
 def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """The values whose gradients are needed, None in the place of the others."""
+    """Return the values whose gradients are needed, and None for the others."""
     return [value if need else None for need, value in zip(needed, values, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""How an operation becomes a torch op, and the two ways to its kernel: through torch's dispatcher and past it."""
+"""The registration of torch ops, and the two ways to a kernel: through torch's dispatcher and past it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fastattn.torch_private import (
 
 __all__ = ["decompositions"]
 
-PLAIN = frozenset((Tensor, Parameter))  # a subclass may have its own idea of a call
+PLAIN = frozenset((Tensor, Parameter))  # other subclasses may intercept calls
 _library = torch.library.Library("fastattn", "DEF")
 _decompositions: dict[OperatorBase, Callable[..., Any]] = {}
 _flops: dict[Any, Callable[..., int]] = {}
@@ -41,17 +41,17 @@ _flops: dict[Any, Callable[..., int]] = {}
 class Op:
     """A backend function as ``torch.ops.fastattn.<name>``, with autograd.
 
-    Its schema is the backend function's with ``str backend`` appended. A call goes through torch's dispatcher where
-    somebody listens there (torch.compile, fake tensors, torch.func, dispatch modes), otherwise straight to the
-    backend's function, by way of the same ``autograd.Function`` if a gradient is wanted.
+    Its schema is the backend function's with ``str backend`` appended. A call goes through torch's dispatcher if it is
+    intercepted there: by torch.compile, fake tensors, torch.func or dispatch modes. Otherwise it goes straight to the
+    backend's function, through the same ``autograd.Function`` if a gradient is needed.
 
     Args:
-        name: of the backend function.
+        name: name of the backend function.
         fake: takes the function's arguments, returns tensors with the results' shapes, dtypes and strides.
-        setup_context: as of ``autograd.Function``, its ``inputs`` the function's arguments.
-        backward: as of ``autograd.Function``; returns the gradients of the leading arguments, as many as it has any of.
-            An op without is a backward pass itself, which only the reference, being differentiable, differentiates.
-        decompose: takes the function's arguments, returns its results by torch's own functions, of threshold 0 alone.
+        setup_context: as in ``autograd.Function``; its ``inputs`` are the function's arguments.
+        backward: as in ``autograd.Function``; returns the gradients of the leading arguments and may omit the rest.
+            None for backward ops; only the reference backend can differentiate those.
+        decompose: takes the function's arguments, returns its results by torch's own functions. Its threshold is 0.
         flops: takes the function's arguments, returns the floating-point operations that ``FlopCounterMode`` counts.
     """
 
@@ -69,7 +69,7 @@ class Op:
         labels = [argument.split()[-1] for argument in arguments.split(", ")]
         self._threshold = labels.index("threshold") if "threshold" in labels else None
         self._decompose = decompose
-        self._tensors = arguments.count("Tensor")  # they come first
+        self._tensors = arguments.count("Tensor")  # tensors come first
         self._is_backward = backward is None
         _library.define(f"{arguments}, str backend) ->{results}")
         _library.impl(name, self._run, "CompositeExplicitAutograd")
@@ -84,14 +84,14 @@ class Op:
             _flops[self._overload.overloadpacket] = lambda *args, out_val: flops(*args[:-1])
 
     def __call__(self, *args: Any) -> Any:
-        """The results, from the backend that serves the call or that this thread is told to use."""
+        """Return the results, from the chosen or the forced backend."""
         return self.on(choose(self.name, args), *args)
 
     def on(self, backend: str, *args: Any) -> Any:
-        """The results, from this backend."""
+        """Return the results, from this backend."""
         if is_observed():
             count_flops(_flops)
-            if is_forward_mode() and backend == "reference":  # torch's own operations, differentiable in both modes
+            if is_forward_mode() and backend == "reference":  # torch's operations differentiate in forward mode
                 return TABLE[backend].FUNCTIONS[self.name](*args)
             return self._overload(*args, backend)
         wants_grad, grad_enabled = False, torch.is_grad_enabled()
@@ -108,13 +108,13 @@ class Op:
         return function(*args)
 
     def _run(self, *args: Any) -> Any:
-        """The op below autograd."""
+        """Run the op below autograd."""
         return TABLE[args[-1]].FUNCTIONS[self.name](*args[:-1])
 
     def _map(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        """The op inside vmap: one call after the other, each of which the kernels spread over the processor."""
+        """Run the op inside vmap: one call per element, one after the other, each parallel over the processor."""
         batch = [arg.movedim(dim, 0) if isinstance(dim, int) else None for arg, dim in zip(args, in_dims, strict=True)]
-        if info.batch_size == 0:  # one call of zeros says what there would be
+        if info.batch_size == 0:  # one call of zeros gives the results' shapes and dtypes
             batch = [arg if arg is None else arg.new_zeros(1, *arg.shape[1:]) for arg in batch]
         calls = (
             [arg if of_call is None else of_call[i] for arg, of_call in zip(args, batch, strict=True)]
@@ -127,18 +127,17 @@ class Op:
         return stacked, (0,) * len(stacked)
 
     def _differentiate(self, *args: Any) -> Any:
-        """The op at the autograd key. Transforms of torch.func are above it and have had their turn: this is the
-        autograd of one level."""
-        if self._decompose is not None and is_onnx_export():  # ONNX has no table for others' ops
+        """Run the op at the autograd key. torch.func's transforms ran above it, so this autograd has one level."""
+        if self._decompose is not None and is_onnx_export():  # ONNX export has no table of decompositions
             return self._decomposed(*args)
         backend = args[-1]
-        if self._is_backward and backend == "reference" and is_transformed():  # differentiable as it is
+        if self._is_backward and backend == "reference" and is_transformed():  # torch operations, differentiable
             return TABLE[backend].FUNCTIONS[self.name](*args[:-1])
 
         grad_enabled = torch.is_grad_enabled()
 
         def redispatch(*args: Any) -> Any:
-            # An autograd.Function turns gradients off, and those of the transforms around it would go unrecorded.
+            # An autograd.Function turns gradients off, and the transforms around it would then record none.
             with below_autograd(), torch.set_grad_enabled(grad_enabled):
                 return self._overload(*args, backend)
 
@@ -146,7 +145,7 @@ class Op:
             return self._apply(*args, redispatch)
 
     def _decomposed(self, *args: Any) -> Any:
-        """The op by torch's own functions."""
+        """Compute the op by torch's own functions; ValueError with dropout."""
         if self._threshold is not None and args[self._threshold] > 0:
             raise ValueError(
                 f"fastattn: {self.name} with dropout cannot be written in torch's own operations, whose dropout is "
@@ -157,25 +156,25 @@ class Op:
 
 
 def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
-    """fastattn's operations in torch's own, for ``torch.export``.
+    """Return fastattn's operations in terms of torch's own, for ``torch.export``.
 
-    ``exported.run_decompositions(fastattn.decompositions())`` gives a program that runs without fastattn: attention is
-    ``torch.nn.functional.scaled_dot_product_attention`` with all masks merged into one, and rows masked whole are 0.
-    ``torch.onnx.export(dynamo=True)`` needs no table. Dropout above 0 raises ValueError.
+    ``exported.run_decompositions(fastattn.decompositions())`` gives a program that runs without fastattn. Attention
+    becomes ``torch.nn.functional.scaled_dot_product_attention`` with all masks merged into one; fully masked rows are
+    0. ``torch.onnx.export(dynamo=True)`` needs no table. Dropout above 0 raises ValueError.
 
     Returns:
-        The decomposition of each forward op, a table as ``run_decompositions`` takes it.
+        The decomposition of each forward op, as the table that ``run_decompositions`` takes.
     """
     return dict(_decompositions)
 
 
 def may_want_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient of some of these may be wanted: somebody who observes the call decides that later."""
+    """Return whether gradients of these may be needed. If a call is observed, the observer decides that later."""
     return is_observed() or is_recorded(*tensors)
 
 
 def save_call(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-    """Save for the backward pass: ``results`` and the call's tensors, which come first, and its other arguments as
+    """Save ``results`` and the call's leading tensors for the backward pass, and its other arguments in
     ``ctx.settings``."""
     tensors = next((n for n, arg in enumerate(inputs) if not isinstance(arg, Tensor | None)), len(inputs))
     ctx.save_for_backward(*results, *inputs[:tensors])
@@ -185,7 +184,10 @@ def save_call(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
 def _autograd_function(
     name: str, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
 ) -> type[SingleLevelFunction]:
-    """Takes the op's arguments, the backend's name among them, and the function that computes the results."""
+    """Return the op's ``autograd.Function``.
+
+    It takes the op's arguments, which end with the backend's name, and the function that computes the results.
+    """
 
     class Function(SingleLevelFunction):
         @staticmethod
@@ -209,7 +211,7 @@ def _autograd_function(
                     f"fastattn: {name} has no derivative on this backend (double backward); "
                     'run the forward pass inside fastattn.backend("reference"), where it has one'
                 )
-            # That of an embedding after dropout, with sparse=True, is sparse.
+            # A gradient is sparse if an embedding with sparse=True reads the dropout's result as its weight.
             found = backward(ctx, *(grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads))
             return *found, *(None,) * (ctx.count - len(found))
 
@@ -221,7 +223,7 @@ def _needs_copy(arg: Any) -> bool:
     return isinstance(arg, Tensor) and (arg.dtype is torch.bool or arg.is_inference())
 
 
-# The Python types that a fast path takes for a schema's.
+# Python types that a fast path accepts for each type of a schema.
 _TYPES = {
     "Tensor": PLAIN,
     "Tensor?": PLAIN | {type(None)},
@@ -239,9 +241,9 @@ Result = TypeVar("Result")
 def fast_path(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a public function: plain calls go to the compiled ``name`` with the user's own arguments.
 
-    The compiled function checks them itself and returns None, or raises, for all but plain calls, which the decorated
-    function then serves, or finds the words for. It is not asked where a gradient is wanted, a backend is forced,
-    autocast is on or somebody listens at torch's dispatcher.
+    The compiled function checks the arguments itself. For a call that is not plain it returns None or raises, and the
+    decorated function then serves the call or raises its own error. The fast path is skipped if a gradient is needed, a
+    backend is forced, autocast is on, or the call is observed at torch's dispatcher.
     """
     compiled = TABLE["cpu"].FUNCTIONS.get(name)
     arguments = [argument.split() for argument in SCHEMAS[name].split("(")[1].split(")")[0].split(", ")]
@@ -273,7 +275,7 @@ def fast_path(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
             if thread.forced is None and not thread.explaining and not is_autocast_enabled() and is_plain(args, kwargs):
                 try:
                     result = compiled(*args, **kwargs)
-                except RuntimeError:  # torch's words for another layout, or an argument given twice
+                except RuntimeError:  # torch refuses the layout, or an argument that is given twice
                     result = None
                 if result is not None:
                     return result

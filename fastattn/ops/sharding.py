@@ -1,4 +1,4 @@
-"""DTensor operands: each process computes its own shard of a call whose shards do not depend on each other."""
+"""The division of calls with DTensor operands: each process computes its own shard, independent of the others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from fastattn.ops import check
 from fastattn.ops.register import PLAIN
 
-KEY_STEP = 0x9E3779B97F4A7C15 - 2**64  # odd, so that each shard's dropout has another key
+KEY_STEP = 0x9E3779B97F4A7C15 - 2**64  # odd, so multiples of it give each shard's dropout another key
 
 
 def is_sharded(operand: Any) -> bool:
-    """Whether the operand is a DTensor. ``torch.distributed.tensor`` is not imported to find out."""
+    """Return whether the operand is a DTensor, without importing ``torch.distributed.tensor``."""
     return type(operand) not in PLAIN and _is_dtensor(operand)
 
 
@@ -27,10 +27,10 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 class Shards:
-    """How the first operand of a call is divided among processes, and with it the call.
+    """The division of a call among processes, given by the placements of its first operand.
 
     Args:
-        function, label: the function's and the operand's name, for messages.
+        function, label: names of the function and of the operand, for messages.
         operand: the DTensor.
         dims: the dimensions of ``operand`` that may be divided.
 
@@ -50,7 +50,7 @@ class Shards:
                 )
 
     def local(self, label: str, tensor: Any) -> Tensor:
-        """This process's shard of an operand that must be divided as the first one is."""
+        """Return this process's shard of an operand that must be divided as the first one is."""
         if not _is_dtensor(tensor):
             raise check.BadType(
                 f"{self.function}: {label} must be a DTensor as {self.label} is, got {type(tensor).__name__}"
@@ -63,12 +63,12 @@ class Shards:
         return tensor.to_local()
 
     def part(self, label: str, tensor: Any, dims: Mapping[int, int]) -> Any:
-        """What this process reads of a tensor that is replicated, or divided as the first operand is.
+        """Return the part that this process reads of a tensor, which is replicated or divided as the first operand is.
 
         Args:
             tensor: a DTensor, or a tensor without a gradient that all processes hold; None is returned as it is.
-            dims: {dimension of the first operand: the dimension of ``tensor`` that runs along it}. Shards along other
-                dimensions read the same elements, so their gradients are added up.
+            dims: {dimension of the first operand: corresponding dimension of ``tensor``}. Shards along other dimensions
+                read the same elements, so their gradients are added up.
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -92,7 +92,7 @@ class Shards:
         return tensor.redistribute(self.mesh, wanted).to_local(grad_placements=grads)
 
     def mask(self, mask: Any) -> Any:
-        """What this process reads of a mask that is broadcastable to the first operand's leading dimensions."""
+        """Return this process's part of a mask that is broadcastable to the first operand's leading dimensions."""
         if not isinstance(mask, Tensor):
             return mask
         added = self.operand.dim() - mask.dim()
@@ -100,7 +100,7 @@ class Shards:
         return self.part("attn_mask", mask, along)
 
     def seed(self, seed: Any, dropout_p: float) -> Tensor | None:
-        """The seed of this process's dropout: the call's, its key raised by the shard's number times a constant."""
+        """Return the seed of this process's dropout: the call's, its key raised by the shard's number * KEY_STEP."""
         device = self.operand.device
         seed = self.part("seed", seed, {})
         check.seed(self.function, seed, device)
@@ -114,30 +114,30 @@ class Shards:
         return seed + seed.new_tensor((number * KEY_STEP % 2**63, 0))
 
     def whole(self, local: Tensor, shape: Sequence[int]) -> Tensor:
-        """The result of this global shape, divided as the first operand is."""
+        """Return the result of this global shape as a DTensor, divided as the first operand is."""
         from torch.distributed.tensor import DTensor
 
         strides, step = [0] * local.dim(), 1
-        for dim in sorted(range(local.dim()), key=lambda dim: (local.stride(dim), -dim)):  # the innermost first
+        for dim in sorted(range(local.dim()), key=lambda dim: (local.stride(dim), -dim)):  # innermost first
             strides[dim], step = step, step * max(shape[dim], 1)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
         )
 
     def divides(self, dim: int, size: int) -> bool:
-        """Whether the processes along this dimension of the first operand divide ``size`` into equal shards."""
+        """Return whether the processes along this dimension of the first operand divide ``size`` into equal shards."""
         sizes = zip(self.mesh.shape, self.placements, strict=True)
         return size % math.prod(count for count, placement in sizes if placement.is_shard(dim)) == 0
 
 
 def attend(function: Callable[..., Any], query: Any, keys: dict[str, Any], last: int, **options: Any) -> Any:
-    """A function of attention for DTensors (..., Hq, Lq, E), divided along batch dimensions and heads.
+    """Call an attention function on DTensors (..., Hq, Lq, E), divided along batch dimensions and heads.
 
     Args:
         function: ``scaled_dot_product_attention`` or ``attention_weights``.
-        keys: its operands behind ``query``, by name.
+        keys: the function's operands after ``query``, by name.
         last: size of the result's last dimension.
-        options: its other arguments.
+        options: the function's other arguments.
     """
     name, rank = function.__name__, query.dim()
     shards = Shards(name, "query", query, range(rank - 2))

@@ -29,10 +29,11 @@ def softmax_dropout(
     *,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """dropout(softmax(scale * input + mask)) over the last dimension: the part of attention between its two products.
+    """Compute dropout(softmax(scale * input + mask)) over the last dimension: attention without its two products.
 
-    Beyond ``torch.softmax`` followed by ``dropout``: masks, a row that sees nothing is 0, and the dropout is the one
-    that fused attention applies for the same seed. It drops whenever ``dropout_p`` > 0: pass 0 in evaluation.
+    Differences from ``torch.softmax`` followed by ``dropout``: there are masks, a row that sees nothing is 0, and for
+    the same seed fused attention drops the same elements. Dropout applies whenever ``dropout_p`` > 0: pass 0 in
+    evaluation.
 
     Args:
         input: (..., L, S) scores, float32, bfloat16, float16 or float64; 1-D is one row. It may be a DTensor, divided
@@ -77,7 +78,7 @@ def _fake_softmax_dropout(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def fake_mask_grad(like: Tensor, attn_mask: Tensor | None, wanted: bool) -> Tensor:
-    """The mask's gradient in shape and dtype; an empty tensor where it is not wanted."""
+    """Return a fake of the mask's gradient, or an empty tensor if the gradient is not needed."""
     return like.new_empty(0) if attn_mask is None or not wanted else attn_mask.new_empty(attn_mask.shape)
 
 
@@ -93,7 +94,7 @@ softmax_dropout_backward_op = Op("softmax_dropout_backward", _fake_softmax_dropo
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, stats = output
     ctx.mark_non_differentiable(stats)
-    # The input and two numbers a row, rather than P: one tensor less is written, and P is cheap to recompute.
+    # Save the input and two values per row instead of P. One tensor less is written, and P is cheap to recompute.
     save_call(ctx, inputs, stats)
 
 
