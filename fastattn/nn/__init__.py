@@ -1,4 +1,4 @@
-"""Modules: parameters and the operations. ``MultiHeadAttention`` is the only attention class."""
+"""Modules, which combine parameters with the operations. ``MultiHeadAttention`` is the only attention class."""
 
 from fastattn.nn.attention import MultiHeadAttention, MultiheadAttention
 from fastattn.nn.cache import KeyValueCache

@@ -1,4 +1,4 @@
-"""Multi-head attention: parameters, projections and ``scaled_dot_product_attention``."""
+"""Multi-head attention: parameters, projections and calls of ``scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _NAME = "MultiHeadAttention"
 
 
 class _Parameters(NamedTuple):
-    """The parameters of the input projection and the appended key, as one call has read them.
+    """The parameters of the input projection and of the appended key and value, read once per call.
 
-    Each read of a parametrised one computes it again, so one call reads each of them once.
+    Each read of a parametrised parameter computes it again.
     """
 
     weights: Sequence[Tensor]  # in_proj_weight, or the weights of query, key and value
@@ -37,34 +37,34 @@ class MultiHeadAttention(nn.MultiheadAttention):
     """Multi-head attention with torch's constructor, forward, state dict and initialisation, on fastattn's kernels.
 
     Source: Vaswani et al. 2017, section 3.2.2: Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K,
-    V W_i^V). Beyond ``torch.nn.MultiheadAttention``: free head sizes (the paper's d_k and d_v), fewer heads of keys and
-    values than of queries, ``is_causal`` without a mask and together with padding, key lengths, windows, a key-value
-    cache, 4-D masks, output 0 (not NaN) for rows masked whole. All of it combines. Inside torch's encoder and decoder
-    layers it is called in training and evaluation.
+    V W_i^V). Beyond ``torch.nn.MultiheadAttention`` it has free head sizes (the paper's d_k and d_v) and fewer heads of
+    keys and values than of queries. It has ``is_causal`` without a mask and together with padding, key lengths,
+    windows, a key-value cache and 4-D masks. Fully masked rows give output 0, not NaN. All of these combine. torch's
+    encoder and decoder layers call it in training and in evaluation.
 
-    A call reads ``in_proj_weight`` and each other parameter once: one under a parametrisation is computed once, and
-    queries, keys and values are projected with the same weights. ``out_proj`` is called as a module, so its hooks run,
-    and a module that replaces it computes the output. torch's module reads its weight and bias instead.
+    A call reads each parameter once. So a parametrised ``in_proj_weight`` is computed once, and queries, keys and
+    values are projected with the same weights. ``out_proj`` is called as a module: its hooks run, and a module that
+    replaces it computes the output. torch's module reads its weight and bias instead.
 
     Args:
         embed_dim: size of query and output.
         num_heads: number of heads h.
         dropout: probability of dropping an attention weight in training.
         bias: biases of the input and output projections.
-        add_bias_kv: append a learned key and value, which every query sees.
+        add_bias_kv: append a learned key and a learned value, which every query sees.
         add_zero_attn: append a key and a value of zeros, which every query sees.
         kdim, vdim: sizes of key and value; embed_dim by default.
-        batch_first: operands are (N, L, E) rather than (L, N, E).
-        device, dtype: of the parameters.
+        batch_first: operands are (N, L, E) instead of (L, N, E).
+        device, dtype: device and dtype of the parameters.
         head_dim: d_k, size of a head's queries and keys; embed_dim // num_heads by default.
         value_head_dim: d_v, size of a head's values; head_dim by default.
         num_kv_heads: heads of keys and values, a divisor of num_heads, each shared by neighbouring query heads;
             num_heads by default.
 
     Raises:
-        TypeError: sizes that are not integers.
-        ValueError: sizes that are not positive, embed_dim not a multiple of num_heads and head_dim not given (also an
-            AssertionError, torch's type), num_heads not a multiple of num_kv_heads, dropout outside [0, 1].
+        TypeError: a size is not an integer.
+        ValueError: a size is not positive; embed_dim is not a multiple of num_heads and head_dim is not given (also an
+            AssertionError, torch's type); num_heads is not a multiple of num_kv_heads; dropout is outside [0, 1].
     """
 
     __prepare_scriptable__ = check.refuse_torchscript
@@ -92,7 +92,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, head_dim=head_dim,
             value_head_dim=value_head_dim, num_kv_heads=num_kv_heads,
         )  # fmt: skip
-        # of code whose further arguments are the heads' sizes, d_k and d_v
+        # Some other implementations take the head sizes d_k and d_v as third and fourth arguments.
         named = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
         if named and bias not in (0, 1, dropout):
             named += f", value_head_dim={bias}"
@@ -182,26 +182,26 @@ class MultiHeadAttention(nn.MultiheadAttention):
             query: (N, L, E) with ``batch_first``, else (L, N, E); or (L, E). With ``batch_first`` also a nested tensor
                 of N sequences, strided or jagged; then key and value are nested too, and there is no mask. With
                 ``cu_seq_q`` the sequences are packed: (tokens, E).
-            key, value: the same with length S and sizes kdim, vdim. Passing one tensor as query, key and value (or as
-                key and value) projects it once.
+            key, value: as query, with length S and sizes kdim, vdim. One tensor passed as query, key and value (or as
+                key and value) is projected once.
             key_padding_mask: (N, S) or (S,), bool (True = BLOCKED, as in torch) or float (added to the scores).
-            need_weights: also return the weights, which takes O(L S) memory: pass False where speed matters.
+            need_weights: also return the weights, which take O(L S) memory: pass False for speed.
             attn_mask: (L, S), (N * num_heads, L, S) or (N, 1 or num_heads, L, S), bool (True = BLOCKED) or float.
             average_attn_weights: return the mean of the weights over the heads.
-            is_causal: causal attention. It replaces ``attn_mask``, of which torch's flag of this name is a hint.
+            is_causal: causal attention. It replaces ``attn_mask``; in torch this flag is a hint about ``attn_mask``.
             key_lengths: (N,) integers: only the leading ``key_lengths[n]`` keys exist.
             window_size: (left, right), how far a query sees, -1 = unbounded.
-            cache: keys and values of earlier calls. The new ones are appended to it and query i is at position
-                ``cache.length`` - L + i, so that ``is_causal`` and windows count from the end; with ``key_lengths``
-                from ``key_lengths[n]``, the end of sequence n.
-            seed: int64 (2,) of the dropout; drawn from torch's default generator when not given.
-            cu_seq_q, cu_seq_k, max_q, max_k: of packed sequences, as :func:`fastattn.varlen_attn` takes them: where
-                each begins, and the longest one's length. ``is_causal`` and windows count from the lower-right diagonal
-                there. With them go ``need_weights=False`` and no mask, ``key_lengths``, cache or appended key.
+            cache: keys and values of earlier calls, to which the new ones are appended. Query i is then at position
+                ``cache.length`` - L + i, so ``is_causal`` and windows count from the end. With ``key_lengths`` they
+                count from ``key_lengths[n]``, the end of sequence n.
+            seed: int64 (2,), (key, offset), of the dropout; drawn from torch's default generator when not given.
+            cu_seq_q, cu_seq_k, max_q, max_k: offsets and maximum lengths of packed sequences, as in
+                :func:`fastattn.varlen_attn`. ``is_causal`` and windows then count from the lower-right diagonal. Packed
+                sequences require ``need_weights=False`` and exclude masks, ``key_lengths``, cache and appended keys.
 
         Returns:
-            The output, of query's shape, contiguous; and None or the weights after dropout, (N, L, S), unaveraged
-            (N, h, L, S), S with the keys that add_bias_kv and add_zero_attn append.
+            The output, of query's shape, contiguous; and None or the weights after dropout: (N, L, S), unaveraged
+            (N, h, L, S). S includes the keys that add_bias_kv and add_zero_attn append.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it. They
@@ -232,7 +232,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         need_weights: bool, attn_mask: Tensor | None, average_attn_weights: bool, is_causal: bool,
         key_lengths: Tensor | None, window_size: tuple[int, int], cache: KeyValueCache | None, seed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """:meth:`forward` of operands that have been checked, neither packed nor nested."""
+        """Compute :meth:`forward` for checked operands that are neither packed nor nested."""
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, cache, parameters, self._split_heads)
         if cache is not None:
@@ -258,8 +258,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         }  # fmt: skip
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, **masks)
         if cache is not None:
-            cache.length = length  # only now: a call that was refused has added nothing
-        out = out.transpose(1, 2) if self.batch_first or not batched else out.permute(2, 0, 1, 3)  # as query lies
+            cache.length = length  # set last, so that a refused call adds nothing
+        out = out.transpose(1, 2) if self.batch_first or not batched else out.permute(2, 0, 1, 3)  # query's layout
         out = self._project_out(out.flatten(2))
         if not batched:
             out = out.squeeze(0)
@@ -312,7 +312,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, packed: dict[str, Any],
         need_weights: bool, is_causal: bool, window_size: tuple[int, int], seed: Tensor | None, **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Packed operands; ``others`` are those that do not go with them."""
+        """Attend within packed sequences; ``others`` are arguments that packed sequences exclude."""
         missing = [name for name, argument in packed.items() if argument is None]
         if missing:
             raise TypeError(f"{_NAME}: packed sequences need {', '.join(packed)}; got no {', '.join(missing)}")
@@ -338,7 +338,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,
         attn_mask: Tensor | None, key_lengths: Tensor | None, cache: KeyValueCache | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Nested operands, padded for the products and the kernels; weights are padded with zeros."""
+        """Attend with nested operands, padded for the products and the kernels. Weights are padded with zeros."""
         if not self.batch_first:
             raise check.BadValue(f"{_NAME}: nested tensors are (N, L, E): construct it with batch_first=True")
         if not (query.is_nested and key.is_nested and value.is_nested):
@@ -351,7 +351,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                     f"{_NAME}: {name} cannot be given beside nested tensors; pad them with to_padded_tensor()"
                 )
         whole, lengths_q, padded_q = of_query = _padded(query)
-        _, lengths_k, padded_k = of_key = of_query if key is query else _padded(key)  # one tensor stays one tensor
+        _, lengths_k, padded_k = of_key = of_query if key is query else _padded(key)  # shared operands stay shared
         _, lengths_v, padded_v = of_key if value is key else of_query if value is query else _padded(value)
         if lengths_k != lengths_v:
             raise check.BadValue(f"{_NAME}: key and value must have the same lengths, got {lengths_k} and {lengths_v}")
@@ -374,7 +374,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None, parameters: _Parameters,
         split: Callable[[Tensor, int], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The ``split`` queries, keys and values, by as few products as shared operands allow."""
+        """Return the ``split`` queries, keys and values, by as few products as shared operands allow."""
         sizes, weights, bias = self._projection_sizes, parameters.weights, parameters.bias
         is_joint = len(weights) == 1
         if is_joint and query is key is value:
@@ -395,13 +395,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return q, split(k, self.num_kv_heads), split(v, self.num_kv_heads)
 
     def _project_out(self, heads: Tensor) -> Tensor:
-        """``out_proj`` of the heads' outputs, (..., num_heads * value_head_dim)."""
-        if is_plain_linear(self.out_proj):  # a call costs 4 us more, and fails for a bias of another dtype
+        """Return ``out_proj`` of the heads' outputs, (..., num_heads * value_head_dim)."""
+        if is_plain_linear(self.out_proj):  # a module call costs 4 us more, and fails if the bias has another dtype
             return _linear(heads, self.out_proj.weight, self.out_proj.bias)
         return self.out_proj(heads)
 
     def _split_heads(self, projected: Tensor, heads: int) -> Tensor:
-        """(N, heads, length, head size)"""
+        """Return (N, heads, length, head size)."""
         if projected.dim() == 2:
             projected = projected.unsqueeze(0)
         elif not self.batch_first:
@@ -448,7 +448,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, causal_variant: str,
         key_lengths: Tensor | None, window_size: tuple[int, int],
     ) -> Tensor | None:  # fmt: skip
-        """``mask`` with what the other three say, none of which holds for keys that are appended."""
+        """Merge causality, key lengths and window into ``mask``. They do not hide the keys that are appended later."""
         rows, columns = q.size(2), k.size(2)
         lower_right = causal_variant == "lower_right"
         if key_lengths is not None:
@@ -458,7 +458,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return mask if visible is None else visible if mask is None else _both(mask, visible)
 
     def _append_key(self, heads: Tensor, learned: Tensor | None) -> Tensor:
-        """(N, h, S, size) keys or values with the learned one and the zero one appended, where there are such."""
+        """Append the learned row and the zero row, as configured, to keys or values (N, h, S, size)."""
         if learned is not None:
             row = learned.view(1, heads.size(1), 1, -1).expand(heads.size(0), -1, -1, -1)
             heads = torch.cat((heads, row.to(heads.dtype)), 2)
@@ -476,17 +476,17 @@ def _check_sizes(**sizes: int | None) -> None:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``, which takes a bias of another dtype for some shapes alone, for all shapes."""
+    """Call ``F.linear`` with the bias in the weight's dtype. It accepts another dtype only for some shapes."""
     return F.linear(input, weight, bias if bias is None else bias.to(weight.dtype))
 
 
 def _packed_heads(projected: Tensor, heads: int) -> Tensor:
-    """(tokens, heads, head size)"""
+    """Return (tokens, heads, head size)."""
     return projected.unflatten(-1, (heads, -1))
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, list[int], Tensor]:
-    """The nested tensor without holes, its sequences' lengths, and the sequences padded with zeros."""
+    """Return the nested tensor without holes, its sequences' lengths, and the sequences padded with zeros."""
     nested = nested.contiguous()
     return nested, [rows.size(0) for rows in nested.unbind()], nested.to_padded_tensor(0.0)
 
@@ -496,7 +496,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _last_size(tensor: Tensor) -> Any:
-    """The size of the last dimension; all of them where the sequences of a nested tensor differ in it."""
+    """Return the size of the last dimension, or a list of sizes if the sequences of a nested tensor differ in it."""
     if tensor.is_nested and tensor.layout == torch.strided:
         sizes = [rows.size(-1) for rows in tensor.unbind()]
         return sizes[0] if len(set(sizes)) == 1 else sizes
@@ -515,7 +515,7 @@ def _owned(mask: Tensor) -> Tensor:
 
 
 def _both(first: Tensor, second: Tensor) -> Tensor:
-    """Two masks of attention as one: bool if both are, else added as floats."""
+    """Merge two masks of attention: bool if both are bool, otherwise the sum of float masks."""
     if first.dtype == torch.bool and second.dtype == torch.bool:
         return first & second
     return _additive(first, second) + _additive(second, first)

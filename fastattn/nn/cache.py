@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, for decoding."""
+"""The cache of keys and values of earlier positions, for decoding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class KeyValueCache:
     """The keys and values that one attention layer has seen, for decoding token by token. It holds no gradients.
 
     Args:
-        max_length: most positions it may hold; without it, it grows as needed.
-        static: keep the keys and values of the first call and ignore later ones: cross-attention to a fixed memory.
+        max_length: maximum positions; without it, the cache grows as needed.
+        static: keep the keys and values of the first call and ignore later ones, for cross-attention to a fixed memory.
 
     Raises:
-        ValueError: ``max_length`` is no integer of at least 1.
+        ValueError: ``max_length`` is not an integer of at least 1.
     """
 
     def __init__(self, max_length: int | None = None, *, static: bool = False) -> None:
@@ -43,7 +43,7 @@ class KeyValueCache:
         return keys, values
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What :meth:`append` returns. The new ones become part of the cache where ``length`` is raised to theirs."""
+        """Return the result of :meth:`append`. The new positions count only after ``length`` is raised."""
         if self.static and self.length:
             return self.contents()
         for label, tensor in (("key", key), ("value", value)):
@@ -55,7 +55,7 @@ class KeyValueCache:
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise ValueError("KeyValueCache: it holds no gradients; decode under torch.no_grad() or inference_mode()")
-        if self.length == 0:  # what a call that was refused has left binds nobody
+        if self.length == 0:  # drop storage that a refused call has left
             self._keys = self._values = None
         if self._keys is not None and self._values is not None:
             for label, new, old in (("key", key, self._keys), ("value", value, self._values)):
@@ -95,10 +95,12 @@ class KeyValueCache:
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def reorder(self, index: Tensor) -> None:
-        """Keep the batch entries ``index``, (B',) integers, in that order. Entries that keep their place stay there.
+        """Keep the batch entries ``index``, (B',) integers, in that order.
+
+        Entries that keep their place are copied only if B' exceeds the batch or the storage cannot be written to.
 
         Raises:
-            TypeError, ValueError: not such a tensor, or an entry that the cache does not have.
+            TypeError, ValueError: ``index`` is not such a tensor, or names an entry that the cache does not have.
         """
         if not isinstance(index, Tensor) or index.dtype not in check.INTEGERS:
             kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
@@ -129,5 +131,8 @@ class KeyValueCache:
 
 
 def _is_frozen(store: Tensor) -> bool:
-    """Whether it was made under ``inference_mode``, which has ended: it may not be written to. Dynamo does not ask."""
+    """Return whether writing to the storage is forbidden: it was made under ``inference_mode``, which has ended.
+
+    False in compiled code.
+    """
     return not torch.compiler.is_compiling() and store.is_inference() and not torch.is_inference_mode_enabled()

@@ -1,4 +1,4 @@
-"""Dropout as a module, alone and after softmax."""
+"""Dropout modules: plain dropout, and dropout after softmax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SoftmaxDropout(nn.Module):
         p: probability of dropping an element in training.
 
     Raises:
-        TypeError, ValueError: p is no number, or outside [0, 1].
+        TypeError, ValueError: p is not a number, or is outside [0, 1].
     """
 
     __prepare_scriptable__ = check.refuse_torchscript
@@ -35,7 +35,7 @@ class SoftmaxDropout(nn.Module):
         *,
         seed: Tensor | None = None,
     ) -> Tensor:
-        """input: (..., L, S) scores; the arguments are ``softmax_dropout``'s."""
+        """Return ``softmax_dropout`` of scores (..., L, S). The arguments are those of the function."""
         return softmax_dropout(input, self.p if self.training else 0.0, attn_mask, is_causal, scale, seed=seed)
 
     def extra_repr(self) -> str:
@@ -43,11 +43,15 @@ class SoftmaxDropout(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` on fastattn's ``dropout``."""
+    """A ``torch.nn.Dropout`` that calls fastattn's ``dropout``."""
 
     __prepare_scriptable__ = check.refuse_torchscript
 
     def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
-        """input: any shape and strides, of the dtypes of ``fastattn.dropout``; seed: int64 (2,), drawn from torch's
-        default generator when not given."""
+        """Return ``fastattn.dropout`` of ``input``.
+
+        Args:
+            input: any shape and strides, in one of the dtypes of ``fastattn.dropout``.
+            seed: int64 (2,), (key, offset); drawn from torch's default generator when not given.
+        """
         return dropout(input, self.p, self.training, self.inplace, seed=seed)

@@ -1,4 +1,4 @@
-"""LayerNorm as a module, alone and as the end of a sub-layer."""
+"""LayerNorm modules: plain LayerNorm, and the end of a sub-layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 
 
 class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on fastattn's ``layer_norm``: the same constructor, parameters and state dict."""
+    """A ``torch.nn.LayerNorm`` that calls fastattn's ``layer_norm``: same constructor, parameters and state dict."""
 
     __prepare_scriptable__ = check.refuse_torchscript
 
@@ -27,11 +27,11 @@ class DropoutAddLayerNorm(nn.LayerNorm):
     Args:
         normalized_shape: size of the last dimension.
         p: probability of dropping an element of input in training.
-        eps, elementwise_affine, bias, device, dtype: as of ``torch.nn.LayerNorm``.
+        eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
         prenorm: also return the sum, the residual of the next sub-layer.
 
     Raises:
-        TypeError, ValueError: p outside [0, 1], or not one integer size.
+        TypeError, ValueError: p is outside [0, 1], or ``normalized_shape`` is not one integer.
     """
 
     __prepare_scriptable__ = check.refuse_torchscript
@@ -61,8 +61,10 @@ class DropoutAddLayerNorm(nn.LayerNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor, seed: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """input, residual: (..., D). Returns the normalised sum in ``out_dtype``, the sum's where it is not given; with
-        ``prenorm`` also the sum."""
+        """Return the normalised sum of residual (..., D) and dropout of input (..., D); with ``prenorm`` also the sum.
+
+        The normalised sum is in ``out_dtype``, by default the sum's dtype.
+        """
         return dropout_add_layer_norm(
             input, residual, self.weight, self.bias, self.p if self.training else 0.0, self.eps, prenorm=self.prenorm,
             seed=seed, out_dtype=out_dtype,
