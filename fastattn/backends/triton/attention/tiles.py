@@ -133,9 +133,9 @@ HALF_SMALL = {
     },
     "grad_mask": {256: Tile(64, 32, 8, 2)},
 }
-# float32: without tf32, scalar FMAs compute the products. Two workarounds: On 10.x
-# Triton 3.6 may compute a product of 64 or more rows in tf32 without permission, so tiles are below 64 x 64. Where
-# ptxas by itself spills a few bytes to raise occupancy, ``maxnreg`` is set.
+# float32: without tf32, scalar FMAs compute the products. Workaround (Triton 3.6): on 10.x it may compute a product of
+# 64 or more rows in tf32 without permission, so tiles are below 64 x 64. Workaround (ptxas): ``maxnreg`` is set for
+# kernels in which it would otherwise spill a few bytes to raise occupancy.
 FLOAT32 = {
     "forward": {64: Tile(16, 32, 8, 1, 128), 128: Tile(32, 32, 16, 1), 256: Tile(16, 32, 8, 1)},
     "forward_masked": {64: Tile(32, 32, 4, 1, 255), 128: Tile(16, 32, 8, 1), 256: Tile(16, 32, 16, 1)},
