@@ -1,15 +1,15 @@
-"""The error that a user can mend, which the command line prints as one line; and the packages of the extras."""
+"""The error that a user can mend, which the command line prints as one line, and the import of optional packages."""
 
 import importlib
 from types import ModuleType
 
 
 class InputError(ValueError):
-    """What was given, what was expected, and what to do."""
+    """An error of input; its message says what was given, what was expected, and what to do."""
 
 
 def require(module: str, extra: str = "train") -> ModuleType:
-    """Import a module of an extra; raises :class:`InputError` where it is not installed."""
+    """Import a module of an extra, or raise :class:`InputError` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

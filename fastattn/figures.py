@@ -1,4 +1,4 @@
-"""Figures of matplotlib, and the files they are saved to."""
+"""Figures of matplotlib, and their files."""
 
 import io
 from pathlib import Path
@@ -11,7 +11,7 @@ FORMATS = ("png", "svg")
 
 
 def check_path(path: Path) -> None:
-    """Raises :class:`InputError` unless a picture can be written to ``path``."""
+    """Raise :class:`InputError` unless a picture can be written to ``path``."""
     if path.suffix[1:] not in FORMATS:
         raise InputError(f"cannot draw {path}: expected a name that ends in .{' or .'.join(FORMATS)}")
     files.check_file(path)
@@ -19,13 +19,15 @@ def check_path(path: Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches."""
+    """Return an empty figure; ``width`` and ``height`` are in inches."""
     return require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
 def save(picture: Any, path: Path, dpi: int = 150, source: str | None = None) -> None:
-    """Write a figure, whole or not at all; the same file for the same figure. The file keeps ``source``: what it was
-    drawn from."""
+    """Write a figure, whole or not at all. Equal figures give equal bytes.
+
+    The file's metadata holds ``source``, the data that the figure was drawn from.
+    """
     content, metadata = io.BytesIO(), {"Date": None, "Source": source}
     with require("matplotlib").rc_context({"svg.hashsalt": "fastattn"}):
         picture.savefig(content, format=path.suffix[1:], dpi=dpi, metadata=metadata)

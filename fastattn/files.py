@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Writers of files and folders, whole or not at all."""
 
 import contextlib
 import fcntl
@@ -10,19 +10,19 @@ from pathlib import Path
 from fastattn.errors import InputError
 
 PARTIAL = ".partial-"
-"""Begins the name of what is still being written or already being removed."""
+"""The prefix of names that are still being written or already being removed."""
 LONGEST_NAME = 255
-"""Bytes, on Linux's file systems."""
+"""The maximum bytes of a name on Linux's file systems."""
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; what is no regular file (a device, a pipe) is written to directly.
+    """Write a file whole or not at all. A device or a pipe is written to directly.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     try:
-        if path.exists() and not path.is_file():  # of which a link, as /dev/stdout is, may lead nowhere
+        if path.exists() and not path.is_file():  # not resolved: a link such as /dev/stdout may lead nowhere
             path.write_bytes(content)
             return
         path = path.resolve()
@@ -32,14 +32,14 @@ def write_file(path: Path, content: bytes) -> None:
             flush(partial)
             partial.replace(path)
         finally:
-            with contextlib.suppress(OSError):  # which would hide the first one
+            with contextlib.suppress(OSError):  # a second error would hide the first
                 partial.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def check_file(path: Path) -> None:
-    """Raises :class:`InputError` unless :func:`write_file` may write there: asked before the work, not after it."""
+    """Raise :class:`InputError` unless :func:`write_file` may write to ``path``; call it before the work."""
     path = path.absolute()
     if len(os.fsencode(f"{PARTIAL}{path.name}")) > LONGEST_NAME:
         raise InputError(f"cannot write {path}: its name is too long")
@@ -52,20 +52,20 @@ def check_file(path: Path) -> None:
 
 
 def expect_absent(folder: Path) -> None:
-    """Raises :class:`InputError` if there is one of this name."""
+    """Raise :class:`InputError` if the folder exists."""
     if folder.exists():
         raise InputError(f"{folder} exists already: name another folder")
 
 
 @contextlib.contextmanager
 def written_whole(final: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``final`` when all is written.
+    """Yield a folder to write into, which becomes ``final`` when all is written.
 
-    It has a hidden name until then, and reaches the disk before it is renamed. One process at a time writes it.
+    Until then it has a hidden name. It is flushed to the disk before it is renamed. One process at a time writes it.
 
     Raises:
-        InputError: ``final`` exists, or cannot be written, or is being written by another process. Nothing of this one
-            is left then.
+        InputError: ``final`` exists, or cannot be written, or is being written by another process. This process then
+            leaves nothing behind.
     """
     expect_absent(final)
     partial = final.with_name(f"{PARTIAL}{final.name}")
@@ -78,7 +78,7 @@ def written_whole(final: Path) -> Iterator[Path]:
         except OSError as error:
             raise InputError(f"cannot write {final}: {error.strerror or error}") from None
         try:
-            expect_absent(final)  # which another process may have finished meanwhile
+            expect_absent(final)  # another process may have finished it meanwhile
             for left_behind in partial.iterdir():
                 left_behind.unlink()
             yield partial
@@ -95,8 +95,10 @@ def written_whole(final: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The kernel's lock of the folder itself; raises BlockingIOError where another process has it, or had it and has
-    renamed the folder since."""
+    """Hold the kernel's lock of the folder.
+
+    Raises BlockingIOError if another process has the lock, or had it and has renamed the folder since.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,20 +110,20 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a link or folder, which first loses its name, so that no half of one is ever left."""
+    """Remove a link or folder. A folder is renamed first, so that its name never leads to a half-removed one."""
     if path.is_symlink():
         path.unlink()
         return
     if not path.name.startswith(PARTIAL):
         nameless = path.with_name(f"{PARTIAL}old-{path.name}")
-        if nameless.exists():  # of an interrupted removal
+        if nameless.exists():  # left by an interrupted removal
             shutil.rmtree(nameless)
         path = path.rename(nameless)
     shutil.rmtree(path)
 
 
 def flush(path: Path) -> None:
-    """Have the file or folder reach the disk."""
+    """Flush the file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What `fastattn info` prints: versions, device, compiled libraries, and why what is missing is missing."""
+"""The text of `fastattn info`: versions, device, compiled libraries, and the reasons for missing parts."""
 
 import platform
 import re
@@ -12,8 +12,10 @@ from fastattn.backends import TABLE, native
 
 
 def cpu_name() -> str:
-    """The processor's name, with the family and the model that tell those of one name apart; the architecture where the
-    system does not tell."""
+    """Return the processor's name, with family and model, which distinguish processors of one name.
+
+    If the system does not report a name, return the architecture.
+    """
     cpu = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -27,7 +29,7 @@ def cpu_name() -> str:
 
 
 def report() -> str:
-    """The whole text of `fastattn info`."""
+    """Return the whole text of `fastattn info`."""
     triton = TABLE["triton"]
     rows = [
         ("fastattn", f"{__version__} in {native.PACKAGE}"),

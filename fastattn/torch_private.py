@@ -1,5 +1,5 @@
-"""The private parts of torch that fastattn leans on, all of them. ``tests/test_torch_private.py`` says what torch
-changed where one of them breaks."""
+"""All private parts of torch that fastattn uses. If one of them breaks, ``tests/test_torch_private.py`` says what torch
+changed."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeigh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_mode_stack
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-_is_compiling = torch.compiler.is_compiling  # a name less to look up
+_is_compiling = torch.compiler.is_compiling  # saves name lookups per call
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
-# torch's fused attention on the CPU, of one mask and no dropout, differentiable once: returns (out, logsumexp).
+# torch's fused attention on the CPU, with one mask and without dropout, differentiable once: returns (out, logsumexp).
 flash_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_backward: Callable[..., Any] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 )
-# Inside grad, vmap and the other transforms of torch.func.
+# True inside grad, vmap and the other transforms of torch.func.
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# On whatever device. The public question asks for one, which a tensor has to be asked for first.
+# True if autocast is on for at least one device. The public function requires a device, which costs a lookup.
 is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# autograd.Function without torch.func, which inspects a signature at every call: it differentiates at one level, inside
-# a transform only within the region that allows it.
+# autograd.Function without torch.func's part, which inspects a signature at every call. It differentiates at one level.
+# Inside a transform it works only within ``single_level_autograd``.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 single_level_autograd = enable_single_level_autograd_function
-# A region in which an op's call goes on to the dispatch keys below autograd.
+# Context in which an op's call goes on to the dispatch keys below autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # The forward of torch's linear modules, which a program may replace.
 _LINEAR_FORWARD = nn.Linear.forward
-# Whether torch.nn.attention.sdpa_kernel allows flash attention. The public question cannot be compiled.
+# True if torch.nn.attention.sdpa_kernel allows flash attention. The public function cannot be compiled.
 is_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 
 
 def is_forward_mode() -> bool:
-    """Inside forward-mode differentiation: ``torch.func.jvp`` and what is built on it, ``forward_ad.dual_level``."""
+    """Return whether this is inside forward-mode differentiation: ``torch.func.jvp`` or ``forward_ad.dual_level``."""
     return forward_ad._current_level >= 0
 
 
-# A region in which the functions of torch do not go to a subclass's __torch_function__.
+# Context in which torch's functions do not call a subclass's __torch_function__.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
@@ -64,38 +64,38 @@ _is_tracing = torch._C._is_tracing
 
 
 def is_traced() -> bool:
-    """Inside torch.jit.trace."""
+    """Return whether this is inside torch.jit.trace."""
     return not _is_compiling() and _is_tracing()
 
 
 def is_proxied() -> bool:
-    """Inside ``make_fx``, ``pre_dispatch`` or not, which refuses to read a value."""
+    """Return whether this is inside ``make_fx``, with or without ``pre_dispatch``, which refuses to read a value."""
     return torch._C._get_dispatch_mode(_PROXY) is not None or _get_pre_dispatch_mode(_PROXY) is not None
 
 
 def is_observed() -> bool:
-    """Whether compilation, a dispatch mode, torch.func, forward-mode differentiation or torch.jit.trace sees calls."""
+    """Return whether compilation, a dispatch mode, torch.func, forward mode or torch.jit.trace observes calls."""
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode() or _is_tracing()
 
 
 def refuse_scripting(function: Callable[..., Any], reason: str) -> None:
-    """Have torch.jit.script raise RuntimeError with ``reason`` where it would compile this function."""
+    """Make torch.jit.script raise RuntimeError with ``reason`` instead of compiling this function."""
     setattr(function, "__script_unsupported", reason)
 
 
 def is_onnx_export() -> bool:
-    """Inside ONNX export. The public question first imports the exporter, a tenth of a second."""
+    """Return whether this is inside ONNX export. The public function first imports the exporter, in 0.1 s."""
     flags = sys.modules.get("torch.onnx._internal.exporter._flags")
     return flags is not None and flags._is_onnx_exporting
 
 
-# Of the vmap of ``torch.autograd.grad(is_grads_batched=True)``, which is not torch.func's and nothing else tells of.
+# True if batched by the legacy vmap of ``torch.autograd.grad(is_grads_batched=True)``; torch.func's checks miss it.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is different for each call that a vmap stands for, so that it has no values of its own."""
-    if _is_compiling():  # which traces this question alone
+    """Return whether a vmap batches ``tensor``, at one of its levels, so that it has no values of its own."""
+    if _is_compiling():  # dynamo traces only this function
         return torch._C._functorch.is_batchedtensor(tensor)
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
@@ -105,10 +105,10 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Let the active ``FlopCounterMode``s know these formulas, {op: formula}, unless the user gave them others.
+    """Add the formulas {op: formula} to the active ``FlopCounterMode``s, except where the user gave others.
 
-    A counter copies torch's registry when it is made. Torch's module of it imports Triton, so an import of fastattn
-    does not register them there.
+    A counter copies torch's registry when it is made. The registry's module imports Triton, so importing fastattn does
+    not register the formulas there.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None or _is_compiling():
@@ -120,44 +120,50 @@ def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
 
 
 def is_expanded_weight(tensor: Any) -> bool:
-    """Whether it stands for a parameter in ``call_for_per_sample_grads``, which knows torch's own functions alone."""
+    """Return whether it replaces a parameter in ``call_for_per_sample_grads``, which supports only torch functions."""
     return hasattr(type(tensor), "handled_functions") and isinstance(tensor, _ExpandedWeight)
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is not its values: it is negated when it is read, or has no memory and is zero."""
+    """Return whether the tensor's memory does not hold its values: lazily negated, or a zero without memory."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def ragged_dim(tensor: torch.Tensor) -> int:
-    """The dimension of a jagged nested tensor that has another size in each sequence."""
+    """Return the dimension of a jagged nested tensor whose size varies between sequences."""
     return tensor._ragged_idx  # type: ignore[attr-defined]
 
 
 def max_length(tensor: torch.Tensor) -> int:
-    """The longest sequence of a jagged nested tensor, which remembers it."""
+    """Return the length of the longest sequence of a jagged nested tensor, which caches it."""
     return tensor._get_max_seqlen()  # type: ignore[attr-defined]
 
 
 def bind(overload: Any) -> Callable[..., Any]:
-    """An op's overload without the Python that torch puts around its call."""
+    """Return an op's overload without torch's Python wrapper."""
     return overload._op
 
 
 def bind_apply(function: type[SingleLevelFunction]) -> Callable[..., Any]:
-    """``function.apply``, whose backward pass is what autograd calls, without a search for an override (``vjp``)."""
+    """Return ``function.apply``, and let autograd call ``function.backward`` directly.
+
+    torch would first search for an override (``vjp``) at every call.
+    """
     function._backward_cls.apply = function.backward
     return function.apply  # type: ignore[attr-defined]
 
 
 def never_skipped(module: nn.Module) -> None:
-    """Have torch's encoder layer call its submodules, this one among them: in evaluation it would read their
-    parameters instead, unless one has a hook. The hooks' handles count from 0, so no other has the number -1."""
+    """Make torch's encoder layer call its submodules, this one among them.
+
+    In evaluation the layer reads the submodules' parameters instead, unless one of them has a hook. The module gets an
+    empty hook. Handles of hooks count from 0, so no other hook has the number -1.
+    """
     module._forward_pre_hooks[-1] = _unchanged
 
 
 def may_be_skipped(module: nn.Module) -> None:
-    """The opposite of :func:`never_skipped`."""
+    """Undo :func:`never_skipped`."""
     module._forward_pre_hooks.pop(-1, None)
 
 
@@ -166,22 +172,24 @@ def _unchanged(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def is_tracers(kind: type) -> bool:
-    """Whether tensors of this subclass are torch's own, of a trace: fake and functional ones."""
+    """Return whether torch itself makes tensors of this subclass while it traces: fake and functional ones."""
     return kind.__module__.startswith("torch._subclasses.")
 
 
 def composite(op: OpOverload) -> Callable[..., Any]:
-    """The implementation of a composite op, whatever else is registered for it. Redispatching would not do: compiled,
-    it loses the gradient."""
+    """Return a composite op's own implementation, even if another one is registered for the op.
+
+    Redispatching is no alternative: in compiled code it loses the gradient.
+    """
     return functools.partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
 class Implementations:
-    """Python functions in place of torch's kernels, while ``install``ed.
+    """Python functions that replace torch's kernels, from construction until ``remove``.
 
     Args:
         functions: {(name of an op of aten, dispatch key): its implementation}.
-        with_keys: the same, of implementations that take the set of dispatch keys first.
+        with_keys: the same mapping, for implementations whose first argument is the set of dispatch keys.
     """
 
     def __init__(
@@ -191,7 +199,7 @@ class Implementations:
     ) -> None:
         self._library = torch.library.Library("aten", "IMPL")
         self._names = {name for name, _ in (*functions, *with_keys)}
-        with warnings.catch_warnings():  # that there is a kernel already
+        with warnings.catch_warnings():  # torch warns that a kernel is registered already
             warnings.simplefilter("ignore")
             for (name, key), function in (functions | with_keys).items():
                 self._library.impl(name, function, key, with_keyset=function in with_keys.values(), allow_override=True)
@@ -202,14 +210,16 @@ class Implementations:
         self._forget()
 
     def _forget(self) -> None:
-        """Tracing keeps which of an op's kernels it found for a dispatch key."""
+        """Clear the ops' dispatch caches, in which tracing stores the kernel found for a dispatch key."""
         for name in self._names:
             getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 class CacheKeyTag:
-    """Another key of torch.compile's caches, in every thread, until ``remove``d: torch's option of this name holds for
-    the thread that sets it alone."""
+    """A change of the key of torch.compile's caches in every thread, until ``remove``.
+
+    torch's option of this name changes the key only in the thread that sets it.
+    """
 
     _entry = vars(torch.compiler.config)["_config"]["cache_key_tag"]
 
@@ -222,19 +232,19 @@ class CacheKeyTag:
 
 
 def forget_attention_impl(name: str) -> None:
-    """Let torch's registry know that this implementation is no longer active."""
+    """Tell torch's registry that this implementation is no longer active."""
     if torch.nn.attention.current_flash_attention_impl() == name:
         _registry._FLASH_ATTENTION_ACTIVE = None
 
 
 def forget_compiled() -> None:
-    """Have torch.compile compile everything anew. Where nothing is compiled, dynamo is not imported for this."""
+    """Make torch.compile compile everything again. Without an imported dynamo there is nothing to reset."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def replace_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A Python function of torch's that finds these names in place of its module's."""
+    """Return a copy of a Python function in whose globals these names are replaced."""
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"{function} is no function in Python")
     copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
@@ -244,8 +254,11 @@ def replace_globals(function: Callable[..., Any], **names: Any) -> Callable[...,
 
 @functools.cache
 def wrap_checkpointed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have ``torch.utils.checkpoint`` call ``wrap(function)`` for each function that it is given, also when the
-    backward pass computes it anew. torch itself carries autocast and the random state that far, but no other mode."""
+    """Make ``torch.utils.checkpoint`` call ``wrap(function)`` for each function that it is given.
+
+    This holds for the recomputation in the backward pass too. torch itself carries only autocast and the random state
+    into it, and no other mode.
+    """
     module = torch.utils.checkpoint
     newest = max(name for name in vars(module) if name.startswith("_checkpoint_without_reentrant_generator"))
 
@@ -257,17 +270,17 @@ def wrap_checkpointed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         return call
 
     setattr(module, newest, wrapped(getattr(module, newest)))
-    # Not by assignment, which is an error to mypy: the name is a method's.
+    # setattr, because mypy rejects an assignment to a method's name.
     setattr(module.CheckpointFunction, "apply", wrapped(module.CheckpointFunction.apply))  # noqa: B010
 
 
 def function_modes() -> list[Any]:
-    """This thread's modes that see the calls of torch's functions, the innermost last."""
+    """Return this thread's modes that intercept torch's functions, the innermost last."""
     return torch.overrides._get_current_function_mode_stack()
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of this module, forward or backward, is told to anybody."""
+    """Return whether a forward or backward hook observes calls of this module, a global hook included."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -289,7 +302,7 @@ def is_observed_module(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a call of this module is ``linear`` of its weight and bias, and nothing can tell that it was not made.
+    """Return whether ``linear`` of the module's weight and bias can replace its call without a visible difference.
 
     The module is torch's own, without hooks. Neither the module nor the class has another ``forward``.
     """
@@ -304,7 +317,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A contiguous tensor of the subclass, without memory: code in C++ that asks for it gets an error."""
+    """Return a contiguous tensor of the subclass without memory. C++ code that accesses its memory gets an error."""
     tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
