@@ -71,7 +71,7 @@ def _dropout(
 ):  # fmt: skip
     """Write dropout of the input, or without an input the mask."""
     if ALIGNED:
-        columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)
+        columns = columns // 16 * 16  # workaround: states the divisor (rows.py, places)
     group, block = divide(tl.program_id(0), blocks, True)
     here = rows_of(group, slots, matrix_rows, rows, dropout, BLOCK_M, INT32)
     first = block.to(tl.int64) * BLOCK_N

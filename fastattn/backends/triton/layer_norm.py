@@ -104,7 +104,7 @@ def _forward(
 ):  # fmt: skip
     """Write out = (x - mean) * rstd * weight + bias, x = total = residual + dropout(input)."""
     if ALIGNED:
-        columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)
+        columns = columns // 16 * 16  # workaround: states the divisor (rows.py, places)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)[None, :]
     valid = (row < rows)[:, None]
@@ -203,7 +203,7 @@ def _backward(
     grad_out * xhat and of grad_out over its rows. ``_reduce`` adds them up to the gradients of weight and bias.
     """
     if ALIGNED:
-        columns = columns // 16 * 16  # states the divisor: values are not specialised (kernel.py)
+        columns = columns // 16 * 16  # workaround: states the divisor (rows.py, places)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)[None, :]
     if weight is not None:

@@ -131,7 +131,8 @@ def places(rows, column, ALIGNED: tl.constexpr):
     """Return (M, N) pointers to columns (1, N) of rows (M,).
 
     Workaround (Triton 3.6 to 3.9): the alignment hint is on the pointers themselves. If a program owns one row, a hint
-    on ``rows`` folds away, and accesses are no longer vectorised to 128 bits.
+    on ``rows`` folds away, and accesses are no longer vectorised to 128 bits. The kernels also write ``columns // 16 *
+    16``: they are compiled without the value of ``columns``, and this states that 16 divides it.
     """
     pointers = rows[:, None] + column
     if ALIGNED:

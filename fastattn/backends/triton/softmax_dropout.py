@@ -51,7 +51,7 @@ class Matrices(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The rows (M,) of a program and the columns that they see."""
+    """The rows (M,) of a program, and the columns that they see."""
 
     rows: Any  # rows.Rows
     batch: Any
@@ -65,6 +65,7 @@ def _place(
     program, slots, rows, heads, seqlen_q, seqlen_k, key_lengths, dropout, window, BLOCK_M: tl.constexpr,
     LOWER_RIGHT: tl.constexpr, INT32: tl.constexpr,
 ):  # fmt: skip
+    """Return the ``Place`` of a program."""
     here = rows_of(program, slots, seqlen_q, rows, dropout, BLOCK_M, INT32)
     batch, head = divide(here.matrix, heads, INT32)
     batch, head = batch.to(tl.int64), head.to(tl.int64)
@@ -82,6 +83,7 @@ def _place(
 
 @triton.jit
 def _rows_at(place, matrices, seqlen_k):
+    """Return pointers (M,) to the first column of each row."""
     if matrices.batch is None:
         offset = place.rows.row * seqlen_k
     else:
@@ -162,7 +164,7 @@ def _forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if ALIGNED:
-        seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
+        seqlen_k = seqlen_k // 16 * 16  # workaround: states the divisor (rows.py, places)
     place = _place(
         tl.program_id(0), slots, rows, heads, seqlen_q, seqlen_k, key_lengths, dropout, window, BLOCK_M, LOWER_RIGHT,
         INT32,
@@ -233,7 +235,7 @@ def _backward(
     P is recomputed from ``stats``.
     """
     if ALIGNED:
-        seqlen_k = seqlen_k // 16 * 16  # shows the compiler what divides it
+        seqlen_k = seqlen_k // 16 * 16  # workaround: states the divisor (rows.py, places)
     place = _place(
         tl.program_id(0), slots, rows, heads, seqlen_q, seqlen_k, key_lengths, dropout, window, BLOCK_M, LOWER_RIGHT,
         INT32,

@@ -12,6 +12,8 @@ import triton.language as tl
 
 
 class Window(NamedTuple):
+    """Numbers of keys that a query sees to the left and to the right of the diagonal."""
+
     left: Any
     right: Any
 
@@ -49,6 +51,7 @@ def end_key(i, band):
 
 @triton.jit
 def is_visible(i, j, band):
+    """Return whether query i sees key j; i and j broadcast."""
     distance = j - i - band.diagonal
     return (j < band.length) & (distance >= -band.left) & (distance <= band.right)
 

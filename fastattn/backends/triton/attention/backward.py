@@ -86,6 +86,7 @@ def _normaliser(stats, at, inside, PRESCALED: tl.constexpr, FOLD_SUM: tl.constex
 
 @triton.jit
 def _probabilities(x, shift, inverse_sum, magnitude, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr):
+    """Return P before dropout, float32. FOLD_SUM: the shift contains log2(row_sum)."""
     p = exponential(to_exponent(x, magnitude, PRESCALED) - shift, PRESCALED)
     return p if FOLD_SUM else p * inverse_sum
 
@@ -98,6 +99,7 @@ def grad_query_kernel(
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute dQ of a tile of queries, and ``Rows`` for the kernels after it. Grid: tiles * Hq * B."""
     tile_q, own_h, own_b = program(tiles, problem.num_heads)
     h, b = own_h, own_b
     sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
@@ -177,6 +179,7 @@ def grad_key_value_kernel(
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute dK and dV of a tile of keys, summed over the query heads of its group. Grid: tiles * Hk * B."""
     tile_k, kv_head, own_b = program(tiles, problem.num_heads // problem.group)
     b = own_b
     sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)
@@ -256,6 +259,7 @@ def grad_key_value_kernel(
 
 @triton.constexpr_function
 def _slice_width(head_dim, dtype):
+    """Return the columns per slice: 128 bytes, at most head_dim."""
     return min(head_dim, 1024 // dtype.primitive_bitwidth)
 
 

@@ -52,8 +52,10 @@ class Cover(NamedTuple):
 
 
 class Plan(NamedTuple):
-    full_tiles: Any
-    partial_tiles: Any
+    """The tiles that a program visits."""
+
+    full_tiles: Any  # number of full tiles
+    partial_tiles: Any  # number of partial tiles
     full: Any  # the first full tile; with lists a pointer to it
     partial: Any  # partial tiles before the full ones; with lists a pointer to the first, the others lie before it
 

@@ -45,6 +45,8 @@ from fastattn.backends.triton.philox import keep
 
 
 class Result(NamedTuple):
+    """The tensors that a kernel writes; statistics are float32, natural units."""
+
     out: Any  # Heads
     lse: Any  # None in split-KV, whose merge computes it
     row_max: Any
@@ -67,6 +69,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute out and the statistics of a tile of queries. Grid: (tiles * Hq * B, splits of the keys)."""
     tile_q, own_h, own_b = program(tiles, problem.num_heads)
     h, b = own_h, own_b
     sequence = sequence_of(b, problem.sequences, problem.window, LOWER_RIGHT)

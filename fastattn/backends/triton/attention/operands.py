@@ -73,6 +73,7 @@ def program(tiles, heads):
 
 @triton.jit
 def sequence_of(b, sequences, window, LOWER_RIGHT: tl.constexpr):
+    """Return the ``Sequence`` number b."""
     seqlen_q, seqlen_k, cu_seq_q, cu_seq_k, lengths = sequences
     first_query, first_key = b * 0, b * 0
     if cu_seq_q is not None:
@@ -123,9 +124,9 @@ def row_offsets(rows, b, h, first, i):
 def _pointers(head, first, M: tl.constexpr, D: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Return (M, D) pointers to the rows from ``first`` on.
 
-    Rows begin at multiples of ALIGNMENT elements, which is 16 bytes, or 1 element. The kernels are compiled without
-    the values of strides, so ``row // ALIGNMENT * ALIGNMENT`` states the divisor. Without it Triton cannot vectorise
-    the accesses to 128 bits.
+    Rows begin at multiples of ALIGNMENT elements, which is 16 bytes, or 1 element. Workaround (Triton 3.6 to 3.9): the
+    kernels are compiled without the values of strides, so ``row // ALIGNMENT * ALIGNMENT`` states the divisor. Without
+    it Triton cannot vectorise the accesses to 128 bits. ``load_tile`` does so for head_dim.
     """
     base, row = head
     row = row // ALIGNMENT * ALIGNMENT
@@ -184,6 +185,7 @@ def load_rows(pointers, inside, other, ALIGNED: tl.constexpr):
 
 @triton.jit
 def store_tile(head, first, inside, head_dim, tile, ALIGNMENT: tl.constexpr):
+    """Store the rows of a tile that are ``inside`` and its columns up to head_dim, in the tensor's dtype."""
     pointers = _pointers(head, first, tile.shape[0], tile.shape[1], ALIGNMENT)
     columns = tl.arange(0, tile.shape[1]) < head_dim // ALIGNMENT * ALIGNMENT
     tl.store(pointers, tile.to(head[0].dtype.element_ty), mask=inside[:, None] & columns[None, :])

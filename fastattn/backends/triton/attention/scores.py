@@ -76,6 +76,7 @@ def mask_scores(x, problem, b, h, i, j, sequence):
 
 @triton.jit
 def scores(a, b, magnitude, PRESCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return x = A B^T (M, N), float32, before masking; times magnitude if PRESCALED."""
     x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     return x * magnitude if PRESCALED else x
 
@@ -88,6 +89,7 @@ def to_exponent(x, magnitude, PRESCALED: tl.constexpr):
 
 @triton.jit
 def exponential(x, PRESCALED: tl.constexpr):
+    """Return e^x if PRESCALED, otherwise 2^x."""
     return tl.exp2(x * LOG2E) if PRESCALED else tl.exp2(x)
 
 
