@@ -15,8 +15,8 @@ from fastattn.ops.attention import attention_weights, scaled_dot_product_attenti
 __all__ = ["register"]
 
 NAME = "fastattn"
-OLDEST = (5, 8)  # the first whose masks come with the queries' length and offset
-# What models hand on to every attention function and what changes nothing that the mask does not say.
+OLDEST = (5, 8)  # the first version whose mask functions get the queries' length and offset.
+# Arguments that models pass to every attention function and that change nothing, or nothing beyond the mask.
 _WITHOUT_EFFECT = frozenset(
     (
         "cache_position", "cu_seq_lens_k", "deterministic", "hidden_states", "logits_to_keep", "max_length_k",
@@ -33,14 +33,16 @@ _LACKS_SDPA: MutableMapping[type, bool | None] = WeakKeyDictionary()  # by class
 def register() -> None:
     """Add ``attn_implementation="fastattn"`` to transformers, with its mask function.
 
-    Models made or loaded with that argument, or switched by ``model.set_attn_implementation("fastattn")``, then agree
-    with "eager" in evaluation and in training, attention dropout included. It takes padding, causal masks, sliding
-    windows, caches, grouped heads, position biases and masks of the user's, and returns the weights where the model
-    hands ``output_attentions`` on. A query that sees no key, as padding on the left, gives 0. Models that declare that
-    they have no sdpa (``_supports_sdpa = False``) get eager's own masks, under which it gives the mean, as in "eager".
+    Use it when making or loading a model, or by ``model.set_attn_implementation("fastattn")``. The model then agrees
+    with "eager" in evaluation and in training, attention dropout included.
 
-    What changes the mathematics and is lacking here (soft-capping, attention sinks, sparse indices, paged caches)
-    raises ValueError by name in the forward pass, and so does a model that is not built on that interface.
+    It takes padding, causal masks, sliding windows, caches, grouped heads, position biases and the user's own masks. It
+    returns the weights if the model passes ``output_attentions`` on. A query that sees no key, for example padding on
+    the left, gives 0. Models with ``_supports_sdpa = False`` get the masks of "eager", under which such a query gives
+    the mean, as in "eager".
+
+    Options that change the mathematics and are not supported (soft-capping, attention sinks, sparse indices, paged
+    caches) raise ValueError by name in the forward pass. So does a model that is not built on that interface.
 
     Raises:
         ImportError: transformers is missing, or older than 5.8.
@@ -67,16 +69,16 @@ def attention_mask(
 ) -> Tensor | None:  # fmt: skip
     """Return the mask of a model's layers, for transformers' mask interface: bool (B, 1, L, S), True = takes part.
 
-    It is None where nothing is hidden, and where the layers' ``is_causal`` hides what a causal mask would. The padding
-    of a layer without another mask is a view of ``attention_mask``, which is neither expanded nor read: the kernels
-    skip what it excludes, and no device is waited for.
+    It is None if nothing is hidden, or if the layers' ``is_causal`` has the effect of the causal mask. The padding of a
+    layer without another mask is a view of ``attention_mask``, which is neither copied nor read. So the host does not
+    wait for the device; the kernels skip the excluded keys.
 
-    A configuration of a model with ``_supports_sdpa = False``, or of no known model, gets the mask of "eager": float,
-    0 or the dtype's minimum, and always made for causal layers. Such models may add the mask to scores of their own,
-    and their layers' ``is_causal`` is never read by transformers.
+    A configuration of a model with ``_supports_sdpa = False``, or of no known model, gets the mask of "eager". It is a
+    float mask, 0 or the dtype's minimum, and always made for causal layers. Such models may add the mask to scores of
+    their own. Transformers never reads their layers' ``is_causal``.
 
     Raises:
-        ValueError: the model asks for masks alone, and attends by itself: it adds them to its scores.
+        ValueError: the model uses only the mask interface, computes attention itself, and adds the mask to its scores.
     """
     config = settings.get("config")
     name = _attends_itself(type(config))
@@ -149,26 +151,27 @@ def attention(
     position_bias: Tensor | None = None, sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
     output_attentions: bool | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The attention function, of transformers' attention interface.
+    """Compute attention: the function for transformers' attention interface.
 
     Args:
-        module: the layer; its ``is_causal`` counts where the argument is None, as transformers has it.
+        module: the layer; its ``is_causal`` counts if the argument is None, as in transformers.
         query: (B, Hq, L, E); key: (B, Hk, S, E); value: (B, Hk, S, Ev), Hk dividing Hq.
-        attention_mask: bool (True = takes part) or float, broadcastable to (B, Hq, L, S). It says all that a query
-            sees. Without it a causal layer sees the keys up to the query's own place, and one query all keys. Without
-            it a layer of a model with ``_supports_sdpa = False`` sees all keys, as in "eager".
+        attention_mask: bool (True = takes part) or float, broadcastable to (B, Hq, L, S). If given, it decides by
+            itself which keys a query sees. Without it, a causal layer sees the keys up to the query's own position,
+            and a single query sees all keys. Without it, a layer of a model with ``_supports_sdpa = False`` sees all
+            keys, as in "eager".
         dropout: probability of dropping a weight while ``module`` is in training.
         scaling: 1 / sqrt(E) by default.
         position_bias: float, broadcastable to (B, Hq, L, S), added to the scores; may require grad.
-        sliding_window: keys that a causal layer without mask sees, the query's own among them.
-        cu_seq_lens_q: of packed sequences, whose limits the mask must say.
+        sliding_window: number of keys that a query of a causal layer without mask sees, its own included.
+        cu_seq_lens_q: boundaries of packed sequences; with several sequences, the mask must separate them.
         output_attentions: also return the weights.
 
     Returns:
         (B, L, Hq, Ev), contiguous; and None or the weights after dropout, (B, Hq, L, S).
 
     Raises:
-        ValueError: an argument that this attention lacks.
+        ValueError: an argument that this attention does not support.
     """
     lacking = sorted(name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT)
     if lacking:
@@ -184,7 +187,7 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(query.size(2) > 1 and attention_mask is None and causal)
     if causal and hasattr(module, "config"):
-        causal = not _lacks_sdpa(type(module.config), True)  # eager's layers see all keys without a mask
+        causal = not _lacks_sdpa(type(module.config), True)  # without a mask, layers of "eager" see all keys
     window = (-1, -1)
     if causal and sliding_window is not None:
         window = (sliding_window - 1, -1)
@@ -199,7 +202,7 @@ def attention(
 
 
 def _add(position_bias: Tensor, mask: Tensor | None) -> Tensor:
-    """Both as one float mask."""
+    """Return the position bias and the mask as one float mask."""
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:

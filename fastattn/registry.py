@@ -1,14 +1,14 @@
 """fastattn in torch's registry of attention implementations, and ``intercept_sdpa`` for one block.
 
-``torch.nn.attention.activate_flash_attention_impl("fastattn")`` puts the functions below in place of torch's kernels:
+``torch.nn.attention.activate_flash_attention_impl("fastattn")`` replaces torch's kernels by the functions below:
 
-- ``scaled_dot_product_attention``, with masks, dropout and gradients, on the CPU and on CUDA. Torch's choice of a
-  backend lies below that op and sends dropout to its slowest, so the op itself is replaced: at the Autograd keys, where
-  ours brings its own autograd, and at the backend keys, which inference mode goes to at once.
-- What code of torch's and others' calls directly: the flash pair, packed sequences (``torch.nn.attention.varlen``)
-  among them, and the memory-efficient pair. These are handed from forward to backward pass the LSE alone.
+- ``scaled_dot_product_attention``, with masks, dropout and gradients, on the CPU and on CUDA. Torch chooses its backend
+  below that op and sends dropout to its slowest one, so the op itself is replaced. It is replaced at the Autograd keys,
+  where fastattn's op brings its own autograd, and at the backend keys, to which inference mode dispatches directly.
+- The flash pair and the memory-efficient pair of ops, which torch and other packages call directly. The flash pair
+  includes packed sequences (``torch.nn.attention.varlen``). These pairs pass only the LSE to the backward pass.
 
-What ours does not serve goes on to torch's own.
+Calls that fastattn does not serve go on to torch's own kernels.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def _is_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> bool:  # fmt: skip
-    """Decide whether a call of torch's function is worth trying.
+    """Decide whether fastattn should try a call of torch's function.
 
-    It is if torch would not refuse it, a kernel of fastattn's is faster, and ``torch.nn.attention.sdpa_kernel`` does
-    not exclude flash attention.
+    It should if torch would not refuse the call, a fastattn kernel is faster, and ``torch.nn.attention.sdpa_kernel``
+    does not exclude flash attention.
     """
     if attn_mask is not None and (
         is_causal or not _is_plain(attn_mask) or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
@@ -77,13 +77,13 @@ def _is_ours(
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Dense, of at least 2 dimensions, and no subclass with its own idea of torch's operations."""
+    """Return whether the tensor is dense, has at least 2 dimensions, and is no subclass that redefines operations."""
     kind = type(tensor)
     return (kind in PLAIN or is_tracers(kind)) and tensor.layout is torch.strided and tensor.dim() >= 2
 
 
 def _serve(*args: Any, **options: Any) -> Tensor:
-    """Serve the op's arguments, which torch's dispatcher has bound."""
+    """Compute the op for arguments that torch's dispatcher has bound to its signature."""
     if _is_ours(*args):
         try:
             return _past_fast_path(*args, **options)
@@ -92,21 +92,27 @@ def _serve(*args: Any, **options: Any) -> Tensor:
     return _torchs_sdpa(*args, **options)
 
 
-_past_fast_path = inspect.unwrap(attention.scaled_dot_product_attention)  # which has had its turn
+_past_fast_path = inspect.unwrap(attention.scaled_dot_product_attention)  # skips the fast path, which was tried before
 _serve_plain = fast_path("attention_fast")(_serve)
 
 
 def _sdpa(*args: Any, **options: Any) -> Tensor:
-    """The kernel in the place of torch's. The cheapest questions come first: float64, which torch serves, then the fast
-    path, whose compiled function checks its arguments itself."""
+    """Compute ``scaled_dot_product_attention``: the kernel that replaces torch's.
+
+    The cheapest tests come first: float64, which torch serves, then the fast path, whose compiled function checks its
+    arguments itself.
+    """
     if args[0].dtype is torch.float64 and thread.forced is None:
         return _torchs_sdpa(*args, **options)
-    drops = len(args) > 4 and args[4] != 0.0  # which the fast path does not
+    drops = len(args) > 4 and args[4] != 0.0  # the fast path has no dropout
     return (_serve if drops or not is_flash_enabled() else _serve_plain)(*args, **options)
 
 
 class _Intercept(TorchFunctionMode):
-    """Python's calls of torch's function, of this thread alone. torch.compile sees through it and compiles anew."""
+    """Mode that serves calls of torch's function from Python, in this thread only.
+
+    torch.compile traces through the mode and guards on it: a function compiled inside is compiled again outside.
+    """
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,39 +129,39 @@ def _bound(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, *,
     scale: Any = None, enable_gqa: Any = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Bind a call's arguments by the signature of torch's function. Only the binding can raise TypeError."""
+    """Return a call's arguments, bound to the signature of torch's function. Only the binding can raise TypeError."""
     return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """A call's arguments by position, or None if the signature of torch's function does not take them."""
+    """Return a call's arguments by position, or None if the signature of torch's function does not take them."""
     try:
         bound = _bound(*args, **kwargs)
     except TypeError:
         return None
-    return bound if kwargs else args  # without defaults, which the fast path would all check
+    return bound if kwargs else args  # leaves defaults out if possible, because the fast path checks each argument
 
 
 def _sdpa_of_python(*args: Any, **kwargs: Any) -> Tensor:
-    """Called above autograd and autocast, with whatever tensors there are."""
+    """Compute the function for a call from Python, above autograd and autocast, with tensors of any kind."""
     call = _by_position(args, kwargs)
     if call is not None and _is_ours_in_python(call):
         try:
             return attention.scaled_dot_product_attention(*call)
         except check.ARGUMENT_ERRORS:  # as in _serve
             pass
-    return functional.scaled_dot_product_attention(*args, **kwargs)  # which names a missing or unknown argument
+    return functional.scaled_dot_product_attention(*args, **kwargs)  # its error names a missing or unknown argument
 
 
 def _is_ours_in_python(call: tuple[Any, ...]) -> bool:
-    """``_is_ours`` for a call that torch's dispatcher has not seen."""
+    """Decide like ``_is_ours`` for a call that has not passed torch's dispatcher."""
     tensors = [arg for arg in call if isinstance(arg, Tensor)]
     if is_traced() or any(tensor.is_nested or is_batched(tensor) for tensor in tensors):
         return False
     return _is_ours(*call[:6])
 
 
-# A mode is off while it handles a function: in this copy the calls inside are bound to ours by name.
+# A mode is off while it handles a function. In this copy, the inner calls are bound by name to fastattn's function.
 _multi_head_attention_forward = replace_globals(
     functional.multi_head_attention_forward,
     has_torch_function=lambda tensors: False,
@@ -164,13 +170,15 @@ _multi_head_attention_forward = replace_globals(
 
 
 def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is computed again in the backward pass, outside the block or in a thread of autograd's, where it
-    must draw the same dropout."""
+    """Return a function for ``torch.utils.checkpoint`` that is intercepted in every computation.
+
+    The second computation may run outside the block or in an autograd thread, and must draw the same dropout.
+    """
     if not _is_intercepting():
         return function
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if _is_intercepting() else _Intercept():  # the first time it is
+        with contextlib.nullcontext() if _is_intercepting() else _Intercept():  # the first run is inside the block
             return function(*args, **kwargs)
 
     return call
@@ -182,31 +190,32 @@ def _is_intercepting() -> bool:
 
 @contextlib.contextmanager
 def intercept_sdpa() -> Iterator[None]:
-    """Serve this thread's calls of ``F.scaled_dot_product_attention`` inside the block, those of
-    ``nn.MultiheadAttention`` among them: ``with fastattn.intercept_sdpa(): model(x)``.
+    """Serve this thread's calls of ``F.scaled_dot_product_attention`` inside the block.
 
-    What fastattn has no kernel for goes on to torch. The backward pass follows its forward pass, inside the block or
-    not, also where ``torch.utils.checkpoint`` computes the forward pass again, but for checkpoints inside a compiled
-    function. For these, and for the whole process:
-    ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
+    Calls by ``nn.MultiheadAttention`` are included: ``with fastattn.intercept_sdpa(): model(x)``. Calls that no
+    fastattn kernel serves go on to torch.
+
+    The backward pass uses the kernel of its forward pass, inside the block or not. This holds even if
+    ``torch.utils.checkpoint`` computes the forward pass again, except for checkpoints inside a compiled function. For
+    these, and for the whole process, use ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
     """
     wrap_checkpointed(_intercepted)
     with _Intercept():
         yield
 
 
-# The flash and the memory-efficient pair, by the names of torch's ops. Their LSE is all that the backward pass gets.
+# The flash and the memory-efficient pair, by the names of torch's ops. Their backward pass gets only the LSE.
 
 
 class _Unserved(NotImplementedError):
-    """A call for torch's own kernel."""
+    """Error of a call that must go to torch's own kernel."""
 
 
 _LSE_LACKS = "the LSE alone does not give fastattn's backward pass the weights of a mask's row at finfo.min"
 
 
 def _random(seed: Tensor | None, like: Tensor) -> Tensor:
-    """What the op hands to its backward pass; zeros without dropout."""
+    """Return the seed that the op passes to its backward pass, int64 (2,); zeros without dropout."""
     return torch.zeros(2, dtype=torch.int64, device=like.device) if seed is None else seed
 
 
@@ -216,20 +225,20 @@ def _check_served(*operands: Tensor) -> None:
 
 
 def _statistics(lse: Tensor) -> Tensor:
-    """row_max and row_sum, stacked, that give the probabilities exp(s - row_max) / row_sum which ``lse`` stands for."""
+    """Return row_max and row_sum, stacked, such that exp(s - row_max) / row_sum are the probabilities of ``lse``."""
     is_empty = lse == -torch.inf
     return torch.stack((lse.masked_fill(is_empty, 0.0), (~is_empty).to(lse.dtype)))
 
 
 def _as(operand: Tensor, result: Tensor) -> Tensor:
-    """The result in its operand's memory layout, where torch's flash attention leaves it."""
+    """Return the result in its operand's memory layout, as torch's flash attention does."""
     if result.stride() == torch.empty_like(operand, device="meta").stride():
         return result
     return torch.empty_like(operand).copy_(result)
 
 
 def _heads_inside(result: Tensor) -> Tensor:
-    """(B, H, L, E) in the memory layout of (B, L, H, E), in which torch's memory-efficient attention leaves it."""
+    """Return (B, H, L, E) in the memory layout of (B, L, H, E), as torch's memory-efficient attention does."""
     return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -237,7 +246,7 @@ def _grads(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dropout_p: float,
     is_causal: bool, seed: Tensor, scale: float | None, lower_right: bool, window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of (B, H, L, E) operands."""
+    """Return the gradients of query, key and value, (B, H, L, E)."""
     name = "attention_backward"
     variant, batch = "lower_right" if lower_right else "upper_left", (query.size(0),)
     settings = attention.dense_settings(
@@ -254,13 +263,13 @@ def _flash_attention_forward(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(B, L, H, E), or packed (T, H, E), whose LSE is (H, T). The diagonal is the lower-right one."""
+    """Compute attention of (B, L, H, E), or of packed (T, H, E), whose LSE is (H, T). The diagonal is lower-right."""
     _check_served(query, key, value)
     asked = [name for name, other in others.items() if other is not None]
     asked += ["return_debug_mask"] * return_debug_mask
     if cum_seq_q is None or cum_seq_k is None:
         asked += ["keys that are not packed"] * (cum_seq_q is not None) + ["seqused_k"] * (seqused_k is not None)
-    if asked and dropout_p > 0.0:  # the backward pass, which does not hear of them, would not know who dropped
+    if asked and dropout_p > 0.0:  # the backward op lacks these arguments, so it cannot tell whose dropout it repeats
         raise RuntimeError(f"fastattn's flash attention has no {', '.join(asked)} together with dropout")
     if asked:
         raise _Unserved(f"fastattn's flash attention has no {', '.join(asked)}, and torch has none on this device")
@@ -315,7 +324,7 @@ def _scaled_dot_product_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The same of (B, H, L, E)."""
+    """Compute :func:`_flash_attention_forward` of operands (B, H, L, E)."""
     q, k, v = _swapped(query, key, value)
     max_q, max_k = query.size(2), key.size(2)
     out, lse, *rest = _flash_attention_forward(
@@ -340,7 +349,7 @@ def _scaled_dot_product_efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(B, H, L, E), with an LSE padded to multiples of 32."""
+    """Compute attention of (B, H, L, E), with an LSE padded to a multiple of 32 rows."""
     _check_served(query, key, value)
     if attn_bias is not None and compute_log_sumexp:
         raise _Unserved(_LSE_LACKS)
@@ -370,7 +379,7 @@ def _scaled_dot_product_efficient_attention_backward(
 
 
 def _swapped(*operands: Tensor) -> list[Tensor]:
-    """(B, H, L, E) as (B, L, H, E), and the other way round."""
+    """Return operands (B, H, L, E) as (B, L, H, E), and vice versa."""
     return [operand.transpose(1, 2) for operand in operands]
 
 
@@ -390,11 +399,11 @@ _PAIRS = (
 
 
 def _or_torchs(function: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """The function below autograd and, where it has no kernel or refuses the arguments, torch's own."""
+    """Return the kernel of an op below autograd: the function, or torch's own if the function refuses the call."""
     try:
         torchs = torch.library.get_kernel(f"aten::{function.__name__}", key).call_boxed
     except RuntimeError:
-        torchs = None  # this torch has none for the device
+        torchs = None  # this torch has no kernel for the device
 
     def implementation(keys: Any, *args: Any, **options: Any) -> Any:
         try:
@@ -412,13 +421,16 @@ def _or_torchs(function: Callable[..., Any], key: str) -> Callable[..., Any]:
 
 
 class Handle:
-    """What torch's registry keeps of an implementation. torch 2.10 cannot restore its own: ``remove`` does there."""
+    """Handle of an implementation in torch's registry.
+
+    torch 2.10 cannot restore its own kernels: call ``remove`` there.
+    """
 
     def __init__(self) -> None:
         self._installed: tuple[Implementations, CacheKeyTag] | None = None
 
     def activate(self) -> Handle:
-        """Put the functions of this module in the place of torch's kernels."""
+        """Replace torch's kernels by the functions of this module."""
         if self._installed is None:
             functions: dict[tuple[str, str], Callable[..., Any]] = {}
             for key in ("CPU", "CUDA"):
@@ -435,7 +447,7 @@ class Handle:
         return self
 
     def remove(self) -> None:
-        """Give torch its kernels back."""
+        """Restore torch's kernels."""
         if self._installed is not None:
             for installed in self._installed:
                 installed.remove()

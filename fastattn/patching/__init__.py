@@ -1,4 +1,4 @@
-"""Models that exist, on fastattn's kernels: ``patch(model)`` swaps the forward of the modules that it knows."""
+"""Existing models on fastattn's kernels: ``patch(model)`` replaces the forward of the modules that it recognises."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["PatchReport", "patch", "unpatch"]
 FAMILIES = (*torch_modules.FAMILIES, *programs.FAMILIES)
 CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "__getattribute__", "__getattr__")
 METHODS = {name: getattr(nn.Module, name) for name in CALL}
-"""What runs between a module's call and its forward."""
+"""Methods that run between a module's call and its forward."""
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What ``patch`` or ``unpatch`` did to a model's modules, by their names in it (the model's own is empty).
+    """Result of ``patch`` or ``unpatch``, by the modules' names within the model (the model's own name is empty).
 
     Attributes:
-        changed: what each changed module is known as.
-        left: why each module that was recognised is as it was.
+        changed: the family as which each changed module was recognised.
+        left: the reason why each other recognised module is unchanged.
     """
 
     changed: dict[str, str] = field(default_factory=dict)
@@ -44,22 +44,24 @@ class PatchReport:
 
 
 def patch(model: nn.Module, *, trust: Iterable[type[nn.Module]] = ()) -> PatchReport:
-    """Let the modules of ``model`` that fastattn knows run on its kernels, in place.
+    """Patch the modules of ``model`` that fastattn recognises to run on its kernels, in place.
 
-    Known are torch's MultiheadAttention, LayerNorm, Dropout, TransformerEncoderLayer, TransformerDecoderLayer and
-    TransformerEncoder, and the attention, feed-forward, residual and norm modules of three public programs, by their
-    compiled code rather than where they are imported from (docs/migrate.md). A patched module's class becomes a
-    subclass of its own: parameters, state dict, hooks, training mode, ``isinstance`` and results stay, except that rows
-    masked whole, which torch's modules return as NaN, are 0, and that dropout draws fastattn's mask.
+    It recognises torch's MultiheadAttention, LayerNorm, Dropout, TransformerEncoderLayer, TransformerDecoderLayer and
+    TransformerEncoder. It also recognises the attention, feed-forward, residual and norm modules of three public
+    programs. Their compiled code identifies them, wherever they are imported from (docs/migrate.md).
+
+    A patched module's class becomes a subclass of its former class. Parameters, state dict, hooks, training mode,
+    ``isinstance`` and results stay, with two exceptions. Fully masked rows, which torch's modules return as NaN, are 0.
+    Dropout draws fastattn's mask.
 
     Args:
-        model: any module. Modules shared within it stay shared.
+        model: the model. Modules shared within it stay shared.
         trust: classes, not their subclasses, whose modules are patched although their code differs from the program's.
-            A trial on a small stand-in must still find no difference. You vouch for what a trial does not show, as a
-            bound that only large scores reach.
+            A trial on a small stand-in must still find no difference. You vouch for everything that a trial does not
+            show, for example a bound that only large scores reach.
 
     Returns:
-        What was changed and what was recognised but left, with the reason; ``print`` it.
+        The changed modules, and the recognised but unchanged ones with the reason. ``print`` shows both.
 
     Raises:
         TypeError: model is not a module, or trust is not a collection of module classes.
@@ -88,7 +90,7 @@ def patch(model: nn.Module, *, trust: Iterable[type[nn.Module]] = ()) -> PatchRe
 
 
 def unpatch(model: nn.Module) -> PatchReport:
-    """Give the modules of ``model`` back the classes that they had before ``patch``.
+    """Restore the classes that the modules of ``model`` had before ``patch``.
 
     Raises:
         TypeError: model is not a module.
@@ -114,7 +116,7 @@ def _check(function: str, model: nn.Module) -> None:
 
 
 def _trusted(model: nn.Module, trust: Iterable[type[nn.Module]]) -> set[type]:
-    """Return the classes of ``trust``, each of which some module of the model has."""
+    """Return the set of the classes in ``trust``; raise if one is not a class of a module of the model."""
     classes = set(trust) if isinstance(trust, Iterable) else {None}
     if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
         raise TypeError(f"patch: trust must be a tuple of classes of modules, as (MyAttention,), got {trust!r}")
@@ -125,7 +127,7 @@ def _trusted(model: nn.Module, trust: Iterable[type[nn.Module]]) -> set[type]:
 
 
 def _refusal(module: nn.Module, family: type[Family]) -> str | None:
-    """Return what keeps a module of the family, whichever that is, from being patched."""
+    """Return the reason, common to all families, why the module cannot be patched; None if there is none."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule; patch the model that torch.jit made it of, and use torch.compile in its place"
     if parametrize.is_parametrized(module):

@@ -1,8 +1,8 @@
-"""The code of three public programs, known by its digests: one per function and version of Python.
+"""Digests of the code of three public programs, per function and version of Python.
 
-A digest covers the instructions, constants, names of attributes, arguments with their defaults, and what the global
-names stand for. It leaves out files, lines, docstrings, annotations and names of locals. It is made of compiled code,
-so notebooks and programs without source files have digests too. ``tools/known_code.py`` prints the digests of a
+A digest covers the instructions, constants, names of attributes, arguments with their defaults, and the meaning of
+global names. It leaves out files, lines, docstrings, annotations and names of locals. It is computed from compiled
+code, so notebooks and programs without source files have digests too. ``tools/known_code.py`` prints the digests of a
 program's files.
 """
 
@@ -30,21 +30,21 @@ KINDS |= inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 JUMPS = {*dis.hasjrel, *dis.hasjabs}
 CONSTANTS = {"LOAD_CONST", "RETURN_CONST", "KW_NAMES"}
 VARIABLES = {*dis.haslocal, *dis.hasfree}
-# Instructions that depend on line breaks, on imports in the same file, on the alphabetical order of locals, or on the
-# release of one version of Python: a comprehension has one GET_ITER in 3.13.0 and two in 3.13.1.
+# Instructions that depend on line breaks, on imports in the same file, or on the alphabetical order of locals. Others
+# differ between releases of one version of Python: a comprehension has one GET_ITER in 3.13.0 and two in 3.13.1.
 PLAIN = {"LOAD_METHOD": "LOAD_ATTR", "CALL_METHOD": "CALL_FUNCTION"}
 SKIPPED = {"NOP", "EXTENDED_ARG", "PUSH_NULL", "GET_ITER", "MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS"}
 PAIR = re.compile("((?:LOAD|STORE)_FAST)_((?:LOAD|STORE)_FAST)")  # joined only if both are on one line
 
 
 def difference(function: Any, name: str) -> str | None:
-    """Return how the code differs from that of every known version of ``name``; None if it is one of them.
+    """Return how the code differs from every known version of ``name``; None if it equals one.
 
     The functions of the program that the code calls are compared too.
 
     Args:
         function: the ``forward`` of a class, or a function.
-        name: of the class or function in :data:`DIGESTS`, as "attention of the Annotated Transformer".
+        name: name of the class or function in :data:`DIGESTS`, such as "attention of the Annotated Transformer".
     """
     known = DIGESTS.get(name, {}).get(PYTHON)
     if known is None:
@@ -81,7 +81,7 @@ def digest(function: FunctionType) -> str:
 def _form(
     code: CodeType, describe: Callable[[str], str], outer: Callable[[str], Any] = lambda name: name
 ) -> tuple[Any, ...]:
-    """Return the code with each operand replaced by what it stands for; locals are numbered as they appear."""
+    """Return the code with each operand replaced by its meaning; locals are numbered in order of appearance."""
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     arguments = code.co_varnames[:count]
@@ -105,7 +105,7 @@ def _form(
         if instruction.opcode in JUMPS:
             targets[len(found)] = value
         elif operation in CONSTANTS:
-            value = code.co_consts[operand]  # dis resolves only some of them
+            value = code.co_consts[operand]  # dis resolves only some constants
             operand = _form(value, describe, variable) if isinstance(value, CodeType) else repr(value)
         elif operation == "LOAD_GLOBAL":
             operand = describe(value)
@@ -120,7 +120,7 @@ def _form(
 
 
 def _globals(code: CodeType, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that the code of the function names, and their values."""
+    """Yield the globals that the function's code names, and their values."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield instruction.argval, _resolve(instruction.argval, function)
@@ -144,7 +144,7 @@ def _global(name: str, function: FunctionType) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a description that equal values of plain types share; no other object has it."""
+    """Return a description: equal values of plain types share it, any other object has its own."""
     plain = value is None or type(value) in (bool, int, float, str)
     return repr(value) if plain else f"object {id(value)}"
 

@@ -1,11 +1,11 @@
-"""The families of three public programs, recognised by what their modules hold and by their code, wherever it is from.
+"""Families of three public programs, recognised by the contents of their modules and by their code.
 
 - ``jadore801120/attention-is-all-you-need-pytorch``
 - a notebook with one module for each head
 - the Annotated Transformer
 
-Their arithmetic is kept with its errors: a query with every key masked weighs all of them alike, the notebook divides
-the scores by d_k^2 and adds the value rather than the query.
+Their arithmetic is kept with its errors. A query whose keys are all masked weighs all of them equally. The notebook
+divides the scores by d_k^2 and adds the value instead of the query.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """dropout(softmax(masked_fill(scale * query @ key^T, mask == 0, -1e9))) @ value, and what returns the weights.
+    """Compute dropout(softmax(masked_fill(scale * query @ key^T, mask == 0, -1e9))) @ value.
 
-    Beside a score -1e9 has weight 0; in a fully masked row it is the maximum, so all keys weigh the same, without a
-    gradient to query and key. Such a row is computed with a query of 0 that sees all keys.
+    In a row with a visible key, a score of -1e9 has weight 0. In a fully masked row it is the maximum, so all keys
+    weigh the same, without a gradient to query and key. Such a row is computed as a query of 0 that sees all keys.
+
+    Returns:
+        The output, and a function that returns the weights.
     """
     query, key, value = check.autocast_low(query, key, value)
     visible = None
     if mask is not None:
-        visible = mask != 0  # a copy of the program's: it may change its mask before the weights are read
+        visible = mask != 0  # a copy: the program may change its mask before the weights are read
         blind = ~visible.any(-1, keepdim=True)
         if not check.is_readable(blind) or bool(blind.any()):
             query, visible = query.masked_fill(blind, 0.0), visible | blind
@@ -55,8 +58,11 @@ def attend(
 
 
 def is_usual(mask: Tensor | None, scores: tuple[int, ...], temperature: float = 1.0) -> bool:
-    """Whether :func:`attend` computes what the programs do: the mask broadcasts to the scores, not they to it, and -1e9
-    has weight 0 also after a division by the temperature."""
+    """Return whether :func:`attend` computes the same as the programs.
+
+    The mask must broadcast to the scores, not the scores to the mask. A score of -1e9 must have weight 0 even after the
+    division by the temperature.
+    """
     if mask is not None:
         sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
         if mask.dim() > len(scores) or not all(size in (1, of_scores) for size, of_scores in sizes):
@@ -68,15 +74,15 @@ class ProgramFamily(Family):
     """Base of these families: recognised by names, confirmed by the code of the class and by a trial.
 
     The code must be a known version of the program's, or trusted by the user. The trial runs the class's own forward
-    and the family's on a small stand-in, in evaluation and in training, with the same dropout, and both must give the
-    same. The stand-in has the module's other attributes too, because the forward may read them.
+    and the family's on a small stand-in, in evaluation and in training, with the same dropout. Both must give the same
+    results. The stand-in also has the module's other attributes, because the forward may read them.
     """
 
     children_names: ClassVar[set[str]]
     attributes: ClassVar[tuple[str, ...]] = ()
-    """What its forward reads beside its children."""
+    """Attributes that its forward reads, in addition to its children."""
     arguments: ClassVar[str]
-    """Its forward's, as ``inspect.signature`` writes them without annotations."""
+    """Arguments of its forward, as ``inspect.signature`` writes them without annotations."""
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -94,7 +100,7 @@ class ProgramFamily(Family):
             return f"{reason}; to patch it if a trial finds no difference, pass patch(..., trust=({kind.__name__},))"
         try:
             usual = _stand_in(family, kind)
-        except Exception as error:  # whatever the class raises
+        except Exception as error:  # the class may raise any exception
             return f"no stand-in of it can be made for a trial: {error}"
         extra = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
         extra -= {name for name, _ in usual.named_parameters(recurse=False)}
@@ -106,14 +112,14 @@ class ProgramFamily(Family):
         if not others:
             return _usual_trial(family, kind, kind.forward)
         try:
-            others = copy.deepcopy(others)  # a forward may change them
-        except Exception as error:  # whatever their own copying raises
+            others = copy.deepcopy(others)  # a forward may change the attributes
+        except Exception as error:  # a copy method of their own may raise any exception
             return f"its {', '.join(others)} cannot be copied for a trial: {error}"
         return _trial(family, kind, others)
 
     @classmethod
     def unknown(cls, kind: type[nn.Module]) -> str | None:
-        """Return what of the class's code is not a known version of the program's; None if all is."""
+        """Return which part of the class's code is not a known version of the program's; None if all of it is known."""
         classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
         held = {*cls.children_names, *cls.attributes}
         shadowing = sorted({name for each in classes for name in vars(each)} & held)
@@ -123,12 +129,12 @@ class ProgramFamily(Family):
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
-        """Give an empty module small parts of what the class's forward reads."""
+        """Give an empty module small versions of the parts that the class's forward reads."""
         raise NotImplementedError
 
     @classmethod
     def operands(cls) -> list[Call]:
-        """Arguments of calls of the stand-in, positional and by name."""
+        """Return the arguments of calls of the stand-in, positional and by name."""
         raise NotImplementedError
 
 
@@ -136,7 +142,7 @@ def _arguments(kind: type[nn.Module]) -> str:
     """Return the arguments of the class's forward, without annotations."""
     try:
         parameters = inspect.signature(kind.forward).parameters.values()
-    except (TypeError, ValueError):  # compiled code may have none
+    except (TypeError, ValueError):  # compiled code may have no signature
         return "unknown arguments"
     return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters).partition(", ")[2]
 
@@ -161,12 +167,12 @@ def _float32_by_default() -> Iterator[None]:
 
 @cache
 def _usual_trial(family: Any, kind: Any, forward: Any) -> str | None:
-    """Return the trial's result for all modules of ``kind`` with no other attributes, per forward of the class."""
+    """Return the trial's result for all modules of ``kind`` without other attributes, cached per forward."""
     return _trial(family, kind, {})
 
 
 def _trial(family: Any, kind: Any, others: dict[str, Any]) -> str | None:
-    """Why a module of ``kind`` with these attributes is not what the family computes; None if it is."""
+    """Return how a module of ``kind`` with these attributes differs from the family; None if it computes the same."""
     with (
         _float32_by_default(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(),
         torch.autocast("cpu", enabled=False),
@@ -197,7 +203,7 @@ def _trial(family: Any, kind: Any, others: dict[str, Any]) -> str | None:
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    """The tensors among results and attributes."""
+    """Return the tensors among results and attributes."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -210,7 +216,7 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 def _dropout() -> nn.Module:
-    """A dropout of ours: in a trial both forwards then drop the same."""
+    """Return a patched dropout, with which both forwards of a trial drop the same elements."""
     return _as_patched(torch_modules.Dropout, nn.Dropout(0.5))
 
 
@@ -232,7 +238,7 @@ def _as_patched(family: type[Family], module: nn.Module) -> nn.Module:
 
 
 def _masks() -> list[Tensor]:
-    """(2, 1, 6) padding and a (2, 4, 6) mask of integers with a row masked whole."""
+    """Return a padding mask, bool (2, 1, 6), and an int64 mask (2, 4, 6) with a fully masked row."""
     padding = torch.arange(6) < torch.tensor([[[6]], [[4]]])
     mask = torch.ones(2, 4, 6, dtype=torch.int64).tril()
     mask[1, 2] = 0
@@ -240,7 +246,7 @@ def _masks() -> list[Tensor]:
 
 
 def _sequences() -> list[Call]:
-    """4 queries on 6 keys of size 8, without and with masks."""
+    """Return calls with 4 queries and 6 keys of size 8, without and with masks."""
     operands = torch.randn(2, 4, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
     return [(operands, {}), *((operands, {"mask": mask}) for mask in _masks())]
 
@@ -344,7 +350,7 @@ class AttentionHead(ProgramFamily):
 
 
 class HeadList(ProgramFamily):
-    """All heads by one call of attention, where they are alike and nobody listens to them; they share its seed."""
+    """All heads in one call of attention, if they are alike and have no hooks; the heads share the call's seed."""
 
     family = "MultiHeadAttention of the notebook"
     children_names: ClassVar = {"W_O", "heads"}
@@ -392,7 +398,7 @@ class Residual(ProgramFamily):
 
     def forward(self: Any, *x: Tensor, mask: Tensor | None = None) -> Tensor:
         out = self.current_sublayer(*x) if mask is None else self.current_sublayer(*x, mask=mask)
-        return add_norm(out, x[-1], self.layer_normalization)  # the last operand: the value, where it is attention
+        return add_norm(out, x[-1], self.layer_normalization)  # the last operand, which is the value of attention
 
     @classmethod
     def stand_in(cls, module: Any) -> None:
@@ -438,8 +444,10 @@ class MultiHeadedAttention(ProgramFamily):
 
 
 class UnbiasedLayerNorm(ProgramFamily):
-    """a (x - mean) / (s + eps) + b with s the unbiased deviation: LayerNorm of some e^2, multiplied row by row by
-    sqrt(variance + e^2) / (s + eps)."""
+    """Normalisation a (x - mean) / (s + eps) + b with the unbiased deviation s.
+
+    It is computed as a LayerNorm whose eps is a constant e^2 (``_E``), times sqrt(variance + e^2) / (s + eps) per row.
+    """
 
     family = "LayerNorm of the Annotated Transformer"
     children_names: ClassVar = set()
@@ -452,7 +460,8 @@ class UnbiasedLayerNorm(ProgramFamily):
             return super().forward(x)
         deviation = x.std(-1, keepdim=True)
         biased = deviation.to(stat_dtype(x.dtype)) * math.sqrt((size - 1) / size)
-        longer = biased.clamp(min=_E)  # of the two sides, whose squares may overflow. ONNX has no hypot
+        # Computes hypot(biased, _E), which ONNX lacks. Division by the longer side keeps the squares from overflow.
+        longer = biased.clamp(min=_E)
         length = (longer * ((biased / longer) ** 2 + (_E / longer) ** 2).sqrt()).to(deviation.dtype)
         normalised = layer_norm(x, (size,), self.a_2, None, _E**2)
         return torch.addcmul(self.b_2, normalised, length / (deviation + self.eps))
@@ -467,8 +476,11 @@ class UnbiasedLayerNorm(ProgramFamily):
 
 
 _E = 2.0**-20
-"""Any, since it cancels: large enough for a constant row's gradient, small beside the deviations of half precision,
-and exact in it."""
+"""The e of ``UnbiasedLayerNorm``; any value is correct, because it cancels.
+
+This one is large enough for the gradient of a constant row, small compared with deviations in half precision, and
+exact in half precision.
+"""
 
 
 class SublayerConnection(ProgramFamily):

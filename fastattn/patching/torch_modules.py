@@ -1,5 +1,7 @@
-"""The families of torch's own modules. A class is recognised by descent, and refused where it overrides a method that
-the family replaces."""
+"""Families of torch's own modules.
+
+A class is recognised if it derives from torch's class. It is refused if it overrides a method that the family replaces.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ class TorchFamily(Family):
     """Base of these families."""
 
     base: ClassVar[type[nn.Module]]
-    """torch's class."""
+    """Class of torch that the family serves."""
     methods: ClassVar[dict[str, Any]]
-    """Its methods whose work the family does: as torch has them, whoever may replace them later."""
+    """Methods of ``base`` that the family replaces, as they are at import: another package may replace them later."""
 
     def __init_subclass__(cls, base: type[nn.Module] | None = None, methods: tuple[str, ...] = ("forward",)) -> None:
         if base is not None:
@@ -72,8 +74,11 @@ class LayerNorm(TorchFamily, base=nn.LayerNorm):
 
 
 def add_norm(out: Tensor, residual: Tensor, norm: Any, dropout: Any = None, *, prenorm: bool = False) -> Any:
-    """norm(residual + dropout(out)), with ``prenorm`` beside the sum: one kernel, unless somebody listens to one of the
-    modules or one is not what the kernel computes."""
+    """Return norm(residual + dropout(out)), and with ``prenorm`` also the sum.
+
+    It is one kernel if the modules can be fused (:func:`is_silent`) and the kernel computes their arithmetic. Otherwise
+    the modules are called.
+    """
     fused = (
         is_silent(norm, LayerNorm)
         and (dropout is None or is_silent(dropout, Dropout))
@@ -89,7 +94,7 @@ def add_norm(out: Tensor, residual: Tensor, norm: Any, dropout: Any = None, *, p
 
 
 def dropout_p(dropout: Any) -> float:
-    """The rate at which an ``nn.Dropout`` drops now."""
+    """Return the rate at which an ``nn.Dropout`` drops in its current mode."""
     return dropout.p if dropout.training else 0.0
 
 
@@ -101,7 +106,7 @@ class MultiheadAttention(
 
     @classmethod
     def attach(cls, module: Any) -> None:
-        never_skipped(module)  # by an encoder layer that is not patched
+        never_skipped(module)  # keeps an unpatched encoder layer from its fast path, which takes the weights
 
     @classmethod
     def detach(cls, module: Any) -> None:
@@ -109,8 +114,10 @@ class MultiheadAttention(
 
 
 class _TransformerLayer(TorchFamily):
-    """What torch's encoder and decoder layers share. Their forward calls their attention, so that torch's fast path,
-    which takes the weights, never runs."""
+    """Base of torch's encoder and decoder layers.
+
+    Their forward calls their attention module, so torch's fast path, which takes the weights, never runs.
+    """
 
     norm_first: bool
     self_attn: Any
@@ -123,7 +130,7 @@ class _TransformerLayer(TorchFamily):
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
     def _sublayers(self, x: Tensor, *parts: tuple[Any, Any, Any]) -> Tensor:
-        """Each part is a sub-layer, its dropout and its norm."""
+        """Compute the sub-layers in order; each part is a sub-layer, its dropout and its norm."""
         if not self.norm_first:
             for sublayer, dropout, norm in parts:
                 x = add_norm(sublayer(x), x, norm, dropout)
@@ -145,7 +152,7 @@ class TransformerEncoderLayer(
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        if not isinstance(self.self_attn, fastattn.nn.MultiHeadAttention):  # torch's layer makes its masks floats
+        if not isinstance(self.self_attn, fastattn.nn.MultiHeadAttention):  # torch's layer makes float masks for it
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
         return self._sublayers(
@@ -186,9 +193,9 @@ class TransformerDecoderLayer(
 
 
 class TransformerEncoder(TorchFamily, base=nn.TransformerEncoder):
-    """torch's forward, but without nested tensors, which it makes for its layers' fast path."""
+    """The forward of torch's encoder without nested tensors, which torch makes for its layers' fast path."""
 
-    # A property comes before what the instance has, which unpatched it goes by again.
+    # A property takes precedence over the instance's attribute, which counts again after unpatch.
     use_nested_tensor = property(lambda self: False, lambda self, value: vars(self).update(use_nested_tensor=value))
 
 

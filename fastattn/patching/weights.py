@@ -1,7 +1,7 @@
-"""Attention weights that are computed when somebody reads them.
+"""Attention weights that are computed on their first use.
 
-The public programs return the weights, or keep them, at every call and hardly ever use them: the matrix that fused
-attention exists to avoid.
+The public programs return or store the weights at every call and hardly ever use them. Computing them at once would
+cost the (Lq, Lk) matrix that fused attention avoids.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from fastattn.torch_private import is_observed, tree_map_only, without_torch_fun
 def weights_when_read(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float, seed: Tensor | None
 ) -> Tensor:
-    """``attention_weights``: at once where somebody observes the calls (torch.compile, torch.func) or on ``meta``,
-    otherwise as a tensor that holds the operands until it is read. The caller leaves mask and seed unmodified."""
+    """Return ``attention_weights`` of the operands as a tensor that holds them until it is read.
+
+    If calls are observed (torch.compile, torch.func), or on ``meta``, the weights are computed at once. The caller must
+    not modify mask and seed.
+    """
 
     def compute(query: Tensor, key: Tensor) -> Tensor:
-        # The operands have the dtype of their product. meta has no autocast.
+        # Autocast is off, because the operands have the dtype of their product already. meta has no autocast.
         with contextlib.nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
             return attention_weights(query, key, attn_mask, dropout_p, scale=scale, seed=seed)
 
@@ -39,7 +42,7 @@ _READING = threading.RLock()
 
 
 class _Values:
-    """The weights of these operands, once they are asked for, without a history."""
+    """Weights of these operands without autograd history, computed by the first ``get``."""
 
     def __init__(self, query: Tensor, key: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.operands = [query.detach(), key.detach()]
@@ -49,7 +52,11 @@ class _Values:
         self.tensor: Tensor | None = None
 
     def get(self) -> Tensor:
-        """Raises RuntimeError if query or key were modified in place."""
+        """Return the weights.
+
+        Raises:
+            RuntimeError: query or key was modified in place before the first call.
+        """
         with _READING:
             if self.tensor is None:
                 if self.versions != [_version(operand) for operand in self.operands]:
@@ -64,15 +71,15 @@ class _Values:
 
 
 def _version(operand: Tensor) -> int | None:
-    """How often the tensor was modified in place; inference tensors do not count."""
+    """Return how often the tensor was modified in place; None for inference tensors, which do not count it."""
     return None if operand.is_inference() else operand._version
 
 
 class LazyWeights(Tensor):
-    """A tensor without memory until the first function of torch is called with it; then that of its values is its own.
+    """Tensor without memory until torch calls the first function with it; then it shares the memory of its values.
 
-    What it is to autograd, its history, hooks and gradient, is the same before and after. Operations on it run on the
-    values, a plain tensor, and give plain tensors.
+    Its history, hooks and gradient in autograd are the same before and after. Operations on it run on the values, a
+    plain tensor, and return plain tensors.
     """
 
     @staticmethod
@@ -85,7 +92,7 @@ class LazyWeights(Tensor):
         self._has_memory = False
 
     def read(self) -> LazyWeights:
-        """This tensor, with memory: operations that somebody observes have the values before it has."""
+        """Return this tensor with memory. Observed operations compute the values without giving it memory."""
         with _READING:
             if not self._has_memory:
                 _SET_DATA(self, self._held.get())
@@ -93,7 +100,7 @@ class LazyWeights(Tensor):
         return self
 
     def plain(self) -> Tensor:
-        """A tensor of no subclass with this one's memory and history."""
+        """Return a plain ``torch.Tensor`` with this one's memory and history."""
         with without_torch_function():
             return self.read().view(self.shape)
 
@@ -115,17 +122,17 @@ class LazyWeights(Tensor):
         values = tree_map_only(LazyWeights, lambda lazy: lazy._held.get(), given)
         result = func(*values[0], **values[1])
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], LazyWeights):
-            _SET_DATA(args[0], args[0]._held.get())  # the values have another shape, or other memory
+            _SET_DATA(args[0], args[0]._held.get())  # the operation changed the values' shape or memory
         return result
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# What is known before the values are.
+# Functions that read no values.
 _METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")]
     + [getattr(Tensor, name) for name in ("__len__", "dim", "numel", "size")]
 )
-# What torch refuses to subclasses, or makes another of them.
+# Functions that torch refuses for subclasses, or for which it would make another subclass.
 _PLAIN = frozenset(
     getattr(Tensor, name)
     for name in (
@@ -142,12 +149,12 @@ def _on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-for _function in _PLAIN:  # a hook of autograd's is called while no function of torch goes to __torch_function__
+for _function in _PLAIN:  # overridden, because autograd calls its hooks while __torch_function__ is disabled
     setattr(LazyWeights, _function.__name__, _on_plain(_function))
 
 
 class _Weights(torch.autograd.Function):
-    """The history of lazy weights, which computes them anew."""
+    """Autograd node of lazy weights; its backward pass computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, values: _Values) -> Tensor:
@@ -157,7 +164,7 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():  # tensors of its own: key may depend on query
+        with torch.enable_grad():  # operates on separate tensors, because key may depend on query
             operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in ctx.saved_tensors]
             weights = ctx.compute(*operands)
         return *torch.autograd.grad(weights, operands, grad, create_graph=torch.is_grad_enabled()), None
