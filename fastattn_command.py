@@ -1,7 +1,7 @@
-"""The command `fastattn`: its options, and what has to be done before torch is loaded.
+"""The command `fastattn`: its options, and the settings that must precede the import of torch.
 
-It stands beside the package, since importing any part of `fastattn` imports torch, which takes seconds: help, the
-version and what is misspelt are answered at once. What the commands do is in `fastattn/cli.py`.
+This module is outside the package, because importing any part of `fastattn` imports torch, which takes seconds. So
+help, the version and errors in the arguments appear at once. The commands themselves are in `fastattn/cli.py`.
 """
 
 import argparse
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-# GNU's OpenMP lets a thread that waits for others spin for milliseconds before it sleeps. Beside other busy processes a
-# spinning thread keeps its processor from the very thread that it waits for; without any spinning, each parallel region
-# pays for waking a thread. A short spin, longer than the gaps between a model's operations, serves both.
-SPIN = "1000"  # iterations, about a hundredth of a millisecond
+# In GNU's OpenMP, a waiting thread spins for milliseconds before it sleeps. If other processes are busy, a spinning
+# thread occupies the processor that the thread it waits for needs. Without any spinning, each parallel region pays for
+# waking a thread. A short spin, longer than the gaps between a model's operations, avoids both costs.
+SPIN = "1000"  # iterations, about 10 us
 
 MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")
 CORPORA = ("wmt14-en-de", "wmt14-en-fr")
 NORMALIZATIONS = ("nfkc", "nmt_nfkc", "identity")
-TOKENIZERS = (  # sacrebleu's
+TOKENIZERS = (  # of sacrebleu
     "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "flores101", "flores200", "spm", "spBLEU-1K", "none",
 )  # fmt: skip
 PRESETS = (
@@ -31,7 +31,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-# What the names of benchmark cases are made of, beside numbers.
+# Words in the names of benchmark cases; the names also contain numbers.
 CASES = (
     "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 float64 keys "
     "causal padding by uneven lengths mask forward+backward"
@@ -39,7 +39,7 @@ CASES = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     options = parse(arguments)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN
@@ -53,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options of one command; what is wrong with them ends the process."""
+    """Return the options of one command; an error in them ends the process."""
     options, unknown = parser().parse_known_args(arguments)
-    error = vars(options).pop("error")  # the command's own
+    error = vars(options).pop("error")  # the error function of the command's parser
     if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "bench" and (
@@ -74,20 +74,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def has_text(name: str, text: str) -> bool:
-    """Whether the name of a case has this text; letters from the start of a word, so that float16 is no bfloat16."""
+    """Return whether a case's name has this text. Letters match only at a word's start: float16 is not in bfloat16."""
     start = r"(?<!\w)" if text[:1].isalpha() else ""
     return re.search(start + re.escape(text), name) is not None
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """Parser that reports an error in the arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands; what it parses holds the name of one as ``command``."""
+    """Return the parser of all commands; the parsed options hold the command's name as ``command``."""
     top = _Parser(
         prog="fastattn",
         description="Fused Transformer kernels for PyTorch, and a translator built on them.",
@@ -279,7 +279,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    """The package's, without importing it."""
+    """Return the package's version without importing the package."""
     text = Path(__file__).with_name("fastattn").joinpath("__init__.py").read_text()
     return re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)[0]
 
@@ -392,14 +392,17 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def _stem(text: str) -> Path:
-    """The type of an argument: the name of a picture, without what says its format."""
+    """Convert an argument to the name of a picture without the suffix of its format."""
     if not Path(text).name:
         raise argparse.ArgumentTypeError(f"{text} is given, expected the name of a picture")
     return Path(text)
 
 
 def _positive(kind: type) -> Callable[[str], float]:
-    """The type of an argument: what is no number is told so by argparse, which calls it by the function's name."""
+    """Return the converter of an argument to a positive number.
+
+    It has the name of ``kind``, because argparse's message about a text that is no number contains the function's name.
+    """
 
     def parse(text: str) -> float:
         value = kind(text)
