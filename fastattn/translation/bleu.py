@@ -1,4 +1,4 @@
-"""How BLEU divides text into words: sacrebleu's tokenizers, and which of them fits the script of a text."""
+"""Division of text into words for BLEU: sacrebleu's tokenizers, and the choice of one by the script of a text."""
 
 import collections
 import itertools
@@ -24,15 +24,15 @@ FITTING = {
     **dict.fromkeys(("Thai", "Lao", "Khmer", "Myanmar", "Tibetan"), ANY),
     "": ("13a", "intl", "zh", "none", *ANY),
 }
-EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}  # of sacrebleu, which bring what a tokenizer needs
+EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}  # sacrebleu's extras, which install the package of a tokenizer
 
 
 def choose(references: list[str], tokenize: str | None = None) -> tuple[str, list[str]]:
     """Choose the tokenizer for BLEU against these references.
 
     Args:
-        tokenize: sacrebleu's name of a tokenizer; None: the default of the references' script, or "char" if the
-            package that it needs is not installed.
+        tokenize: sacrebleu's name of a tokenizer. None: the default of the references' script, or "char" if its
+            package is not installed.
 
     Returns:
         The tokenizer's name, and warnings.
@@ -59,14 +59,14 @@ def metric(tokenize: str) -> Any:
     """Make sacrebleu's BLEU with this tokenizer.
 
     Raises:
-        InputError: sacrebleu has no such tokenizer, or what the tokenizer needs is not there.
+        InputError: sacrebleu has no such tokenizer, or the tokenizer's package or model is missing.
     """
     bleu = require("sacrebleu.metrics").BLEU
     try:
         return bleu(tokenize=tokenize)
     except KeyError:
         raise InputError(f"sacrebleu has no tokenizer {tokenize!r}: expected 13a, zh or another of its names") from None
-    except (Exception, SystemExit) as error:  # each tokenizer raises errors of its own
+    except (Exception, SystemExit) as error:  # the exception depends on the tokenizer
         if tokenize in EXTRAS:
             mend = f'install what it needs: pip install "sacrebleu[{EXTRAS[tokenize]}]"'
         else:
@@ -75,7 +75,7 @@ def metric(tokenize: str) -> Any:
 
 
 def writing(lines: list[str]) -> str:
-    """Name the writing of most letters: a key of ``FITTING``, "" for writings with spaces between words."""
+    """Return the writing of most letters, a key of ``FITTING``; "" for writings with spaces between words."""
     letters: collections.Counter[str] = collections.Counter()
     for character, number in collections.Counter(itertools.chain.from_iterable(lines)).items():
         if character.isalpha():

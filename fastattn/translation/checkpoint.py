@@ -1,18 +1,17 @@
-"""Checkpoints: a folder each, written whole or not at all.
+"""Checkpoints: one folder each, written whole or not at all.
 
-A run's folder holds ``step-00000400/`` folders, each complete in itself, and the link ``best`` to the one of lowest
-validation loss::
+A run's folder holds ``step-00000400/`` folders, each complete in itself. Its link ``best`` leads to the checkpoint of
+lowest validation loss::
 
-    model.safetensors   the weights (tied matrices once) and the number of updates they have had
-    config.json         the model's TransformerConfig, and under "training" the run's TrainingConfig
-    tokenizer.model     the sentencepiece model
-    target.model        the same pieces with the target's normalization, where that is another than the source's
-    training.pt         optimizer and place in the data: what resuming needs and translating does not
+    model.safetensors   the weights (tied matrices once) and the number of updates that they have had;
+    config.json         the model's TransformerConfig, and under "training" the run's TrainingConfig;
+    tokenizer.model     the sentencepiece model;
+    target.model        the same pieces with the target's normalization, if it differs from the source's;
+    training.pt         optimizer and place in the data, which only resuming needs.
 
-Beside them lies ``text/``, the training text, encoded (:func:`fastattn.translation.data.encode`); where it is missing,
-it is encoded again. A checkpoint is written under a hidden name, flushed to disk, and renamed, so that one with its
-final name is complete.
-One of :func:`save_int8` has no training.pt.
+The run's folder also holds ``text/``, the encoded training text (:func:`fastattn.translation.data.encode`). If it is
+missing, the text is encoded again. A checkpoint is written under a hidden name, flushed to disk, and renamed. So a
+checkpoint with its final name is complete. Checkpoints of :func:`save_int8` and :func:`save_model` have no training.pt.
 """
 
 import contextlib
@@ -39,11 +38,11 @@ WEIGHTS, CONFIG, TRAINING = "model.safetensors", "config.json", "training.pt"
 TOKENIZER, TARGET_TOKENIZER = "tokenizer.model", "target.model"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"  # the bundled English-Spanish model
 LOCK, TEXT = ".lock", "text"
-ABOUT = "text.json"  # says in the folder TEXT which text it holds
+ABOUT = "text.json"  # file in the folder TEXT that identifies its text and tokenizer
 
 
 def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, config: TrainingConfig) -> Path:
-    """Write ``run/step-NNNNNNNN`` and return it. ``state`` holds tensors, numbers and strings only."""
+    """Write ``run/step-NNNNNNNN`` and return its path. ``state`` holds only tensors, numbers and strings."""
     final = run / f"step-{step:08d}"
     with written_whole(final) as partial:
         _write(partial, model, tokenizer, _parameters(model), step, config)
@@ -53,7 +52,7 @@ def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: 
 
 
 def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out: Path) -> None:
-    """Write the new folder ``out``, a quarter of a checkpoint's size, for translating.
+    """Write a checkpoint for translating, a quarter of the usual size, to the new folder ``out``.
 
     Each row of a matrix is int8 times a float32 ``scale``, its largest absolute value / 127.
 
@@ -72,7 +71,10 @@ def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, out: Path, number: int | None = None) -> None:
-    """Write the new folder ``out``, for translating, of a model of ``number`` updates if that is known.
+    """Write a checkpoint for translating to the new folder ``out``.
+
+    Args:
+        number: the number of updates that the model has had, if it is known.
 
     Raises:
         InputError: ``out`` exists.
@@ -82,10 +84,10 @@ def save_model(model: Transformer, tokenizer: Tokenizer, out: Path, number: int 
 
 
 def average(run: Path, last: int, out: Path) -> None:
-    """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) as the new folder ``out``.
+    """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) to the new folder ``out``.
 
-    The one of before the first update does not count, nor does an older one that was kept because it is the best, after
-    which others have been removed.
+    The checkpoint before the first update does not count. Neither does an older one that was kept as the best while
+    later ones were removed.
 
     Raises:
         InputError: ``out`` exists, or the run has fewer checkpoints, or they are not of one run.
@@ -116,13 +118,13 @@ def average(run: Path, last: int, out: Path) -> None:
 
 
 def _removed_between(earlier: Path, later: Path) -> bool:
-    """Whether a run has had checkpoints between these two."""
+    """Return whether the run has had checkpoints between these two."""
     _, training = load_config(later)
     return training is not None and _step(later) - _step(earlier) > training.save_every
 
 
 def _parameters(model: Transformer) -> dict[str, Tensor]:
-    """On the CPU; tied ones once."""
+    """Return the model's parameters on the CPU, tied ones once."""
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
@@ -151,14 +153,14 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 def write_weights(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file; raises :class:`InputError` where the disk does not take it."""
+    """Write a safetensors file; raise :class:`InputError` if the disk refuses it."""
     with _writable(path):
         require("safetensors.torch").save_file(weights, path, metadata)
 
 
 @contextlib.contextmanager
 def _writable(path: Path) -> Iterator[None]:
-    """Names the file that a library cannot write: of a full disk each has an error of its own."""
+    """Turn a library's error into an :class:`InputError` that names the file; on a full disk each raises its own."""
     try:
         yield
     except (RuntimeError, require("safetensors").SafetensorError) as error:
@@ -167,13 +169,13 @@ def _writable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(run: Path, launch: str = "") -> Iterator[None]:
-    """Makes this process the only one that writes the run's folder, which is made if need be.
+    """Make this process the only one that writes the run's folder, and create the folder if it is missing.
 
-    The kernel holds the lock (``flock``), and gives it up with the process, however that ends. :func:`locked_by` tells
-    its ``launch`` afterwards, too.
+    The kernel holds the lock (``flock``) and releases it when the process ends, in any way. :func:`locked_by` returns
+    its ``launch``, even afterwards.
 
     Raises:
-        InputError: another process holds it.
+        InputError: another process holds the lock.
     """
     run.mkdir(parents=True, exist_ok=True)
     with open(run / LOCK, "a+", encoding="utf-8") as file:
@@ -190,13 +192,13 @@ def locked(run: Path, launch: str = "") -> Iterator[None]:
 
 
 def locked_by(run: Path) -> str:
-    """The launch of the process that locked the run's folder last; "" where there was none."""
+    """Return the launch of the process that last locked the run's folder; "" if there was none."""
     lock = run / LOCK
     return lock.read_text(encoding="utf-8").partition("\n")[2] if lock.exists() else ""
 
 
 def is_new(run: Path) -> bool:
-    """Whether nothing is there yet but what an interrupted start left."""
+    """Return whether the folder is missing or holds only what an interrupted start left."""
     if not run.exists():
         return True
     return run.is_dir() and all(
@@ -206,7 +208,7 @@ def is_new(run: Path) -> bool:
 
 
 def expect_new(run: Path) -> None:
-    """Raises :class:`InputError` unless a run may begin in this folder: asked before the work, not after it."""
+    """Raise :class:`InputError` unless a run may begin in this folder; checked before the work begins."""
     if not is_new(run):
         raise InputError(f"{run} exists already: name another folder, or continue its run with --resume")
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
@@ -217,30 +219,30 @@ def expect_new(run: Path) -> None:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Point the run's ``best`` to ``checkpoint``."""
+    """Set the run's link ``best`` to ``checkpoint``."""
     link = checkpoint.parent / f"{PARTIAL}best"
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
     best = checkpoint.parent / "best"
-    if best.is_dir() and not best.is_symlink():  # of a copy that followed links
+    if best.is_dir() and not best.is_symlink():  # the run's folder is a copy that followed links
         remove(best)
     os.replace(link, best)
     flush(checkpoint.parent)
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the best, and what an interrupted write left behind."""
+    """Remove all checkpoints except the newest ``keep`` and the best, and the remains of interrupted writes."""
     best = (run / "best").resolve()
     for checkpoint in steps(run)[:-keep]:
         if checkpoint.resolve() != best:
             remove(checkpoint)
-    for left_behind in run.glob(f"{PARTIAL}*"):
-        if re.fullmatch(r"(old-)?(step-\d{8,}|text|best)", left_behind.name.removeprefix(PARTIAL)):  # of others nothing
+    for left_behind in run.glob(f"{PARTIAL}*"):  # hidden files with other names stay
+        if re.fullmatch(r"(old-)?(step-\d{8,}|text|best)", left_behind.name.removeprefix(PARTIAL)):
             remove(left_behind)
 
 
 def steps(run: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder, oldest first. A copy by another name is none of them."""
+    """Return the complete checkpoints of a run's folder, oldest first. A copy with another name does not count."""
     found = (path for path in run.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
     return sorted(found, key=_step)
 
@@ -250,7 +252,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the best of a run's folder, or the newest."""
+    """Return the checkpoint that ``path`` means: itself, the best of a run's folder, or its newest."""
     if (path / WEIGHTS).is_file():
         return path
     if (path / "best" / WEIGHTS).is_file():
@@ -261,16 +263,16 @@ def find(path: Path) -> Path:
 
 
 def newest(run: Path) -> Path:
-    """The checkpoint to resume a run from."""
+    """Return the checkpoint to resume a run from."""
     if not steps(run):
         raise InputError(f"{run} holds no checkpoint to resume from")
     return steps(run)[-1]
 
 
 def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
-    """The model, in evaluation mode, and the tokenizer of a checkpoint or of a run's folder (see :func:`find`)."""
+    """Load the model, in evaluation mode, and the tokenizer of a checkpoint or a run's folder (see :func:`find`)."""
     checkpoint = find(path)
-    for package in ("safetensors.torch", "sentencepiece"):  # without which it is not the checkpoint that is unreadable
+    for package in ("safetensors.torch", "sentencepiece"):  # a missing package must not read as a damaged checkpoint
         require(package)
     with _readable(checkpoint):
         tokenizer = _tokenizer(checkpoint)
@@ -284,7 +286,7 @@ def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, T
 
 
 def updates(path: Path) -> int | None:
-    """How many updates the weights of :func:`load`'s checkpoint have had; None if it does not say."""
+    """Return the number of updates that the weights of :func:`load`'s checkpoint have had; None if it is not stored."""
     checkpoint = find(path)
     with _readable(checkpoint), _undamaged(checkpoint / WEIGHTS):
         with require("safetensors").safe_open(checkpoint / WEIGHTS, framework="pt") as weights:
@@ -293,17 +295,17 @@ def updates(path: Path) -> int | None:
 
 
 def load_config(checkpoint: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
-    """The configuration of a checkpoint's model, and of the run that wrote it if it says."""
+    """Return the configuration of a checkpoint's model, and that of its run, or None if it is not stored."""
     with _readable(checkpoint):
         model, training = from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
     if training is not None and not (checkpoint / TARGET_TOKENIZER).exists():
-        # One normalization is of both sides. Runs of earlier versions do not name it: it was the default of today.
+        # A single tokenizer normalises both sides alike. Earlier versions store no rule: they used today's default.
         training = dataclasses.replace(training, target_normalization=training.normalization)
     return model, training
 
 
 def read_config(path: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
-    """:func:`load_config` of a configuration file alone."""
+    """Return the configurations in a file, like :func:`load_config` of a checkpoint."""
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except InputError as error:
@@ -315,13 +317,13 @@ def read_config(path: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
 
 
 def load_training(checkpoint: Path) -> dict:
-    """What :func:`save` was given as ``state``."""
+    """Load the ``state`` that :func:`save` wrote."""
     with _readable(checkpoint):
         try:
             state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
-        except Exception:  # what the unpickler raises depends on the bytes: KeyError, struct.error, any
+        except Exception:  # the unpickler's exception depends on the bytes: KeyError, struct.error or another
             raise InputError(f"{TRAINING} is damaged") from None
         if not isinstance(state, dict):
             raise InputError(f"{TRAINING} is not one that `fastattn train` wrote")
@@ -333,7 +335,7 @@ def _with_weights(config: TransformerConfig, path: Path) -> Transformer:
         weights = require("safetensors.torch").load_file(path)
     for name in [name for name, tensor in weights.items() if f"{name}.scale" in weights]:
         weights[name] = weights[name] * weights.pop(f"{name}.scale")
-    with torch.device("meta"):  # of a damaged configuration no memory would do
+    with torch.device("meta"):  # allocates nothing, because the shapes of a damaged configuration may be huge
         shapes = dict(Transformer(config).named_parameters())
     found, expected = ({name: tensor.shape for name, tensor in t.items()} for t in (weights, shapes))
     if found != expected:
@@ -348,7 +350,7 @@ def _with_weights(config: TransformerConfig, path: Path) -> Transformer:
 
 @contextlib.contextmanager
 def _undamaged(path: Path) -> Iterator[None]:
-    """Names the file of weights that cannot be one."""
+    """Turn safetensors' error into an :class:`InputError` that names the damaged file."""
     try:
         yield
     except require("safetensors").SafetensorError as error:
@@ -357,7 +359,7 @@ def _undamaged(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _readable(checkpoint: Path):
-    """Names the checkpoint in whatever goes wrong while it is read."""
+    """Turn an error while a checkpoint is read into an :class:`InputError` that names the checkpoint."""
     try:
         yield
     except InputError as error:

@@ -1,6 +1,6 @@
-"""The configuration of a run: the shape of its Transformer, how that is trained, and the presets of both.
+"""Configuration of a run: the shape of its Transformer, its training, and the presets of both.
 
-Two frozen records with their checks and their JSON form. What a preset does not change is the paper's base model.
+There are two frozen records with their checks and their JSON form. A preset's other fields are the paper's base model.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ TYING = ("all", "output", "none")
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Every choice that shapes a :class:`~fastattn.Transformer`. The defaults are the paper's base model.
+    """Shape of a :class:`~fastattn.Transformer`. The defaults are the paper's base model.
 
     Args:
         vocab_size: number of pieces, shared by both languages.
         d_model, d_ff, num_heads, encoder_layers, decoder_layers: the paper's d_model, d_ff, h and N.
-        head_dim, value_head_dim: d_k and d_v of one head; d_model // num_heads, and ``head_dim``, where not given.
+        head_dim, value_head_dim: d_k and d_v of one head; by default d_model // num_heads, and ``head_dim``.
         dropout: rate on every sub-layer output and on embeddings plus positions (section 5.4).
         attention_dropout: rate on the attention probabilities.
         ffn_dropout: rate on the hidden layer of the feed-forward network.
@@ -42,7 +42,7 @@ class TransformerConfig:
         pad_id, bos_id, eos_id: pieces that pad, begin and end a sentence.
 
     Raises:
-        InputError: a value out of its range, named with what was expected.
+        InputError: a value is out of its range; the message names it and the expected range.
     """
 
     vocab_size: int
@@ -100,7 +100,7 @@ class TransformerConfig:
 
     @property
     def most_positions(self) -> int:
-        """The length of the longest sequence that there are positions for, with its padding if it is padded."""
+        """Length of the longest sequence that has positions, with its padding if it is padded."""
         return self.max_positions if self.positions == "learned" else sys.maxsize
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
@@ -109,11 +109,11 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, vocab_size: int, **changes) -> "TransformerConfig":
-        """The configuration called ``name`` ("tiny", "base", "big", a row of Table 3), with ``changes`` to fields."""
+        """Return the configuration ``name`` ("tiny", "base", "big", a row of Table 3), with ``changes`` to fields."""
         return cls(vocab_size=vocab_size, **{**_preset(name).model, **changes})
 
     def to_json(self, training: "TrainingConfig | None" = None) -> str:
-        """Readable by :func:`from_json`; ``training`` of the run that the model belongs to."""
+        """Return JSON for :func:`from_json`; ``training`` is the configuration of the model's run."""
         fields = dataclasses.asdict(self)
         if training is not None:
             fields["training"] = dataclasses.asdict(training)
@@ -121,37 +121,40 @@ class TransformerConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "TransformerConfig":
-        """The configuration that :meth:`to_json` wrote; raises :class:`InputError` on anything else."""
+        """Return the configuration that :meth:`to_json` wrote; raise :class:`InputError` on anything else."""
         return from_json(text)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Every choice that makes a run, beside its model, its text and how its work is spread over processes.
+    """Settings of a run, without its model, its text and the number of its processes.
 
     The defaults are the paper's base model's. The learning rate of update s is
     ``rate * d_model**-0.5 * min(s**-0.5, s * warmup**-1.5)`` (formula 3 at rate 1).
 
     Args:
-        preset: the name of the preset that it began with, for people.
-        batch_tokens: tokens a side of an update, at most (section 5.1); its micro-batches have equal shares of it,
-            and a sentence that is longer than a share is one of its own.
-        micro_batches: of an update, each a packed batch with dropout of its own. They are computed by several
-            processes, or one after the other. None: one a process; a run's own configuration has their number.
-        warmup, rate: of the schedule.
+        preset: name of the preset that the run began with, for information only.
+        batch_tokens: maximum number of tokens per side of an update (section 5.1). Each micro-batch has an equal share
+            of it. A sentence longer than a share is a micro-batch by itself.
+        micro_batches: number of micro-batches per update, each a packed batch with its own dropout. They are computed
+            by several processes, or one after the other. None: one per process; a run's stored configuration has the
+            number.
+        warmup, rate: parameters of the schedule; warmup in updates.
         label_smoothing: probability spread over all pieces (section 5.4).
-        clip_norm: the largest norm of the gradient; a longer one is scaled down. None: whatever it is, as in the paper.
+        clip_norm: maximum norm of the gradient; a longer one is scaled down. None: no limit, as in the paper.
         precision: "bf16", "fp32", or "auto", which :func:`fastattn.translation.precision.resolve` decides.
-        seed: of parameters, order and dropout.
-        max_steps, max_minutes: updates, and minutes of training, after which it ends; None: no such limit in time.
+        seed: seed of parameters, order and dropout.
+        max_steps, max_minutes: number of updates, and minutes of training, after which the run ends; None: no limit.
         save_every: updates between checkpoints, each with a validation; the paper's were ten minutes apart.
         bleu_every: updates between BLEU scores on the validation text; None: never.
-        keep: the newest checkpoints that are kept, beside the best; as many as the paper averages.
-        normalization, target_normalization: what is done to the characters of sources and targets before they are
-            divided into pieces: "nfkc", "nmt_nfkc" (which also turns invisible characters into spaces) or "identity".
+        keep: number of newest checkpoints that are kept, in addition to the best; the default is the number that the
+            paper averages.
+        normalization, target_normalization: rule that normalises the characters of sources and targets before they
+            are divided into pieces: "nfkc", "nmt_nfkc" (which also turns invisible characters into spaces) or
+            "identity".
 
     Raises:
-        InputError: a value out of its range, named with what was expected.
+        InputError: a value is out of its range; the message names it and the expected range.
     """
 
     preset: str = "base"
@@ -199,21 +202,21 @@ class TrainingConfig:
 
     @classmethod
     def of_preset(cls, name: str) -> "TrainingConfig":
-        """How the preset ``name`` is trained."""
+        """Return the training of the preset ``name``."""
         return cls(preset=name, **_preset(name).training)
 
 
-# What may differ when a run is resumed: when it ends, and what it writes.
+# Fields that may differ when a run is resumed. They decide when the run ends and what it writes.
 CHANGEABLE = ("max_steps", "max_minutes", "save_every", "bleu_every", "keep")
 
 
 def from_json(text: str) -> tuple[TransformerConfig, TrainingConfig | None]:
-    """What :meth:`TransformerConfig.to_json` wrote: a model's configuration, and that of the run it belongs to.
+    """Return the configurations of a model and of its run from the text of :meth:`TransformerConfig.to_json`.
 
-    Fields that are not given have their defaults.
+    Missing fields have their defaults.
 
     Raises:
-        InputError: anything else.
+        InputError: the text is anything else.
     """
     try:
         fields = json.loads(text)
@@ -235,25 +238,25 @@ def _known(fields: Any, record: type, name: str, needed: list[str]) -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """What a preset changes of the defaults of :class:`TransformerConfig` and :class:`TrainingConfig`.
+    """Changes of a preset to the defaults of :class:`TransformerConfig` and :class:`TrainingConfig`.
 
-    ``paper`` is the number of parameters that the paper gives, in millions; None where it gives none.
+    ``paper`` is the number of parameters in the paper, in millions; None if the paper has no number.
     """
 
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
-    vocab_size: int = 37_000  # where the user says nothing; section 5.1
+    vocab_size: int = 37_000  # default of the preset; section 5.1
     paper: int | None = None
 
 
 PRESETS = {
-    # For two CPU cores. Normalising first, it learns faster.
+    # Preset for two CPU cores. With norm_first it learns faster.
     "tiny": Preset(
         {"d_model": 256, "d_ff": 1024, "num_heads": 4, "encoder_layers": 3, "decoder_layers": 3, "norm_first": True},
         {"batch_tokens": 2048, "warmup": 400, "rate": 0.7, "max_steps": 10_000, "save_every": 400},
         vocab_size=8000,
     ),
-    # "Attention Is All You Need", Table 3: its first and last line, and by letter the lines between.
+    # "Attention Is All You Need", Table 3: base and big are its first and last row, the letters its other rows.
     "base": Preset(paper=65),
     "big": Preset(
         {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": 0.3},

@@ -1,4 +1,4 @@
-"""Parallel text: reading it, encoding it, and packing it into batches of about equal numbers of tokens."""
+"""Parallel text: read it, encode it, and pack it into batches of about equal numbers of tokens."""
 
 import array
 import contextlib
@@ -27,9 +27,9 @@ from fastattn.translation import checkpoint
 from fastattn.translation.model import ROW_MULTIPLE, Packed
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
-# Pairs with a longer side are left out of training (attention's cost is quadratic); translation takes any length.
+# Maximum pieces per side of a training pair, because attention's cost is quadratic. Translation takes any length.
 MAX_TRAINING_PIECES = 256
-LENGTH_MULTIPLE = 4  # of sentences to translate: the matrix library prepares code for every new number of rows
+LENGTH_MULTIPLE = 4  # divisor of padded lengths in translation: the matrix library prepares code per number of rows
 CHUNK = 2**16  # pairs that are encoded at once
 SIDES, TOKENS, OFFSETS = ("source", "target"), ".tokens", ".offsets"  # files of encoded text
 
@@ -39,16 +39,16 @@ Files = tuple[Path, Path]
 
 
 def verses(split: str) -> Files:
-    """The bundled text, English and Spanish: "train", "dev" or "test"."""
+    """Return the files of the bundled English and Spanish text: "train", "dev" or "test"."""
     suffix = ".gz" if split == "train" else ""
     return VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}"
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 text file, plain or gzip (``.gz``), as they are read.
+    """Yield the lines of a UTF-8 text file, plain or gzip (``.gz``), as they are read.
 
     Raises:
-        InputError: it cannot be read, or has no text.
+        InputError: the file cannot be read, or has no text.
     """
     is_blank = True
     try:
@@ -73,12 +73,12 @@ def _decoded(line: bytes, number: int, name: str) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """All of :func:`lines_of`."""
+    """Return all lines of :func:`lines_of`."""
     return list(lines_of(path))
 
 
 def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]]:
-    """The lines of a UTF-8 stream as they come: at least one at a time, at most ``most``, whatever has arrived.
+    """Yield the lines of a UTF-8 stream as they arrive, 1 to ``most`` at a time.
 
     Raises:
         InputError: a line is not UTF-8, or the stream cannot be read.
@@ -124,16 +124,18 @@ def arriving_lines(stream: BinaryIO, name: str, most: int) -> Iterator[list[str]
 
 
 def _reopened(stream: BinaryIO) -> BinaryIO:
-    """The same file behind a lock of its own, where it is one: a thread that reads standard input when Python ends
-    would hold the lock that the end needs, and Python would abort."""
+    """Return the stream reopened on a duplicated descriptor, or the stream itself if it is not a file.
+
+    A daemon thread blocked in ``sys.stdin`` holds its buffer lock. Python needs that lock at exit and would abort.
+    """
     try:
         return open(os.dup(stream.fileno()), "rb")
-    except OSError:  # no file
+    except OSError:  # not a file
         return stream
 
 
 def pairs_of(source: Path, target: Path) -> Iterator[tuple[str, str]]:
-    """The lines of two files whose line n are translations of each other, as they are read.
+    """Yield the pairs of lines of two files, whose lines n translate each other, as they are read.
 
     Raises:
         InputError: as :func:`lines_of`, or the files differ in length.
@@ -150,16 +152,16 @@ def pairs_of(source: Path, target: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_parallel(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """All of :func:`pairs_of`, by sides."""
+    """Return all lines of :func:`pairs_of`, per side."""
     sources, targets = zip(*pairs_of(source, target), strict=True)
     return list(sources), list(targets)
 
 
 def digest(source: Path, target: Path) -> str:
-    """A checksum of the text of two files, gzipped or not, which are to be read again.
+    """Return a checksum of the text of two files, gzipped or not, which must be readable again.
 
     Raises:
-        InputError: as :func:`pairs_of`, or one is a pipe or the like, whose text is gone once it is read.
+        InputError: as :func:`pairs_of`, or one is not a regular file, such as a pipe, which can be read only once.
     """
     for path in (source, target):
         if path.exists() and not path.is_file():
@@ -175,7 +177,7 @@ class Sentences:
 
     Args:
         tokens: int32, of all sentences.
-        offsets: int64 (N + 1,): where each sentence begins, and the end.
+        offsets: int64 (N + 1,), the start of each sentence, and the end.
     """
 
     def __init__(self, tokens: Tensor, offsets: Tensor):
@@ -183,7 +185,7 @@ class Sentences:
 
     @classmethod
     def of(cls, ids: list[list[int]]) -> "Sentences":
-        """Those of these piece ids."""
+        """Make sentences of these piece ids."""
         lengths = torch.tensor([0, *(len(sentence) + 1 for sentence in ids)], dtype=torch.int64, device="cpu")
         flat = [token for sentence in ids for token in (*sentence, EOS_ID)]
         tokens = torch.tensor(flat, dtype=torch.int32, device="cpu")
@@ -191,7 +193,7 @@ class Sentences:
 
     @classmethod
     def mapped(cls, stem: Path) -> "Sentences":
-        """Those of two files that :func:`encode` wrote: the kernel reads what is asked for, and processes share it.
+        """Map two files that :func:`encode` wrote into memory; pages are read on demand and shared by processes.
 
         Raises:
             InputError: the files do not fit each other.
@@ -214,15 +216,15 @@ class Sentences:
 
     @property
     def lengths(self) -> Tensor:
-        """Of all sentences, int64 (N,)."""
+        """Lengths of all sentences, int64 (N,)."""
         return self._offsets.diff()
 
     def lengths_of(self, index: Tensor) -> Tensor:
-        """Of sentences ``index``: int64 (N,)."""
+        """Return the lengths of sentences ``index``: int64 (N,)."""
         return self._offsets[index + 1] - self._offsets[index]
 
     def hold(self, ids: list[list[int]]) -> list[bool]:
-        """Whether each of these sentences is among them."""
+        """Return for each of the given sentences whether it is among these sentences."""
         wanted = [(*sentence, EOS_ID) for sentence in ids]
         sought, found = set(wanted), set()
         for first in range(0, len(self), CHUNK):
@@ -233,7 +235,7 @@ class Sentences:
         return [sentence in found for sentence in wanted]
 
     def packed(self, index: Tensor) -> Packed:
-        """Sentences ``index`` (N,), filled up with ``PAD_ID`` to a multiple of ``ROW_MULTIPLE``."""
+        """Return sentences ``index`` (N,), packed, and padded with ``PAD_ID`` to a multiple of ``ROW_MULTIPLE``."""
         lengths = self.lengths_of(index)
         rest = -int(lengths.sum()) % ROW_MULTIPLE
         offsets = functional.pad(torch.cat((lengths, lengths.new_tensor([rest]))).cumsum(0), (1, 0))
@@ -244,7 +246,7 @@ class Sentences:
         return Packed(*padded, offsets, int(lengths.max()))
 
     def padded(self, index: Tensor, most: int = sys.maxsize) -> tuple[Tensor, Tensor]:
-        """Sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,).
+        """Return sentences ``index`` (N,): tokens int64 (N, L), padded on the right, and their lengths int64 (N,).
 
         L is a multiple of ``LENGTH_MULTIPLE``, unless that is more than ``most``.
         """
@@ -257,8 +259,11 @@ class Sentences:
 
 
 class _Writer:
-    """Appends sentences to two files, for :func:`Sentences.mapped`: of tokens, int32, each sentence ended by
-    ``EOS_ID``, and of offsets, int64: where each sentence begins, and the end."""
+    """Writer that appends sentences to two files, for :func:`Sentences.mapped`.
+
+    One file has the tokens, int32, each sentence ended by ``EOS_ID``. The other has the offsets, int64: the start of
+    each sentence, and the end.
+    """
 
     def __init__(self, tokens: BinaryIO, offsets: BinaryIO):
         self._tokens, self._offsets = tokens, offsets
@@ -278,8 +283,10 @@ class _Writer:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sentence pairs: the model's inputs, target sentences beginning with ``BOS_ID``, and labels, int64 (N,), the token
-    to predict at each position of the target, ``PAD_ID`` where there is none."""
+    """Sentence pairs as the model's inputs; target sentences begin with ``BOS_ID``.
+
+    Labels are int64 (N,), the token to predict at each position of the target, or ``PAD_ID`` if there is none.
+    """
 
     source: Packed
     target: Packed
@@ -301,8 +308,10 @@ class Batch:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on ``device``. A GPU copies one of the CPU in its turn, without the host waiting for what comes before:
-    that takes pinned memory."""
+    """Return the tensor on ``device``.
+
+    A CPU tensor is copied to a GPU through pinned memory, so that the host does not wait for the GPU's earlier work.
+    """
     pinned = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
@@ -312,7 +321,7 @@ class ParallelText:
 
     Args:
         sources, targets: sentences that pair up.
-        left_out, first_left_out: how many pairs of a text are not among them, and the number of the first one's line.
+        left_out, first_left_out: number of pairs of the text that are left out, and the line number of the first one.
     """
 
     def __init__(self, sources: Sentences, targets: Sentences, left_out: int = 0, first_left_out: int | None = None):
@@ -321,11 +330,12 @@ class ParallelText:
 
     @classmethod
     def encoded(cls, tokenizer: Tokenizer, sources: list[str], targets: list[str], name: str) -> "ParallelText":
-        """Lines of the text ``name`` that pair up. Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``,
-        are left out.
+        """Encode the lines of the text ``name``, which pair up.
+
+        Pairs with an empty side, or a side above ``MAX_TRAINING_PIECES``, are left out.
 
         Raises:
-            InputError: all are.
+            InputError: all pairs are left out.
         """
         kept: tuple[list[list[int]], list[list[int]]] = ([], [])
         left_out: list[int] = []
@@ -337,7 +347,7 @@ class ParallelText:
 
     @classmethod
     def mapped(cls, folder: Path) -> "ParallelText":
-        """What :func:`encode` wrote, read as it is needed."""
+        """Map the text that :func:`encode` wrote; it is read on demand."""
         about = json.loads((folder / checkpoint.ABOUT).read_text(encoding="utf-8"))
         sources, targets = (Sentences.mapped(folder / side) for side in SIDES)
         return cls(sources, targets, about["left_out"], about["first_left_out"])
@@ -350,8 +360,10 @@ class ParallelText:
         return Batch(source, target, labels, tokens, tokens + of_source)
 
     def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> Iterator[Tensor]:
-        """Indices of the pairs of each batch, as many as have at most ``batch_tokens`` tokens a side, in the order of
-        the text or, with ``shuffle``, a random one. A pair that has more is a batch of its own."""
+        """Yield the indices of the pairs of each batch, in the order of the text, or in a random one with ``shuffle``.
+
+        A batch has as many pairs as fit ``batch_tokens`` tokens per side. A pair with more tokens is a batch by itself.
+        """
         order = torch.arange(len(self.sources), device="cpu")
         if shuffle is not None:
             order = torch.randperm(len(order), generator=shuffle, device="cpu")
@@ -364,10 +376,12 @@ class ParallelText:
             first = last
 
     def epochs(self, batch_tokens: int, seed: int, epoch: int = 0, skip: int = 0) -> Iterator[tuple[int, int, Tensor]]:
-        """Shuffled :meth:`batches` without end, as (epoch, place in the epoch, indices), from place ``skip`` of
-        ``epoch`` on.
+        """Yield shuffled :meth:`batches` without end, from place ``skip`` of ``epoch`` on.
 
-        An epoch's order depends on ``seed`` and its number alone.
+        An epoch's order depends only on ``seed`` and its number.
+
+        Yields:
+            (epoch, place in the epoch, indices).
         """
         while True:
             key = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8).digest()
@@ -379,12 +393,12 @@ class ParallelText:
 
 
 def _by(tokenizer: Tokenizer) -> dict[str, str]:
-    """What ``checkpoint.ABOUT`` says of the tokenizer."""
+    """Return the entry of ``checkpoint.ABOUT`` that identifies the tokenizer."""
     return {"tokenizer": hashlib.sha256(b"".join(tokenizer.models)).hexdigest()}
 
 
 def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
-    """Whether this folder is one that :func:`encode` wrote, and says so much of its text."""
+    """Return whether :func:`encode` wrote this folder and its description contains ``about``."""
     try:
         return about.items() <= json.loads((folder / checkpoint.ABOUT).read_text(encoding="utf-8")).items()
     except (OSError, ValueError, AttributeError):
@@ -392,7 +406,7 @@ def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
 
 
 def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
-    """The sources that a checkpoint, or a run's best, was trained on; None where their text is not beside it.
+    """Return the sources that a checkpoint, or a run's best, was trained on; None if the run's folder lacks their text.
 
     Raises:
         InputError: there is no checkpoint, or the text is damaged.
@@ -402,11 +416,15 @@ def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
 
 
 def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -> None:
-    """Write the text of ``files``, whose :func:`digest` is given, for :meth:`ParallelText.mapped`, unless ``folder``
-    has it already.
+    """Write the text of ``files`` for :meth:`ParallelText.mapped`, unless ``folder`` has it already.
+
+    An older encoded text in ``folder`` is removed.
+
+    Args:
+        text_digest: :func:`digest` of ``files``.
 
     Raises:
-        InputError: ``folder`` is no text of ours, which would be removed.
+        InputError: ``folder`` holds something else.
     """
     about: dict[str, str | int | None] = {"text": text_digest, **_by(tokenizer)}
     if _says(folder, about):
@@ -434,7 +452,7 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
 def _encoded(
     tokenizer: Tokenizer, pairs: Iterable[tuple[str, str]], name: str
 ) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:
-    """Piece ids of both sides of the pairs that are used, and the line numbers of others, chunk after chunk.
+    """Yield, per chunk, the piece ids of both sides of the used pairs, and the line numbers of the other pairs.
 
     Raises:
         InputError: no pair is used.

@@ -1,7 +1,7 @@
-"""The processes of a run, by torch.distributed: one, or those that `torchrun` started.
+"""Processes of a run, with torch.distributed: a single process, or the processes that `torchrun` started.
 
-Every process computes its share of each update; the first writes, prints, and decides what all have to agree upon.
-Collectives on CPU tensors go through gloo, which waits for no GPU; gradients through nccl where there are GPUs.
+Every process computes its share of each update. The first one writes, prints, and makes the common decisions.
+Collectives on CPU tensors use gloo, which waits for no GPU. Gradients use nccl if there are GPUs.
 """
 
 import contextlib
@@ -24,32 +24,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastattn.errors import InputError
 
-TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; a process that dies is noticed at once, by torchrun
-PREPARATION = datetime.timedelta(hours=12)  # of a corpus by the first process, while no collective waits
-# In the store of a launch: its name; the name of the start whose processes are to meet; whether what it was asked for
-# cannot be done.
+TIMEOUT = datetime.timedelta(minutes=10)  # limit of a collective; torchrun notices a dead process at once.
+PREPARATION = datetime.timedelta(hours=12)  # limit of the first process's work on a corpus; no collective waits for it.
+# Keys in the store of a launch: its name, the name of the start whose processes must meet, and a flag that its options
+# were refused.
 LAUNCH, START, REFUSED = "fastattn/launch", "fastattn/start", "fastattn/refused"
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """One of ``size`` processes: which, and the device that it computes on."""
+    """This process among ``size`` processes: its rank and its device."""
 
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # what torchrun lets the processes share, if there are several
-    launch: str = ""  # names the `torchrun` that started them, at all of its starts
+    store: dist.Store | None = None  # torchrun's store, shared by the processes; None for a single process
+    launch: str = ""  # name of the `torchrun` that started them, the same after a restart
     _keys: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """The result of ``function``, which only the first process runs. What it raises there ends the others too."""
+        """Return the result of ``function``, which only the first process runs. Its exception ends the others too."""
         if self.store is None:
             return function()
         key, shared = f"fastattn/{next(self._keys)}", b""
@@ -57,7 +57,7 @@ class World:
             self.store.wait([key], PREPARATION)
             shared = self.store.get(key)
             if not shared:
-                raise SystemExit(1)  # the first process says why
+                raise SystemExit(1)  # the first process reports the reason
             return pickle.loads(shared)
         try:
             result = function()
@@ -67,13 +67,16 @@ class World:
         return result
 
     def main_first(self, function: Callable[[], T]) -> T:
-        """The result of ``function``, which every process runs; what is wrong with it, the first says for all."""
+        """Return the result of ``function``, which every process runs, the first one before the others.
+
+        If it raises in the first process, the others end without running it.
+        """
         results: list[T] = []
         self.on_main(lambda: results.append(function()))
         return results[0] if self.main else function()
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag, whether it is set in any process: the same answer in all."""
+        """Return for each flag whether it is set in any process; all processes get the same result."""
         if self.size == 1:
             return flags
         found = torch.tensor(flags, dtype=torch.int32, device="cpu")
@@ -81,14 +84,14 @@ class World:
         return tuple(map(bool, found.tolist()))
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum over all processes of a small tensor, on the CPU."""
+        """Return the sum of a small tensor over all processes, on the CPU."""
         numbers = numbers.cpu()
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def interleaved(self, share: list[T]) -> list[T]:
-        """The list of which process r holds every ``size``-th element, from r on."""
+        """Return the list of which process r holds every ``size``-th element, starting at r."""
         if self.size == 1:
             return share
         shares: list[Any] = [None] * self.size
@@ -101,12 +104,12 @@ class World:
 
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
-    """This process among those of its run, as `torchrun` describes them in the environment; without it, alone.
+    """Join the processes that `torchrun` describes in the environment; without torchrun there is only this process.
 
-    After an :class:`InputError` within the block, the processes that `torchrun` starts again end without a word.
+    After an :class:`InputError` within the block, processes that `torchrun` restarts end silently.
 
     Raises:
-        InputError: there are fewer GPUs here than processes, or the environment describes some, and no launch.
+        InputError: this machine has fewer GPUs than processes, or WORLD_SIZE is set without a launch by torchrun.
     """
     cuda = torch.cuda.is_available()
     if os.environ.get("WORLD_SIZE", "1") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -126,7 +129,8 @@ def joined() -> Iterator[World]:
     try:
         device = _own_gpu(local) if cuda else torch.device("cpu")
         if size > 1:
-            # torchrun keeps the store when it starts processes again: they would find the addresses of those that died.
+            # torchrun keeps the store when it restarts processes, so they would find the addresses of dead processes.
+            # Each start therefore has its own prefix.
             store = dist.PrefixStore(f"start {_agreed_start(whole_launch, rank, size)}", whole_launch)
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -139,20 +143,20 @@ def joined() -> Iterator[World]:
 
 
 def _agreed_start(store: dist.Store, rank: int, size: int) -> str:
-    """The name of this start of the processes: the first gives it, and all have met when it is returned.
+    """Return the name of this start of the processes, chosen by the first; all have met when it is returned.
 
-    It cannot be torchrun's count of starts, which is of a machine: one that starts its processes again because another
-    machine's failed does not count.
+    torchrun's count of restarts cannot serve as the name, because it is per machine. A machine that restarts its
+    processes because another machine's failed does not count that.
     """
     if rank == 0:
         name = uuid.uuid4().hex
         store.set(START, name)
         store.wait([f"{name}/{other}" for other in range(1, size)], TIMEOUT)
-        store.set(START, "")  # who comes later waits for the next start
+        store.set(START, "")  # a process that comes later waits for the next start
         store.set(f"{name}/met", "")
         return name
     name = ""
-    while not (name and store.check([f"{name}/met"])):  # the processes of an earlier start may have died before
+    while not (name and store.check([f"{name}/met"])):  # the name may be that of a start that died before it met
         name = store.get(START).decode() or name
         if name:
             store.set(f"{name}/{rank}", "")
@@ -161,10 +165,10 @@ def _agreed_start(store: dist.Store, rank: int, size: int) -> str:
 
 
 def _own_gpu(local: int) -> torch.device:
-    """The GPU of this machine's process number ``local``, which becomes the current one."""
+    """Return the GPU of this machine's process number ``local``, and make it the current one."""
     count = torch.cuda.device_count()
     if local > count:
-        raise SystemExit(1)  # the first process that lacks one says so
+        raise SystemExit(1)  # the first process without a GPU reports it
     if local == count:
         raise InputError(f"there is no GPU for process {local + 1} here: at most {count} processes")
     torch.cuda.set_device(local)
@@ -172,7 +176,7 @@ def _own_gpu(local: int) -> torch.device:
 
 
 def sharded(module: nn.Module, layers: list[nn.Module], world: World) -> nn.Module:
-    """``module`` with its parameters divided among the processes; those of each of ``layers`` are gathered apart."""
+    """Divide the parameters of ``module`` among the processes; those of each of ``layers`` are gathered separately."""
     mesh = dist.init_device_mesh(world.device.type, (world.size,))
     for part in (*layers, module):
         fully_shard(part, mesh=mesh)
@@ -181,7 +185,7 @@ def sharded(module: nn.Module, layers: list[nn.Module], world: World) -> nn.Modu
 
 @contextlib.contextmanager
 def unsummed(module: nn.Module) -> Iterator[None]:
-    """Leaves the gradients of backward passes in this process, to be summed over all by the next one outside."""
+    """Keep the gradients of backward passes in this process; the next one outside the block sums them over all."""
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():
             yield
@@ -194,13 +198,15 @@ def unsummed(module: nn.Module) -> Iterator[None]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded: takes all processes if it is."""
+    """Return the whole of a tensor that may be sharded; if it is, all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def collected(tensor: Tensor, world: World) -> Tensor:
-    """All of a tensor that may be sharded: takes all processes if it is, and lies then in the first one's memory, on
-    the CPU. The others are left with an empty one."""
+    """Return the whole of a tensor that may be sharded; if it is, all processes must call it.
+
+    In that case the first process gets it on the CPU, and the others get an empty tensor.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     gathered = tensor.full_tensor()
@@ -208,12 +214,12 @@ def collected(tensor: Tensor, world: World) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that may be sharded."""
+    """Return this process's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def share(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process's share of what :func:`whole` gave, divided as ``parameter`` is."""
+    """Return this process's share of a whole tensor, divided like ``parameter``."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     tensor = tensor.to(parameter.device)

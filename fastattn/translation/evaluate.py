@@ -1,4 +1,4 @@
-"""How good a model is: loss on held-out text, BLEU and chrF."""
+"""Quality of a model: loss on held-out text, BLEU and chrF."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from fastattn.translation.bleu import choose, metric
 from fastattn.translation.data import Batch
 from fastattn.translation.model import Transformer
 
-# The most bytes of logits at a time, and of their softmax. Each such part reads and writes the weight's gradient once
+# Maximum bytes of logits at a time, and of their softmax. Each further part reads and writes the weight's gradient once
 # more.
 LOGIT_BYTES = 2**26
 COMPOUND = re.compile(r"(\S)-(\S)")
@@ -32,11 +32,11 @@ def smoothed_loss(
     pad_id: int,
     fixed_id: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Label-smoothed cross-entropy (section 5.4) of the logits ``linear(features, weight, bias)``.
+    """Compute the label-smoothed cross-entropy (section 5.4) of the logits ``linear(features, weight, bias)``.
 
     The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
-    ``torch.nn.functional.cross_entropy``. The logits exist for half of the rows at a time at most, in the dtype that
-    autocast gives them, as does their softmax, which is computed in float32.
+    ``torch.nn.functional.cross_entropy``. Logits and their softmax exist for at most half of the rows at a time, in the
+    dtype that autocast gives them. The softmax is computed in float32.
 
     Args:
         features: (N, d_model).
@@ -46,8 +46,8 @@ def smoothed_loss(
         fixed_id: the piece whose row of ``weight`` receives no gradient.
 
     Returns:
-        Summed over the labels other than ``pad_id``: the loss, and without gradient the plain cross-entropy, both in
-        nats, and the number of labels above whose logit there is none.
+        Three sums over the labels other than ``pad_id``: the loss in nats, the plain cross-entropy in nats, and the
+        number of labels whose logit is the row's maximum. Only the loss has a gradient.
     """
     return _SmoothedLoss.apply(features, weight, bias, labels, smoothing, pad_id, fixed_id, torch.is_grad_enabled())
 
@@ -55,14 +55,14 @@ def smoothed_loss(
 def loss_of(model: Transformer, features: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute :func:`smoothed_loss` of the model's features.
 
-    If ``model.output`` has to be called, it is called once, with all rows. Then all logits exist at once.
+    If ``model.output`` must be called, it is called once, with all rows. Then all logits exist at once.
 
     Args:
         features: (N, d_model).
         labels: int64 (N,).
 
     Returns:
-        What :func:`smoothed_loss` returns.
+        The values of :func:`smoothed_loss`.
     """
     projection, pad_id = model.projection(features), model.config.pad_id
     if projection is not None:
@@ -78,10 +78,12 @@ def loss_of(model: Transformer, features: Tensor, labels: Tensor, smoothing: flo
 
 
 class _SmoothedLoss(torch.autograd.Function):
-    """The gradients are made with the loss, part by part: (softmax - target distribution) times what the rows met.
+    """Smoothed loss whose forward pass also computes the gradients, part by part.
 
-    The uniform part of the target, smoothing / V on every piece, is taken from the products instead: that of all pieces
-    is a sum over ``weight``, that of all rows a sum over ``features``.
+    The gradient of the logits, softmax - target distribution, is multiplied by ``weight`` for the features' gradient,
+    and by ``features`` for the weight's. It leaves out the uniform part of the target, smoothing / V on every piece.
+    The products subtract this part instead. In the features' gradient it is a sum over the rows of ``weight``, in the
+    weight's gradient a sum over the rows of ``features``.
     """
 
     @staticmethod
@@ -90,12 +92,12 @@ class _SmoothedLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
         sums, uniform = stat_dtype(dtype), smoothing / pieces
         is_padding = labels == pad_id
-        # Rows of padding are 0: they add nothing to the weight's gradient.
+        # Rows of padding are 0, so that they add nothing to the weight's gradient.
         x, w = features.to(dtype).masked_fill(is_padding[:, None], 0.0), weight.to(dtype)
         b = None if bias is None else bias.to(dtype)
         wanted = recorded and any(ctx.needs_input_grad)
         grad_features, grad_weight, grad_bias = torch.empty_like(x) if wanted else None, None, None
-        # Logits and softmax of half of the rows are no more than the logits of all.
+        # Logits and softmax of half of the rows take no more memory than the logits of all rows.
         rows = max(1, min(LOGIT_BYTES // (pieces * dtype.itemsize), (len(labels) + 1) // 2))
         found = []
         with torch.autocast(device, enabled=False):
@@ -114,7 +116,7 @@ class _SmoothedLoss(torch.autograd.Function):
                     if b is not None:
                         of_part = ((~is_padding[part]).to(dtype) @ p).to(bias.dtype)
                         grad_bias = of_part if grad_bias is None else grad_bias.add_(of_part)
-                del logits, p  # before the next part's are made
+                del logits, p  # frees them before those of the next part are allocated
             of_pieces = w.sum(0, dtype=sums)
             mean = x.to(sums) @ of_pieces / pieces
             if b is not None:
@@ -144,7 +146,7 @@ class _SmoothedLoss(torch.autograd.Function):
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax of each row, and each row's maximum and sum of exponentials, (2, rows)."""
+    """Return the softmax of each row, and each row's maximum and sum of exponentials, (2, rows)."""
     p, statistics = softmax_dropout_op(logits[None, None], None, None, None, 1.0, *logits.shape, False, 0)
     return p[0, 0], statistics[:, 0, 0]
 
@@ -153,10 +155,13 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def held_out(
     model: Transformer, batches: Iterable[Batch], autocast, total: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> dict[str, float]:
-    """``valid_loss`` (nats a token, unsmoothed), ``valid_perplexity`` and ``valid_accuracy`` of batches, on any device.
+    """Compute ``valid_loss`` (nats per token, unsmoothed), ``valid_perplexity`` and ``valid_accuracy`` of batches.
 
-    ``autocast`` is the context manager to compute in, ``total`` adds what other processes found in theirs. The model is
-    left in training mode if it was.
+    The batches may be on any device. The model's training mode is restored afterwards.
+
+    Args:
+        autocast: the context manager to compute in.
+        total: adds the sums of other processes, which have other batches.
     """
     was_training, device = model.training, model.device
     model.eval()
@@ -177,17 +182,17 @@ def held_out(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), at most exp(700): a finite number, which JSON can hold."""
+    """Return exp(loss), at most exp(700), because JSON needs a finite number."""
     return math.exp(min(loss, 700.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How near translations are to their references, 0 to 100, and sacrebleu's signatures of the metrics.
+    """Scores of translations against their references, 0 to 100, and sacrebleu's signatures of the metrics.
 
-    BLEU and chrF compare detokenised translations with raw references. ``compound_split_bleu`` is of the kind that the
-    paper reports: of tokenised text whose hyphenated compounds are split at the hyphens. It is higher, and comparable
-    with nothing else. It is None unless BLEU's tokenizer is 13a.
+    BLEU and chrF compare detokenised translations with raw references. ``compound_split_bleu`` is the kind of BLEU that
+    the paper reports: tokenised text with hyphenated compounds split at the hyphens. It is higher, and comparable only
+    with scores of the same kind. It is None unless BLEU's tokenizer is 13a.
     """
 
     bleu: float
@@ -198,14 +203,14 @@ class Scores:
 
 
 def scores(translations: list[str], references: list[str], tokenize: str | None = None) -> Scores:
-    """The :class:`Scores` of translations, each with one reference.
+    """Compute the :class:`Scores` of translations, each with one reference.
 
     Args:
-        tokenize: BLEU's tokenizer, by sacrebleu's name; None: the one that :func:`~fastattn.translation.bleu.choose`
-            finds for the script of the references.
+        tokenize: sacrebleu's name of BLEU's tokenizer; None: :func:`~fastattn.translation.bleu.choose` chooses it by
+            the script of the references.
 
     Raises:
-        InputError: they differ in number, sacrebleu is not installed, or the tokenizer cannot be used.
+        InputError: the lists differ in length, sacrebleu is not installed, or the tokenizer cannot be used.
     """
     if len(translations) != len(references):
         raise InputError(f"{len(translations)} translations cannot be scored against {len(references)} references")

@@ -1,8 +1,8 @@
-"""A trained model as other programs read it.
+"""Export of a trained model to the formats of other programs.
 
-CTranslate2 has the paper's Transformer, post-norm and pre-norm, with the positions and scales that it is given.
-Marian's architecture in Hugging Face's transformers is the post-norm one with sinusoidal positions. A model that they
-cannot hold exactly is refused with the reason.
+CTranslate2 has the paper's Transformer, post-norm and pre-norm, with the positions and scales that the export gives.
+Marian's architecture in Hugging Face's transformers is post-norm with sinusoidal positions. A model that they cannot
+hold exactly is refused with the reason.
 """
 
 import json
@@ -21,16 +21,16 @@ from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import LearnedPositions, Transformer
 from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
-SINUSOIDS = 4096  # positions that an exported table of sinusoids has
+SINUSOIDS = 4096  # number of positions in an exported table of sinusoids
 
 
 def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``, for ``ctranslate2.Translator``.
 
-    It translates the pieces of ``tokenizer``; it appends the end of the sentence itself.
+    The translator takes and returns pieces of ``tokenizer``. It appends the end of the sentence itself.
 
     Raises:
-        InputError: ``out`` exists, ctranslate2 is not installed, or it has no place for what the model does.
+        InputError: ``out`` exists, ctranslate2 is not installed, or it cannot represent the model.
     """
     _check_modules(model)
     specs = require("ctranslate2.specs", "export")
@@ -77,14 +77,14 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
 def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and MarianTokenizer.
 
-    MarianTokenizer divides text as ``tokenizer`` does, except a text that begins with ``>>`` and has ``<<`` later: it
-    takes what is between them for a language. With a space before it the text is divided as it should be.
+    MarianTokenizer divides text like ``tokenizer``, except a text that begins with ``>>`` and has ``<<`` later. It
+    takes the part between them for a language. A space before the text avoids this.
 
-    Marian keeps the sines of a position before its cosines, where the paper's alternate. So the features are permuted,
-    in every matrix alike, which the model's output does not show.
+    Marian stores all sines of a position before its cosines, while the paper's alternate. So the features are permuted,
+    in all matrices alike, which does not change the model's output.
 
     Raises:
-        InputError: ``out`` exists, or Marian's architecture has no place for what the model does.
+        InputError: ``out`` exists, or Marian's architecture cannot represent the model.
     """
     _check_modules(model)
     config = model.config
@@ -99,9 +99,9 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         if not holds:
             raise InputError(f"Marian's architecture {what}")
 
-    order = torch.arange(config.d_model, device="cpu").view(-1, 2).t().flatten()  # the even features, then the odd
+    order = torch.arange(config.d_model, device="cpu").view(-1, 2).t().flatten()  # even features, then odd ones
     tied = config.tying != "none" and not config.scale_logits
-    share = config.tying == "all" and tied  # transformers hands a shared matrix on to tied models alone
+    share = config.tying == "all" and tied  # transformers passes a shared matrix only to tied models
     scale = config.d_model**-0.5 if config.scale_logits else 1.0
     bias = torch.zeros(config.vocab_size, device="cpu") if model.output.bias is None else model.output.bias
     weights = {"final_logits_bias": bias[None]}
@@ -136,7 +136,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     files = {
         "config.json": marian,
         "generation_config.json": generation,
-        # In text "</s>" is four characters, not the end of the sentence.
+        # split_special_tokens: "</s>" in a text is four characters, not the end of the sentence.
         "tokenizer_config.json": {
             "tokenizer_class": "MarianTokenizer",
             "model_max_length": SINUSOIDS,
@@ -192,8 +192,11 @@ def _marian_layer(layer: Any, order: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stack(spec: Any, stack: Any, config: TransformerConfig) -> None:
-    """A stack's layers. Before a sub-layer CTranslate2 has the norm that we have after the one before it."""
-    before = stack.norm  # of pre-norm
+    """Fill in a stack's layers.
+
+    In pre-norm, CTranslate2 stores a norm with the sub-layer after it, and fastattn with the sub-layer before it.
+    """
+    before = stack.norm  # used only in pre-norm
     for target, layer in zip(spec.layer, stack.layers, strict=True):
         sub_layers = [(target.self_attention, layer.self_attention_norm)]
         _self_attention(target.self_attention, layer.self_attention)

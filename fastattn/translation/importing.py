@@ -1,9 +1,11 @@
-"""Models that two public programs trained: github.com/jadore801120/attention-is-all-you-need-pytorch, and The Annotated
-Transformer. What they compute, :class:`~fastattn.Transformer` computes.
+"""Import of models that two public programs trained. :class:`~fastattn.Transformer` computes the same results.
 
-Their checkpoints hold no words, and the objects that do need packages of then, so the words come as text: a line each,
-in the order of the ids, of each language. The two vocabularies become one. A word that a side lacks is unknown to that
-side, as it was to the program, and is never said. Text is in the program's own form: words between spaces.
+The programs are github.com/jadore801120/attention-is-all-you-need-pytorch and The Annotated Transformer.
+
+Their checkpoints hold no words. The objects that hold them need old packages, so the words are given as text: per
+language, one word per line in the order of the ids. The two vocabularies become one. If a side lacks a word, that side
+reads it as the unknown word, like the program, and never writes it. Text is in the program's form: words between
+spaces.
 """
 
 import argparse
@@ -20,14 +22,14 @@ from fastattn.translation.data import read_lines
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
-# The programs' spellings of padding, begin, end and unknown, in the order of the tokenizer's ids.
+# Spellings of padding, begin, end and unknown in the programs, in the order of the tokenizer's ids.
 SPECIAL = (("<blank>", "<pad>"), ("<s>",), ("</s>",), ("<unk>",))
 ONE, ZERO = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
-NEVER = -1e9  # the logit of a word that the program does not know
-# Names of a module inside a wrapper: DataParallel's and DistributedDataParallel's, torch.compile's, FSDP's, activation
-# checkpointing's. Neither program has a module of such a name.
+NEVER = -1e9  # logit of a word that the program does not know.
+# Names of a module inside the wrappers DataParallel and DistributedDataParallel, torch.compile, FSDP, and activation
+# checkpointing. Neither program has a module with such a name.
 WRAPPED = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# One weight of each program, by whose name its weights are found.
+# One weight of each program, whose name identifies the program and the prefix of its weights.
 JADORE, ANNOTATED = "encoder.src_word_emb.weight", "src_embed.0.lut.weight"
 
 Weights = dict[str, Tensor]
@@ -36,18 +38,19 @@ Weights = dict[str, Tensor]
 def import_model(
     path: Path, source_words: Path, target_words: Path, heads: int | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """The model and the tokenizer of a program's checkpoint.
+    """Return the model and the tokenizer of a program's checkpoint.
 
     Args:
-        path: what the program saved: jadore801120's dictionary of "settings" and "model", or The Annotated
-            Transformer's state dict. The weights may lie in dictionaries within one another, under a prefix, and have
-            the names that DataParallel, DistributedDataParallel, FSDP and torch.compile give them.
-        source_words, target_words: text, a word a line in the order of the program's ids.
-        heads: of attention, which The Annotated Transformer's checkpoint does not say; 8, its default, if not given.
+        path: the program's file: jadore801120's dictionary of "settings" and "model", or The Annotated Transformer's
+            state dict. The weights may be in nested dictionaries, under a prefix. They may have the names that
+            DataParallel, DistributedDataParallel, FSDP and torch.compile give them.
+        source_words, target_words: text, one word per line in the order of the program's ids.
+        heads: number of attention heads, which The Annotated Transformer's checkpoint does not hold; by default 8, as
+            in the program.
 
     Raises:
-        InputError: a file that cannot be read, is of neither program or holds several models, words that do not fit,
-            or a model that computes what :class:`~fastattn.Transformer` does not, with the reason.
+        InputError: the file cannot be read, is of neither program or holds several models. Or the words do not fit, or
+            :class:`~fastattn.Transformer` cannot represent the model; the message has the reason.
     """
     saved = _read(path)
     models = list(_models(saved))
@@ -98,11 +101,12 @@ def import_model(
 
 
 def _models(saved: dict[Any, Any], place: str = "", settings: Any = None) -> Iterator[tuple[str, str, Weights, Any]]:
-    """Find the models in a dictionary and in those within it.
+    """Find the models in a dictionary and in the dictionaries within it.
 
     Yields:
-        The prefix of its names, with the keys that lead there; ``JADORE`` or ``ANNOTATED``; the weights under the
-        program's names, without scalars, which are counters of a wrapper; the settings beside or above them, or None.
+        The prefix of the model's names, preceded by the keys that lead to it; ``JADORE`` or ``ANNOTATED``; the weights
+        under the program's names, without scalars, which are counters of a wrapper; the settings from the same
+        dictionary or an outer one, or None.
     """
     settings = saved.get("settings", settings)
     weights = {
@@ -122,12 +126,12 @@ def _models(saved: dict[Any, Any], place: str = "", settings: Any = None) -> Ite
 
 
 def _unwrapped(name: str) -> str:
-    """A weight's name without those that wrappers have added."""
+    """Return a weight's name without the parts that wrappers have added."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _jadore(weights: Weights, settings: dict[str, Any]) -> tuple[dict[str, Any], Weights]:
-    """Fields of the configuration, and the weights under our names."""
+    """Return the fields of the configuration, and the weights under fastattn's names."""
     weights = dict(weights)
     for side in ("encoder", "decoder"):
         weights.pop(f"{side}.position_enc.pos_table", None)
@@ -164,7 +168,7 @@ def _jadore(weights: Weights, settings: dict[str, Any]) -> tuple[dict[str, Any],
         "head_dim": len(weights[attention.format("w_qs")]) // heads,
         "value_head_dim": len(weights[attention.format("w_vs")]) // heads,
         "dropout": settings.get("dropout", 0.1),
-        "attention_dropout": 0.1,  # whatever the settings say
+        "attention_dropout": 0.1,  # fixed in the program, not part of its settings
         "norm_eps": 1e-6,
         "scale_embeddings": scaled == "emb",
         "scale_logits": scaled == "prj",
@@ -173,8 +177,11 @@ def _jadore(weights: Weights, settings: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def _annotated(weights: Weights, heads: int) -> tuple[dict[str, Any], Weights]:
-    """The same. Its norm divides by the unbiased deviation plus 1e-6: that is LayerNorm with a smaller gain, but for a
-    millionth."""
+    """Return the fields of the configuration, and the weights under fastattn's names.
+
+    The program's norm divides by the unbiased deviation plus 1e-6. It equals LayerNorm with a smaller gain, up to a
+    millionth.
+    """
     found = {
         "source_embedding.weight": weights["src_embed.0.lut.weight"],
         "target_embedding.weight": weights["tgt_embed.0.lut.weight"],
@@ -186,7 +193,7 @@ def _annotated(weights: Weights, heads: int) -> tuple[dict[str, Any], Weights]:
     names = {"self_attn": "self_attention", "src_attn": "cross_attention", "feed_forward": "feed_forward"}
     for side, parts in (("encoder", ("self_attn", "feed_forward")), ("decoder", tuple(names))):
         count = len({name.split(".")[2] for name in weights if name.startswith(f"{side}.layers.")})
-        # Ours follows a sub-layer with the norm that the next one begins with.
+        # fastattn stores a norm with the sub-layer before it, the program with the sub-layer after it.
         norms, ours = [], [f"{side}.norm"]
         for layer in range(count):
             for place, part in enumerate(parts):
@@ -231,7 +238,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except MemoryError:
         raise
-    except Exception:  # what the unpickler raises depends on the bytes: KeyError, struct.error, any
+    except Exception:  # the unpickler's exception depends on the bytes: KeyError, struct.error or another
         raise InputError(
             f"cannot read {path}: it is no file of torch.save, or holds more than weights and settings; "
             "save the model's state dict"
@@ -251,6 +258,6 @@ def _words(path: Path) -> list[str]:
 
 
 def _places(rows: dict[str, int], pieces: list[str]) -> list[int]:
-    """For each of our pieces, its row in the program's matrices; that of the unknown word where it has none."""
+    """Return for each of fastattn's pieces its row in the program's matrices; if it has none, the unknown word's."""
     special = [next(rows[name] for name in names if name in rows) for names in SPECIAL]
     return special + [rows.get(piece, special[-1]) for piece in pieces[len(SPECIAL) :]]

@@ -1,17 +1,17 @@
-"""What the process does with memory that tensors have left."""
+"""Reuse of the memory that freed tensors leave."""
 
 import ctypes
 import os
 import sys
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
 
 
 def keep_freed() -> None:
-    """Have freed memory serve this process's next allocations, where torch allocates with GNU's malloc.
+    """Keep freed memory for this process's next allocations, if torch allocates with GNU's malloc.
 
-    By default large blocks go back to the system, which clears fresh pages for the next tensor: on a CPU a part of each
-    update (docs/training.md). Settings of malloc's in the environment go first.
+    Otherwise, large blocks go back to the system, which clears fresh pages for the next tensor. On a CPU that takes
+    part of each update's time (docs/training.md). If the environment configures malloc, nothing is changed.
     """
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     if sys.platform != "linux" or is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

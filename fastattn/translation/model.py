@@ -2,11 +2,11 @@
 
 Every sub-layer is followed by one fused dropout + residual + LayerNorm. Two tensors run through a stack: ``x``, the
 normalised input of the next sub-layer, and ``residual``, the stream that the sub-layers add to. In the paper's
-post-norm they are the same tensor; with ``norm_first`` the stream is the plain sum, and the norm that follows a
-sub-layer is the one that the next sub-layer would begin with: a stack begins with one norm and ends with its final one.
+post-norm they are the same tensor. With ``norm_first`` the stream is the plain sum, and the norm after a sub-layer is
+the first step of the next sub-layer. So a stack begins with a norm and ends with its final norm.
 
-Training and validation pack their sentences one after the other. For translation they are padded on the right, and
-padding is described by lengths alone: no mask is built, no kernel reads beyond them.
+Training and validation pack their sentences one after the other. For translation, sentences are padded on the right.
+Only lengths describe the padding: no mask is built, and no kernel reads beyond them.
 """
 
 import dataclasses
@@ -26,23 +26,26 @@ from fastattn.translation.config import TransformerConfig
 
 @dataclasses.dataclass
 class AttentionWeights:
-    """The attention probabilities of one forward pass, one (B, H, Lq, Lk) tensor a layer."""
+    """Attention probabilities of one forward pass, one (B, H, Lq, Lk) tensor per layer."""
 
     encoder: list[Tensor] = dataclasses.field(default_factory=list)
     decoder: list[Tensor] = dataclasses.field(default_factory=list)
     cross: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-# Packed sentences are filled up to a multiple of this: the matrix library prepares code for every new number of rows.
+# Packed sentences are padded to a multiple of this, because the matrix library prepares code per number of rows.
 ROW_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Sentences one after the other. The last one is padding, shorter than ``ROW_MULTIPLE``, maybe empty.
+    """Sentences one after the other. The last one is padding, shorter than ``ROW_MULTIPLE`` and possibly empty.
 
-    tokens, int64 (N,); places, int64 (N,): of each token in its sentence; offsets, int64 (sentences + 1,): where each
-    begins, and the end; longest: the length of the longest sentence, padding not counted.
+    Attributes:
+        tokens: int64 (N,).
+        places: int64 (N,), the position of each token in its sentence.
+        offsets: int64 (sentences + 1,), the start of each sentence, and the end.
+        longest: length of the longest sentence, without the padding.
     """
 
     tokens: Tensor
@@ -52,21 +55,21 @@ class Packed:
 
 
 def _between(queries: Packed, keys: Packed) -> dict[str, Any]:
-    """The arguments of an attention between packed sentences, of which the padding may be the longest."""
+    """Return the arguments of an attention between packed sentences; the padding may be the longest of them."""
     longest = {"max_q": max(queries.longest, ROW_MULTIPLE), "max_k": max(keys.longest, ROW_MULTIPLE)}
     return {"cu_seq_q": queries.offsets, "cu_seq_k": keys.offsets, **longest}
 
 
 class DecoderState:
-    """What decoding token by token has seen of B sentences, W hypotheses each: keys and values of every layer.
+    """State of decoding token by token: keys and values of every layer, of B sentences with W hypotheses each.
 
-    The hypotheses of a sentence share its encoder output, and keep the keys of all of them side by side. ``ancestry``
-    says which are a hypothesis's own: choosing other parents changes that mask, and no key is moved.
+    The hypotheses of a sentence share its encoder output and one cache with the keys of all of them. ``ancestry`` marks
+    each hypothesis's own keys. So a choice of other parents changes only that mask and moves no key.
 
     Attributes:
-        memory, source_lengths: the encoder's output (B, S, d_model), int64 (B,).
+        memory, source_lengths: the encoder's output (B, S, d_model), and int64 (B,).
         position: number of target tokens seen.
-        ancestry: bool (B, W, keys), in the order in which the keys came.
+        ancestry: bool (B, W, keys), in the order in which the keys were appended.
     """
 
     def __init__(self, memory: Tensor, source_lengths: Tensor, layers: int):
@@ -78,7 +81,7 @@ class DecoderState:
         self.cross_attention = [KeyValueCache(static=True) for _ in range(layers)]
 
     def advance(self, hypotheses: int) -> None:
-        """Count the next token of each of ``hypotheses``, whose keys the layers are about to append."""
+        """Count the next token of each of the ``hypotheses``; the layers append its keys afterwards."""
         own = torch.eye(hypotheses, dtype=torch.bool, device=self.ancestry.device)
         self.ancestry = torch.cat((self.ancestry, own.expand(len(self.ancestry), -1, -1)), -1)
         self._key_positions = torch.cat(
@@ -87,9 +90,10 @@ class DecoderState:
         self.position += 1
 
     def blocked(self, window: int) -> Tensor | None:
-        """The keys that a hypothesis's newest token does not attend to: bool (B, 1, W, keys), or None.
+        """Return the keys that a hypothesis's newest token must not attend to: bool (B, 1, W, keys), or None.
 
-        ``window``: how many positions before its own it may see; -1: all.
+        Args:
+            window: number of visible positions before its own; -1: all.
         """
         if self.ancestry.shape[1] == 1 and window == -1:
             return None
@@ -99,7 +103,7 @@ class DecoderState:
         return ~visible[:, None]
 
     def select(self, sentences: Tensor, parents: Tensor) -> None:
-        """Go on with ``sentences``, int64 (B',), whose new hypotheses continue the old ``parents``, int64 (B', W')."""
+        """Keep ``sentences``, int64 (B',), with new hypotheses that continue the old ``parents``, int64 (B', W')."""
         kept = self.ancestry[sentences]
         self.ancestry = kept.gather(1, parents[..., None].expand(-1, -1, kept.shape[2]))
         everyone = torch.arange(len(self.memory), device=sentences.device)
@@ -113,8 +117,8 @@ class Transformer(nn.Module):
     """The paper's encoder-decoder: token ids in, logits out.
 
     Args:
-        config: its shape.
-        device, dtype: of the parameters; computing in bfloat16 is ``torch.autocast``'s job.
+        config: shape of the model.
+        device, dtype: device and dtype of the parameters; use ``torch.autocast`` to compute in bfloat16.
     """
 
     def __init__(self, config: TransformerConfig, device=None, dtype=None):
@@ -142,8 +146,10 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, zero biases, gains of 1; normal embeddings from which logits begin with variance 1,
-        zero for padding."""
+        """Initialise the parameters: Xavier-uniform matrices, zero biases, gains of 1.
+
+        Embeddings are normal, scaled so that logits begin with variance 1; that of padding is zero.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -157,12 +163,12 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
+        """Device of the first parameter."""
         return next(self.parameters()).device
 
     @property
     def dropout_sites(self) -> int:
-        """Number of places where a forward pass drops elements: the rows of ``seeds``."""
+        """Number of places where a forward pass drops elements, which is the number of rows of ``seeds``."""
         encoder, decoder = self.config.encoder_layers, self.config.decoder_layers
         return 2 + EncoderLayer.SITES * encoder + DecoderLayer.SITES * decoder
 
@@ -176,14 +182,14 @@ class Transformer(nn.Module):
         seeds: Tensor | None = None,
         weights: AttentionWeights | None = None,
     ) -> Tensor:
-        """Logits of the token after each target position.
+        """Compute the logits of the token after each target position.
 
         Args:
             source: int64 (B, S), padded on the right with ``pad_id``.
             target: int64 (B, T), beginning with ``bos_id``, padded on the right.
-            source_lengths, target_lengths: int64 (B,), counted from the padding where not given.
-            seeds: int64 (``dropout_sites``, 2), one dropout seed a site, for training; drawn in one call from torch's
-                default generator where not given.
+            source_lengths, target_lengths: int64 (B,); if not given, counted from the padding.
+            seeds: int64 (``dropout_sites``, 2), one dropout seed per site, for training; if not given, drawn in one
+                call from torch's default generator.
             weights: receives the attention probabilities.
 
         Returns:
@@ -192,7 +198,7 @@ class Transformer(nn.Module):
         return self.logits(self.features(source, target, source_lengths, target_lengths, seeds=seeds, weights=weights))
 
     def features(self, source, target, source_lengths=None, target_lengths=None, *, seeds=None, weights=None) -> Tensor:
-        """:meth:`forward` without its last product: (B, T, d_model), for :meth:`logits` or :meth:`projection`."""
+        """Compute the input (B, T, d_model) of the last product, for :meth:`logits` or :meth:`projection`."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         target_lengths = self.lengths(target) if target_lengths is None else target_lengths
         if source.shape[0] != target.shape[0]:
@@ -206,15 +212,15 @@ class Transformer(nn.Module):
         return self.decoder(x, within, memory, across, sites, weights)
 
     def packed_features(self, source: Packed, target: Packed, *, seeds: Tensor | None = None) -> Tensor:
-        """:meth:`features` of packed sentences, as ``ParallelText.batch`` makes them: (target tokens, d_model).
+        """Compute :meth:`features` of packed sentences, made by ``ParallelText.batch``: (target tokens, d_model).
 
-        ``seeds`` is that of :meth:`forward`. A seed drops the attention weights that it drops of padded sentences. At
-        the other sites it goes by the packed row, so that other elements are dropped.
+        ``seeds`` has the same meaning as in :meth:`forward`. A seed drops the same attention weights as for padded
+        sentences. At the other sites it uses the packed row, so it drops other elements.
         """
         sites = self._sites(seeds, source.tokens.device)
 
         def embed(side: Packed, embedding: nn.Embedding, positions: nn.Module) -> Tensor:
-            # As an embedding, whose gradient has the same bits on every run; that of an index has not.
+            # The gradient of an embedding has the same bits on every run; the gradient of indexing has not.
             rows = F.embedding(side.places, positions(0, side.longest, side.places.device))
             return self._embed(embedding, rows, side.tokens, next(sites))
 
@@ -224,21 +230,29 @@ class Transformer(nn.Module):
         return self.decoder(x, _between(target, target), memory, _between(target, source), sites, None)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
-        """The encoder's output (B, S, d_model) for source (B, S)."""
+        """Return the encoder's output (B, S, d_model) for source (B, S)."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         return self._encode(source, source_lengths, self._sites(None, source.device), None)
 
     def begin(self, source: Tensor, source_lengths: Tensor | None = None) -> DecoderState:
-        """Encode source (B, S), to be decoded token by token by :meth:`step`."""
+        """Encode source (B, S) and return the state for decoding token by token with :meth:`step`."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
         return DecoderState(self.encode(source, source_lengths), source_lengths, self.config.decoder_layers)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Features (B, W, d_model) of the next token, (B, W), of each hypothesis of ``state``, which it joins. There is
-        one hypothesis a sentence (W = 1) until :meth:`DecoderState.select` makes more.
+        """Append a token to each hypothesis of ``state`` and compute its features.
+
+        There is one hypothesis per sentence (W = 1) until :meth:`DecoderState.select` makes more.
+
+        Args:
+            tokens: int64 (B, W).
+            state: receives the keys and values of the tokens.
+
+        Returns:
+            (B, W, d_model), from which :meth:`logits` computes the scores of the following token.
 
         Raises:
-            TypeError, ValueError: ``tokens`` are no integers of this shape.
+            TypeError, ValueError: ``tokens`` are not integers of this shape.
         """
         self._check_tokens(tokens)
         if tokens.shape != state.ancestry.shape[:2]:
@@ -257,8 +271,8 @@ class Transformer(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         """Compute scores (..., vocab_size) of features (..., d_model).
 
-        ``output`` is called as a module: its hooks run, and a module that replaces it computes the scores. A linear
-        module of torch whose call nothing can observe has its weight and bias read instead.
+        ``output`` is called as a module: its hooks run, and a module that replaces it computes the scores. If it is a
+        linear module of torch without hooks and with torch's own ``forward``, its weight and bias are read instead.
         """
         projection = self.projection(features)
         if projection is not None:
@@ -277,15 +291,15 @@ class Transformer(nn.Module):
 
     @property
     def fixed_id(self) -> int | None:
-        """The piece whose row of the last product's matrix is not trained: the padding's, of a shared embedding."""
+        """Piece whose row of the output matrix is not trained: padding if the embedding is shared, else None."""
         return None if self.config.tying == "none" else self.config.pad_id
 
     def projection(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Return the arguments of the product that gives :meth:`logits`: input, weight and bias of ``linear``.
 
         Returns:
-            The three, or None if ``output`` has to be called: it is no linear module of torch, or has hooks or another
-            ``forward``.
+            The three tensors, or None if ``output`` must be called. It must if it is not a linear module of torch, or
+            has hooks or another ``forward``.
         """
         if not is_plain_linear(self.output):
             return None
@@ -295,13 +309,13 @@ class Transformer(nn.Module):
         return features * self.config.d_model**-0.5 if self.config.scale_logits else features
 
     def _without_fixed_row(self, matrix: Tensor) -> Tensor:
-        """Return ``matrix``, (vocab_size, d_model), whose row ``fixed_id`` receives no gradient."""
+        """Return ``matrix``, (vocab_size, d_model), such that its row ``fixed_id`` receives no gradient."""
         if self.fixed_id is None or not torch.is_grad_enabled():
             return matrix
         return matrix.select_scatter(matrix[self.fixed_id].detach(), 0, self.fixed_id)
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Tokens before the padding of each row of (B, L): int64 (B,)."""
+        """Return the number of tokens before the padding in each row of (B, L): int64 (B,)."""
         self._check_tokens(tokens)
         return (tokens != self.config.pad_id).sum(1)
 
@@ -311,7 +325,7 @@ class Transformer(nn.Module):
             raise TypeError(f"tokens must be an int64 tensor (sentences, length), got {given}")
 
     def _sites(self, seeds: Tensor | None, device):
-        """One seed for every dropout site, in the order in which the forward pass meets them."""
+        """Return an iterator over one seed per dropout site, in the order of the forward pass."""
         rates = (self.config.dropout, self.config.attention_dropout, self.config.ffn_dropout)
         if not self.training or not any(rates):
             return itertools.repeat(None)
@@ -336,7 +350,7 @@ class Transformer(nn.Module):
 
 
 class _Stack(nn.Module):
-    """Layers, and with ``norm_first`` the norm before the first of them.
+    """Layers, and with ``norm_first`` the norm before the first layer.
 
     It takes the embedded tokens and the further arguments of its layers, and returns the last layer's output.
     ``caches`` holds the caches of each layer's attentions.
@@ -358,8 +372,8 @@ class _Stack(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward network.
 
-    ``within`` and, in the decoder, ``across`` are the arguments of attention that say where sentences end: lengths of
-    padded ones, or how they are packed.
+    ``within`` and, in the decoder, ``across`` are the arguments of attention that describe the ends of sentences:
+    lengths if padded, offsets if packed.
     """
 
     SITES = 4
@@ -388,8 +402,8 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the encoder's output, and feed-forward network.
 
-    ``caches`` of self-attention and of the attention to the encoder's output serve decoding token by token. Then
-    ``within`` says which of the cached keys a query sees.
+    ``caches`` of self-attention and of the attention to the encoder's output are for decoding token by token. In that
+    case, ``within`` masks the cached keys that a query must not see.
     """
 
     SITES = 6
@@ -433,9 +447,9 @@ class FeedForward(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos of the same (section 3.5), of any length.
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos of the same angle (section 3.5), of any length.
 
-    The table is float32, computed in float64, made where and when it is needed, and grows by doubling.
+    The table is float32, computed in float64. It is made on the device of its first use, and grows by doubling.
     """
 
     def __init__(self, d_model: int):
@@ -444,14 +458,14 @@ class SinusoidalPositions(nn.Module):
         self.table = torch.empty(0, d_model)
 
     def sinusoids(self, length: int, device=None) -> Tensor:
-        """The first ``length`` rows: float32 (length, d_model)."""
+        """Return the first ``length`` rows: float32 (length, d_model)."""
         position = torch.arange(length, device=device, dtype=torch.float64)
         frequency = 10000.0 ** (-torch.arange(0, self.d_model, 2, device=device, dtype=torch.float64) / self.d_model)
         angle = torch.outer(position, frequency)
         return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()
 
     def forward(self, start: int, length: int, device: torch.device) -> Tensor:
-        """Rows ``start`` to ``start + length``: (length, d_model)."""
+        """Return rows ``start`` to ``start + length``: (length, d_model)."""
         end = start + length
         if end > self.table.shape[0] or device != self.table.device:
             self.table = self.sinusoids(max(512, 2 * end), device)
@@ -459,14 +473,14 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """One trained vector a position, for at most ``max_positions`` of them."""
+    """One trained vector per position, for at most ``max_positions`` positions."""
 
     def __init__(self, max_positions: int, d_model: int, device=None, dtype=None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(max_positions, d_model, device=device, dtype=dtype))
 
     def forward(self, start: int, length: int, device: torch.device) -> Tensor:
-        """Rows ``start`` to ``start + length``: (length, d_model), on the device of the parameter."""
+        """Return rows ``start`` to ``start + length``: (length, d_model), on the device of the parameter."""
         weight = self.weight
         if start + length > weight.shape[0]:
             raise InputError(
@@ -498,10 +512,10 @@ def _norm(config: TransformerConfig, factory: dict) -> DropoutAddLayerNorm:
 def _add_norm(
     norm: DropoutAddLayerNorm, output: Tensor, residual: Tensor, seed, is_last: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(input of the next sub-layer, residual stream) after a sub-layer's ``output``.
+    """Return (input of the next sub-layer, residual stream) after a sub-layer's ``output``.
 
-    The normalised sum that only the next sub-layer's product reads has the dtype of such products; that of the last
-    sub-layer, the stack's output, has the stream's.
+    With ``norm_first``, the input of the next sub-layer has the dtype of ``output``, because only matrix products read
+    it. After the last sub-layer it is the stack's output and has the stream's dtype.
     """
     if norm.prenorm:
         return norm(output, residual, seed, out_dtype=None if is_last else output.dtype)

@@ -1,4 +1,4 @@
-"""Pictures of a run: its loss curve, and where a translation attends."""
+"""Pictures of a run: its loss curve, and the attention of a translation."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ from fastattn.translation.tokenizer import Tokenizer
 
 KINDS = [field.name for field in dataclasses.fields(AttentionWeights)]  # encoder, decoder, cross
 SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
-LABELS = (84, 56)  # columns and rows of the whole picture that have room for a label
+LABELS = (84, 56)  # number of columns and rows in the whole picture that have room for a label
 
 
 def loss_curve(rows: list[dict[str, float]], path: Path) -> None:
-    """Cross-entropy of training and validation, without label smoothing, over the updates of ``metrics.jsonl``."""
+    """Draw the cross-entropy of training and validation, without label smoothing, over the updates."""
     picture = figures.figure(7, 4)
     axes = picture.add_subplot()
     valid = [row for row in rows if "valid_loss" in row]
@@ -33,7 +33,7 @@ def loss_curve(rows: list[dict[str, float]], path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The attention of each head of a layer: probabilities (H, rows, columns), and the pieces along both."""
+    """Attention of each head of a layer: probabilities (H, rows, columns), and the pieces of rows and columns."""
 
     weights: Tensor
     rows: list[str]
@@ -44,17 +44,17 @@ class Heads:
 def attention_heads(
     model: Transformer, tokenizer: Tokenizer, source: str, target: str, kind: str = "cross", layer: int | None = None
 ) -> Heads:
-    """How a layer's heads attend while ``model`` reads ``source`` and predicts ``target``.
+    """Compute the attention of a layer's heads while ``model`` reads ``source`` and predicts ``target``.
 
-    The rows are the pieces of the source ("encoder"), or those that are predicted ("decoder", "cross"). The columns are
-    the pieces that are attended to: of the source, or of the target so far, from its beginning on ("decoder").
+    The rows are the pieces of the source ("encoder"), or the predicted pieces ("decoder", "cross"). The columns are the
+    pieces that are attended to: those of the source, or those of the target so far, begin included ("decoder").
 
     Args:
         kind: "encoder", "decoder" or "cross".
-        layer: counted from 1; the last where not given.
+        layer: counted from 1; by default the last.
 
     Raises:
-        InputError: another kind, or a layer that the model lacks.
+        InputError: the kind is another one, or the model lacks the layer.
     """
     layer = check_layer(model.config, kind, layer)
     begin, end = model.config.bos_id, model.config.eos_id
@@ -69,7 +69,7 @@ def attention_heads(
 
 
 def heat_maps(heads: Heads, path: Path, title: str) -> None:
-    """One map a head, on one scale, as a PNG or SVG of a screen's size."""
+    """Draw one map per head, all on one scale, as a PNG or SVG of a screen's size."""
     number = len(heads.weights)
     high = math.isqrt(number)
     wide = math.ceil(number / high)
@@ -94,7 +94,7 @@ def heat_maps(heads: Heads, path: Path, title: str) -> None:
 
 
 def check_layer(config: TransformerConfig, kind: str, layer: int | None) -> int:
-    """The layer, counted from 1, the last where not given; raises :class:`InputError` for one that does not exist."""
+    """Return the layer, counted from 1, by default the last; raise :class:`InputError` if it does not exist."""
     if kind not in KINDS:
         raise InputError(f"unknown kind of attention {kind!r}, expected one of {', '.join(KINDS)}")
     layers = config.encoder_layers if kind == "encoder" else config.decoder_layers

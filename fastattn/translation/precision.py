@@ -1,4 +1,4 @@
-"""In which precision a model computes: bf16, fp32, or auto."""
+"""Precision in which a model computes: bf16, fp32, or auto."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ BFLOAT16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}  # as the
 
 
 def resolve(precision: str) -> str:
-    """The precision, "bf16" or "fp32"; for "auto" bf16 where this machine multiplies such matrices in hardware.
+    """Return "bf16" or "fp32"; for "auto", bf16 if this machine multiplies bfloat16 matrices in hardware.
 
     Raises:
-        InputError: another name.
+        InputError: the precision has another name.
     """
     if precision in DTYPES:
         return precision

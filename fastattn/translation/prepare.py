@@ -1,8 +1,9 @@
 """WMT14's parallel text, from its archives to the plain text that training and evaluation read.
 
-Training text is all that the task gave; validation is newstest2013, on which the paper chose its models, test is
-newstest2014 whole, as ``sacrebleu -t wmt14/full`` has it. A sentence is a line, with single spaces and otherwise as the
-archives have it; pairs with an empty side are left out. Nothing is tokenised: the vocabulary is learned from raw text.
+Training text is the task's whole training text. Validation is newstest2013, on which the paper chose its models. Test
+is the whole of newstest2014, as in ``sacrebleu -t wmt14/full``. Each line is one sentence of the archives, changed only
+to single spaces. Pairs with an empty side are left out. The text is not tokenised, because the vocabulary is learned
+from raw text.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ from fastattn.translation import checkpoint
 
 MANIFEST = "manifest.json"
 BLOCK = 2**20
-PATIENCE = 60  # seconds without a byte
+PATIENCE = 60  # timeout in seconds without a byte
 SEGMENT = re.compile(rb"<seg .*?>(.*)</seg>")
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A tar file as its publisher offers it. Sizes and checksums are those that TensorFlow Datasets has published."""
+    """Tar file at its publisher. Sizes and checksums are those that TensorFlow Datasets has published."""
 
     url: str
     size: int
@@ -82,7 +83,7 @@ ARCHIVES = [
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Parallel text in an archive: a pattern of the names of its two files, where ``{}`` stands for the language."""
+    """Parallel text in an archive: a pattern of the names of its two files, in which ``{}`` stands for the language."""
 
     split: str
     archive: str
@@ -90,14 +91,14 @@ class Part:
 
 
 def _parts(language: str, *more: Part) -> tuple[Part, ...]:
-    """What the task gave of English and ``language``."""
+    """Return the task's parallel text of English and ``language``."""
     return (
         Part("train", "training-parallel-europarl-v7.tgz", rf"europarl-v7\.{language}-en\.{{}}"),
         Part("train", "training-parallel-commoncrawl.tgz", rf"commoncrawl\.{language}-en\.{{}}"),
         Part("train", "training-parallel-nc-v9.tgz", rf"news-commentary-v9\.{language}-en\.{{}}"),
         *more,
         Part("dev", "dev.tgz", r"newstest2013\.{}"),
-        # A side is the source of one direction and the reference of the other: the same sentences.
+        # Each side is the source of one direction and the reference of the other, with the same sentences.
         Part("test", "dev.tgz", rf"newstest2014-{language}en-(src|ref)\.{{}}\.sgm"),
     )
 
@@ -117,20 +118,21 @@ CORPORA = {
 
 
 def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
-    """Write the new folder ``out``: ``train``, ``dev`` and ``test``, each ``.LANGUAGE`` twice, whose lines n pair up.
+    """Write the new folder ``out``: ``train``, ``dev`` and ``test``, each with one file ``.LANGUAGE`` per language.
 
-    ``out/manifest.json`` holds the checksums of the archives, the pairs of each part, and the checksums of the files.
+    Line n of one file translates line n of the other. ``out/manifest.json`` holds the checksums of the archives, the
+    number of pairs of each part, and the checksums of the files.
 
     Args:
-        corpus: of :data:`CORPORA`.
-        archives: the folder of the archives. What is missing is fetched, and an interrupted download continued.
+        corpus: a key of :data:`CORPORA`.
+        archives: the folder of the archives. Missing archives are fetched, and an interrupted download is continued.
 
     Returns:
-        The pairs of each split.
+        The number of pairs of each split.
 
     Raises:
-        InputError: ``out`` exists, an archive is another than expected or cannot be fetched, or its text does not pair
-            up. Then there is no ``out``.
+        InputError: ``out`` exists, an archive differs from the expected one or cannot be fetched, or its text does not
+            pair up. Nothing is written to ``out`` after an error.
     """
     if corpus not in CORPORA:
         raise InputError(f"unknown corpus {corpus!r}, expected one of {', '.join(CORPORA)}")
@@ -158,34 +160,35 @@ def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
 
 
 def fetch(archive: Archive, folder: Path) -> None:
-    """Have ``folder`` hold the archive, with the size and the checksum that are expected.
+    """Fetch the archive into ``folder`` unless it is there, and check its size and checksum.
 
-    A download goes into a file of its own, NAME.part, from whose end the next one continues. One process at a time
+    A download goes into a separate file, NAME.part. The next download continues at its end. Only one process at a time
     downloads into a folder.
 
     Raises:
-        InputError: it cannot be fetched, or is another, or another process downloads into the folder.
+        InputError: the archive cannot be fetched, the file differs from it, or another process downloads into the
+            folder.
     """
     path = folder / archive.name
     with contextlib.ExitStack() as stack:
         if not path.exists():
             stack.enter_context(checkpoint.locked(folder))
-        if path.exists():  # asked under the lock, since who held it before may have fetched it
+        if path.exists():  # tested under the lock, because its last holder may have fetched the file
             if difference := _difference(archive, path):
                 raise InputError(f"{path} {difference}: it is not {archive.url}; remove it to fetch that")
             return
         part = path.with_name(f"{path.name}.part")
         _download(archive, part)
         if difference := _difference(archive, part):
-            part.unlink()  # to continue would not mend it
+            part.unlink()  # continuing would not correct it
             raise InputError(f"{archive.url} {difference}; run this again, or put the file into {folder}")
         part.rename(path)
 
 
 def _download(archive: Archive, part: Path) -> None:
-    """Continue ``part`` to the archive's size; a connection that breaks is opened again as long as it brought any.
+    """Continue ``part`` to the archive's size; a broken connection is opened again if it has brought any bytes.
 
-    An answer that is not of the rest or the whole of so many bytes, as a proxy's page is, leaves ``part`` as it is.
+    If the answer has neither the size of the rest nor that of the whole, such as a proxy's page, ``part`` is unchanged.
     """
     bar = require("tqdm").tqdm(
         total=archive.size, unit="B", unit_scale=True, desc=archive.name, ncols=80, disable=not sys.stderr.isatty()
@@ -222,7 +225,7 @@ def _size(path: Path) -> int:
 
 
 def _difference(archive: Archive, path: Path) -> str:
-    """How a file differs from the archive that is expected, or ""."""
+    """Return how a file differs from the expected archive, or ""."""
     if (size := path.stat().st_size) != archive.size:
         return f"has {size} bytes, expected {archive.size} bytes"
     digest = _sha256(path)
@@ -238,7 +241,7 @@ def _sha256(path: Path) -> str:
 
 
 def _extract(archive: Path, parts: list[Part], languages: list[str], folder: Path) -> dict[Part, list[Path]]:
-    """Put the two files of each part into ``folder``, in one pass over the archive; returns where."""
+    """Extract the two files of each part into ``folder``, in one pass over the archive; return their paths."""
     files = [(part, language, re.compile(part.file.format(language))) for part in parts for language in languages]
     found: dict[tuple[Part, str], Path] = {}
     try:
@@ -261,7 +264,10 @@ def _extract(archive: Path, parts: list[Part], languages: list[str], folder: Pat
 
 
 def _append(part: Part, sides: list[Path], files: list[Path]) -> int:
-    """Append the pairs of two extracted files, which it removes, to two ``files`` of text; returns their number."""
+    """Append the pairs of two extracted files to two ``files`` of text; return their number.
+
+    The extracted files are removed.
+    """
     number = kept = 0
     with contextlib.ExitStack() as stack:
         sources, targets = (stack.enter_context(open(path, "rb")) for path in sides)
@@ -284,5 +290,5 @@ def _append(part: Part, sides: list[Path], files: list[Path]) -> int:
 
 
 def _segments(file: IO[bytes]) -> Iterator[bytes]:
-    """The sentences of the task's SGML, which is none that a parser reads: one a line, entities as they stand there."""
+    """Yield the sentences of the task's SGML, one per line, with entities unchanged; no parser reads its SGML."""
     return (match[1] for line in file if (match := SEGMENT.match(line)))

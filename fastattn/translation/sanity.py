@@ -1,4 +1,4 @@
-"""What is probably wrong with a corpus: said before hours are spent on it."""
+"""Warnings of probable mistakes in a corpus, given before hours are spent on it."""
 
 import collections
 import itertools
@@ -12,15 +12,15 @@ from fastattn.translation.tokenizer import Tokenizer
 
 Pairs = tuple[list[str], list[str]]
 
-EXAMINED = 200_000  # pairs, the first of a training text; only what overlaps is looked for in all of it
-OVERLAP = 0.05  # of held-out sources that also stand in the training text; verses and news repeat themselves a little
-COPIES = 0.05  # of pairs whose sides are equal; few teach a model to copy (Khayrallah and Koehn 2018)
-LEFT_OUT = 0.05  # of pairs that no update sees
-WHOLE_WORDS = 0.2  # of words that are one piece, at least
-SPACED = 20  # characters a word, at most: above, the script has no spaces between words
-PAIRED = 0.3  # correlation of the lengths of sentences and their translations, at least; real text has 0.8 and more
-ENOUGH = 100  # lines from which on a share says something
-# UTF-8 read as Latin-1 or Windows-1252 and written again, the character for what could not be read, and UTF-16.
+EXAMINED = 200_000  # number of first training pairs that are examined; only overlaps are looked for in the whole text.
+OVERLAP = 0.05  # maximum share of held-out sources in the training text; verses and news repeat themselves a little.
+COPIES = 0.05  # maximum share of pairs with equal sides; even few teach a model to copy (Khayrallah and Koehn 2018).
+LEFT_OUT = 0.05  # maximum share of pairs that no update sees.
+WHOLE_WORDS = 0.2  # minimum share of words that are one piece.
+SPACED = 20  # maximum characters per word; above, the script has no spaces between words.
+PAIRED = 0.3  # minimum correlation between the lengths of sentences and their translations; real text has at least 0.8.
+ENOUGH = 100  # minimum lines for a meaningful share or correlation.
+# UTF-8 read as Latin-1 or Windows-1252 and written again, the replacement character, and UTF-16.
 MOJIBAKE = re.compile("[ÃÂ][\u0080-\u00bf]|â€|\ufffd|\0")
 
 
@@ -31,7 +31,7 @@ def training_warnings(
     valid_text: ParallelText,
     tokenizer: Tokenizer,
 ) -> list[str]:
-    """What is suspicious in the text of a run: its training ``pairs`` and those of ``valid``, and both encoded."""
+    """Return warnings about the text of a run: its training ``pairs``, the pairs of ``valid``, and both encoded."""
     pairs = iter(pairs)
     first = list(itertools.islice(pairs, EXAMINED))
     train = [source for source, _ in first], [target for _, target in first]
@@ -63,7 +63,7 @@ def training_warnings(
 
 
 def translation_warnings(lines: list[str], first: int, tokenizer: Tokenizer) -> list[str]:
-    """What is suspicious in lines to translate, counted from ``first``."""
+    """Return warnings about lines to translate, numbered from ``first``."""
     may_be = [(number, line) for number, line in enumerate(lines, first) if len(line) > MAX_TRAINING_PIECES]
     encoded = zip(may_be, tokenizer.encode([line for _, line in may_be]), strict=True)
     overlong = [(number, len(ids)) for (number, _), ids in encoded if len(ids) > MAX_TRAINING_PIECES]
@@ -77,14 +77,14 @@ def translation_warnings(lines: list[str], first: int, tokenizer: Tokenizer) -> 
 
 
 def overlap_warnings(sources: list[str], tokenizer: Tokenizer, training: Sentences) -> list[str]:
-    """What is suspicious in lines to evaluate a model on, beside the sources that it was trained on."""
+    """Return warnings about test lines that also occur among the sources that the model was trained on."""
     return _overlap(training.hold(tokenizer.encode(sources)), "test")
 
 
 def evaluation_warnings(
     sources: list[str], translations: list[str], references: list[str], text: ParallelText
 ) -> list[str]:
-    """What is suspicious in translations beside their references, which ``text`` holds encoded with their sources."""
+    """Return warnings about translations and their references; ``text`` holds sources and references, encoded."""
     found = [*_pairing((sources, references), "test"), *_encoding((sources, references), "test")]
     if text.left_out:
         found.append(
@@ -100,14 +100,14 @@ def evaluation_warnings(
 
 
 def _pairing(pairs: Pairs, name: str) -> list[str]:
-    """Copies, and lines that do not translate each other."""
+    """Return warnings about copies, and about lines that do not translate each other."""
     sources, targets = pairs
     copied = (_normal(s) == _normal(t) != "" for s, t in zip(sources, targets, strict=True))
     found = _share(copied, COPIES, f"{name} pairs have two equal sides", "a model learns to copy from them")
     if len(sources) >= ENOUGH:
         sizes = torch.tensor([[len(line) for line in side] for side in pairs], dtype=torch.float64, device="cpu")
-        bounded = sizes.minimum(3 * sizes.median(dim=1, keepdim=True).values)  # a few are overlong
-        correlation = float(torch.corrcoef(bounded)[0, 1])  # NaN where all lines of a side are as long
+        bounded = sizes.minimum(3 * sizes.median(dim=1, keepdim=True).values)  # overlong lines count less
+        correlation = float(torch.corrcoef(bounded)[0, 1])  # NaN if all lines of a side have the same length
         if correlation < PAIRED:
             found.append(
                 f"the lengths of the {name} lines and of their translations hardly go together (correlation "
@@ -130,7 +130,7 @@ def _encoding(pairs: Pairs, name: str) -> list[str]:
 
 
 def _swapped(train: Pairs, valid: Pairs) -> list[str]:
-    """The validation files in the other order than the training files."""
+    """Return a warning if the validation files are in the other order than the training files."""
     straight, crossed = (
         sum(_fit(known, lines) for known, lines in zip(train, side, strict=True)) for side in (valid, valid[::-1])
     )
@@ -140,7 +140,7 @@ def _swapped(train: Pairs, valid: Pairs) -> list[str]:
 
 
 def _fit(known: Iterable[str], lines: Iterable[str]) -> float:
-    """The share of the words of ``lines`` that ``known`` has."""
+    """Return the share of the words of ``lines`` that occur in ``known``."""
     vocabulary = {word for line in known for word in line.lower().split()}
     words = [word for line in lines for word in line.lower().split()]
     return sum(word in vocabulary for word in words) / max(1, len(words))
@@ -152,7 +152,7 @@ def _overlap(seen: Iterable[bool], name: str) -> list[str]:
 
 
 def _share(hits: Iterable[bool], most: float, what: str, why: str) -> list[str]:
-    """A warning where more than ``most`` of the lines are hits: how many, and the first."""
+    """Return a warning with the number of hits and the first one, if more than a share ``most`` of lines are hits."""
     marks = list(hits)
     number = sum(marks)
     if number <= most * len(marks):

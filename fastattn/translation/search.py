@@ -13,14 +13,14 @@ from fastattn.translation.data import Sentences
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
-FOLD = 40  # rows into which `_largest` folds a vocabulary
-MOST_TOKENS = 2**16  # of a batch: its hypotheses times the pieces of its longest source
-STEEPEST = 5.0  # length penalty: steeper ones have no use, and their powers of a length overflow
+FOLD = 40  # number of rows into which `_largest` folds a vocabulary.
+MOST_TOKENS = 2**16  # maximum per batch of its hypotheses times the pieces of its longest source.
+STEEPEST = 5.0  # maximum length penalty; steeper ones have no use, and their powers of a length overflow.
 
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
-    """A translation: its piece ids without begin and end, and log P / ((5 + length) / 6)**alpha, end counted."""
+    """Translation: its piece ids without begin and end, and log P / ((5 + length) / 6)**alpha, with the end counted."""
 
     tokens: list[int]
     score: float
@@ -28,7 +28,7 @@ class Hypothesis:
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """The text and the score of a hypothesis."""
+    """Text and score of a hypothesis."""
 
     text: str
     score: float
@@ -36,21 +36,22 @@ class Translation:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """How translations are searched for: by beam search or, with a temperature, by sampling.
+    """Settings of the search for translations: beam search or, with a temperature, sampling.
 
     Args:
-        beam: hypotheses a sentence; 1 is greedy decoding.
+        beam: hypotheses per sentence; 1 is greedy decoding.
         length_penalty: alpha, by which hypotheses of different lengths are compared.
-        batch_size: sentences at a time, of long ones fewer: it changes the speed, not the output.
-        n_best: translations a sentence.
+        batch_size: sentences at a time, fewer if they are long. It changes the speed, not the output.
+        n_best: translations per sentence.
         temperature: draw each token from softmax(logits / temperature).
-        top_k: of the k likeliest only; 0: of all.
-        top_p: of the likeliest that have this probability together only (Holtzman et al. 2020, section 3.1).
-        extra_tokens: how many tokens more than its source a translation has at most (section 6.1).
-        seed: of the draws, which depend on it, the sentence and the temperature alone.
+        top_k: draw only from the k likeliest pieces; 0: from all.
+        top_p: draw only from the likeliest pieces that together have this probability (Holtzman et al. 2020,
+            section 3.1).
+        extra_tokens: maximum number of tokens by which a translation exceeds its source (section 6.1).
+        seed: seed of the draws, which depend only on it and the sentence, not on the rest of the batch.
 
     Raises:
-        InputError: a value outside its range.
+        InputError: a value is outside its range.
     """
 
     beam: int = 4
@@ -82,15 +83,15 @@ class Search:
 
 @torch.inference_mode()
 def beam_search(model: Transformer, source: Tensor, source_lengths: Tensor, search: Search) -> list[list[Hypothesis]]:
-    """The ``search.n_best`` best hypotheses of each sentence, best first.
+    """Return the ``search.n_best`` best hypotheses of each sentence, best first.
 
     Each sentence keeps ``search.beam`` hypotheses, ranked by log P / ((5 + length) / 6)**``search.length_penalty``. A
-    finished one is frozen: it keeps its score and its place until better ones push it out. A sentence ends when all its
-    hypotheses are finished or have as many tokens as its source and ``search.extra_tokens`` more. Sentences do not
+    finished hypothesis keeps its score, and its place until better ones replace it. A sentence ends when all its
+    hypotheses are finished, or when they have ``search.extra_tokens`` tokens more than the source. Sentences do not
     influence one another.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
         source: int64 (B, S), padded on the right.
         source_lengths: int64 (B,), at least 1.
     """
@@ -99,7 +100,7 @@ def beam_search(model: Transformer, source: Tensor, source_lengths: Tensor, sear
     batch, longest = len(source), int(limits.max())
     results: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
-    # One hypothesis a sentence before the first step, ``width`` of them after it.
+    # One hypothesis per sentence before the first step, up to ``beam`` after it.
     state = model.begin(source, source_lengths)
     sentence = torch.arange(batch, device=device)
     tokens = torch.full((batch, 1, 1), config.bos_id, device=device)
@@ -113,7 +114,7 @@ def beam_search(model: Transformer, source: Tensor, source_lengths: Tensor, sear
         logits[..., [config.pad_id, config.bos_id]] = -torch.inf
         choice, token = _largest(logits, min(beam, config.vocab_size - 2))
         choice = choice - log_sum
-        # A finished hypothesis has one continuation: itself.
+        # The only continuation of a finished hypothesis is the hypothesis itself.
         choice[finished] = -torch.inf
         choice[..., 0].masked_fill_(finished, 0.0)
         token[finished] = config.pad_id
@@ -144,10 +145,10 @@ def beam_search(model: Transformer, source: Tensor, source_lengths: Tensor, sear
 
 @torch.inference_mode()
 def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: Search) -> list[list[Hypothesis]]:
-    """``search.n_best`` hypotheses of each sentence, drawn token by token; best first.
+    """Draw ``search.n_best`` hypotheses of each sentence token by token; return them best first.
 
-    The arguments are :func:`beam_search`'s; ``search`` has a temperature. The draws of a sentence come from a generator
-    of its own.
+    The arguments are those of :func:`beam_search`; ``search`` must have a temperature. Each sentence has its own
+    generator.
     """
     if search.temperature is None:
         raise InputError("sampling needs a temperature")
@@ -155,7 +156,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
     limits = (source_lengths + search.extra_tokens).clamp(max=config.most_positions)
     results: list[list[Hypothesis]] = [[] for _ in source]
     draws = [
-        random.Random(f"{search.seed} {ids[:length]}")  # a string seeds it alike in every process
+        random.Random(f"{search.seed} {ids[:length]}")  # a string is the same seed in every process
         for ids, length in zip(source.tolist(), source_lengths.tolist(), strict=True)
     ]
     state = model.begin(source, source_lengths)
@@ -168,10 +169,10 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
         logits = model.logits(model.step(tokens[:, :, -1], state)).float()
         log_sum = logits.logsumexp(-1)
         logits[..., [config.pad_id, config.bos_id]] = -torch.inf
-        uniform = torch.tensor(  # a float32 would round to 1
+        uniform = torch.tensor(  # float64, because a float32 could round to 1
             [[draws[i].random() for _ in range(width)] for i in sentence.tolist()], dtype=torch.float64, device=device
         )
-        scaled = (logits - logits.amax(-1, keepdim=True)).double() / search.temperature  # of any size
+        scaled = (logits - logits.amax(-1, keepdim=True)).double() / search.temperature  # tiny temperatures too
         token = _draw(scaled, uniform, search.top_k, search.top_p)
         gained = logits.gather(-1, token[..., None])[..., 0] - log_sum
         log_p = log_p + gained.masked_fill(finished, 0.0)
@@ -194,7 +195,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
 
 
 def _draw(logits: Tensor, uniform: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Of each row of logits (..., V) the token at which the cumulated probability exceeds ``uniform`` (...)."""
+    """Return, per row of logits (..., V), the token at which the cumulated probability exceeds ``uniform`` (...)."""
     logits, token = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # likeliest first
     p = logits.softmax(-1)
     p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
@@ -204,7 +205,14 @@ def _draw(logits: Tensor, uniform: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _hypotheses(tokens: Tensor, length: Tensor, finished: Tensor, score: Tensor) -> list[Hypothesis]:
-    """A sentence's, of tokens (W, 1 + T) that begin with begin; length (W,) counts the end of those that have one."""
+    """Return a sentence's hypotheses.
+
+    Args:
+        tokens: (W, 1 + T), from the begin token on.
+        length: (W,), without begin; it counts the end token of a finished hypothesis.
+        finished: bool (W,).
+        score: (W,).
+    """
     ends = (1 + length - finished.long()).tolist()
     return [
         Hypothesis(ids[1:end], value) for ids, end, value in zip(tokens.tolist(), ends, score.tolist(), strict=True)
@@ -212,9 +220,10 @@ def _hypotheses(tokens: Tensor, length: Tensor, finished: Tensor, score: Tensor)
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``x.topk(k)`` of long rows, by one fast pass over them: the k largest are in the k columns of largest maximum.
+    """Return ``x.topk(k)`` of long rows after one fast pass over them.
 
-    A row is read as a matrix of ``FOLD`` rows; what is left over is looked at with the columns found.
+    A row is folded into a matrix of ``FOLD`` rows. The k largest elements are in the k columns with the largest maxima.
+    These columns and the elements beyond the matrix are the candidates of a small topk.
     """
     columns = x.shape[-1] // FOLD
     if columns < 4 * k:
@@ -230,7 +239,10 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _fill_gaps(done: Tensor) -> Tensor:
-    """The sentences that are not done: the last of them in the places of those that are, the others in their own."""
+    """Return the indices of the sentences that are not done; the last of them fill the places of finished ones.
+
+    The others keep their places, so that few rows of the caches move.
+    """
     alive = (~done).nonzero()[:, 0]
     order = torch.arange(len(alive), device=done.device)
     gaps = done[: len(alive)]
@@ -245,9 +257,10 @@ def candidates(
     search: Search = Search(),
     advance: Callable[[int], object] = lambda sentences: None,
 ) -> list[list[Translation]]:
-    """The ``search.n_best`` translations of each line, best first, in the order of the lines; none of a blank line.
+    """Return the ``search.n_best`` translations of each line, best first, in the order of the lines.
 
-    Sentences of like length share a batch. ``advance`` is told how many more are done.
+    A blank line has none. Sentences of similar length share a batch. ``advance`` is called after each batch with its
+    number of sentences.
     """
     ids = tokenizer.encode(lines)
     sentences = Sentences.of(ids)
@@ -277,6 +290,6 @@ def translate(
     search: Search = Search(),
     advance: Callable[[int], object] = lambda sentences: None,
 ) -> list[str]:
-    """The best of each line's :func:`candidates`; that of a blank line is empty."""
+    """Return the best of each line's :func:`candidates`, empty for a blank line."""
     found = candidates(model, tokenizer, lines, search, advance)
     return [translations[0].text if translations else "" for translations in found]

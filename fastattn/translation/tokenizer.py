@@ -1,4 +1,4 @@
-"""Byte-pair encoding shared by both languages, by sentencepiece."""
+"""Byte-pair encoding shared by both languages, with sentencepiece."""
 
 import collections
 import functools
@@ -13,25 +13,23 @@ from fastattn.errors import InputError, require
 from fastattn.translation.config import NORMALIZATIONS
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
-LEARNED_FROM = 10_000_000  # lines
-SPACE = "\u2581"  # begins a word, as sentencepiece spells it
-RESERVED = "\u2585"  # sentencepiece's trainer leaves out a line with this character
-NAME = re.compile(
-    "<(?=(?:pad|s|/s|unk)>)"
-)  # begins the name of a special piece, which the trainer leaves out of a line
+LEARNED_FROM = 10_000_000  # maximum lines that pieces are learned from.
+SPACE = "\u2581"  # sentencepiece's spelling of the space before a word.
+RESERVED = "\u2585"  # character that makes sentencepiece's trainer drop a line.
+NAME = re.compile("<(?=(?:pad|s|/s|unk)>)")  # begin of a special piece's name, which the trainer drops from a line.
 # sentencepiece computes the share of characters that have a piece in float32, and drops the rest once it rounds to 1.
-# A character that is rarer than one of so many is required by name.
+# Characters rarer than one in RARE are therefore required by name.
 RARE = 2**23
-LONGEST_LINE = 2**30  # bytes; sentencepiece leaves out what is longer
+LONGEST_LINE = 2**30  # bytes; sentencepiece drops longer lines
 
 
 class Tokenizer:
-    """Text to piece ids and back.
+    """Converter of text to piece ids and back.
 
     Args:
-        model: the bytes of a sentencepiece model, as :meth:`train` makes them and a checkpoint's tokenizer.model holds.
-        target_model: the same pieces with the normalization of the target's text, as target.model holds them; None:
-            ``model``, whose normalization is then of both sides.
+        model: bytes of a sentencepiece model, made by :meth:`train` or read from a checkpoint's tokenizer.model.
+        target_model: bytes of a model with the same pieces and the normalization of the target's text, read from
+            target.model; None: ``model`` serves both sides.
 
     Attributes:
         models: the given bytes, one or two.
@@ -49,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, lines: Iterable[str], vocab_size: int, normalization: str = "nmt_nfkc") -> "Tokenizer":
-        """Learn ``vocab_size`` pieces from lines that one normalization is for: :meth:`of_pairs` has the rules."""
+        """Learn ``vocab_size`` pieces from lines with one normalization; :meth:`of_pairs` lists the rules."""
         return cls(_with_rule(_learned(map(_normalizer(normalization), lines), vocab_size), normalization))
 
     @classmethod
@@ -58,16 +56,16 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn ``vocab_size`` pieces from both sides of sentence pairs.
 
-        Every character of the normalised text is a piece, except U+0000, which is unknown, and U+2581, by which
-        sentencepiece spells a space. Of more than ``LEARNED_FROM`` lines, as many are drawn at random, the same ones in
-        every process.
+        Every character of the normalised text is a piece, except U+0000, which is unknown, and U+2581, sentencepiece's
+        spelling of a space. If there are more than ``LEARNED_FROM`` lines, that many are drawn at random, the same ones
+        in every process.
 
         Args:
             normalization, target_normalization: rules of sentencepiece, for sources and targets: "nfkc", "nmt_nfkc" or
                 "identity".
 
         Raises:
-            InputError: another rule, or a vocabulary that does not fit the text.
+            InputError: a rule is another one, or the vocabulary size does not fit the text.
         """
         rules = normalization, target_normalization
         sides = [_normalizer(rule) for rule in rules]
@@ -78,7 +76,7 @@ class Tokenizer:
 
     @classmethod
     def of_words(cls, words: list[str]) -> tuple["Tokenizer", list[str]]:
-        """A tokenizer whose pieces are the words between spaces, and these in the order of its ids.
+        """Return a tokenizer whose pieces are the words between spaces, and these words in the order of its ids.
 
         Raises:
             InputError: a word is empty or has a space.
@@ -102,28 +100,28 @@ class Tokenizer:
 
     @functools.cached_property
     def _has_words(self) -> bool:
-        """Whether the pieces are words, as :meth:`of_words` makes them."""
+        """Whether the pieces are words, made by :meth:`of_words`."""
         pieces = self.pieces(list(range(UNK_ID + 1, self.vocab_size)))
         return all(len(piece) > 1 and piece.startswith(SPACE) for piece in pieces)
 
     def encode(self, lines: list[str], target: bool = False) -> list[list[int]]:
-        """Piece ids of each line, without begin and end; ``target``: of the target's text, not of the source's."""
-        if self._has_words:  # sentencepiece makes one piece of unknown words side by side
+        """Return the piece ids of each line, without begin and end; ``target`` selects the target's normalization."""
+        if self._has_words:  # sentencepiece would merge adjacent unknown words into one piece
             words = ([f"{SPACE}{word}" for word in line.split(" ") if word] for line in lines)
             return [self._processor.piece_to_id(pieces) for pieces in words]
         processor = self._target_processor if target else self._processor
         return processor.encode(lines, num_threads=-1) if lines else []
 
     def decode(self, ids: list[list[int]]) -> list[str]:
-        """Text of each list of ids; begin, end and padding vanish."""
+        """Return the text of each list of ids, without begin, end and padding."""
         return self._processor.decode(ids, num_threads=-1) if ids else []
 
     def join(self, pieces: list[str]) -> str:
-        """Text of a list of pieces."""
+        """Return the text of a list of pieces."""
         return self._processor.decode(pieces)
 
     def pieces(self, ids: list[int]) -> list[str]:
-        """The spelling of each piece."""
+        """Return the spelling of each piece."""
         return self._processor.id_to_piece(ids)
 
 
@@ -137,7 +135,7 @@ def _processor(model: bytes) -> Any:
 
 
 def _normalizer(rule: str) -> Callable[[str], str]:
-    """Make the function that normalises a line; spaces are left to the model that encodes it."""
+    """Return the function that normalises a line, except its spaces, which the encoding model handles."""
     if rule not in NORMALIZATIONS:
         raise InputError(f"unknown normalization {rule!r}, expected one of {', '.join(NORMALIZATIONS)}")
     if rule == "identity":
@@ -147,10 +145,10 @@ def _normalizer(rule: str) -> Callable[[str], str]:
 
 
 def _with_rule(model: bytes, rule: str) -> bytes:
-    """Give a model of identity normalization another rule.
+    """Return a model of identity normalization with another rule.
 
-    A serialized message that follows another one is merged into it: protobuf's encoding. So no package is needed that
-    knows the fields.
+    In protobuf's encoding, a serialized message that follows another one is merged into it. So the normalizer's message
+    is appended, and no package that knows the fields is needed.
     """
     if rule == "identity":
         return model
@@ -160,7 +158,7 @@ def _with_rule(model: bytes, rule: str) -> bytes:
 
 
 def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
-    """Train a model of ``vocab_size`` pieces on normalised lines; it normalises nothing itself."""
+    """Train a model of ``vocab_size`` pieces on normalised lines; the model itself normalises nothing."""
     if vocab_size <= UNK_ID:
         raise InputError(
             f"a vocabulary of {vocab_size} is too small: padding, begin, end and unknown alone are 4 pieces"
@@ -176,9 +174,9 @@ def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
     def given() -> Iterator[str]:
         kept.reverse()
         try:
-            while kept:  # one by one, which frees them
+            while kept:  # one line at a time, so that each is freed
                 yield NAME.sub("< ", kept.pop().replace(RESERVED, " "))
-        except (Exception, KeyboardInterrupt) as error:  # sentencepiece would raise an error of its own
+        except (Exception, KeyboardInterrupt) as error:  # sentencepiece replaces it by its own error
             raised.append(error)
             raise
 
@@ -207,7 +205,7 @@ def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _drawn(lines: Iterable[str]) -> list[str]:
-    """``LEARNED_FROM`` of the lines, each as likely as any other, or all (Vitter 1985, algorithm R)."""
+    """Draw ``LEARNED_FROM`` lines with equal probability, or take all if there are fewer (Vitter 1985, algorithm R)."""
     lines, generator = iter(lines), random.Random(0)
     kept = list(itertools.islice(lines, LEARNED_FROM))
     for seen, line in enumerate(lines, len(kept) + 1):

@@ -1,9 +1,8 @@
 """Training as in section 5 of the paper: Adam, warm-up and inverse square root, label smoothing.
 
-A run is a function of its configuration and its text: parameters come from the seed, an epoch's order from (seed,
-epoch), a dropout mask from (seed, update, micro-batch, site). So a run that was killed and resumed has, bit for bit,
-the weights of one that was not, and how the micro-batches of an update are spread over processes changes no more than
-the rounding of their sum.
+A run is a function of its configuration and its text. Parameters depend on the seed, an epoch's order on (seed, epoch),
+a dropout mask on (seed, update, micro-batch, site). So a killed and resumed run has, bit for bit, the weights of an
+uninterrupted one. The number of processes that share an update's micro-batches changes only the rounding of their sum.
 """
 
 import contextlib
@@ -56,19 +55,19 @@ NOTHING = torch.zeros((), device="cpu")  # begins a sum, on any device
 
 
 class Trainer:
-    """A model, its optimizer, and its place in the data.
+    """Model, optimizer, and place in the data.
 
     Args:
-        model: to train, in place.
-        text: to train it on.
-        config: of the run.
-        world: the processes that share each update. Each has a trainer of an equal model, and the same text.
-        shard: divide parameters, gradients and the optimizer's state among the processes (``fully_shard``), each layer
-            whole only while it computes.
+        model: the model, which is trained in place.
+        text: the training text.
+        config: the run's configuration.
+        world: the processes that share each update. Each has a trainer with an equal model and the same text.
+        shard: divide parameters, gradients and the optimizer's state among the processes (``fully_shard``); each layer
+            is whole only while it computes.
 
     Attributes:
-        loss: the module that is called with a batch and the seeds of its dropout, and returns what
-            :func:`~fastattn.translation.evaluate.loss_of` does.
+        loss: module that takes a batch and its dropout seeds, and returns the values of
+            :func:`~fastattn.translation.evaluate.loss_of`.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Trainer:
         self.device = self.world.device
         self.micro_batches = config.micro_batches or self.world.size
         self.shard = shard
-        self.step, self.epoch, self.place = 0, 0, 0  # updates done; where the next batch is
+        self.step, self.epoch, self.place = 0, 0, 0  # number of updates done; epoch and position of the next batch
         self._batches: Iterator[tuple[int, int, Tensor]] | None = None
         self.loss: nn.Module = _Loss(model, config.label_smoothing)
         if shard:
@@ -95,16 +94,16 @@ class Trainer:
             self.loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
         if self.world.size > 1:
-            # From the second pass on it sums gradients in the order of their arrival, and a sum's bits depend on the
-            # order. A first pass of no effect lets a resumed run begin with the sums of the one that it continues.
+            # DistributedDataParallel orders its gradient buckets after the first pass, and a sum's bits depend on the
+            # order. A first pass without effect gives a resumed run the same sums as the run that it continues.
             self._backward(self.text.batch(torch.tensor([0], device="cpu")), 0, 1)
             self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict:
-        """All that, beside the weights, the next updates depend on; takes all processes.
+        """Return the state, in addition to the weights, that the next updates depend on; all processes must call it.
 
-        Of a model that is sharded, the first process alone has the optimizer's state, on the CPU: twice the size of the
-        parameters, which are gathered one at a time.
+        If the model is sharded, only the first process gets the optimizer's state, on the CPU. It is twice the size of
+        the parameters, and its tensors are gathered one at a time.
         """
         optimizer = self.optimizer.state_dict()
         moments = {
@@ -115,7 +114,7 @@ class Trainer:
         return {"optimizer": {**optimizer, "state": moments}, **place}
 
     def load_state(self, state: dict) -> None:
-        """Continue from what :meth:`state` returned, sharded then or not."""
+        """Continue from the result of :meth:`state`, whether that run was sharded or not."""
         optimizer, parameters = state["optimizer"], list(self.model.parameters())
         moments = {
             number: {name: distributed.share(tensor, parameters[number]) for name, tensor in tensors.items()}
@@ -126,7 +125,7 @@ class Trainer:
         self._batches = None
 
     def whole_model(self) -> Transformer:
-        """The model with all of its parameters: itself, or a copy of one that is sharded, which takes all processes."""
+        """Return the model with all parameters: itself, or a copy if it is sharded, which all processes must call."""
         if not self.shard:
             return self.model
         model = Transformer(self.model.config, device=self.device)
@@ -136,20 +135,23 @@ class Trainer:
         return model
 
     def learning_rate(self, step: int) -> float:
-        """Of update ``step``, counted from 1 (formula 3)."""
+        """Return the learning rate of update ``step``, counted from 1 (formula 3)."""
         config = self.config
         return config.rate * self.model.config.d_model**-0.5 * min(step**-0.5, step * config.warmup**-1.5)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context to compute in: bfloat16 products, or float32 throughout."""
+        """Return the context to compute in: bfloat16 products, or float32 throughout."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def update(self) -> Tensor:
-        """One update on the next ``micro_batches`` batches; of this process's share of it, on its device, float64 (6,):
-        loss, NLL, correct guesses and target tokens, all summed, and tokens of both sides, without and with padding.
+        """Compute one update on the next ``micro_batches`` batches.
 
-        The micro-batches, their dropout and the number of tokens that the loss is divided by are those of the update,
-        whatever the number of processes.
+        The micro-batches, their dropout and the number of tokens that divides the loss do not depend on the number of
+        processes.
+
+        Returns:
+            Sums over this process's share, on its device, float64 (6,): loss, NLL, correct guesses, target tokens, and
+            tokens of both sides, without and with padding.
         """
         config, world = self.config, self.world
         if self._batches is None:
@@ -174,18 +176,17 @@ class Trainer:
         return sums
 
     def _backward(self, batch: Batch, micro_batch: int, tokens: int) -> Tensor:
-        """Adds the gradient of a micro-batch's loss, divided by the update's ``tokens``; returns what :meth:`update`
-        sums."""
+        """Add the gradient of a micro-batch's loss, divided by the update's ``tokens``; return its part of the sums."""
         seeds = dropout_seeds(self.config.seed, self.step, micro_batch, self.model.dropout_sites)
         with self.autocast():
             loss, nll, correct = self.loss(batch.to(self.device), sent(seeds, self.device))
-        (loss * self.world.size / tokens).backward()  # what sums them divides by the number of processes
+        (loss * self.world.size / tokens).backward()  # the sum over processes divides by their number
         counts = torch.tensor((batch.tokens, batch.filled, batch.rows), dtype=torch.float64, device="cpu")
         return torch.cat((torch.stack([t.detach().double() for t in (loss, nll, correct)]), sent(counts, self.device)))
 
 
 class _Loss(nn.Module):
-    """:func:`~fastattn.translation.evaluate.loss_of` as a module of batch and seeds, for DistributedDataParallel."""
+    """Module of :func:`~fastattn.translation.evaluate.loss_of`, for DistributedDataParallel."""
 
     def __init__(self, model: Transformer, smoothing: float):
         super().__init__()
@@ -197,9 +198,10 @@ class _Loss(nn.Module):
 
 
 def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tensor:
-    """The dropout seeds of one forward pass: int64 (sites, 2).
+    """Return the dropout seeds of one forward pass: int64 (sites, 2).
 
-    The key is a hash of (seed, update, micro_batch), micro-batches counted over all processes; the offset is the site.
+    The key is a hash of (seed, update, micro_batch), with micro-batches counted over all processes. The offset is the
+    site.
     """
     digest = hashlib.blake2b(struct.pack("<3q", seed, update, micro_batch), digest_size=8).digest()
     (key,) = struct.unpack("<q", digest)
@@ -218,31 +220,31 @@ def train(
     resume: bool = False,
     **changes: Any,
 ) -> Path:
-    """Train a translator from (source, target) text files into the folder ``out``; returns its best checkpoint.
+    """Train a translator from (source, target) text files into the folder ``out``; return its best checkpoint.
 
     Training ends after ``max_steps`` updates or ``max_minutes`` minutes, whichever is first, resumed time included.
     Every ``save_every`` updates, and at the end, it scores the ``valid_files`` and writes a checkpoint. It also
     writes one, unscored, before the first update. ``out/metrics.jsonl`` receives a line every few updates. Ctrl-C ends
-    the run after the update at hand, with a checkpoint; a second one at once, without.
+    the run after the current update, with a checkpoint; a second Ctrl-C ends it at once, without one.
 
-    Under ``torchrun`` the processes share each update. Where it starts them again because one has failed, they go on
-    from the newest checkpoint that they wrote, if there is one.
+    Under ``torchrun`` the processes share each update. If it restarts them because one has failed, they continue from
+    the newest checkpoint that they wrote, if there is one.
 
     Args:
-        preset: of :data:`~fastattn.translation.config.PRESETS`; "tiny" where neither it nor ``config`` is given.
-        config: a checkpoint's config.json, or a file like it, in the place of a preset.
+        preset: a key of :data:`~fastattn.translation.config.PRESETS`; "tiny" if neither it nor ``config`` is given.
+        config: a checkpoint's config.json, or a file like it, instead of a preset.
         accumulate: micro-batches per process and update (gradient accumulation).
-        shard: divide the model among the processes, for one that does not fit a device. Validation and checkpoints
-            still take all of its parameters, those alone, on each; a checkpoint takes the optimizer's state, too, in
-            the main memory of the first.
-        resume: continue the run in ``out`` from its newest checkpoint, whose configuration it has.
-        changes: ``vocab_size`` and fields of :class:`~fastattn.translation.config.TrainingConfig`, in the place of the
-            preset's or the file's. Of a run that is resumed, ``CHANGEABLE`` alone may change.
+        shard: divide a model that does not fit a device among the processes. Validation and checkpoints still need all
+            parameters, without gradients and optimizer state, on each device. A checkpoint also needs the optimizer's
+            state in the main memory of the first process.
+        resume: continue the run in ``out`` from its newest checkpoint, with that checkpoint's configuration.
+        changes: ``vocab_size`` and fields of :class:`~fastattn.translation.config.TrainingConfig`, which replace those
+            of the preset or file. In a resumed run only ``CHANGEABLE`` may change.
 
     Raises:
         InputError: unusable text or options, or an ``out`` that is not empty (without ``resume``), holds no checkpoint
             (with it), or is being written by another process. Nothing is overwritten.
-        KeyboardInterrupt: Ctrl-C; its words say from where the run can be resumed.
+        KeyboardInterrupt: Ctrl-C; the message says from where the run can be resumed.
     """
     for package in ("safetensors.torch", "sentencepiece", "tqdm"):
         require(package)
@@ -257,7 +259,7 @@ def train(
             if resume or again:
                 newest = checkpoint.newest(out)
                 stack.enter_context(checkpoint.locked(out, world.launch))
-                # The number of processes may be another one, and with it what --accumulate means.
+                # After a restart the number of processes may differ, and with it the meaning of --accumulate.
                 return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
             checkpoint.expect_new(out)
             return None, *_configured(preset, config, accumulate, changes, world.size)
@@ -299,16 +301,16 @@ def train(
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
 
         if newest is None:
-            world.on_main(warn)  # of a large text it takes longer than a collective waits
-        if not shard:  # else it is moved a layer at a time
+            world.on_main(warn)  # on a large text it takes longer than the timeout of a collective
+        if not shard:  # a sharded model is moved one layer at a time
             model = model.to(world.device)
         trainer = Trainer(model, text, training, world, shard)
         run = _Run(out, trainer, tokenizer, valid, valid_pairs, text_digest, valid_digest)
         if newest is not None:
             run.load_state(newest, state)
-        del state  # of a sharded model it is all of it, in every process
+        del state  # every process holds the whole state, even of a sharded model
         if world.device.type == "cpu":
-            memory.keep_freed()  # not that of learning the vocabulary
+            memory.keep_freed()  # set now, so that the memory of learning the vocabulary is not kept
         run.train()
         return world.on_main(lambda: checkpoint.find(out))
 
@@ -317,7 +319,7 @@ def _new_model(config: TransformerConfig, seed: int) -> Transformer:
     torch.manual_seed(seed)
     try:
         return Transformer(config, device="cpu")
-    except RuntimeError as error:  # the allocator's
+    except RuntimeError as error:  # error of the allocator
         size = f"d_model {config.d_model}, d_ff {config.d_ff}, vocab_size {config.vocab_size}"
         raise InputError(f"there is no memory for a model of {size}: {str(error).splitlines()[0]}") from None
 
@@ -325,7 +327,7 @@ def _new_model(config: TransformerConfig, seed: int) -> Transformer:
 def _expect_positions(
     config: TransformerConfig, text: ParallelText, valid: ParallelText, to_translate: Sentences
 ) -> None:
-    """Learned positions must do for every sentence: one that is too long would end the run when its turn comes."""
+    """Check that learned positions suffice for every sentence; a longer one would end the run at its batch."""
     for name, sides in (
         ("training", (text.sources, text.targets)), ("validation", (valid.sources, valid.targets, to_translate))
     ):  # fmt: skip
@@ -340,7 +342,7 @@ def _expect_positions(
 def _configured(
     preset: str | None, path: Path | None, accumulate: int | None, changes: dict[str, Any], processes: int
 ) -> tuple[TransformerConfig, TrainingConfig]:
-    """The configuration of a new run, with nothing left open."""
+    """Return the configuration of a new run, with every default resolved."""
     changes = dict(changes)
     vocab_size = changes.pop("vocab_size", None)
     if path is not None and preset is not None:
@@ -368,7 +370,7 @@ def _configured(
 def _resumed(
     newest: Path, preset: str | None, accumulate: int | None, changes: dict[str, Any], processes: int
 ) -> tuple[TransformerConfig, TrainingConfig]:
-    """The configuration of the run that wrote ``newest``, with which what is given must agree."""
+    """Return the configuration of the run that wrote ``newest``; raise if the given options disagree with it."""
     model, saved = checkpoint.load_config(newest)
     if saved is None:
         raise _not_ours(newest)
@@ -403,7 +405,7 @@ def _divided(training: TrainingConfig, processes: int) -> TrainingConfig:
 
 
 def _saved_state(newest: Path, text_digest: str, valid_digest: str) -> dict:
-    """What the run that wrote ``newest`` had reached, on the same text, judged by the same validation text."""
+    """Return the state of the run that wrote ``newest``; raise if its training or validation text was another."""
     state = checkpoint.load_training(newest)
     needed = {"optimizer", "step", "epoch", "batch", "text", "valid_text", "best_loss", "best_step", "seconds"}
     if not needed <= state.keys():
@@ -423,7 +425,7 @@ def _not_ours(path: Path) -> InputError:
 
 
 class _Run:
-    """A trainer, its validation text, and the folder that the first process writes to."""
+    """Trainer, validation text, and the folder that the first process writes to."""
 
     def __init__(
         self,
@@ -447,18 +449,18 @@ class _Run:
 
     @property
     def seconds(self) -> float:
-        """Spent on training, before and since it was resumed."""
+        """Seconds of training, those before it was resumed included."""
         return time.monotonic() - self._started
 
     @property
     def done(self) -> float:
-        """The share of the run that is done, by the limit that will be reached first."""
+        """Share of the run that is done, by the limit that will be reached first."""
         minutes = self.config.max_minutes
         time_share = 0.0 if minutes is None else self.seconds / (60 * minutes)
         return max(self.trainer.step / self.config.max_steps, time_share)
 
     def load_state(self, newest: Path, state: dict) -> None:
-        """Continue from a checkpoint: what the folder says of later updates goes."""
+        """Continue from a checkpoint; remove rows of later updates from the metrics."""
         self.trainer.load_state(state)
         self.best_loss, self.best_step = state["best_loss"], state["best_step"]
         self._started -= state["seconds"]
@@ -503,12 +505,12 @@ class _Run:
                         self._save(model, row.get("valid_loss", math.inf))
                     sums, since = NOTHING, time.monotonic()
                 if interrupted and not world.main:
-                    raise SystemExit(130)  # the first process says where
+                    raise SystemExit(130)  # the first process reports the update
                 if interrupted:
                     raise KeyboardInterrupt(f"after update {trainer.step}, which is saved: --resume goes on from there")
 
     def _row(self, sums: Tensor, seconds: float) -> dict[str, float]:
-        """What ``metrics.jsonl`` says of the updates since the last row: means over their target tokens."""
+        """Return the row of ``metrics.jsonl`` for the updates since the last row: means over their target tokens."""
         loss, nll, correct, tokens, filled, rows = sums.tolist()
         self._expect_finite(loss)
         return {
@@ -527,14 +529,17 @@ class _Run:
         if math.isfinite(loss):
             return
         if not self.world.main:
-            raise SystemExit(1)  # the first process says why
+            raise SystemExit(1)  # the first process reports the reason
         raise InputError(
             f"the loss is {loss} at update {self.trainer.step}: start again with another seed, a lower rate or fp32"
         )
 
     def _bleu(self, model: Transformer, interrupt: threading.Event) -> float | None:
-        """Of the validation text, translated greedily, each process a share of it; None if Ctrl-C cuts that short:
-        `torchrun` kills processes half a minute after it, and the checkpoint is still to be written."""
+        """Return BLEU of the validation text, translated greedily, each process a share; None after Ctrl-C.
+
+        Ctrl-C ends the translation early, because `torchrun` kills processes half a minute after it and the checkpoint
+        is still to be written.
+        """
         sources, references = self.valid_pairs
         share: list[str] = []
 
@@ -553,7 +558,7 @@ class _Run:
         return scores(self.world.interleaved(share), references).bleu
 
     def _save(self, model: Transformer, valid_loss: float = math.inf) -> None:
-        """A checkpoint, of ``model`` whole; the first process writes what all of them hold."""
+        """Write a checkpoint of the whole ``model``; all processes must call it, and the first one writes."""
         trainer = self.trainer
         improved = valid_loss < self.best_loss
         if improved:
@@ -569,12 +574,15 @@ class _Run:
 
 
 class _CutShort(Exception):
-    """Ends a translation between two of its batches."""
+    """Exception that ends a translation between two batches."""
 
 
 @contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event; a second one raises KeyboardInterrupt as ever. Only the main thread hears of either."""
+    """Yield an event that the first Ctrl-C sets; the second one raises KeyboardInterrupt as usual.
+
+    Outside the main thread, or if the program handles SIGINT itself, nothing is changed and the event stays unset.
+    """
     interrupted = threading.Event()
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous is not signal.default_int_handler:
@@ -593,7 +601,7 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
 
 
 class _Progress:
-    """What is left of a run: a bar on a terminal, a line a report elsewhere; both on stderr, of the first process."""
+    """Progress of a run on stderr of the first process: a bar on a terminal, otherwise one line per report."""
 
     def __init__(self, run: _Run):
         self._run, config = run, run.config
@@ -632,13 +640,13 @@ class _Progress:
             self._bar.close()
 
     def advance(self) -> None:
-        """Another update is done."""
+        """Show that another update is done."""
         if self._bar is not None:
             self._bar.set_description_str(f"update {self._run.trainer.step}", refresh=False)
             self._bar.update(min(1.0, self._run.done) - self._bar.n)
 
     def report(self, row: dict[str, float]) -> None:
-        """Say what a row of the metrics holds."""
+        """Show a row of the metrics."""
         words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_second']:.0f} tokens/s"]
         names = {"valid_loss": "validation loss {:.3f}", "valid_bleu": "validation BLEU {:.1f}"}
         validation = [words.format(row[name]) for name, words in names.items() if name in row]
@@ -653,7 +661,7 @@ class _Progress:
 
 
 def read_metrics(out: Path) -> list[dict[str, float]]:
-    """The rows of a run's ``metrics.jsonl``; a last line cut short by an interruption is left out.
+    """Return the rows of a run's ``metrics.jsonl``, without an incomplete last line.
 
     Raises:
         InputError: another line is damaged.
