@@ -1,4 +1,4 @@
-"""Export a model: torch.export keeps fastattn's operations, or writes them in torch's own."""
+"""Export a model: torch.export keeps fastattn's operations, or replaces them by torch's."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import fastattn
 
 
 class Encoder(nn.Module):
-    """A layer of the Transformer, of (B, L, 64)."""
+    """Layer of the Transformer for inputs (B, L, 64)."""
 
     def __init__(self):
         super().__init__()
@@ -27,13 +27,13 @@ model = Encoder().eval()
 x, key_lengths = torch.randn(2, 10, 64), torch.tensor([10, 7])
 wanted = model(x, key_lengths)
 
-# Batch size and length are dynamic. The program calls fastattn's operations, and so its kernels.
+# Batch size and length are dynamic. The program calls fastattn's operations, and therefore its kernels.
 batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
 program = torch.export.export(model, (x, key_lengths), dynamic_shapes=({0: batch, 1: length}, {0: batch}))
 print([str(node.target) for node in program.graph.nodes if "fastattn" in str(node.target)])
 torch.testing.assert_close(program.module()(x, key_lengths), wanted)
 
-# In torch's own operations: a machine without fastattn runs this program.
+# This program has only torch's operations, so a machine without fastattn runs it.
 portable = program.run_decompositions(fastattn.decompositions())
 assert not any("fastattn" in str(node.target) for node in portable.graph.nodes)
 torch.testing.assert_close(portable.module()(x, key_lengths), wanted, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Combine masks: causal, padding, a window and a mask of one's own in one call, with dropout and a log-sum-exp."""
+"""Combine masks: causal, padding, a window and a custom mask in one call, with dropout and a log-sum-exp."""
 
 from functools import partial
 
@@ -9,14 +9,14 @@ import fastattn
 torch.manual_seed(0)
 query, key, value = torch.randn(3, 2, 8, 128, 64)  # (B, H, L, E) each
 
-# The second sequence has 70 keys; the rest of its rows is padding and may hold anything.
+# The second sequence has 70 keys. Its other rows are padding and may hold any value.
 key_lengths = torch.tensor([128, 70])
 key[1, :, 70:] = value[1, :, 70:] = torch.nan
 
-# A mask of one's own: no query sees every tenth key. True = takes part; it broadcasts to (B, H, Lq, Lk).
+# Custom mask that hides every tenth key. True = takes part; it broadcasts to (B, H, Lq, Lk).
 own = torch.arange(128) % 10 != 9
 
-# A query sees itself and up to 31 keys before it, as far as all masks allow.
+# A query sees itself and up to 31 keys before it, if all masks allow them.
 attend = partial(
     fastattn.scaled_dot_product_attention, query, key, value,
     attn_mask=own, is_causal=True, key_lengths=key_lengths, window_size=(31, 0),
@@ -29,7 +29,7 @@ assert not out.isnan().any()
 assert (out[1, :, 110:] == 0).all()
 assert (lse[1, :, 110:] == -torch.inf).all()
 
-# Add dropout to these masks. The seed and the position decide what is dropped, on every backend.
+# Add dropout to these masks. On every backend, the seed and the position decide which weights are dropped.
 seed = torch.tensor([1, 2])
 dropped = attend(dropout_p=0.1, seed=seed)
 with fastattn.backend("reference"):

@@ -11,12 +11,12 @@ model = nn.TransformerEncoder(layer, num_layers=2).eval()
 x = torch.randn(4, 50, 128)
 wanted = model(x)
 
-# The model is changed in place. The report names each changed module, and why another one stayed.
+# The model is changed in place. The report names each changed module, and the reason why another one was left.
 report = fastattn.patch(model)
 print(report)
 torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-4)
 
-# Training needs nothing more: the parameters are the ones that the optimizer has.
+# Training needs no further change, because patching keeps the parameters.
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model.train()
 for _ in range(3):
@@ -26,7 +26,7 @@ for _ in range(3):
     optimizer.zero_grad()
     print(f"loss {loss.item():.3f}")
 
-# The checkpoint is torch's: a model without fastattn loads it.
+# The checkpoint has torch's format: a model without fastattn loads it.
 state = model.state_dict()
 fastattn.unpatch(model)
 model.load_state_dict(state)

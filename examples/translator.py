@@ -1,4 +1,4 @@
-"""A translator in 40 lines: it learns to write numbers backwards, and decodes greedily with a cache."""
+"""Translator in 40 lines: it learns to write numbers backwards, and decodes greedily with a cache."""
 
 import torch
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, UPDATES)
 
 
 def numbers(count):
-    """Sources (count, length), digits and EOS; targets, BOS, the digits backwards and EOS; padded on the right."""
+    """Return sources (digits, EOS) and targets (BOS, digits backwards, EOS): (count, length), padded on the right."""
     digits = [torch.randint(ZERO, ZERO + 10, (length,)) for length in torch.randint(3, 7, (count,)).tolist()]
     begin, end = torch.tensor([BOS]), torch.tensor([EOS])
     sources = [torch.cat((number, end)) for number in digits]
@@ -27,7 +27,7 @@ def numbers(count):
 
 for _ in range(UPDATES):
     source, target = numbers(64)
-    logits = model(source, target[:, :-1])  # (B, T - 1, vocab_size), of the token that follows each
+    logits = model(source, target[:, :-1])  # (B, T - 1, vocab_size), logits of the next token
     loss = F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
     loss.backward()
     optimizer.step()
