@@ -22,7 +22,7 @@ MODEL = "the folder of a run, or one of its checkpoints"
 PRECISIONS = ("auto", "bf16", "fp32")
 CORPORA = ("wmt14-en-de", "wmt14-en-fr")
 NORMALIZATIONS = ("nfkc", "nmt_nfkc", "identity")
-TOKENIZERS = (  # of sacrebleu
+TOKENIZERS = (  # sacrebleu's names
     "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "flores101", "flores200", "spm", "spBLEU-1K", "none",
 )  # fmt: skip
 PRESETS = (
