@@ -132,7 +132,7 @@ def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
 
     Raises:
         InputError: ``out`` exists, an archive differs from the expected one or cannot be fetched, or its text does not
-            pair up. Nothing is written to ``out`` after an error.
+            pair up. After an error there is no new ``out``.
     """
     if corpus not in CORPORA:
         raise InputError(f"unknown corpus {corpus!r}, expected one of {', '.join(CORPORA)}")
