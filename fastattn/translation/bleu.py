@@ -14,8 +14,8 @@ WRITING = {
     "HANGUL": "Korean",
     **{name.upper(): name for name in ("Thai", "Lao", "Khmer", "Myanmar", "Tibetan")},
 }
-KANA = 0.1  # minimum share of kana among the Chinese characters and kana of Japanese text
-ANY = ("char", "flores200", "flores101", "spm", "spBLEU-1K")  # characters or pieces, which fit every script
+KANA = 0.1  # minimum share of kana among the Chinese characters and kana of Japanese text.
+ANY = ("char", "flores200", "flores101", "spm", "spBLEU-1K")  # characters or pieces; they fit every script.
 # Tokenizers that fit a writing, the default first. Writings from Thai to Tibetan put no spaces between words.
 FITTING = {
     "Chinese": ("zh", *ANY),
