@@ -31,13 +31,6 @@ PRESETS = (
 )  # fmt: skip
 
 
-# Words in the names of benchmark cases; the names also contain numbers.
-CASES = (
-    "attention softmax_dropout layer_norm dropout_add_layer_norm dropout training_step float32 bfloat16 float64 keys "
-    "causal padding by uneven lengths mask forward+backward"
-)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
     options = parse(arguments)
@@ -58,25 +51,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     error = vars(options).pop("error")  # the error function of the command's parser
     if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command == "bench" and (
-        unknown := [word for word in re.findall(r"(?<!\w)[^\W\d]\w*", options.filter) if not has_text(CASES, word)]
-    ):
-        error(f"argument --filter: no word in a case's name begins with {unknown[0]!r}; they are: {CASES}")
-    if options.command == "bench" and options.sources:
-        for option in ("filter", "sweep", "peers", "threads", "seconds", "output"):
-            if getattr(options, option):
-                error(f"argument --{option}: goes with a measurement, in whose place --from shows files: leave one out")
     if options.command == "translate" and options.attention is None:
         for option in ("attention_kind", "attention_layer"):
             if getattr(options, option) is not None:
                 error(f"argument --{option.replace('_', '-')}: says what --attention draws, which is not given")
     return options
-
-
-def has_text(name: str, text: str) -> bool:
-    """Return whether a case's name has this text. Letters match only at a word's start: float16 is not in bfloat16."""
-    start = r"(?<!\w)" if text[:1].isalpha() else ""
-    return re.search(start + re.escape(text), name) is not None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -261,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
             "speed beside what a user would pick instead, and the machine's limits",
             "",
             "fastattn bench --filter layer_norm",
-            "fastattn bench --peers --output results.json",
+            "fastattn bench --peers --output results.csv",
             "fastattn bench --plot speed --filter float32",
         )
     )
@@ -368,8 +347,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "--plot",
         type=_stem,
         metavar="STEM",
-        help="draw STEM.png and STEM.svg: speed and memory over sequence length beside all peers, which takes some "
-        "minutes; with --from, what the files hold of that, or their ratios to torch",
+        help="draw STEM.png and STEM.svg: speed and memory over sequence length beside all peers, which takes minutes",
     )
     command.add_argument(
         "--peers",
@@ -379,16 +357,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
     command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 1)")
-    command.add_argument("--output", type=Path, metavar="FILE", help="write a result file, of what was not disturbed")
-    command.add_argument(
-        "--from",
-        dest="sources",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="show result files instead of measuring; several, of machines or of instruction sets, side by side",
-    )
+    command.add_argument("--output", type=Path, metavar="FILE", help="add the rows of what was not noisy to a CSV file")
 
 
 def _stem(text: str) -> Path:

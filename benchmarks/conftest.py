@@ -1,32 +1,53 @@
-"""The gate that every benchmark here goes through, and the results that a run leaves.
+"""The gate that every case here goes through, and the results that a run leaves.
 
-    pytest benchmarks/               the floors, dispatch overhead, a sample of the sweep
-    pytest benchmarks/ --sweep       the whole sweep as well
-    pytest benchmarks/ --peers       in addition: torch's other backends, FlexAttention, torch.compile
-    pytest benchmarks/ --report      only wrong results fail; floors and lost ratios are reported
-    pytest benchmarks/ --record      keep the results as benchmarks/results/MACHINE.json
-    pytest benchmarks/ --results DIR     compare with, and record in, another folder
+    pytest benchmarks                the floors, dispatch overhead, a sample of the sweep
+    pytest benchmarks --sweep        the whole sweep as well
+    pytest benchmarks --peers        torch's other backends, FlexAttention and torch.compile as well
+    pytest benchmarks --report       only wrong results fail; missed floors are reported
+    pytest benchmarks --record       add the results to benchmarks/results.csv
+    pytest benchmarks --against REF  compare with another commit on this machine, instead of floors
 
-    FASTATTN_CPU_ISA=avx2 pytest benchmarks/         on a machine of another instruction set, ours and torch's kernels
+    FASTATTN_CPU_ISA=avx2 pytest benchmarks     ours and torch's kernels of another instruction set
 
-A recorded file is also the baseline: a later run on a machine of that kind must keep its ratios and the floors that it
-reached. A floor that it missed is reported, and what it has no result of is named. A disturbed result passes no gate
-and is not recorded.
+A noisy case is measured again once. Then it is skipped as noisy and not recorded. If more than a tenth of the cases are
+noisy, the run fails as "not measured".
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
+import against
 import pytest
 
-from fastattn.bench import contest, limits, report
-from fastattn.bench.cases import Case
+from fastattn.bench import contest, report
+from fastattn.bench.cases import Case, Floor
 
-RESULTS = Path(__file__).parent / "results"
-FOUND = pytest.StashKey[dict[str, contest.Result]]()
-CASES = pytest.StashKey[dict[str, Case]]()
-MISSED = pytest.StashKey[list[str]]()
+RESULTS = Path(__file__).parent / "results.csv"
+MOST_NOISY = 0.1
+
+
+class Found:
+    """The outcomes of a run."""
+
+    def __init__(self) -> None:
+        self.results: list[contest.Result] = []
+        self.changes: list[against.Change] = []
+        self.rows: list[report.Row] = []
+        self.missed: list[str] = []
+        self.where = report.here()
+
+    def noisy(self) -> list[str]:
+        return [f"{one.name}: {one.noise}" for one in (*self.results, *self.changes) if one.noise]
+
+    def is_unmeasured(self) -> bool:
+        return len(self.noisy()) > MOST_NOISY * len([*self.results, *self.changes])
+
+
+FOUND = pytest.StashKey[Found]()
 
 
 def pytest_addoption(parser):
@@ -34,101 +55,109 @@ def pytest_addoption(parser):
     group.addoption("--sweep", action="store_true", help="every case of the sweep, not a sample")
     group.addoption("--peers", action="store_true", help="all peers, not torch's functions alone")
     group.addoption("--report", action="store_true", help="report speed, fail on wrong results only")
-    group.addoption("--record", action="store_true", help="keep the results, but for disturbed ones")
-    group.addoption("--results", type=Path, default=RESULTS, help="the folder of results (default: %(default)s)")
+    group.addoption("--record", action="store_true", help="add the results that are not noisy to the file of results")
+    group.addoption("--results", type=Path, default=RESULTS, help="the file of results (default: %(default)s)")
+    group.addoption("--against", metavar="REF", help="build another commit and fail on a loss of 10 %% that repeats")
 
 
 def pytest_configure(config):
-    config.stash[FOUND], config.stash[CASES] = {}, {}
-    config.stash[MISSED] = []
+    config.stash[FOUND] = Found()
 
 
 @pytest.fixture(scope="session")
-def baseline(request) -> report.Report | None:
-    recorded = _recorded(request.config)
-    if recorded:
-        limits.remember(recorded.limits)
-    return recorded
-
-
-def _recorded(config) -> report.Report | None:
-    path = _path(config)
-    return report.Report.read(path) if path.exists() else None
-
-
-def _path(config) -> Path:
-    return config.getoption("--results") / f"{report.kind(report.machine())}.json"
+def sides(request):
+    """Both packages' processes, with --against."""
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        folders = {"before": stack.enter_context(against.built(request.config.getoption("--against")))}
+        for side, folder in (folders | {"now": against.ROOT}).items():
+            workers[side] = against.worker(folder)
+            stack.callback(workers[side].close)
+        yield workers
 
 
 @pytest.fixture
-def judge(request, baseline):
-    """judge(result): keeps it; fails, or notes with --report, where it misses its floor or the recorded ratio, or was
-    disturbed. A floor that the recorded result misses too is noted."""
+def judge(request):
+    """judge(result, floor, dtype, rows): keep a result with further rows, and fail where it misses its floor."""
+    found, config = request.config.stash[FOUND], request.config
+    if config.getoption("--against"):
+        pytest.skip("it has no counterpart in the other commit")
 
-    def judge(result: contest.Result) -> None:
-        request.config.stash[FOUND][result.name] = result
-        missed, known = contest.judged(result, baseline and baseline.results.get(result.name))
-        if result.disturbed:
-            missed.append(f"disturbed, run it on a quiet machine ({result.disturbed})")
-        if known:
-            request.config.stash[MISSED].append(f"{result.name}, as recorded: {'; '.join(known)}")
-        if missed and request.config.getoption("--report"):
-            request.config.stash[MISSED].append(f"{result.name}: {'; '.join(missed)}")
+    def judge(result: contest.Result, floor: Floor, dtype: str, rows: Sequence[report.Row] = ()) -> None:
+        found.results.append(result)
+        if result.noise:
+            pytest.skip(f"noisy: {result.noise}")
+        found.rows += report.rows_of(result, dtype, found.where)
+        found.rows += [dataclasses.replace(row, **found.where, dtype=dtype) for row in rows]
+        missed = f"{result.name}: {'; '.join(words)}" if (words := result.missed(floor)) else ""
+        if missed and config.getoption("--report"):
+            found.missed.append(missed)
         elif missed:
-            pytest.fail(f"{result.name}: {'; '.join(missed)}", pytrace=False)
+            pytest.fail(missed, pytrace=False)
 
     return judge
 
 
 @pytest.fixture
-def gate(request, benchmark, judge, baseline):
-    """gate(case): fails unless ours is right, and as fast as the case's floor and the recorded ratio ask."""
+def gate(request):
+    """gate(case): fail unless ours is right, and as fast as the case's floor or the other commit."""
+    config = request.config
+    compare = _compare if config.getoption("--against") else _beside_peers
 
     def gate(case: Case, budget: float = 0.5, rounds: tuple[int, int] = (6, 100)) -> None:
-        request.config.stash[CASES][case.name] = case
-        wrong = contest.check(case)
-        if wrong:
+        if wrong := contest.check(case):
             pytest.fail(f"{case.name}: {'; '.join(wrong)}", pytrace=False)
-        recorded = baseline and baseline.results.get(case.name)
-        everyone, lenient = request.config.getoption("--peers"), request.config.getoption("--report")
-        attempts = 1 if lenient else contest.ATTEMPTS
-        result = contest.run(case, budget=budget, rounds=rounds, everyone=everyone, attempts=attempts)
-        if not (lenient or result.disturbed) and contest.judged(result, recorded)[0]:  # only a longer look condemns
-            result = contest.run(case, budget=3 * budget, rounds=rounds, everyone=everyone)
-        benchmark.extra_info.update(result.to_json())
-        benchmark.pedantic(contest.ours(case), rounds=3, warmup_rounds=1)
-        judge(result)
+        compare(request, case, budget, rounds)
 
     return gate
 
 
-def pytest_benchmark_update_machine_info(config, machine_info):
-    machine_info.update(report.machine())
+def _beside_peers(request, case: Case, budget: float, rounds: tuple[int, int]) -> None:
+    judge, option = request.getfixturevalue("judge"), request.config.getoption
+    attempts = 1 if option("--report") else contest.ATTEMPTS
+    everyone = option("--peers")
+    result = contest.run(case, budget=budget, rounds=rounds, everyone=everyone, attempts=attempts)
+    if result.missed(case.floor) and not (result.noise or option("--report")):  # only a longer look condemns
+        result = contest.run(case, budget=3 * budget, rounds=rounds, everyone=everyone)
+    judge(result, case.floor, str(case.dtype).removeprefix("torch."))
+
+
+def _compare(request, case: Case, budget: float, rounds: tuple[int, int]) -> None:
+    sides = request.getfixturevalue("sides")
+    sides["now"].seconds(case.name)  # fails if this checkout cannot do its own case
+    try:
+        sides["before"].seconds(case.name)
+    except against.Lacking as error:
+        pytest.skip(f"the other commit lacks it: {error}")
+    calls = {side: worker.seconds for side, worker in sides.items()}
+    change = against.compare(case.name, calls, budget=2 * budget, rounds=rounds)
+    request.config.stash[FOUND].changes.append(change)
+    if change.noise:
+        pytest.skip(f"noisy: {change.noise}")
+    if change.is_lost and not request.config.getoption("--report"):
+        pytest.fail(f"{case.name}: {change.ratio:.2f} times as fast as before, twice", pytrace=False)
+
+
+def pytest_sessionfinish(session):
+    found, option = session.config.stash[FOUND], session.config.getoption
+    if found.is_unmeasured() and not option("--report"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if found.rows and option("--record"):
+        report.append(option("--results"), [*report.limit_rows(found.where), *found.rows])
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    results = config.stash[FOUND]
-    if not results:
-        return
-    for name in results.keys() & config.stash[CASES].keys():  # the machine may have been slow at first
-        results[name] = contest.reviewed(config.stash[CASES][name], results[name])
-    recorded = _recorded(config)
-    uncompared = [name for name in results if not recorded or name not in recorded.results]
-    found, path = report.Report.new(results.values()), Path(config.rootpath) / ".benchmarks" / _path(config).name
-    if config.getoption("--record"):
-        found, path = found.beside(recorded), _path(config)
-    if found.results:
-        found.write(path)
-    terminalreporter.section("fastattn compared with torch and the machine's limits")
-    terminalreporter.write_line(report.table(results.values()))
-    if weakest := report.weakest(results.values()):
-        terminalreporter.section("the ten weakest")
-        terminalreporter.write_line(report.table(weakest))
-    if config.stash[MISSED]:
-        terminalreporter.section("not reached")
-        terminalreporter.write_line("\n".join(config.stash[MISSED]))
-    if uncompared and not config.getoption("--record"):
-        kind = report.kind(found.machine)
-        terminalreporter.section(f"not compared: no recorded result on {kind}")
-        terminalreporter.write_line("\n".join(uncompared))
-    terminalreporter.write_line(f"results: {path}")
+    found = config.stash[FOUND]
+    weakest = sorted((one for one in found.results if not one.noise), key=lambda one: one.ratios["torch"].median)[:10]
+    sections = {
+        "fastattn compared with torch and the machine's limits": found.results and report.table(found.results),
+        "the ten weakest": weakest and report.table(weakest),
+        "this checkout compared with the other commit": found.changes
+        and report.markdown(against.summary(found.changes)),
+        "floors missed": "\n".join(found.missed),
+        "not measured: too many noisy cases" if found.is_unmeasured() else "noisy": "\n".join(found.noisy()),
+    }
+    for title, text in sections.items():
+        if text:
+            terminalreporter.section(title)
+            terminalreporter.write_line(text)

@@ -1,114 +1,428 @@
-"""Writes what the pages show of benchmarks/results: the tables between their markers, and the pictures. `make tables`
-runs it."""
+"""Write what the pages show of benchmarks/results.csv: tables between markers, and pictures. Run by `make tables`.
+
+Every table shows the newest row of each case. A missing row leaves a cell empty.
+"""
 
 import hashlib
 import inspect
-import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import accuracy
-import decoding
-import gpu
-import hour
-import neighbours
-import step
-import table1
-import translation
-
-from fastattn.bench import plots, report
-from fastattn.bench.cases import PATCHED, listed
+from fastattn import figures
+from fastattn.bench import contest, plots, report
+from fastattn.bench.cases import FLOORED, PROGRAMS, listed, sweep
+from fastattn.bench.report import Row, markdown, origin, processor
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
-MACHINES = ("amd-epyc-*-avx512-bf16-2-threads", "intel-*-threads")
-NEWEST_TORCH = "torch-2.14.1/*"  # pytest benchmarks --results benchmarks/results/torch-2.14.1
-OTHER_SETS = tuple(f"amd-epyc-family-26-model-2-{isa}-2-threads" for isa in ("avx512", "avx2", "generic"))
+RESULTS = ROOT / "benchmarks/results.csv"
+TORCH, NEWEST_TORCH = "2.13.0", "2.14.1"
+DTYPES = ("float32", "bfloat16")
+CELL = (
+    "A cell: torch's time over ours; our share of the limit; our time over our own without mask, padding or dropout. "
+    "The limit is arithmetic or, where marked, a copy of as many bytes into fresh memory. Ours can beat a copy: caches "
+    "keep data between passes, and few queries mostly read."
+)
+SPEED = {
+    "attention, forward": "attention {} 1x8x2048x64 forward",
+    "attention, forward+backward": "attention {} 1x8x2048x64 forward+backward",
+    "the same with dropout": "attention {} 1x8x2048x64 dropout 0.1 forward+backward",
+    "dropout + residual + LayerNorm": "dropout_add_layer_norm {} 4096x512 dropout 0.1 forward+backward",
+    "a training step": "training_step {} 32x48 dropout 0.1 forward+backward",
+}
+BARS = {
+    "attention, forward only": SPEED["attention, forward"],
+    "attention": SPEED["attention, forward+backward"],
+    "attention, causal": "attention {} 1x8x2048x64 causal forward+backward",
+    "attention, half the keys are padding": "attention {} 1x8x2048x64 padding by lengths forward+backward",
+    "attention, dropout 0.1": SPEED["the same with dropout"],
+    "softmax-dropout": "softmax_dropout {} 8192x512 dropout 0.1 forward+backward",
+    "dropout + residual + LayerNorm": SPEED["dropout + residual + LayerNorm"],
+    "dropout": "dropout {} 4096x512 dropout 0.1 forward+backward",
+    "LayerNorm": "layer_norm {} 4096x512 forward+backward",
+    "training step, base model": SPEED["a training step"],
+}
+OPERATIONS = {
+    "attention": "attention",
+    "softmax_dropout": "softmax",
+    "layer_norm": "LayerNorm",
+    "dropout_add_layer_norm": "float32 residual + LayerNorm",
+}
+STEP = "update of |step beside .*: |loss of base|tiny, "
+TOKENS = re.compile("target token|^decoding")
 
 
-def files(*names: str) -> list[Path]:
-    return [path for name in names for path in sorted(RESULTS.glob(f"{name}.json"))]
+# --- rows ---
 
 
-def recorded(name: str) -> list[dict[str, Any]]:
-    """What a script recorded, by machine."""
-    return [json.loads(path.read_text()) for path in files(f"{name}-*")]
+def on_cpu(row: Row) -> bool:
+    return not row.isa.startswith("sm_")
 
 
-def newest(name: str, suits: Callable[[dict[str, Any]], bool] = lambda data: True) -> dict[str, Any]:
-    return max(filter(suits, recorded(name)), key=lambda data: data["date"])
+def chosen(rows: Iterable[Row], pattern: str) -> list[Row]:
+    """Return the rows whose case begins with a regular expression."""
+    return [row for row in rows if re.match(pattern, row.case)]
 
 
-def reports(*names: str) -> list[report.Report]:
-    """What the benchmarks of pytest and of `fastattn bench` recorded."""
-    return list(map(report.Report.read, files(*names)))
+def by(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+    """Group rows by fields, in the order of the processors' names."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return dict(sorted(found.items(), key=lambda group: processor(group[1][0].machine)))
 
 
-def sections(name: str, section: Callable[[dict[str, Any]], str]) -> str:
-    """One after the other, those of all machines."""
-    return "\n\n".join(map(section, recorded(name)))
+def on_machines(rows: Iterable[Row], torch: str, *, floored: bool = True) -> dict[tuple[str, ...], list[Row]]:
+    """Group the rows of processors by machine and instruction set, with or without floors in docs/design.md."""
+    wanted = (row for row in rows if on_cpu(row) and row.version == torch and (row.isa in FLOORED) == floored)
+    return by(wanted, "machine", "isa")
 
 
-def of_machines(*names: str) -> str:
-    """Their results side by side, and what the file of each has none of."""
-    found, lines = reports(*names), []
-    for of in found:
-        wanted = *(case.name for case in listed(of.machine["isa"])), *PATCHED
-        if lacking := [case for case in wanted if case not in of.results]:
-            lines.append(f"- {report.processor(of.machine)}, not recorded: {', '.join(lacking)}.")
-    return "\n\n".join(filter(None, (report.comparison(found), "\n".join(lines))))
+def ratios(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Return rows by case and peer."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.case, {})[row.peer] = row
+    return found
 
 
-def on_gpu() -> str:
-    names = "benchmarks", "kernels", "tuning", "host", "training", "tests"
-    return gpu.section(*(json.loads((RESULTS / f"gpu/{name}.json").read_text()) for name in names))
+# --- tables of the operations ---
 
 
-def tables() -> dict[tuple[str, str], str]:
-    """What stands between which markers of which page."""
-    performance, training = "docs/performance.md", "docs/training.md"
-    return {
-        ("README.md", "speed"): report.summary(reports(*MACHINES)),
-        ("README.md", "translation"): translation.table(recorded("translation")),
-        (performance, "machines"): of_machines(*MACHINES),
-        (performance, "step"): sections("step", step.section),
-        (performance, "decoding"): sections("decoding", decoding.section),
-        (performance, "table1"): sections("table1", table1.section),
-        (performance, "instruction-sets"): report.comparison(reports(*OTHER_SETS)),
-        (performance, "newest-torch"): of_machines(NEWEST_TORCH),
-        (training, "hour"): sections("hour", hour.section),
-        (training, "neighbours"): sections("neighbours", neighbours.section),
-        ("docs/accuracy.md", "accuracy"): accuracy.section(newest("accuracy")),
-        ("docs/gpu.md", "gpu"): on_gpu(),
-    }
+def speed(rows: list[Row]) -> str:
+    """Return how many times as fast as torch a few cases are, a row per machine and dtype."""
+    lines = [["processor", "dtype", *SPEED, "measured"]]
+    for (machine, isa), group in on_machines(rows, TORCH).items():
+        known = {row.case: row for row in group if row.peer == "torch"}
+        for dtype in DTYPES:
+            found = [known.get(case.format(dtype)) for case in SPEED.values()]
+            if any(found):
+                cells = [f"{row.ratio:.1f}x" if row else "" for row in found]
+                day = max(row.date for row in found if row)
+                lines.append([f"{processor(machine)}, {isa}", dtype, *cells, day])
+    return markdown(lines)
 
 
-PICTURES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any], Callable[[], Any]]] = {  # of which files, how, of what
-    "speed": (MACHINES, plots.picture, lambda: reports(*MACHINES)),
-    "lengths": (("lengths-*",), plots.picture, lambda: reports("lengths-*")),
-    "accuracy": (("accuracy-*",), accuracy.picture, lambda: newest("accuracy")),
-    "loss": (
-        ("translation-*",),
-        translation.picture,
-        lambda: newest("translation", lambda data: len(data["runs"]) == 2),
-    ),
+def cell(found: dict[str, Row]) -> str:
+    """Return times torch, the share of the limit, and our time over our plain time, as far as they are known."""
+    if "torch" not in found:
+        return ""
+    row, plain = found["torch"], found.get("plain")
+    own = f"{1 / plain.ratio:.2f} of plain" if plain and plain.ratio else ""
+    return ", ".join(filter(None, (f"{row.ratio:.2f}x", report.share(row.share, row.note), own)))
+
+
+def comparison(groups: dict[str, list[Row]]) -> str:
+    """Return the listed cases with a column per group, how the sweep went, and the missed floors."""
+    known = {name: ratios(rows) for name, rows in groups.items()}
+    shown = [
+        case for case in (*(case.name for case in listed()), *PROGRAMS) if any(case in of for of in known.values())
+    ]
+    lines = [["", *groups], *([case, *(cell(of.get(case, {})) for of in known.values())] for case in shown)]
+    where, summed_up = [], []
+    for name, rows in groups.items():
+        cases = {*shown, *swept(known[name])}
+        figures = [row for row in rows if row.case in cases and row.peer in ("torch", "plain")]
+        where.append(f"- {name}: {origin(figures)}{report.limit_words(rows)}.")
+        if text := " ".join(filter(None, (sweep_words(known[name]), missed_words(rows[0].isa, known[name])))):
+            summed_up.append(f"- {name}: {text}")
+    return "\n\n".join(filter(None, ("\n".join(where), CELL, markdown(lines), "\n".join(summed_up))))
+
+
+def swept(found: dict[str, dict[str, Row]]) -> dict[str, float]:
+    """Return the ratio to torch of the sweep's cases."""
+    names = {case.name for case in sweep()} - {case.name for case in listed()}
+    return {name: found[name]["torch"].ratio for name in found if name in names and "torch" in found[name]}
+
+
+def sweep_words(found: dict[str, dict[str, Row]]) -> str:
+    cases = swept(found)
+    slow = sorted((ratio, case) for case, ratio in cases.items() if ratio < 1)
+    if not cases:
+        return ""
+    text = f"Of {len(cases)} cases of the sweep {len(cases) - len(slow)} are at least as fast as torch."
+    slowest = ", ".join(f"{case} ({ratio:.2f})" for ratio, case in slow[:10])
+    return f"{text} The slowest: {slowest}." if slow else text
+
+
+def missed_words(isa: str, found: dict[str, dict[str, Row]]) -> str:
+    """Name the missed floors, if the instruction set has floors of its own."""
+    if isa not in FLOORED:
+        return ""
+    floors = {case.name: case.floor for case in (*sweep(), *listed(isa))} | PROGRAMS
+    missed = []
+    for case, peers in found.items():
+        if case in floors and "torch" in peers:
+            row, times = peers["torch"], {peer: row.ratio for peer, row in peers.items()}
+            if words := contest.missed(floors[case], row.seconds or 0.0, times, row.share):
+                missed.append(f"{case} ({'; '.join(words)})")
+    return f"Floors missed: {', '.join(missed)}." if missed else "Every floor is reached."
+
+
+def machines(rows: list[Row], torch: str) -> str:
+    groups = on_machines(rows, torch).items()
+    return comparison({f"{processor(machine)}, {isa}": group for (machine, isa), group in groups})
+
+
+def instruction_sets(rows: list[Row]) -> str:
+    groups = on_machines(rows, TORCH, floored=False)
+    order = ("avx512", "avx2", "generic")
+    return comparison({isa: groups[key] for isa in order for key in groups if key[1] == isa})
+
+
+def by_length(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[int, Row]]:
+    """Return rows of accuracy by (operation, dtype, output or gradients) and length."""
+    found: dict[tuple[str, str, str], dict[int, Row]] = {}
+    for row in rows:
+        operation, length, part = row.case.removeprefix("accuracy of ").split(", ")
+        found.setdefault((OPERATIONS[operation], row.dtype, part), {})[int(length)] = row
+    return found
+
+
+def accuracy(rows: list[Row]) -> str:
+    """Return relative errors, fastattn's / torch's, with a column per length."""
+    rows = chosen(rows, "accuracy of ")
+    found = by_length(rows)
+    lengths = sorted({length for points in found.values() for length in points})
+    lines = [["operation", "dtype", "of", *map(str, lengths)]]
+    for key, points in found.items():
+        lines.append([*key, *(f"{r.value:.1e} / {r.theirs:.1e}" if (r := points.get(n)) else "" for n in lengths)])
+    return f"{origin(rows)}.\n\n{markdown(lines)}"
+
+
+# --- tables of everything else ---
+
+
+def figure(row: Row, amount: float) -> str:
+    """Return seconds or a value in words. Seconds per token become tokens a second."""
+    if row.value is not None:
+        return f"{amount / 1e12:.3g} T/s" if amount >= 1e9 else f"{amount:,.5g}"
+    return f"{1 / amount:,.0f}/s" if TOKENS.search(row.case) else report.duration(amount)
+
+
+def listing(rows: Iterable[Row], pattern: str) -> str:
+    """Return a line per row of the cases that match, except for shares of a whole. Empty columns are left out."""
+    rows = [row for row in chosen(rows, pattern) if row.peer or row.value or row.seconds]
+    lines = [["processor", "case", "dtype", "fastattn", "compared with", "its figure", "its over ours", "", "measured"]]
+    for row in sorted(rows, key=lambda row: processor(row.machine)):
+        ours = row.seconds if row.value is None else row.value
+        compared = [row.peer, figure(row, row.theirs) if ours else "", f"{row.ratio:.2f}"] if row.ratio else [""] * 3
+        note = f"{row.share:.0%} {row.note}".strip() if row.share is not None else row.note
+        amount = figure(row, ours) if ours else ""
+        lines.append([processor(row.machine), row.case, row.dtype, amount, *compared, note, row.date])
+    keep = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
+    keep = keep[len({row.machine for row in rows}) == 1 :]
+    return markdown([line[column] for column in keep] for line in lines)
+
+
+def shares(rows: Iterable[Row], pattern: str) -> str:
+    """Return shares of a whole, whose cases are "WHOLE: PART": a line per part, a column per machine and whole.
+
+    All parts of a whole come from one commit, the newest.
+    """
+    rows = [row for row in chosen(rows, pattern) if not row.peer and row.share is not None]
+    newest = {(row.machine, row.case.partition(": ")[0]): row.commit for row in rows}
+    cells: dict[str, dict[str, str]] = {}
+    for row in sorted(rows, key=lambda row: processor(row.machine)):
+        whole, _, part = row.case.partition(": ")
+        if row.commit == newest[row.machine, whole]:
+            cells.setdefault(part, {})[f"{processor(row.machine)}: {whole}"] = f"{row.share:.0%}"
+    columns = dict.fromkeys(column for of in cells.values() for column in of)
+    return markdown([["share", *columns], *([part, *(of.get(c, "") for c in columns)] for part, of in cells.items())])
+
+
+def origins(rows: Iterable[Row], pattern: str) -> str:
+    return "\n".join(
+        f"- {processor(name)}: {origin(of)}." for (name,), of in by(chosen(rows, pattern), "machine").items()
+    )
+
+
+# --- tables of the GPU ---
+
+SDPA = ("cudnn", "flash", "efficient", "math")
+GOALS: tuple[tuple[str, tuple[str, ...], float, float], ...] = (  # cases, fastest of these peers, or share of a copy
+    (r"attention .* \w+x128 forward$", ("flash",), 1.15, 0.0),
+    (r"attention .* \w+x128 forward\+backward$", ("flash",), 1.0, 0.0),
+    (r"attention .* \w+x128 dropout 0.1 forward\+backward$", ("flash",), 1.2, 0.0),
+    (r"attention .* padding .*\+backward$", SDPA, 3.0, 0.7),
+    (r"(layer_norm|softmax_dropout) .* 16384x.* forward$", (), 0.0, 0.9),
+    (r"(layer_norm|softmax_dropout) .* 16384x.*\+backward$", (), 0.0, 0.8),
+    (r"training_step ", ("torch",), 1.5, 0.0),
+    (r"training_step ", ("compiled",), 1.2, 0.0),
+)
+"""The GPU lines of docs/design.md, section 7. A backward pass is judged together with its forward pass."""
+
+
+def goals(case: str, peers: dict[str, Row]) -> str:
+    """Say what docs/design.md requires of a case, and that it is missed."""
+    words = []
+    for pattern, wanted, least, least_share in GOALS:
+        if re.match(pattern, case):
+            row = next(iter(peers.values()))
+            times = min((r.ratio for peer, r in peers.items() if peer in wanted), default=0.0)
+            is_reached = (least and times >= least) or (least_share and row.note == "copy" and row.share >= least_share)
+            required = [f"{least:g} times {' or '.join(wanted)}"] if least else []
+            required += [f"{least_share:.0%} of a copy"] if least_share else []
+            words.append(f"{'' if is_reached else '**missed:** '}{', or '.join(required)}")
+    return "; ".join(words)
+
+
+def by_case(rows: Iterable[Row]) -> str:
+    lines = [["case", "ms", "of the limit", "times as fast as", "required"]]
+    for case, peers in ratios(rows).items():
+        row = next(iter(peers.values()))
+        others = sorted(peers.values(), key=lambda row: row.ratio)
+        words = ", ".join(f"{row.peer} {row.ratio:.2f}" for row in others)
+        lines.append([case, f"{1e3 * row.seconds:.3g}", report.share(row.share, row.note), words, goals(case, peers)])
+    return markdown(lines)
+
+
+def gpu(rows: list[Row]) -> str:
+    """Return everything that was measured on GPUs, one GPU after the other."""
+    parts = []
+    for group in by((row for row in rows if not on_cpu(row)), "machine").values():
+        replayed = [row for row in chosen(group, "(attention|softmax|layer|dropout|training)") if row.share is not None]
+        parts += [f"{origin(group)}.", listing(group, "limit|tests"), "### Compared with torch's backends"]
+        parts += ["Replayed as CUDA graphs; peers' times over ours.", by_case(replayed), "### Small calls"]
+        parts += ["Bound by the host.", listing(group, ".*from Python"), "### Training", listing(group, "train ")]
+        parts += [
+            "### Kernels",
+            "By the kernel's own time, attention of 8x16x4096.",
+            listing(group, "kernel: "),
+            "### Tiles",
+        ]
+        parts += ["The tile when it was measured; the quickest one.", listing(group, "tile: ")]
+    return "\n\n".join(parts)
+
+
+# --- pictures ---
+
+
+def bars(rows: list[Row]) -> Any:
+    """Draw how many times as fast as torch, a panel per machine, a bar per dtype."""
+    groups = on_machines(rows, TORCH)
+    picture = figures.figure(3.4 + 2.7 * len(groups), 4.4)
+    panels = picture.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, ((machine, _), group) in zip(panels, groups.items(), strict=True):
+        known = {row.case: row.ratio for row in group if row.peer == "torch"}
+        for offset, dtype in enumerate(DTYPES):
+            values = {
+                n: known[case.format(dtype)] for n, case in enumerate(BARS.values()) if case.format(dtype) in known
+            }
+            places = [place + 0.4 * offset for place in values]
+            drawn = axes.barh(places, [v - 1 for v in values.values()], 0.38, 1, label=dtype, color=f"C{offset}")
+            axes.bar_label(drawn, [f"{value:.1f}" for value in values.values()], padding=2, fontsize=8)
+        axes.axvline(1.0, color="black", linewidth=1)
+        axes.set_title(processor(machine), fontsize=10)
+        axes.set(xscale="log")
+        axes.set_xlabel("times as fast as torch (log)", fontsize=8)
+        axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+        axes.minorticks_off()
+        axes.set_xlim(0.75, 45)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[0].set_yticks([place + 0.2 for place in range(len(BARS))], list(BARS), fontsize=9)
+    panels[0].invert_yaxis()
+    panels[0].legend(fontsize=8, loc="upper right")
+    origins = "\n".join(origin(row for row in group if row.peer == "torch") for group in groups.values())
+    plots.caption(picture, f"forward + backward where nothing else is said\n{origins}")
+    return picture
+
+
+def over_length(rows: list[Row]) -> Any:
+    """Draw the machine on which memory was measured last."""
+    machine = chosen(rows, ".*, memory$")[-1].machine
+    return plots.over_length([row for row in rows if row.machine == machine and row.version == TORCH])
+
+
+def errors(rows: list[Row]) -> Any:
+    """Draw relative errors over the length of the sums (attention's keys, a row's columns)."""
+    found, picture = by_length(rows), figures.figure(11, 11)
+    dtypes = list(dict.fromkeys(dtype for _, dtype, _ in found))
+    panels = picture.subplots(len(OPERATIONS), len(dtypes), sharex=True, squeeze=False)
+    for row, operation in zip(panels, OPERATIONS.values(), strict=True):
+        for axes, dtype in zip(row, dtypes, strict=True):
+            for part, marker in (("output", "o-"), ("gradients", "s--")):
+                points = found.get((operation, dtype, part), {})
+                torchs, ours = ([r.theirs for r in points.values()], [r.value for r in points.values()])
+                axes.plot(list(points), torchs, marker, color="C1", markersize=7, label=f"torch, {part}")
+                axes.plot(list(points), ours, marker, color="C0", markersize=3, label=f"fastattn, {part}")
+            axes.set_xscale("log", base=4)
+            axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            axes.set_ylim(low / 3, high * 3)
+            axes.set_title(f"{operation}, {dtype}", fontsize=9)
+            axes.grid(alpha=0.3, which="both", linewidth=0.5)
+        row[0].set_ylabel("relative error (log)", fontsize=8)
+    ticks = sorted({length for points in found.values() for length in points})
+    panels[0][0].set_xticks(ticks, list(map(str, ticks)))
+    panels[0][0].legend(fontsize=7)
+    plots.caption(picture, f"Over keys of attention, or columns of a row (log). {origin(rows)}")
+    return picture
+
+
+def losses(rows: list[Row]) -> Any:
+    """Draw the validation loss over time of the machine that trained both programs last."""
+    machine = max((row for row in rows if row.peer), key=lambda row: row.date).machine
+    rows = [row for row in rows if row.machine == machine]
+    figure = figures.figure(7, 4)
+    axes = figure.add_subplot()
+    for who, label in (("", "fastattn.Transformer"), ("torch's ", "torch.nn.Transformer")):
+        curve = chosen(rows, rf".*: {who}validation loss after")
+        minutes = [row.seconds / 60 for row in curve]
+        axes.plot(minutes, [row.value for row in curve], "o-", label=f"{label}, {curve[0].dtype}")
+    axes.set(xlabel="minutes of training", ylabel="validation loss (nats a token)", xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    plots.caption(figure, origin(rows))
+    return figure
+
+
+PICTURES: dict[str, tuple[str, Callable[[list[Row]], Any]]] = {  # the cases that it shows, and how
+    "speed": ("|".join(f"{re.escape(case.format(dtype))}$" for case in BARS.values() for dtype in DTYPES), bars),
+    "lengths": (r"limit: \w+$|attention \w+ 1x8x\d+x64 (dropout 0.1 )?forward", over_length),
+    "accuracy": ("accuracy of ", errors),
+    "loss": (r"tiny for \d+ minutes: ", losses),
 }
 
 
-def source(name: str) -> str:
-    """The state of the files that a picture is drawn from, and of the code that draws it. The picture keeps it."""
-    patterns, draw, _ = PICTURES[name]
-    content = b"".join(path.read_bytes() for path in files(*patterns))
-    content += "".join(map(inspect.getsource, (plots, draw))).encode()
-    return f"benchmarks/results, SHA-256 {hashlib.sha256(content).hexdigest()[:16]}"
+# --- what stands where ---
+
+
+def tables() -> dict[tuple[str, str], str]:
+    """Return what stands between which markers of which page."""
+    rows = report.newest(report.read(RESULTS))
+    performance, training = "docs/performance.md", "docs/training.md"
+    return {
+        ("README.md", "speed"): speed(rows),
+        ("README.md", "translation"): listing(rows, r"tiny for 20 minutes: (target token|validation loss|BLEU)$"),
+        (performance, "machines"): machines(rows, TORCH),
+        (performance, "step"): "\n\n".join(part(rows, STEP) for part in (origins, shares, listing)),
+        (performance, "decoding"): "\n\n".join(part(rows, "decoding, ") for part in (origins, shares, listing)),
+        (performance, "table1"): "\n\n".join(part(rows, "layer, n = ") for part in (origins, listing)),
+        (performance, "instruction-sets"): instruction_sets(rows),
+        (performance, "newest-torch"): machines(rows, NEWEST_TORCH),
+        (training, "hour"): listing(rows, "tiny for 60 minutes"),
+        (training, "neighbours"): listing(rows, "first updates of tiny, "),
+        ("docs/accuracy.md", "accuracy"): accuracy(rows),
+        ("docs/gpu.md", "gpu"): gpu(rows),
+    }
+
+
+def source(rows: list[Row], draw: Callable[[list[Row]], Any]) -> str:
+    """Return the state of the rows and of the code that draws them. A picture keeps it."""
+    content = f"{rows}{inspect.getsource(plots)}{inspect.getsource(draw)}"
+    return f"benchmarks/results.csv, SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def main() -> None:
     for (page, name), text in tables().items():
         report.insert(ROOT / page, name, text)
-    for name, (_, draw, data) in PICTURES.items():
-        plots.save(draw(data()), ROOT / "docs/images" / name, source(name))
+    rows = report.newest(report.read(RESULTS))
+    for name, (pattern, draw) in PICTURES.items():
+        shown = chosen(rows, pattern)
+        plots.save(draw(shown), ROOT / "docs/images" / name, source(shown, draw))
 
 
 if __name__ == "__main__":

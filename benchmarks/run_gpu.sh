@@ -5,8 +5,8 @@
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
-# far ended, on which device, with which versions and commit; the stages' logs and results lie beside it. The stages that
-# measure rely on `compile` before them for the time that they have. OUT is runs/gpu by default.
+# far ended, on which device, with which versions and commit; the stages' logs and results.csv lie beside it. The stages
+# that measure rely on `compile` before them for the time that they have. OUT is runs/gpu by default.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=runs/gpu
@@ -67,8 +67,8 @@ part() {
   done
   combined "${statuses[@]}"
 }
-benchmarks() { "$python" benchmarks/gpu.py "$out/benchmarks.json" --seconds 95; }
-tuning() { "$python" tools/tune.py "$out/tuning.json" --seconds 80; }
+benchmarks() { "$python" benchmarks/gpu.py "$out/results.csv" --seconds 95; }
+tuning() { "$python" tools/tune.py "$out/results.csv" --seconds 80; }
 # parallel COUNT FUNCTION: FUNCTION NUMBER COUNT for every number up to COUNT, all at a time.
 parallel() {
   local pids=() statuses=() number pid

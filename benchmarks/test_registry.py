@@ -1,5 +1,7 @@
-"""What torch's function costs while fastattn is the active implementation: beside ours called directly, and beside
-torch's own where the call goes on to torch."""
+"""Time torch's function while fastattn is the active implementation.
+
+It is compared with ours called directly, and with torch's own where the call goes on to torch.
+"""
 
 import functools
 
@@ -31,7 +33,7 @@ def test_cost(request, shapes, dtype, share, dropout_p):
     }
 
     def measure(function, repeats):
-        """Torch's own function is that of torch as it was. Activation leaves caches cold, so calls come before."""
+        """Activate only around the calls of "active". Activation leaves caches cold, so uncounted calls come first."""
         if function is calls["active"]:
             handle.activate()
         try:
@@ -46,4 +48,3 @@ def test_cost(request, shapes, dtype, share, dropout_p):
     more = timing.seconds("active") - seconds
     if not request.config.getoption("--report"):
         assert more <= most, f"{more * 1e6:.1f} µs more than {seconds * 1e6:.1f}, at most {most * 1e6:.1f}"
-    print(f"{more * 1e6:.1f} µs more than {seconds * 1e6:.1f}")

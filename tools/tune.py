@@ -1,4 +1,4 @@
-"""Measure candidate tiles on this GPU: ``python tools/tune.py results.json``.
+"""Measure candidate tiles on this GPU: ``python tools/tune.py results.csv``.
 
 It times every kernel with its present tile first, then with other tiles. It prints lines for
 ``fastattn/backends/triton/attention/tiles.py`` and ``rows.py`` and changes nothing: a person adopts the better tiles.
@@ -135,13 +135,19 @@ def seconds_of(call, kernel):
     return sum(found.values()) if kernel is None else found[kernel]
 
 
-def run(path, results, seconds):
-    """Time the present choice of every kernel, then all candidates until the time is up.
+def words(value):
+    """Return a tile in words, without what is left to the compiler."""
+    if not hasattr(value, "block_m"):
+        return f"{value.elements} elements, {value.warp_elements} a warp"
+    text = f"{value.block_m}x{value.block_n}, {value.num_warps} warps, {value.num_stages} stages"
+    registers = "" if value.maxnreg is None else f", {value.maxnreg} registers"
+    return text + registers + ("" if value.register_usage_level is None else f", level {value.register_usage_level}")
 
-    The file always holds the results so far. Return the present choices that do not run.
-    """
-    deadline = time.monotonic() + seconds
-    results["tiles"], broken = {}, []
+
+def run(path, where, seconds):
+    """Time the present choice of every kernel, then all candidates until the time is up. The file holds the results so
+    far at any moment. Returns the present choices that do not run."""
+    deadline, broken = time.monotonic() + seconds, []
     for is_first in (True, False):
         for name, table, key, values, call, kernel in candidates():
             if time.monotonic() > deadline:
@@ -149,16 +155,16 @@ def run(path, results, seconds):
                 return broken
             present, tried = table[key], () if is_first else values
             timed, failed = best(table, key, tried, functools.partial(seconds_of, call, kernel), deadline)
-            now = next((milliseconds for milliseconds, value in timed if value == present), None)
             if is_first and present in failed:
                 broken.append(f"{name}: {present}, the present choice: {failed[present]}")
-            if timed:
-                print(f"{name}: {timed[0][1]} {timed[0][0]:.4f} ms, now {present} {now} ms", flush=True)
-            results["tiles"][name] = [
-                *({"milliseconds": ms, **value._asdict(), "present": value == present} for ms, value in timed),
-                *({"error": why, **value._asdict()} for value, why in failed.items()),
-            ]
-            report.write_json(path, results)
+            now = next((milliseconds for milliseconds, value in timed if value == present), None)
+            if now is None:
+                continue
+            milliseconds, quickest = timed[0]
+            print(f"{name}: {quickest} {milliseconds:.4f} ms, now {present} {now} ms", flush=True)
+            columns = {"case": f"tile: {name}", "dtype": "bfloat16", "peer": "quickest tried"}
+            columns |= {"note": f"{words(present)}; {words(quickest)}"}
+            report.append(path, [report.Row(**where, **columns, seconds=now / 1000, ratio=milliseconds / now)])
     return broken
 
 

@@ -1,23 +1,28 @@
-"""Measures fastattn beside what a user would pick instead and beside what the machine could do at best."""
+"""Compare fastattn with what a user could call instead, and with what the machine could do at best.
+
+`timer`, `cases`, `peers`, `limits`, `memory`, `training` and `contest` import each other relatively, and only public
+names of fastattn. `pytest benchmarks --against REF` loads them from this folder, under another name, to measure
+the package of another commit.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 
 import torch
 
 from fastattn import figures
-from fastattn.bench import contest, limits, peers, plots, report
+from fastattn.bench import contest, plots, report
 from fastattn.bench.cases import Case, lengths, listed, sweep
 from fastattn.errors import InputError, require
 from fastattn.files import check_file
-from fastattn_command import has_text
 
 __all__ = ["main", "speed_table"]
 
 
 def speed_table() -> str:
-    """A small Markdown table of speeds against torch, for someone new; takes a few seconds."""
+    """Return a small Markdown table of speeds compared with torch; takes a few seconds."""
     dtypes = (torch.float32, torch.bfloat16)
     cases = [
         *(Case("attention", (1, 8, 1024, 64), dtype) for dtype in dtypes),
@@ -31,51 +36,53 @@ def speed_table() -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """`fastattn bench`: measures, or reads, and shows tables and pictures. Returns the exit status.
+    """Measure, print tables, and write a results file or a picture: `fastattn bench`. Return the exit status.
 
     Raises:
-        InputError: no case has the text of ``--filter``, a file of ``--from`` is no result file, there is nothing to
-            draw, or a file cannot be written.
+        InputError: no case has the text of ``--filter``, or a file cannot be written.
     """
     if args.plot:
         require("matplotlib")
     pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in figures.FORMATS] if args.plot else []
     for path in filter(None, (args.output, *pictures)):
         check_file(path)
+    if args.output and args.output.is_file():
+        report.read(args.output)  # before the work, not after it
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    found = [report.Report.read(source) for source in args.sources] or [_measure(args)]
+    rows = _measure(args)
     if args.output:
-        found[0].beside(None).write(args.output)  # without what was disturbed
+        report.append(args.output, rows)
     if args.plot:
-        plots.save(plots.picture(found), args.plot)
-    elif args.sources:
-        print(report.tables(found[0]) if len(found) == 1 else report.comparison(found))
+        plots.save(plots.over_length(rows), args.plot)
     return 0
 
 
-def _measure(args: argparse.Namespace) -> report.Report:
-    over_length = args.plot is not None
-    cases = lengths() if over_length else list(sweep()) if args.sweep else listed()
+def has_text(name: str, text: str) -> bool:
+    """Whether the name of a case has this text; letters from the start of a word, so that float16 is not bfloat16."""
+    start = r"(?<!\w)" if text[:1].isalpha() else ""
+    return re.search(start + re.escape(text), name) is not None
+
+
+def _measure(args: argparse.Namespace) -> list[report.Row]:
+    """Print a line per case, and return the rows of the results that are not noisy."""
+    over_length, where = args.plot is not None, report.here()
+    cases = lengths() if over_length else list(sweep()) if args.sweep else listed(where["isa"])
     chosen = [case for case in cases if has_text(case.name, args.filter)]
     if not chosen:
         raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
-    before = limits.measure()
-    limits.remember(before)
-    now = report.Report.new(measured=before)
-    everyone = args.peers or over_length
-    print(report.origin_of(now, *(peers.OPTIONAL if everyone else ())), flush=True)
-    results: list[contest.Result] = []
-    for case in chosen:
+    rows = report.limit_rows(where)
+    print(report.origin([report.Row(**where)]) + report.limit_words(rows), flush=True)
+    for number, case in enumerate(chosen):
         result = contest.run(
             case,
             budget=args.seconds or 1.0,
             rounds=(3, 100) if over_length else (6, 100),
-            everyone=everyone,
+            everyone=args.peers or over_length,
             with_memory=over_length and case.backward,
         )
         lines = report.table([result], whole=True).splitlines()
-        print(*lines[2 if results else 0 :], sep="\n", flush=True)
-        results.append(result)
-    results = [contest.reviewed(case, result) for case, result in zip(chosen, results, strict=True)]
-    return report.Report.new(results, limits.best(before, limits.measure()))
+        print(*lines[2 if number else 0 :], sep="\n", flush=True)
+        if not result.noise:
+            rows += report.rows_of(result, str(case.dtype).removeprefix("torch."), where)
+    return rows

@@ -1,7 +1,9 @@
-"""What is measured: operations, shapes, dtypes and features, with the work that each case needs and its floor.
+"""Cases to measure: operations, shapes, dtypes and features, with their work and their floors.
 
-An operation has an entry in `OPERATIONS`, its operands and its call, and in `FLOPS` and `BYTES` what it costs. A case
-is a value; a new one goes into `headline()` with the floor it must reach, or into `sweep()` with the common one.
+An operation has an entry in `OPERATIONS` (its operands and its call) and entries in `FLOPS` and `BYTES` (its work). A
+new case goes into `headline()` with its own floor, or into `sweep()` with the common one.
+
+Cases call only the public API: `pytest benchmarks --against REF` runs them on the package of another commit.
 """
 
 from __future__ import annotations
@@ -16,24 +18,23 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.backends import native
-from fastattn.ops.check import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16)
 SWEEP_CAP = 100 * 10**9
 OVERHEAD = {False: 1e-6, True: 100e-6}
-"""Seconds that a call may take longer than torch's, without and with a gradient: torch's way is in C++, ours has checks
-in Python and an ``autograd.Function``. They take half of it where the interpreter stays in the caches."""
+"""Seconds that a call may take longer than torch's, without and with a gradient. Torch's path is in C++. Ours has
+checks in Python and an ``autograd.Function``; they take half of this while the interpreter stays in the caches."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What a case must reach. A field that is None asks for nothing.
+    """Minimum figures of a case. A field of None requires nothing.
 
-    ratio: times as fast as torch. fraction: of the physical limit; on a machine where torch leaves less room than
-    `ratio` asks for, reaching this fraction is enough. both: the fraction is asked for beside the ratio. own: at most
-    this multiple of our own time for the same case without its features (causal, dropout, padding). overhead: seconds
-    that `ratio` does not count, of a call's way through Python where torch's is in C++.
+    ratio: minimum of torch's time over ours.
+    fraction: minimum share of the physical limit. It is enough where torch leaves less room than `ratio` requires.
+    both: the fraction is required in addition to the ratio.
+    own: maximum of our time over our own time without the case's features (causal, dropout, padding).
+    overhead: seconds of a call's path through Python, which `ratio` does not count.
     """
 
     ratio: float | None = 0.97
@@ -47,9 +48,9 @@ class Floor:
 class Case:
     """One thing to measure.
 
-    shape: (batch, heads, length, head size) of attention, (rows, columns) of the row operations, (sentences, tokens)
-    of a training step. keys: attention's key length where it is not `length`. padding: "lengths" or "mask", how half
-    of the keys are declared invalid; "uneven lengths" leaves from a quarter of them to all, evenly over the batch.
+    shape: attention (batch, heads, length, head size), row operations (rows, columns), training (sentences, tokens).
+    keys: attention's key length, if it is not `length`.
+    padding: "lengths" or "mask" declares half of the keys invalid; "uneven lengths" a quarter to all of them remain.
     """
 
     operation: str
@@ -72,7 +73,7 @@ class Case:
         )
         parts = (
             self.operation,
-            dtype_name(self.dtype),
+            str(self.dtype).removeprefix("torch."),
             "x".join(map(str, self.shape)),
             *filter(None, features),
             "forward+backward" if self.backward else "forward",
@@ -81,35 +82,30 @@ class Case:
 
     @property
     def plain(self) -> Case:
-        """The same case without its features."""
+        """This case without its features."""
         return replace(self, causal=False, dropout=0.0, padding="", floor=Floor())
 
     @property
-    def left(self) -> float:
-        """The share of the plain case's arithmetic that the features leave; 0 where none is counted."""
-        return self.flops / self.plain.flops if self.plain.flops else 0.0
-
-    @property
     def flops(self) -> int:
-        """Floating-point operations of the matrix products; element-wise arithmetic is not counted."""
+        """Floating-point operations of the matrix products. Element-wise arithmetic is not counted."""
         return FLOPS[self.operation](self) if self.operation in FLOPS else 0
 
     @property
     def bytes(self) -> int:
-        """Bytes to be read or written, each operand and result of a pass once; 0 where arithmetic alone counts."""
+        """Bytes read or written, each operand and result of a pass once; 0 where only arithmetic counts."""
         return BYTES[self.operation](self) if self.operation in BYTES else 0
 
 
 @dataclass(frozen=True)
 class Operation:
-    """operands(case): the differentiable tensors, and the other arguments. call(case, *tensors, seed=, **others)."""
+    """operands(case) returns differentiable tensors and other arguments; call(case, *tensors, seed=, **others)."""
 
     operands: Callable[[Case], tuple[list[Tensor], dict[str, Any]]]
     call: Callable[..., Tensor]
 
 
 def random(number: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Standard normal, the same for the same operand `number` and shape, independent between operands."""
+    """Draw standard normal values, the same for the same operand `number` and shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
@@ -117,7 +113,7 @@ def random(number: int, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def key_lengths(case: Case) -> list[int]:
-    """The keys of each sequence of the batch that are not padding."""
+    """Return the number of keys of each sequence of the batch that are not padding."""
     batch, keys = case.shape[0], case.keys or case.shape[2]
     if case.padding == "uneven lengths":
         least = max(1, keys // 4)
@@ -126,7 +122,7 @@ def key_lengths(case: Case) -> list[int]:
 
 
 def visible_pairs(case: Case) -> int:
-    """Pairs of a query and a key that it attends to, over all batches and heads."""
+    """Count the pairs of a query and a key that it attends to, over all batches and heads."""
     _, heads, length, _ = case.shape
 
     def pairs(keys: int) -> int:
@@ -150,17 +146,17 @@ def _attention_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def _attention(case: Case, *operands: Tensor, attn_mask: Tensor | None = None, **others: Tensor) -> Tensor:
-    # By position, as torch's is called; `others` are what torch's has not.
+    # Operands are passed by position, as to torch's. `others` are arguments that torch's does not have.
     return fastattn.scaled_dot_product_attention(*operands, attn_mask, case.dropout, case.causal, **others)
 
 
 def _attention_flops(case: Case) -> int:
-    """Two products forward; backward five more: the scores again, and one each for dV, dP, dQ and dK."""
+    """Count two products forward and five more backward: the scores again, and one each for dV, dP, dQ and dK."""
     return 2 * visible_pairs(case) * case.shape[3] * (7 if case.backward else 2)
 
 
 def _attention_bytes(case: Case) -> int:
-    """Forward q, k, v, out; backward those and grad_out read, three gradients written."""
+    """Count q, k, v, out forward; backward these and grad_out are read, three gradients are written."""
     batch, heads, length, size = case.shape
     queries, keys = (6, 6) if case.backward else (2, 2)
     return case.dtype.itemsize * heads * size * (queries * batch * length + keys * sum(key_lengths(case)))
@@ -170,7 +166,7 @@ def _attention_bytes(case: Case) -> int:
 
 
 def _rows_bytes(backward: int) -> Callable[[Case], int]:
-    """Bytes of an operation that passes over two tensors of the input's size, and so many in its backward pass."""
+    """Count two tensors of the input's size forward and `backward` more in the backward pass."""
     return lambda case: case.dtype.itemsize * prod(case.shape) * (2 + backward * case.backward)
 
 
@@ -179,7 +175,7 @@ def _input(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def _affine(columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """LayerNorm's weight and bias, float32 beside a 16-bit input, as under autocast."""
+    """Make LayerNorm's weight and bias, (columns,) each, float32 with a 16-bit input, as under autocast."""
     dtype = torch.promote_types(dtype, torch.float32)
     return [1 + random(1, columns, dtype=dtype) / 8, random(2, columns, dtype=dtype)]
 
@@ -201,7 +197,7 @@ def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tenso
 
 
 def _residual_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """The input in the case's dtype, the residual in float32, as under autocast."""
+    """Make the input in the case's dtype and the residual in float32, as under autocast."""
     residual = random(3, *case.shape, dtype=torch.float32)
     return [random(0, *case.shape, dtype=case.dtype), residual, *_affine(case.shape[1], case.dtype)], {}
 
@@ -213,7 +209,7 @@ def _dropout_add_layer_norm(
 
 
 def _residual_bytes(case: Case) -> int:
-    """Forward input, residual, out; backward also the sum written and read, grad_out, and both gradients."""
+    """Count input, residual, out forward; with backward also the sum twice, grad_out, and both gradients."""
     own, single = case.dtype.itemsize, torch.float32.itemsize
     return prod(case.shape) * ((2 * own + 6 * single) if case.backward else (own + 2 * single))
 
@@ -226,7 +222,7 @@ BASE: dict[str, Any] = {
 
 
 def _training_flops(case: Case) -> int:
-    """Matrix products of the base model, source and target of equal length; backward costs twice the forward."""
+    """Count the base model's matrix products at equal source and target length; backward costs twice the forward."""
     sentences, length = case.shape
     width, layers = BASE["d_model"], BASE["encoder_layers"]
     projections, feed_forward = 4 * width * width, 2 * width * BASE["d_ff"]
@@ -259,17 +255,14 @@ FLOORED = ("avx512_bf16", "amx_bf16")
 """Instruction sets whose floors docs/design.md states."""
 
 
-def headline(isa: str | None = None) -> list[Case]:
-    """The cases with a floor of their own, which docs/performance.md shows. The floors are those of an instruction set,
-    this machine's unless it is given: where AMX makes the products, a bfloat16 case's time goes into other things.
+def headline(isa: str = "") -> list[Case]:
+    """Return the cases with floors of their own, which are those of an instruction set.
 
-    Fractions beside a ratio that the design states alone are what that ratio stood for on the machine where it was
-    set (500 and 940 GFLOP/s): 2.5 x 119 / 500 for (32, 8, 64, 64) in float32, and so on. LayerNorm's in float32 is what
-    remains where torch itself takes less than 1.3 times as long as a copy of the bytes.
+    With AMX, products are not most of a bfloat16 case's time: its floor is torch. Where docs/design.md states a ratio
+    without a fraction, the fraction is what the ratio meant on the machine where it was set (500 and 940 GFLOP/s): for
+    instance 2.5 x 119 / 500 for (32, 8, 64, 64) in float32. LayerNorm's in float32 is what remains where torch takes
+    less than 1.3 times as long as a copy of the bytes.
     """
-    library = native.library("cpu")
-    if isa is None and library is not None:
-        isa = library.isa()
 
     def products(ratio: float, fraction: float, both: bool = False) -> Floor:
         return Floor() if isa == "amx_bf16" else Floor(ratio, fraction, both)
@@ -314,7 +307,7 @@ def training() -> list[Case]:
 
 
 def dispatch() -> list[Case]:
-    """Calls so small that the way from Python to the kernel is all their cost: attention of decoding size."""
+    """Return calls so small that the path from Python to the kernel is all their cost: attention of decoding size."""
     return [
         Case("attention", (1, 8, 1, 64), keys=32, floor=Floor(1.0)),
         Case("attention", (1, 8, 1, 64), torch.bfloat16, keys=32, floor=Floor(1.0)),
@@ -322,8 +315,10 @@ def dispatch() -> list[Case]:
 
 
 def double() -> list[Case]:
-    """float64, which has no kernels of ours: the reference leaves it to torch where it can, and copies what torch
-    returns into the layout of its operand."""
+    """Return the cases in float64, for which fastattn has no kernels.
+
+    The reference calls torch where it can and copies the result into the layout of its operand.
+    """
     shapes = {"attention": (4, 8, 512, 64), "layer_norm": (4096, 512)}
     return [
         Case(operation, shape, torch.float64, backward, floor=Floor(0.9, overhead=OVERHEAD[True]))
@@ -331,20 +326,22 @@ def double() -> list[Case]:
     ]
 
 
-def listed(isa: str | None = None) -> list[Case]:
-    """All cases but the sweep's, in the order of docs/performance.md."""
+def listed(isa: str = "") -> list[Case]:
+    """Return all cases except the sweep's, in the order of docs/performance.md."""
     return [*headline(isa), *training(), *dispatch(), *double()]
 
 
-PATCHED = {
+PROGRAMS = {
     "patched step of jadore801120's base model, bfloat16 32x48": Floor(1.25),
     "patched step of torch.nn.TransformerEncoder, bfloat16 16x512x512": Floor(1.5),
+    "step beside jadore801120's base model, bfloat16 32x48": Floor(1.4, fraction=0.8),
+    "step beside jadore801120's base model, float32 32x48": Floor(1.15, fraction=0.8),
 }
-"""Training steps of models that exist, which `benchmarks/test_patch.py` makes, and their floors."""
+"""Training steps that `benchmarks/test_programs.py` measures, and their floors. The limit is matrix products."""
 
 
 def lengths() -> list[Case]:
-    """Attention over sequence length, in inference and in training, for the plots of speed and memory."""
+    """Return attention over sequence length, in inference and in training, for the plots of speed and memory."""
     return [
         Case("attention", (1, 8, 2**power, 64), dtype, backward, dropout=0.1 * backward, floor=Floor(None))
         for dtype, (backward, longest) in product(DTYPES, ((False, 13), (True, 12)))
@@ -353,7 +350,7 @@ def lengths() -> list[Case]:
 
 
 def sweep() -> Iterator[Case]:
-    """Everything a user may bring: no case of it may be slower than torch, but for the overhead."""
+    """Yield whatever a user may bring. No case may be slower than torch, except for the overhead."""
     floors = {backward: Floor(overhead=seconds) for backward, seconds in OVERHEAD.items()}
     for batch, heads, length, size, dtype, backward, causal in product(
         (1, 8, 64), (1, 16), (1, 7, 32, 128, 512, 4096), (32, 64, 128, 256), DTYPES, (False, True), (False, True)

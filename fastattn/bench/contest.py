@@ -1,10 +1,10 @@
-"""Runs a case: ours is checked against the reference, then timed against torch and against the machine's limit."""
+"""Run a case: check fastattn against the reference, then time it with its peers and the machine's limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,101 +12,57 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.bench import limits, memory, peers, training
-from fastattn.bench.cases import OPERATIONS, Case, Floor
-from fastattn.bench.timer import Ratio, Timing, interleave
+
+from . import limits, memory, peers, training
+from .cases import OPERATIONS, Case, Floor
+from .timer import Measure, Ratio, Timing, interleave, noise_of, wall_clock
 
 CHECKED_SCORES = 1 << 22
 """Attention is checked on as many heads of the first batch as have this many scores in all (one head at least)."""
 
 EPSILON = {torch.float64: 4e-15, torch.float32: 2e-6, torch.bfloat16: 4e-3}
-"""Allowed beside twice the reference's own error, relative to the largest element: what a few roundings of intermediate
-values make (half a unit in the last place is 1e-16, 6e-8 and 2e-3), so that a reference that happens to be exact does
-not fail us."""
-
-REGRESSION = 0.85
-"""The share of a recorded ratio to torch that a later run must keep, unless ours takes no more than SLOWER times what
-it took, in seconds and beside the limit: neighbouring runs on a quiet machine differ by 5-10 %, and where a virtual
-machine's processors lie changes torch's speed in small cases by 1.4, in which ours has no part."""
-
-SLOWER = 1.1
-
-OTHERS = 0.10
-"""The share of the processors that other programs may take of a measurement: half of its rounds do not count anyway."""
+"""Error allowed in addition to twice the reference's own, relative to the largest element. It covers a few roundings of
+intermediate values (half a unit in the last place is 1e-16, 6e-8 and 2e-3), for references that happen to be exact."""
 
 SPREAD = 0.30
-"""How far apart the quartiles of a ratio may be, relative to its median; on a quiet machine 5 % is usual."""
-
-LESS_THAN_LEFT = 0.98
-"""How much less than its share of the plain case's arithmetic a case's time may be, in 3 of 4 samples: keys that are
-skipped leave more of the cache to the others."""
+"""Maximum distance of a ratio's quartiles, relative to its median. On a quiet machine 5 % is usual."""
 
 IMPLAUSIBLE = {"arithmetic": 1.1, "copy": 10.0}
-"""Shares of a limit beyond which it was the limit that was disturbed. A copy into fresh memory, which pays for its page
-faults, may be beaten several times by what only reads, or finds its memory in place."""
+"""Shares of a limit above which the limit was disturbed. A copy into fresh memory pays for its page faults, so what
+only reads, or finds its memory in place, beats it several times."""
 
-SHARED = 0.7
-"""The share of the machine's arithmetic below which a case's own limit tells that the processors lie on one core, where
-those of a virtual machine may come to lie for a while: no counter shows it, and both together do what one did."""
-
-RATED = 1e-3
-"""Seconds from which the arithmetic limit runs at its full speed, so that it tells that."""
-
-ATTEMPTS = 3
-"""Times that a disturbed case is measured before it is reported as such."""
+ATTEMPTS = 2
+"""Measurements of a noisy case before it is called noisy."""
 
 VISIBLE_LIMIT = 20e-6
-"""Seconds below which a limit says nothing: calling the function that measures it costs as much."""
+"""Seconds below which a limit says nothing, because the call that measures it takes as long."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One case's figures.
+    """The figures of one case.
 
-    seconds: median per contestant. ratios: how many times as fast as each peer ours is. fraction: of the physical
-    limit that ours reaches, which is `limited_by` "arithmetic" or "copy"; None where the limit is too short to be
-    seen. own: our time in multiples of our time without the case's features. memory: bytes that a call of each
-    contestant needs beside its operands, where they were measured. disturbed: by what, of a measurement whose figures
-    say nothing. commit, date: of a result that was recorded.
+    seconds: median per contestant. ratios: time of each peer over ours; "plain" is ours without the case's features.
+    share: of the physical limit, which is `limit`: "arithmetic" or "copy"; None if the limit is too short to be seen.
+    memory: bytes that a call of each contestant needs in addition to its operands, where measured.
+    noise: why the figures say nothing, or "".
     """
 
     name: str
     seconds: dict[str, float]
     ratios: dict[str, Ratio]
-    fraction: Ratio | None = None
-    limited_by: str = ""
-    own: Ratio | None = None
-    floor: Floor = field(default_factory=Floor)
+    share: Ratio | None = None
+    limit: str = ""
     memory: dict[str, int] = field(default_factory=dict)
-    disturbed: str = ""
-    commit: str = ""
-    date: str = ""
+    noise: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Without the floor, which is the case's, and without what is not known."""
-        return {name: value for name, value in asdict(self).items() if name != "floor" and value not in (None, "", {})}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Result:
-        def ratio(name: str) -> Ratio | None:
-            return Ratio(**data[name]) if name in data else None
-
-        return cls(
-            name=data["name"],
-            seconds=dict(data["seconds"]),
-            ratios={name: Ratio(**value) for name, value in data["ratios"].items()},
-            fraction=ratio("fraction"),
-            limited_by=data.get("limited_by", ""),
-            own=ratio("own"),
-            memory=dict(data.get("memory", {})),
-            disturbed=data.get("disturbed", ""),
-            commit=data["commit"],
-            date=data["date"],
-        )
+    def missed(self, floor: Floor) -> list[str]:
+        medians = {peer: ratio.median for peer, ratio in self.ratios.items()}
+        return missed(floor, self.seconds["ours"], medians, self.share.median if self.share else None)
 
 
 def ours(case: Case) -> Callable[[], Any]:
-    """What is timed of ours."""
+    """Return our call of a case."""
     if case.operation == "training_step":
         return training.contestants(case)["ours"]
     operation = OPERATIONS[case.operation]
@@ -115,20 +71,16 @@ def ours(case: Case) -> Callable[[], Any]:
 
 
 def step(case: Case, function: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Any]:
-    """`function(*tensors)`, and the gradients of all tensors where the case has a backward pass."""
+    """Return a call of `function(*tensors)`, with the gradients of all tensors if the case has a backward pass."""
     if not case.backward:
         return partial(function, *tensors)
     tensors = [tensor.detach().requires_grad_() for tensor in tensors]
     grad = torch.randn_like(function(*tensors))
-
-    def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*tensors), tensors, grad)
-
-    return forward_backward
+    return lambda: torch.autograd.grad(function(*tensors), tensors, grad)
 
 
 def contestants(case: Case, *, everyone: bool = False) -> dict[str, Callable[[], Any]]:
-    """Ours, the peers, ours without the case's features where the floor asks, and the limits of the machine."""
+    """Return ours, the peers, "plain" if the floor needs it, and the limits of the machine."""
     if case.operation == "training_step":
         return training.contestants(case) | _arithmetic(case)
     tensors, others = OPERATIONS[case.operation].operands(case)
@@ -139,7 +91,7 @@ def contestants(case: Case, *, everyone: bool = False) -> dict[str, Callable[[],
         functions["plain"] = ours(case.plain)
     functions |= _arithmetic(case)
     if case.flops and "arithmetic" not in functions:
-        return functions  # a copy is not what limits products
+        return functions  # a copy does not limit products
     return functions | {"copy": limits.copy(case.bytes, max(tensor.nbytes for tensor in tensors))}
 
 
@@ -157,138 +109,84 @@ def run(
     with_memory: bool = False,
     attempts: int = ATTEMPTS,
 ) -> Result:
-    """Times `case` for about `budget` seconds a contestant; again, up to `attempts` times, while it is disturbed."""
+    """Time `case` for about `budget` seconds a contestant, up to `attempts` times while it is noisy."""
     functions = contestants(case, everyone=everyone)
-    for _ in range(attempts):
-        result = summarise(case, interleave(functions, budget=budget * len(functions), rounds=rounds))
-        if not result.disturbed:
-            break
+    result = measured(case.name, functions, budget=budget * len(functions), rounds=rounds, attempts=attempts)
     if with_memory:
-        grown = {name: memory.peak(functions[name]) for name in ("ours", *result.ratios)}
-        result = replace(result, memory={name: size for name, size in grown.items() if size is not None})
+        for name in ("ours", *result.ratios):
+            if (size := memory.peak(functions[name])) is not None:
+                result.memory[name] = size
     return result
 
 
-def summarise(case: Case, timing: Timing) -> Result:
-    bounds = {name: timing.seconds(name) for name in ("arithmetic", "copy") if name in timing.samples}
+def measured(
+    name: str,
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    budget: float,
+    rounds: tuple[int, int] = (6, 100),
+    attempts: int = ATTEMPTS,
+    measure: Measure = wall_clock,
+) -> Result:
+    """Time functions, of which one is "ours", up to `attempts` times while they are noisy."""
+    for _ in range(attempts):
+        result = summarise(name, interleave(functions, budget=budget, rounds=rounds, measure=measure))
+        if not result.noise:
+            break
+    return result
+
+
+def summarise(name: str, timing: Timing) -> Result:
+    """Return the figures of a timing, whose functions are "ours", peers, and the limits "arithmetic" and "copy"."""
+    seconds = {name: timing.seconds(name) for name in timing.samples}
+    bounds = {name: seconds[name] for name in IMPLAUSIBLE if name in seconds}
     limit = max((name for name in bounds if bounds[name] > VISIBLE_LIMIT), key=bounds.__getitem__, default="")
-    rivals = [name for name in timing.samples if name not in ("ours", "plain", *bounds)]
-    ratios = {name: timing.ratio(name, "ours") for name in rivals}
-    result = Result(
-        name=case.name,
-        seconds={name: timing.seconds(name) for name in timing.samples},
-        ratios=ratios,
-        fraction=timing.ratio(limit, "ours") if limit else None,
-        limited_by=limit,
-        own=timing.ratio("ours", "plain") if "plain" in timing.samples else None,
-        floor=case.floor,
-    )
-    disturbed = disturbance(result, timing.others, case.left) or slow_machine(case, result.seconds)
-    return replace(result, disturbed=disturbed)
+    ratios = {name: timing.ratio(name, "ours") for name in seconds if name not in ("ours", *bounds)}
+    share = timing.ratio(limit, "ours") if limit else None
+    return Result(name, seconds, ratios, share, limit, noise=_noise(ratios, share, limit, timing.others))
 
 
-def disturbance(result: Result, others: float | None = None, left: float = 0.0) -> str:
-    """What disturbed a measurement, or "": other programs at work, samples that disagree, or a figure that cannot be.
-
-    Args:
-        others: the share of the processors that other programs took.
-        left: of the arithmetic of the case without its features, what they leave.
-    """
-    if by_others := disturbed_by(others):
+def _noise(ratios: Mapping[str, Ratio], share: Ratio | None, limit: str, others: float | None) -> str:
+    """Say what disturbed a measurement: other programs, samples that disagree, an impossible figure; or return ""."""
+    if by_others := noise_of(others):
         return by_others
-    for peer, ratio in (("torch", result.ratios["torch"]), ("our time without the features", result.own)):
-        if ratio and ratio.high - ratio.low > SPREAD * ratio.median:
+    for peer, ratio in ratios.items():
+        if ratio.high - ratio.low > SPREAD * ratio.median:
             return f"quartiles of the ratio to {peer}: {ratio.low:.2f} and {ratio.high:.2f}"
-    if result.own and result.own.high < LESS_THAN_LEFT * left:
-        return f"{left:.0%} of the arithmetic took {result.own.median:.0%} of our time without the features"
-    if result.fraction and result.fraction.median > IMPLAUSIBLE[result.limited_by]:
-        return f"{result.limited_by}, the limit, took {result.fraction.median:.1f} times as long as ours"
+    if share and share.median > IMPLAUSIBLE[limit]:
+        return f"{limit}, the limit, took {share.median:.1f} times as long as ours"
     return ""
 
 
-def slow_machine(case: Case, seconds: Mapping[str, float]) -> str:
-    """Whether the machine did much less beside this case than it can: in words, or ""."""
-    taken = seconds.get("arithmetic", 0.0)
-    if taken < RATED:
-        return ""
-    rate = case.flops / taken
-    fastest = limits.fastest[case.dtype] = max(rate, limits.fastest.get(case.dtype, 0.0))
-    return f"the machine did {rate / fastest:.0%} of its arithmetic" if rate < SHARED * fastest else ""
+def missed(floor: Floor, seconds: float, ratios: Mapping[str, float], share: float | None) -> list[str]:
+    """Say which parts of its floor a case misses.
 
-
-def reviewed(case: Case, result: Result) -> Result:
-    """`result`, disturbed where the machine has since done much more than beside it."""
-    return result if result.disturbed else replace(result, disturbed=slow_machine(case, result.seconds))
-
-
-def disturbed_by(others: float | None) -> str:
-    """Whether other programs, with their share of the processors, disturbed a measurement: in words, or ""."""
-    return f"other programs took {others:.0%} of the processors" if others is not None and others > OTHERS else ""
-
-
-def below_floor(result: Result) -> dict[str, str]:
-    """Which parts of its floor `result` does not reach: "limit", "torch", "own", each in words."""
-    found = {}
-    floor, torch_ratio = result.floor, result.ratios["torch"].median
-    if floor.both and floor.fraction is not None and result.fraction and result.fraction.median < floor.fraction:
-        found["limit"] = (
-            f"{result.fraction.median:.0%} of the limit ({result.limited_by}), at least {floor.fraction:.0%}"
-        )
-    if floor.ratio is not None and torch_ratio < (least := attainable_ratio(result)):
-        digits = 2 if f"{torch_ratio:.2f}" != f"{least:.2f}" else 3
-        found["torch"] = f"{torch_ratio:.{digits}f} times as fast as torch, at least {least:.{digits}f}"
-    if floor.own is not None and result.own and result.own.median > floor.own:
-        found["own"] = f"{result.own.median:.2f} of our time without the features, at most {floor.own:.2f}"
+    A ratio set on one machine can exceed limit / torch on another, where torch is nearer to the limit. The floor's
+    fraction of the limit is enough there.
+    """
+    found, ratio = [], ratios.get("torch", 0.0)
+    if floor.both and floor.fraction is not None and share and share < floor.fraction:
+        found.append(f"{share:.0%} of the limit, at least {floor.fraction:.0%}")
+    if floor.ratio is not None and ratio:
+        least = floor.ratio
+        if floor.overhead:
+            least = 1 / (1 / least + floor.overhead / (ratio * seconds))
+        if floor.fraction is not None and share:
+            least = min(least, floor.fraction * ratio / share)
+        if ratio < least:
+            digits = 2 if f"{ratio:.2f}" != f"{least:.2f}" else 3
+            found.append(f"{ratio:.{digits}f} times as fast as torch, at least {least:.{digits}f}")
+    if floor.own is not None and ratios.get("plain") and (own := 1 / ratios["plain"]) > floor.own:
+        found.append(f"{own:.2f} of our time without the features, at most {floor.own:.2f}")
     return found
 
 
-def judged(result: Result, recorded: Result | None) -> tuple[list[str], list[str]]:
-    """What condemns `result` beside what was recorded on a machine of this kind: a lost ratio, or a part of its floor
-    that was reached. And what is known: a part that the recorded result misses too."""
-    missed = below_floor(result)
-    if recorded is None:
-        return list(missed.values()), []
-    before = below_floor(replace(recorded, floor=result.floor))
-    condemned = [words for part, words in missed.items() if part not in before]
-    known = [words for part, words in missed.items() if part in before]
-    ratio, then = result.ratios["torch"].median, recorded.ratios["torch"].median
-    if ratio < REGRESSION * then and (slower := _slower(result, recorded)):
-        condemned.append(f"{ratio:.2f} times as fast as torch, {then:.2f} when it was recorded; {slower}")
-    return condemned, known
-
-
-def _slower(result: Result, recorded: Result) -> str:
-    """How ours takes longer than when it was recorded, or "": in seconds, or beside the limit where all of the machine
-    was slower then."""
-    now, then = result.seconds["ours"], recorded.seconds["ours"]
-    if now > SLOWER * then:
-        return f"{now * 1e3:.3g} ms a call, {then * 1e3:.3g} then"
-    if result.fraction and recorded.fraction and result.limited_by == recorded.limited_by == "arithmetic":
-        share, before = result.fraction.median, recorded.fraction.median
-        if before > SLOWER * share:
-            return f"{share:.0%} of the limit (arithmetic), {before:.0%} then"
-    return ""
-
-
-def attainable_ratio(result: Result) -> float:
-    """The floor's ratio to torch beside its overhead, or what its fraction of the limit is worth here if that is less.
-
-    A ratio set on one machine can exceed limit / torch on another, where torch sits nearer to the limit.
-    """
-    floor = result.floor
-    ratio = floor.ratio or 0.0
-    if ratio and floor.overhead:
-        ratio = 1 / (1 / ratio + floor.overhead / result.seconds["torch"])
-    if floor.fraction is None or not result.fraction:
-        return ratio
-    return min(ratio, floor.fraction * result.seconds["torch"] / result.seconds[result.limited_by])
-
-
 def check(case: Case) -> list[str]:
-    """What of ours is further from the float64 reference than twice the reference in the case's dtype.
+    """Say which of our results are further from the float64 reference than allowed.
 
-    Attention is called on the whole case and compared on the leading heads of the first batch: the dropout mask of a
-    head depends on its number alone, so a leading part has the whole's mask.
+    Allowed is twice the error of the reference in the case's dtype, plus EPSILON. Attention is called on the whole case
+    and compared on the leading heads of the first batch. A head's dropout mask depends only on its number, so a
+    leading part has the mask of the whole.
     """
     if case.operation == "training_step":
         return training.check(case)
@@ -329,7 +227,7 @@ def check(case: Case) -> list[str]:
 
 
 def _checked_heads(case: Case) -> int:
-    """Heads of the first batch that `check` compares; 0 for the row operations, which are compared whole."""
+    """Return how many heads of the first batch `check` compares; 0 for row operations, which are compared whole."""
     if case.operation != "attention":
         return 0
     _, heads, length, _ = case.shape

@@ -1,4 +1,4 @@
-"""How much memory a call needs beside its operands."""
+"""Measure how much memory a call needs in addition to its operands."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak(function: Callable[[], object]) -> int | None:
-    """Bytes by which this process grows at most during a call of `function`; None where the kernel does not tell.
+    """Return the maximum bytes by which this process grows during a call of `function`, None if unknown.
 
-    Linux keeps the most that a process has held, which writing 5 to ``clear_refs`` resets. Memory that the allocator
+    Linux keeps the maximum that a process has held. Writing 5 to ``clear_refs`` resets it. Memory that the allocator
     keeps from earlier calls is handed back before, so that it is counted.
     """
     gc.collect()

@@ -1,13 +1,14 @@
-"""What a user would pick instead, per operation: `PEERS[operation][name](case, *tensors, **others)`.
+"""Alternatives that a user could call instead, per operation: `PEERS[operation][name](case, *tensors, **others)`.
 
-"torch" is the plain functional call and the one that floors are about. The rest take part on request, since they
-compile first or are slower still; `available` leaves out those that cannot do a case or are not installed.
+"torch" is the plain functional call, to which floors refer. The others take part on request, because they compile first
+or are slower. `available` leaves out peers that cannot do a case or are not installed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,16 +20,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from fastattn.bench.cases import Case
+from .cases import Case
 
 Peer = Callable[..., Tensor]
 
 MOST_SCORES = 1 << 27
-"""Scores beyond which peers that hold all of them are left out: half a GB in float32, several times that in all."""
+"""Maximum scores of peers that hold all of them: half a GB in float32, several times that in all."""
 
-# Where FASTATTN_CPU_ISA holds our kernels to a smaller instruction set, so are torch's, those of MKL and oneDNN among
-# them: the ratios are then those of a machine that has no more. torch asks for its limit when its first kernel runs.
-# MKL listens to the first of its two on Intel's processors alone, and uses AVX2 at most on others.
+# Where FASTATTN_CPU_ISA limits our kernels to a smaller instruction set, torch, MKL and oneDNN are limited too: the
+# ratios are then those of a machine that has no more. torch reads its limit when its first kernel runs. MKL reads the
+# first of its two variables on Intel's processors only, and uses AVX2 at most on others.
 _HELD_TO = {
     "avx512_bf16": {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E3", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512": {
@@ -59,7 +60,7 @@ def _attn_mask(key: Tensor, attn_mask: Tensor | None = None, key_lengths: Tensor
 
 
 def _attention_formula(case: Case, query: Tensor, key: Tensor, value: Tensor, **mask: Tensor) -> Tensor:
-    """As textbooks have it, for torch.compile: the scores exist."""
+    """Compute the textbook formula, for torch.compile. The scores exist."""
     scores = query @ key.mT * query.size(-1) ** -0.5
     attn_mask = _attn_mask(key, **mask)
     if attn_mask is not None:
@@ -96,7 +97,7 @@ def _attention_onnxruntime(case: Case, *tensors: Tensor) -> Tensor:
 
 @cache
 def _onnxruntime(causal: bool, threads: int) -> Any:
-    """A session of ONNX's operator Attention."""
+    """Make a session of ONNX's operator Attention."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -158,7 +159,7 @@ PEERS: dict[str, dict[str, Peer]] = {
 
 
 def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
-    """The peers that can do `case`: "torch" alone, or `everyone`."""
+    """Return the peers that can do `case`: only "torch", or `everyone`."""
     peers: dict[str, Peer] = {name: partial(peer, case) for name, peer in PEERS[case.operation].items()}
     if not everyone:
         return {"torch": peers["torch"]}
@@ -168,7 +169,7 @@ def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
     if batch * heads * length * (case.keys or length) > MOST_SCORES:
         del peers["torch math"], peers["compiled"]
     if case.dropout:
-        peers.pop("torch math", None)  # which is what torch's own choice is with dropout on the CPU
+        peers.pop("torch math", None)  # torch's own choice with dropout on the CPU
     inference = not (case.backward or case.dropout)
     if not inference or case.padding:
         del peers["flex"]  # on the CPU: forward only, no dropout; its masks are functions, not tensors
@@ -187,12 +188,10 @@ OPTIONAL = ("zentorch", "onnxruntime")
 """Peers that are packages of their own."""
 
 
-def versions() -> dict[str, str]:
-    """Of the optional peers that are installed."""
-    found = {}
+def versions() -> str:
+    """Return the versions of torch and of the optional peers that are installed."""
+    found = [str(torch.__version__)]
     for name in OPTIONAL:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)

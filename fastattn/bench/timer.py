@@ -1,8 +1,8 @@
-"""Times functions against each other: interleaved in one process, compared pair by pair.
+"""Time functions against each other: interleaved in one process, compared pair by pair.
 
-A machine that other programs use slows neighbouring samples alike, so the ratio of two samples taken one after the
-other is steadier than the ratio of two medians taken apart. Every figure of this package is such a ratio, its median
-over the quieter half of the rounds: what a neighbour does only ever adds time.
+Other programs slow neighbouring samples alike. The ratio of two samples taken one after the other is therefore steadier
+than the ratio of two medians taken apart. Ratios are medians over the quieter half of the rounds, because other
+programs only ever add time.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ import torch
 Measure = Callable[[Callable[[], object], int], float]
 
 CACHED = 10e-3
-"""Seconds within which a call may find its operands in the caches; a longer one has gone through more memory."""
-
+"""Seconds within which a call may find its operands in the caches."""
 
 STAT = Path("/proc/stat")
 
 LEAST_WATCHED = 0.2
-"""Seconds below which the kernel's counters of processor time, which advance by 0.01, say nothing."""
+"""Minimum seconds to judge by the kernel's counters of processor time, which advance by 0.01."""
+
+OTHERS = 0.10
+"""Maximum share of the processors that other programs may take. Half of the rounds do not count anyway."""
 
 
 def wall_clock(function: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call of `function`, the mean over `repeats` calls in a row.
+    """Return the seconds of one call of `function`, the mean over `repeats` calls in a row.
 
-    The default `Measure`. One for a device that works asynchronously replays `repeats` captured calls between two
-    events; everything else here stays as it is.
+    This is the default `Measure`. A device that works asynchronously needs another one.
     """
     start = time.perf_counter()
     for _ in range(repeats):
@@ -60,17 +61,16 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of each function, one sample a round; sample `i` of all functions was taken in round `i`.
+    """Seconds per call of each function, one sample a round. Sample `i` of all functions was taken in round `i`.
 
-    others: the share of this process's processors that other programs, or other virtual machines, took meanwhile; None
-    where it is unknown.
+    others: the share of this process's processors that other programs took meanwhile, None if unknown.
     """
 
     samples: dict[str, list[float]]
     others: float | None = None
 
     def quieter_half(self) -> Timing:
-        """The rounds that took least time for all functions together, in their order."""
+        """Return the rounds that took least time for all functions together, in their order."""
         totals = [sum(times) for times in zip(*self.samples.values(), strict=True)]
         quiet = sorted(sorted(range(len(totals)), key=totals.__getitem__)[: (len(totals) + 1) // 2])
         return replace(self, samples={name: [times[i] for i in quiet] for name, times in self.samples.items()})
@@ -79,7 +79,7 @@ class Timing:
         return median(self.samples[name])
 
     def ratio(self, name: str, base: str) -> Ratio:
-        """Time of `name` over time of `base`, pair by pair."""
+        """Return the time of `name` over the time of `base`, pair by pair."""
         return Ratio.of([a / b for a, b in zip(self.samples[name], self.samples[base], strict=True)])
 
 
@@ -91,16 +91,18 @@ def interleave(
     sample: float = 2e-3,
     measure: Measure = wall_clock,
 ) -> Timing:
-    """Times `functions` in turn (a, b, a, b, ...), after a warm-up, for about `budget` seconds; the quieter half.
+    """Time `functions` in turn (a, b, a, b, ...), after a warm-up, and keep the quieter half of the rounds.
 
-    Each sample comes after a call of the same function that is not counted: which of the operands the caches hold is
-    then its own doing, and not that of the function before it.
+    Before each sample comes a call of the same function that is not counted. The state of the caches then does not
+    depend on which function ran last.
 
-    budget: seconds for the rounds; at least `rounds[0]` and at most `rounds[1]` are run whatever it says.
-    sample: seconds that one sample lasts at least; shorter calls are repeated within it.
+    Args:
+        budget: seconds for all rounds together.
+        rounds: minimum and maximum number of rounds, whatever the budget.
+        sample: minimum seconds of a sample. Shorter calls are repeated within it.
     """
     with _no_garbage_collection():
-        repeats = {name: _repeats(function, sample, measure) for name, function in functions.items()}
+        repeats = {name: calls_per_sample(function, sample, measure) for name, function in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in functions}
         start, neighbours = time.perf_counter(), Neighbours()
         for count in range(rounds[1]):
@@ -115,7 +117,7 @@ def interleave(
 
 
 def kernel_seconds(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
-    """Seconds of each CUDA kernel that a call starts, by its name: the GPU's own, the median over several calls."""
+    """Return the GPU's seconds of each CUDA kernel that a call starts, by name: the median over `repeats` calls."""
     call()  # compiles
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
@@ -123,28 +125,39 @@ def kernel_seconds(call: Callable[[], object], repeats: int = 10) -> dict[str, f
         torch.cuda.synchronize()
     found: dict[str, list[float]] = defaultdict(list)
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:  # others are what the host did
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # other events are the host's
             found[event.name].append(event.time_range.elapsed_us() / 1e6)
     return {name: median(times) for name, times in found.items()}
 
 
 class Neighbours:
-    """Watches from its making on what other programs, or other virtual machines, take of this process's processors."""
+    """Watch, from construction on, what other programs and virtual machines take of this process's processors."""
 
     def __init__(self) -> None:
         self._start, self._busy = time.perf_counter(), _busy_beside()
 
     def share(self) -> float | None:
-        """Of the processors' time until now; None where it is unknown. Children count as ours once they have ended."""
+        """Return their share of the processors' time until now, None if unknown. Ended children count as ours."""
         elapsed, busy = time.perf_counter() - self._start, _busy_beside()
         if self._busy is None or busy is None or elapsed < LEAST_WATCHED:
             return None
         return max(0.0, busy - self._busy) / (elapsed * len(os.sched_getaffinity(0)))
 
+    def noise(self) -> str:
+        """Say by how much they disturbed a measurement, or return ""."""
+        return noise_of(self.share())
+
+
+def noise_of(others: float | None) -> str:
+    """Say in words that a share of the processors disturbs a measurement, or return ""."""
+    return f"other programs took {others:.0%} of the processors" if others is not None and others > OTHERS else ""
+
 
 def _busy_beside() -> float | None:
-    """Seconds that this process's processors have worked for others since the machine started; None where the kernel
-    does not tell. Counted in user, nice, system, irq, softirq and steal of /proc/stat."""
+    """Return the seconds that this process's processors have worked for others since boot, None if unknown.
+
+    These are user, nice, system, irq, softirq and steal of /proc/stat, less this process's own time.
+    """
     try:
         rows = [line.split() for line in STAT.read_text().splitlines() if line.startswith("cpu")]
         mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -154,8 +167,8 @@ def _busy_beside() -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4]) if ticks else None
 
 
-def _repeats(function: Callable[[], object], sample: float, measure: Measure) -> int:
-    """Calls that make a sample of at least `sample` seconds; finding out warms the function up."""
+def calls_per_sample(function: Callable[[], object], sample: float, measure: Measure = wall_clock) -> int:
+    """Return how many calls take at least `sample` seconds. Finding out warms the function up."""
     function()
     repeats = 1
     while (seconds := measure(function, repeats)) * repeats < sample / 2:

@@ -12,60 +12,64 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.bench.cases import BASE, Case
+
+from .cases import BASE, Case
 
 PAD = 0
 CHECKED_SENTENCES = 4
 RELU_FLIPS = 0.02
-"""Allowed beside rounding, relative: a unit whose input is within rounding of zero may fall on either side of it, and
-one such unit in the last layer moves the gradients of the four sentences by 0.006 of their size."""
+"""Relative error allowed in addition to rounding. A unit whose input is within rounding of zero may fall on either side
+of it; one such unit in the last layer moves the gradients of the four sentences by 0.006 of their size."""
 
 
 class TorchTransformer(nn.Module):
     """torch.nn.Transformer with what it leaves to its user: tied embeddings, positions, masks, the output layer."""
 
-    def __init__(self, dropout: float, length: int) -> None:
+    positions: Tensor  # (length, d_model), float32
+    causal: Tensor  # (length, length), bool
+
+    def __init__(self, config: fastattn.TransformerConfig, length: int = 1024) -> None:
         super().__init__()
-        width = BASE["d_model"]
-        self.embedding = nn.Embedding(BASE["vocab_size"], width, padding_idx=PAD)
-        # Of the deviation that `forward` expects. Of torch's, 1, the softmax would be subnormal for the most part, and
-        # slower on some processors.
+        self.config, width = config, config.d_model
+        self.embedding = nn.Embedding(config.vocab_size, width, padding_idx=PAD)
+        # `forward` expects this deviation. With torch's, 1, most of the softmax would be subnormal, which slows some
+        # processors.
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        self.dropout = nn.Dropout(dropout)
-        self.transformer = nn.Transformer(
-            width,
-            BASE["num_heads"],
-            BASE["encoder_layers"],
-            BASE["decoder_layers"],
-            BASE["d_ff"],
-            dropout,
-            batch_first=True,
-        )
+        self.dropout = nn.Dropout(config.dropout)
+        sizes = width, config.num_heads, config.encoder_layers, config.decoder_layers, config.d_ff
+        self.transformer = nn.Transformer(*sizes, config.dropout, batch_first=True, norm_first=config.norm_first)
         angle = torch.outer(torch.arange(length), 1e4 ** (-torch.arange(0, width, 2) / width))
         self.register_buffer("positions", torch.stack((angle.sin(), angle.cos()), -1).flatten(1))
         self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.bool))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.dropout(self.embedding(tokens) * BASE["d_model"] ** 0.5 + self.positions)
+        scaled = self.embedding(tokens) * self.config.d_model**0.5
+        return self.dropout(scaled + self.positions[: tokens.shape[1]])
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        out = self.transformer(
+    def features(self, source: Tensor, target: Tensor, **masks: Tensor) -> Tensor:
+        """Return the decoder's output, (B, L, d_model), of tokens (B, L) that are padded on the right."""
+        length = target.shape[1]
+        return self.transformer(
             self.embed(source),
             self.embed(target),
-            tgt_mask=self.causal,
+            tgt_mask=self.causal[:length, :length],
             src_key_padding_mask=source == PAD,
-            tgt_key_padding_mask=target == PAD,
             memory_key_padding_mask=source == PAD,
             tgt_is_causal=True,
+            **masks,
         )
-        return F.linear(out, self.embedding.weight)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return F.linear(self.features(source, target, tgt_key_padding_mask=target == PAD), self.embedding.weight)
+
+
+def _config(case: Case, **own: Any) -> fastattn.TransformerConfig:
+    return fastattn.TransformerConfig(**BASE, dropout=case.dropout, **own)
 
 
 def _ours(case: Case) -> nn.Module:
-    """Dropout where torch.nn.Transformer has it: on the attention weights and inside the feed-forward network too."""
-    dropout = case.dropout
-    config = fastattn.TransformerConfig(**BASE, dropout=dropout, attention_dropout=dropout, ffn_dropout=dropout)
-    return fastattn.Transformer(config)
+    """Make our model, with dropout where torch.nn.Transformer has it: attention weights and feed-forward included."""
+    return fastattn.Transformer(_config(case, attention_dropout=case.dropout, ffn_dropout=case.dropout))
 
 
 def _step(case: Case, model: nn.Module, device: str = "cpu") -> Callable[[], tuple[Tensor, tuple[Tensor, ...]]]:
@@ -91,7 +95,7 @@ def _step(case: Case, model: nn.Module, device: str = "cpu") -> Callable[[], tup
 
 def _models(case: Case) -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    return {"ours": _ours(case), "torch": TorchTransformer(case.dropout, case.shape[1])}
+    return {"ours": _ours(case), "torch": TorchTransformer(_config(case), case.shape[1])}
 
 
 def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
@@ -99,7 +103,7 @@ def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]
 
 
 def compiled(case: Case, device: str) -> dict[str, Callable[[], Any]]:
-    """The contestants with torch.compile."""
+    """Return the contestants with torch.compile."""
     models = _models(case)
     for model in models.values():
         model.compile(dynamic=False)
@@ -107,8 +111,11 @@ def compiled(case: Case, device: str) -> dict[str, Callable[[], Any]]:
 
 
 def check(case: Case) -> list[str]:
-    """What of the loss and the gradients is further from the float32 reference than twice the reference in the case's
-    precision, all with the same seeds; a few sentences, all gradients together."""
+    """Say which of loss and gradients are further from the float32 reference than allowed.
+
+    Allowed is twice the error of the reference in the case's precision. A few sentences are compared, with the same
+    seeds, and all gradients together.
+    """
     case = replace(case, shape=(CHECKED_SENTENCES, case.shape[1]))
 
     def results(backend: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

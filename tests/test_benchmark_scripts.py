@@ -1,0 +1,275 @@
+"""The scripts of benchmarks/: what they measure is what they say, and the pages show their rows."""
+
+import dataclasses
+import importlib
+import itertools
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn import TransformerConfig
+from fastattn.bench import report
+from fastattn.bench.cases import FLOORED, listed
+from fastattn.bench.report import Row
+from fastattn.bench.timer import Timing
+from fastattn.translation.config import TrainingConfig
+from fastattn.translation.data import Sentences
+from fastattn.translation.evaluate import smoothed_loss
+from fastattn.translation.tokenizer import PAD_ID
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+accuracy, pages, profiled, table1, translation = (
+    importlib.import_module(name) for name in ("accuracy", "pages", "profiled", "table1", "translation")
+)
+sys.path.remove(str(ROOT / "benchmarks"))
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+
+
+# --- accuracy ---
+
+
+def test_error_is_relative_to_the_truth():
+    assert accuracy.error(*torch.tensor([[3.0, 4.5], [3.0, 4.0]], dtype=torch.float64)) == 0.1
+
+
+@pytest.mark.parametrize("case", accuracy.cases((64,)), ids=lambda case: case.name)
+def test_ours_is_at_most_twice_as_far_as_torch(case):
+    """Beside a rounding of each result; and none is exact, as it would be if the truth were computed in the dtype."""
+    for ours, torchs in accuracy.measure(case).values():
+        assert 0 < ours < 2 * torchs + ROUNDING[case.dtype]
+
+
+# --- Table 1 ---
+
+N, MIDDLE = 200, 100
+REACH = {  # positions that one layer's output in the middle depends on
+    "ours": range(N),
+    "self-attention, torch": range(N),
+    "restricted self-attention, fastattn, r = 129": range(MIDDLE - 64, MIDDLE + 65),
+    "recurrent, torch's LSTM": range(MIDDLE + 1),
+    "convolutional, torch, k = 3": range(MIDDLE - 1, MIDDLE + 2),
+}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_layers_reach_as_far_as_the_table_says(name):
+    torch.manual_seed(0)
+    x = torch.randn(1, N, table1.WIDTH, requires_grad=True)
+    out = table1.layers()[name][1](x)
+    assert out.shape == x.shape
+    (gradient,) = torch.autograd.grad(out[0, MIDDLE].sum(), x)
+    assert gradient[0].any(-1).nonzero().flatten().tolist() == list(REACH[name])
+
+
+def test_layers_are_rows_of_the_table(monkeypatch):
+    timed = {name: [0.001 * place] for place, name in enumerate(table1.layers(), 1)}
+    monkeypatch.setattr(table1.contest, "interleave", lambda functions, **options: Timing(timed, 0.0))
+    rows = report.rows_of(table1.measure(4), "float32", report.here())
+    lines = pages.listing(rows, "layer, n = ").splitlines()[2:]
+    assert [line.split(" | ")[4] for line in lines] == [f"{place}.00 ms" for place in range(2, 6)]
+
+
+# --- a training step ---
+
+
+def test_shares_are_of_the_time_that_passes():
+    """A floor of docs/design.md is a share of products: time between operations must lower it."""
+    a = torch.ones(300, 300)
+
+    def update(pause):
+        for _ in range(5):
+            a @ a
+        time.sleep(pause)
+
+    busy, idle = (profiled.shares(lambda pause=pause: update(pause), 3) for pause in (0.0, 0.3))
+    for found in (busy, idle):
+        assert sum(found.values()) == pytest.approx(1.0)
+        assert found["matrix products"] > 0
+    assert idle["matrix products"] < 0.2 < idle[profiled.REST]
+
+
+# --- training and translating ---
+
+
+@pytest.fixture
+def model():
+    config = TransformerConfig(50, d_model=16, d_ff=32, num_heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
+    enabled = torch.backends.mha.get_fastpath_enabled()  # the model turns it off in the whole process
+    yield translation.TorchTransformer(dataclasses.replace(config, norm_first=True))
+    torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@pytest.fixture
+def text():
+    ids = ([[4 + (7 * n + k) % 46 for k in range(n)] for n in range(*lengths)] for lengths in ((3, 63), (70, 10, -1)))
+    return translation.OfLikeLengths(*map(Sentences.of, ids))
+
+
+def test_torchs_loss_is_ours(model, text):
+    """Value and gradients, padding and smoothing included: the two are trained towards the same."""
+    batch = text.batch(torch.tensor([5, 17, 30]))
+    parameters = list(model.parameters())
+    features = model.packed_features(batch.source, batch.target)
+    ours = smoothed_loss(*model.projection(features), batch.labels, 0.1, PAD_ID)[0]
+    torchs = translation.TorchLoss(model, 0.1)(batch, None)[0]
+    (value, grads), (wanted, wanted_grads) = (
+        (loss.detach(), torch.autograd.grad(loss, parameters)) for loss in (ours, torchs)
+    )
+    torch.testing.assert_close(value.float(), wanted)
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-5)  # float32 sums of 160 tokens, of size 1
+    assert len(grads) == len(parameters) > 20
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_batches_of_like_lengths(text, seed):
+    """Every pair once; within the budget; less padding than in the order of the text."""
+    budget = 600
+    found = list(text.batches(budget, seed and torch.Generator().manual_seed(seed)))
+    assert sorted(torch.cat(found).tolist()) == list(range(60))
+
+    def padding(batches):
+        filled = rows = 0
+        for index in batches:
+            batch = text.batch(index)
+            sides = [translation.padded(side.tokens, side) for side in (batch.source, batch.target)]
+            assert max(side.numel() for side in sides) <= budget
+            filled, rows = filled + batch.filled, rows + sum(side.numel() for side in sides)
+        return 1 - filled / rows
+
+    assert padding(found) < padding(torch.randperm(60, generator=torch.Generator().manual_seed(3)).split(6)) / 2
+
+
+def test_programs_train_by_turns(monkeypatch):
+    clock, seen = itertools.count(), []
+    monkeypatch.setattr(translation, "TURN", 3)
+    monkeypatch.setattr(translation, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def program(name, updates):
+        for _ in range(updates):
+            seen.append(name)
+            yield
+        return {"updates": updates}
+
+    found = translation.by_turns({"a": program("a", 5), "b": program("b", 2)})
+    assert list(found.items()) == [("a", {"updates": 5}), ("b", {"updates": 2})]
+    assert "".join(seen) == "aabbaaa"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_a_program_trains_and_translates(monkeypatch, kind):
+    """On a few sentences for a fraction of a second; its figures are a line of README's table."""
+    read = translation.read_parallel
+
+    def first_lines(*paths):
+        return tuple(side[: 300 if "train" in paths[0].name else 4] for side in read(*paths))
+
+    monkeypatch.setattr(translation, "read_parallel", first_lines)
+    monkeypatch.setattr(translation, "PRESETS", {"tiny": types.SimpleNamespace(vocab_size=300)})
+    monkeypatch.setattr(translation.Search, "extra_tokens", 2)
+    settings = dataclasses.replace(TrainingConfig.of_preset("tiny"), batch_tokens=256, save_every=1, precision="fp32")
+    found = translation.by_turns({kind: translation.run(kind, 0.001, settings)})[kind]
+    rows = translation.rows_of({"ours": found, "torch": found}, 0.001, report.here() | {"dtype": "float32"})
+    assert 0 <= found["bleu"] <= 100
+    assert len(rows) == 3 + 2 * len(found["curve"])
+    rate = f"{1 / found['token']:,.0f}/s"
+    assert f"| float32 | {rate} | torch | {rate} | 1.00 |" in pages.listing(rows, ".*target token")
+
+
+@pytest.mark.slow
+def test_decoding(tmp_path):
+    """Every program has its rate, and the parts of a step are parts of the time."""
+    pytest.importorskip("ctranslate2")
+    results = tmp_path / "results.csv"
+    command = [sys.executable, ROOT / "benchmarks/decoding.py", "--rounds", "1", "--seconds", "0.1"]
+    run = subprocess.run([*command, "--results", results], capture_output=True, text=True, cwd=ROOT)
+    shares = [float(line.split()[-1]) for line in run.stdout.splitlines() if re.match("decoding, .*: ", line)]
+    speeds = [line for line in run.stdout.splitlines() if re.match("decoding, [^:]*$", line)]
+    assert run.returncode == 0 or "run it on a quiet machine" in run.stderr, run.stderr
+    assert len(speeds) >= 2
+    assert all("ctranslate2" in line for line in speeds)
+    assert sum(shares) == pytest.approx(len(speeds), abs=0.01)
+
+
+# --- pages ---
+
+
+def rows_of(case, ratio, *, machine="AMD EPYC (family 25, model 17)", isa="avx512_bf16", **columns):
+    where = {"date": "2026-11-26", "machine": machine, "isa": isa, "threads": "2", "torch": "2.13.0+cpu"}
+    return [Row(**where | {"case": case, "peer": "torch", "seconds": 1.0, "ratio": ratio} | columns)]
+
+
+def test_every_recorded_row_can_be_shown():
+    rows = report.read(pages.RESULTS)
+    assert len(rows) == len(report.newest(rows)) > 2000
+    assert {row.isa for row in rows} >= {*FLOORED, "avx2", "sm_90"}
+    assert not [row for row in rows if row.low and not row.low <= row.ratio <= row.high]
+
+
+def test_a_machine_has_a_column_and_its_sweep_and_missed_floors_are_named():
+    names = [case.name for case in listed()[:3]]
+    rows = rows_of(names[0], 2.0, share=0.9, note="arithmetic") + rows_of(names[2], 3.9, share=0.6, note="arithmetic")
+    rows += rows_of(names[0], 2.0, peer="plain") + rows_of("layer_norm float32 1000x77 forward", 0.9)
+    rows += rows_of(names[1], 1.0, isa="avx2")
+    text = pages.machines(rows, "2.13.0")
+    assert f"| {names[0]} | 2.00x, 90%, 0.50 of plain |" in text
+    assert names[1] not in text
+    assert "Of 1 cases of the sweep 0 are at least as fast as torch. The slowest: layer_norm" in text
+    assert f"Floors missed: {names[2]} (60% of the limit, at least 70%)" in text
+    assert f"| {names[1]} | 1.00x |" in pages.instruction_sets(rows)
+    assert "Floors missed" not in pages.instruction_sets(rows)
+
+
+def test_a_machine_has_a_row_for_each_dtype():
+    machines = [f"AMD EPYC (family 25, model {model})" for model in (17, 99)]
+    cases = ["attention float32 1x8x2048x64 forward", "attention bfloat16 1x8x2048x64 forward"]
+    rows = [row for name in machines for case in cases for row in rows_of(case, 2.04, machine=name)]
+    lines = pages.speed(rows).splitlines()[2:]
+    assert [line.split(" | ")[:3] for line in lines] == [
+        [f"| {name}, avx512_bf16", dtype, "2.0x"] for name in ("AMD EPYC", "AMD Zen 4") for dtype in pages.DTYPES
+    ]
+
+
+def test_shares_have_a_column_for_each_whole():
+    rows = [
+        Row(machine="m", case=f"{whole}: {part}", share=share, commit=commit)
+        for whole, part, share, commit in (
+            ("x", "old", 1.0, "1"),
+            ("x", "a", 0.4, "2"),
+            ("x", "b", 0.6, "2"),
+            ("y", "a", 1.0, "1"),
+        )
+    ]
+    assert pages.shares(rows, "").splitlines() == [
+        "| share | m: x | m: y |", "| --- | --- | --- |", "| a | 40% | 100% |", "| b | 60% |  |",
+    ]  # fmt: skip
+    assert len(pages.listing(rows, "").splitlines()) == 2  # a header, and no shares
+
+
+def test_what_a_gpu_must_reach_is_compared_with_what_was_measured():
+    found = pages.ratios(
+        Row(case=f"attention bfloat16 2x16x8192x128 {end}", peer=peer, seconds=1.0, ratio=ratio, note="product")
+        for end, peer, ratio in (
+            ("forward", "flash", 1.2), ("forward", "cudnn", 0.9), ("forward+backward", "flash", 0.9)
+        )
+    )  # fmt: skip
+    found |= pages.ratios([
+        Row(case="layer_norm bfloat16 16384x1024 forward", peer="torch", seconds=1.0, ratio=2.0, share=0.85,
+            note="copy"),
+        Row(case="attention bfloat16 9x8x9x64 padding by uneven lengths dropout 0.1 forward+backward", peer="flash",
+            seconds=1.0, ratio=2.0, share=0.7, note="copy"),
+    ])  # fmt: skip
+    lines = pages.by_case([row for peers in found.values() for row in peers.values()]).splitlines()[2:]
+    assert [line.split(" | ")[-1] for line in lines] == [
+        "1.15 times flash |",
+        "**missed:** 1 times flash |",
+        "**missed:** 90% of a copy |",
+        "3 times cudnn or flash or efficient or math, or 70% of a copy |",
+    ]
