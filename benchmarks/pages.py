@@ -396,7 +396,7 @@ def tables() -> dict[tuple[str, str], str]:
     performance, training = "docs/performance.md", "docs/training.md"
     return {
         ("README.md", "speed"): speed(rows),
-        ("README.md", "translation"): listing(rows, r"tiny for 20 minutes: (target token|validation loss|BLEU)$"),
+        (training, "translation"): listing(rows, r"tiny for 20 minutes: (target token|validation loss|BLEU)$"),
         (performance, "machines"): machines(rows, TORCH),
         (performance, "step"): "\n\n".join(part(rows, STEP) for part in (origins, shares, listing)),
         (performance, "decoding"): "\n\n".join(part(rows, "decoding, ") for part in (origins, shares, listing)),

@@ -178,10 +178,6 @@ SHORTER = (
     ("--preset base", "--preset tiny --max-steps 2"),
 )
 MADE = {
-    "README.md": [
-        *("runs/model/best", "runs/model/loss.png", "runs/model-mean", "runs/model-int8", "runs/heads.svg"),
-        *("runs/test.es", "runs/dev.es"),
-    ],
     "docs/quickstart.md": [],
     "docs/translate.md": [
         *("test.es", "sampled.es", "heads.svg", "model/best", "loss.svg", "model-mean", "model-ct2", "model-int8"),
