@@ -187,6 +187,7 @@ SLEEP = (
 )
 
 
+@pytest.mark.slow
 def test_a_package_that_was_slowed_down_is_found(package):
     """Compared with an equal one nothing is. A case that a package lacks is named. Sleep outweighs noise."""
     equal = f"from fastattn.ops.dropout import dropout as _d\n{SLEEP}__version__"

@@ -218,7 +218,7 @@ def test_a_process_of_its_own_imports_what_is_tested(python):
 
 @pytest.mark.torch_version
 def test_import_is_light(python):
-    """`import fastattn` initialises no CUDA, imports no Triton, and needs none of the extras."""
+    """`import fastattn` initialises no CUDA, imports neither Triton nor DTensor, and needs none of the extras."""
     python("""
         import sys
         import torch
@@ -227,7 +227,7 @@ def test_import_is_light(python):
             raise RuntimeError("CUDA was initialised")
         torch.cuda._lazy_init = refuse
         extras = "matplotlib", "numpy", "sacrebleu", "safetensors", "sentencepiece", "tqdm", "transformers"
-        for name in (*extras, "triton"):
+        for name in (*extras, "triton", "torch.distributed.tensor"):
             if name not in before:
                 sys.modules[name] = None
         import fastattn
