@@ -129,10 +129,14 @@ def test_opcheck_covers_every_op():
 DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static", "dynamic"])
 
 
+# Each is a part of another call, or compiles like it.
+SLOW = ("attention", "weights", "layer_norm", "dropout_mask")
+
+
 @COMPILED
 @DYNAMIC
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("attention", "weights") else []) for name in CALLS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CALLS]
 )
 def test_compiles_whole(backend, name, dynamic):
     """Every function compiles with fullgraph and gives the eager results and gradients at two sizes."""
