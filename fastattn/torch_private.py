@@ -121,7 +121,7 @@ def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
 
 def is_expanded_weight(tensor: Any) -> bool:
     """Return whether it replaces a parameter in ``call_for_per_sample_grads``, which supports only torch functions."""
-    return hasattr(type(tensor), "handled_functions") and isinstance(tensor, _ExpandedWeight)
+    return isinstance(tensor, _ExpandedWeight)
 
 
 def is_lazy(tensor: Tensor) -> bool:
