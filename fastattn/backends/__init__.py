@@ -159,7 +159,7 @@ def backend(name: str) -> Iterator[None]:
         thread.forced = previous
 
 
-class _Recomputation:
+class _Recomputation(contextlib.AbstractContextManager[None]):
     """Context of a recomputation: the backend of its forward pass, None for the usual choice.
 
     It is entered again for each backward pass of a graph, and by whichever thread of autograd computes it.
@@ -176,7 +176,7 @@ class _Recomputation:
         thread.forced = thread.outer.pop()
 
 
-def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], _Recomputation]:
+def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Carry ``backend(name)`` into the recomputation of ``torch.utils.checkpoint``.
 
     ``checkpoint(function, x, use_reentrant=False, context_fn=fastattn.checkpoint_contexts)``, called inside the block,
