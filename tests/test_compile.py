@@ -130,7 +130,7 @@ DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static"
 
 
 # Each is a part of another call, or compiles like it.
-SLOW = ("attention", "weights", "layer_norm", "dropout_mask")
+SLOW = ("attention", "weights", "softmax_dropout", "layer_norm", "dropout_mask")
 
 
 @COMPILED
