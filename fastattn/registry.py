@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastattn.backends import TABLE, has_kernels, thread
 from fastattn.backends.common import without_autocast
-from fastattn.backends.schema import CONTRACT
+from fastattn.backends.schema import CONTRACT, AttentionBackwardArgs, VarlenAttentionBackwardArgs
 from fastattn.ops import attention, check
 from fastattn.ops.register import PLAIN, fast_path
 from fastattn.torch_private import (
@@ -72,7 +72,7 @@ def _is_ours(
         and _is_plain(key)
         and _is_plain(value)
         and is_flash_enabled()
-        and has_kernels((query, key, value))
+        and has_kernels(query, key, value)
     )
 
 
@@ -219,8 +219,8 @@ def _random(seed: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=like.device) if seed is None else seed
 
 
-def _check_served(*operands: Tensor) -> None:
-    if not all(map(_is_plain, operands)) or not has_kernels(operands):
+def _check_served(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not all(map(_is_plain, (query, key, value))) or not has_kernels(query, key, value):
         raise _Unserved("neither fastattn nor torch has a kernel for these operands on this device")
 
 
@@ -249,11 +249,13 @@ def _grads(
     """Return the gradients of query, key and value, (B, H, L, E)."""
     name = "attention_backward"
     variant, batch = "lower_right" if lower_right else "upper_left", (query.size(0),)
-    settings = attention.dense_settings(
-        name, query, key, batch, None, dropout_p, is_causal, scale, variant, None, window_size, seed
+    forward = attention.dense_args(
+        name, query, key, value, batch, None, dropout_p, is_causal, scale, variant, None, window_size, seed
     )
-    call = query, key, value, *settings
-    *grads, _ = attention.attention_backward_op(grad_out, None, out, _statistics(lse), *call, False)
+    args = AttentionBackwardArgs(
+        grad_out=grad_out, grad_lse=None, out=out, stats=_statistics(lse), forward=forward, mask_grad=False
+    )
+    *grads, _ = attention.attention_backward_op(args)
     return tuple(grads)
 
 
@@ -311,12 +313,13 @@ def _flash_attention_backward(
         grad, q, k, v, o = _swapped(grad_out, query, key, value, out)
         grads = _grads(grad, q, k, v, o, lse, dropout_p, is_causal, seed, scale, True, window_size)
         return tuple(_as(t, grad.transpose(1, 2)) for t, grad in zip((query, key, value), grads, strict=True))
-    call = attention.packed_call(
+    forward = attention.packed_args(
         "flash_attention_backward", query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale,
         window_size, True, None, seed,
     )  # fmt: skip
     stats = _statistics(lse.T.contiguous())
-    grads = attention.varlen_attention_backward_op(grad_out, None, out, stats, *call)
+    args = VarlenAttentionBackwardArgs(grad_out=grad_out, grad_lse=None, out=out, stats=stats, forward=forward)
+    grads = attention.varlen_attention_backward_op(args)
     return tuple(_as(t, grad) for t, grad in zip((query, key, value), grads, strict=True))
 
 

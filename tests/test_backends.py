@@ -27,7 +27,7 @@ from fastattn import (
     varlen_attn,
 )
 from fastattn.backends import TABLE, native
-from fastattn.backends.schema import SCHEMAS, STEM_OF
+from fastattn.backends.schema import RECORDS, SCHEMAS, STEM_OF, AttentionArgs, SoftmaxDropoutArgs, flatten, unflatten
 from fastattn.ops import register
 
 X = torch.randn(1, 2, 5, 8)
@@ -118,8 +118,8 @@ def test_triton_refuses_positions_that_32_bits_do_not_count(function):
     with backend("triton"), pytest.raises(RuntimeError, match=r"2\*\*31 - 2\*\*16 queries and keys .* 2147418113"):
         function(*operands)
     fits, rest = many[..., 1:], (None, None, None, 1.0, 1, 1, False, 0)
-    assert TABLE["triton"].refusal("softmax_dropout", (fits, *rest)) is None
-    assert TABLE["triton"].refusal("attention", (few, fits.mT, fits.mT, *rest)) is None
+    assert TABLE["triton"].refusal("softmax_dropout", SoftmaxDropoutArgs(fits, *rest)) is None
+    assert TABLE["triton"].refusal("attention", AttentionArgs(few, fits.mT, fits.mT, *rest)) is None
 
 
 def test_unknown_backend():
@@ -442,14 +442,24 @@ def arguments_of(schema):
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
 @pytest.mark.parametrize("operation", STEM_OF)
-def test_signatures_are_the_schemas(name, operation):
-    """Every Python backend function has the schema's arguments, by name and in order. Its further parameters have
-    defaults."""
+def test_signatures_are_the_records(name, operation):
+    """Every Python backend function takes the operation's record. Its further parameters have defaults."""
     require(name)
-    parameters = inspect.signature(TABLE[name].FUNCTIONS[operation]).parameters.values()
-    expected = arguments_of(SCHEMAS[operation])
-    assert [p.name for p in parameters][: len(expected)] == expected
-    assert all(p.default is not p.empty for p in list(parameters)[len(expected) :])
+    args, *others = inspect.signature(TABLE[name].FUNCTIONS[operation]).parameters.values()
+    assert args.annotation == RECORDS[operation].__name__
+    assert all(p.default is not p.empty for p in others)
+
+
+@pytest.mark.parametrize("operation", RECORDS)
+def test_a_record_flattened_and_back(operation):
+    """The dispatcher's arguments are the record's fields, those of a forward pass's record within it in its place."""
+    record = RECORDS[operation]
+    names = arguments_of(SCHEMAS[operation])
+    args = unflatten(record, names)
+    assert flatten(args) == tuple(names)
+    assert unflatten(record, flatten(args)) == args
+    for name, arg in args._asdict().items():
+        assert arg == (arg._fields if name == "forward" else name)
 
 
 @needs_cpu
@@ -461,9 +471,9 @@ def normalised(monkeypatch, operation, call):
     """Return the arguments, by name, that a public call passes to the backend's function."""
     found, original = {}, TABLE["reference"].FUNCTIONS[operation]
 
-    def record(*args):
-        found.update(zip(arguments_of(SCHEMAS[operation]), args, strict=True))
-        return original(*args)
+    def record(args):
+        found.update(args._asdict())
+        return original(args)
 
     monkeypatch.setitem(TABLE["reference"].FUNCTIONS, operation, record)
     with backend("reference"):
@@ -525,9 +535,9 @@ def test_scales_that_float32_holds(given, got, monkeypatch):
 def test_the_bindings_check_numbers_of_heads(heads):
     """The bindings raise for head counts that do not fit together: kernels would read outside the operands."""
     require("cpu")
-    operands = (torch.zeros(1, n, 5, 8) for n in heads)
+    args = AttentionArgs(*(torch.zeros(1, n, 5, 8) for n in heads), None, None, None, 1.0, 5, 5, False, 0)
     with pytest.raises(RuntimeError, match="heads of query, key and value"):
-        TABLE["cpu"].FUNCTIONS["attention"](*operands, None, None, None, 1.0, 5, 5, False, 0)
+        TABLE["cpu"].FUNCTIONS["attention"](args)
 
 
 def test_a_thread_of_little_stack(python):

@@ -18,7 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import emulation
 import fastattn
 from fastattn import backends
-from fastattn.backends.schema import SCHEMAS
+from fastattn.backends.schema import (
+    SCHEMAS,
+    AttentionArgs,
+    DropoutAddLayerNormArgs,
+    DropoutAddLayerNormBackwardArgs,
+    DropoutArgs,
+    DropoutMaskArgs,
+    LayerNormArgs,
+    SoftmaxDropoutArgs,
+    SoftmaxDropoutBackwardArgs,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -222,22 +232,20 @@ def test_launches(columns):
     x, seed, weight = torch.randn(17, columns), torch.tensor([4, 5]), torch.ones(columns)
     scores = x.view(1, 1, 17, columns)
 
-    def launches(name, *args):
+    def launches(name, args):
         before = controls.launches()
-        return functions[name](*args), controls.launches() - before
+        return functions[name](args), controls.launches() - before
 
-    (_, total, mean, rstd), forward = launches(
-        "dropout_add_layer_norm", x, x, weight, weight, seed, 6554, 1e-5, True, x.dtype
-    )
-    _, backward = launches(
-        "dropout_add_layer_norm_backward", x, x, total, mean, rstd, weight, seed, 6554, *[x.dtype] * 3
-    )
+    args = DropoutAddLayerNormArgs(x, x, weight, weight, seed, 6554, 1e-5, True, x.dtype)
+    (_, total, mean, rstd), forward = launches("dropout_add_layer_norm", args)
+    args = DropoutAddLayerNormBackwardArgs(x, x, total, mean, rstd, weight, seed, 6554, *[x.dtype] * 3)
+    _, backward = launches("dropout_add_layer_norm_backward", args)
     assert (forward, backward) == (1, 2)
-    rest = None, None, seed, 1.0, 17, 0, False, 6554
-    (_, stats), forward = launches("softmax_dropout", scores, *rest)
-    _, backward = launches("softmax_dropout_backward", scores, stats, scores, *rest, False)
+    args = SoftmaxDropoutArgs(scores, None, None, seed, 1.0, 17, 0, False, 6554)
+    (_, stats), forward = launches("softmax_dropout", args)
+    _, backward = launches("softmax_dropout_backward", SoftmaxDropoutBackwardArgs(scores, stats, args, False))
     assert (forward, backward) == (1, 1)
-    assert launches("dropout", x, seed, 6554)[1] == 1
+    assert launches("dropout", DropoutArgs(x, seed, 6554))[1] == 1
 
 
 # Choice of the backend
@@ -258,20 +266,20 @@ def test_cuda_is_taken_before_triton_for_small_calls(hopper, monkeypatch):
     If only one of the two backends can serve a call, it does so at any size."""
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"layer_norm": None})
     with FakeTensorMode():
-        x = torch.empty(2, 8, device="cuda")
+        x, large_x = torch.empty(2, 8, device="cuda"), torch.empty(2**21, 8, device="cuda")
         chosen = fastattn.explain(fastattn.layer_norm, x, (8,))
         assert chosen.backend == "cuda"
         assert chosen.reasons["triton"] == "cuda is faster"
-        large = fastattn.explain(fastattn.layer_norm, torch.empty(2**21, 8, device="cuda"), (8,))
+        large = fastattn.explain(fastattn.layer_norm, large_x, (8,))
         assert large.backend == "triton"
         assert large.reasons["cuda"] == "triton is faster"
         with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # its host cost differs
-            assert backends.choose("layer_norm", (x, None, None, 1e-5)) == "triton"
+            assert backends.choose("layer_norm", LayerNormArgs(x, None, None, 1e-5)) == "triton"
         with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
-            assert backends.choose("layer_norm", (torch.empty(2**21, 8, device="cuda"), None, None, 1e-5)) == "cuda"
-        under = torch.empty(2**23 - 1, device="cuda")  # the limit counts bytes
-        assert backends.choose("layer_norm", (under, None, None, 1e-5)) == "cuda"
-        assert backends.choose("layer_norm", (torch.empty(2**23, device="cuda"), None, None, 1e-5)) == "triton"
+            assert backends.choose("layer_norm", LayerNormArgs(large_x, None, None, 1e-5)) == "cuda"
+        under, over = (torch.empty(n, device="cuda") for n in (2**23 - 1, 2**23))  # the limit counts bytes
+        assert backends.choose("layer_norm", LayerNormArgs(under, None, None, 1e-5)) == "cuda"
+        assert backends.choose("layer_norm", LayerNormArgs(over, None, None, 1e-5)) == "triton"
         fallback = fastattn.explain(fastattn.dropout, x)
         assert fallback.backend == "triton"
         assert fallback.reasons["cuda"] == "it has no dropout"
@@ -305,8 +313,8 @@ def test_a_large_mask_is_left_to_triton(hopper, monkeypatch):
     monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"dropout_mask": None})
     with FakeTensorMode():
         seed = torch.empty(2, dtype=torch.int64, device="cuda")
-        assert backends.choose("dropout_mask", ((2**10, 2**15 - 1), seed, 6554)) == "cuda"
-        assert backends.choose("dropout_mask", ((2**10, 2**15), seed, 6554)) == "triton"
+        assert backends.choose("dropout_mask", DropoutMaskArgs((2**10, 2**15 - 1), seed, 6554)) == "cuda"
+        assert backends.choose("dropout_mask", DropoutMaskArgs((2**10, 2**15), seed, 6554)) == "triton"
 
 
 def test_a_large_cache_is_left_to_triton(hopper, monkeypatch):
@@ -317,7 +325,7 @@ def test_a_large_cache_is_left_to_triton(hopper, monkeypatch):
         for keys, wanted in ((2**16 - 1, "cuda"), (2**16, "triton")):
             cache = torch.empty(1, 8, keys, 64, device="cuda", dtype=torch.bfloat16)
             settings = None, None, None, 0.25, keys, keys, False, 0
-            assert backends.choose("attention", (token, cache, cache, *settings)) == wanted
+            assert backends.choose("attention", AttentionArgs(token, cache, cache, *settings)) == wanted
 
 
 def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
@@ -330,12 +338,12 @@ def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
     with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         token, prompt = (torch.empty(1, 2, length, 16, device="cuda") for length in (1, 17))
-        assert backends.choose("layer_norm", (token, None, None, 1e-5)) == "cuda"
-        assert backends.choose("layer_norm", (token.double(), None, None, 1e-5)) == "reference"
-        assert backends.choose("attention", (token, prompt, prompt, *settings)) == "cuda"
+        assert backends.choose("layer_norm", LayerNormArgs(token, None, None, 1e-5)) == "cuda"
+        assert backends.choose("layer_norm", LayerNormArgs(token.double(), None, None, 1e-5)) == "reference"
+        assert backends.choose("attention", AttentionArgs(token, prompt, prompt, *settings)) == "cuda"
         assert not caught
         for _ in range(2):
-            assert backends.choose("attention", (prompt, prompt, prompt, *settings)) == "reference"
+            assert backends.choose("attention", AttentionArgs(prompt, prompt, prompt, *settings)) == "reference"
     assert [str(warning.message) for warning in caught] == [
         "fastattn runs its plain PyTorch reference on cuda tensors, slowly: triton is not installed"
     ]
@@ -370,11 +378,13 @@ def test_no_decoding_inside_functorch(monkeypatch):
     reasons = []
 
     def f(q):
-        reasons.append(backends.cuda.refusal("attention", (*[q[None]] * 3, None, None, None, 0.25, 4, 4, False, 0)))
+        reasons.append(
+            backends.cuda.refusal("attention", AttentionArgs(*[q[None]] * 3, None, None, None, 0.25, 4, 4, False, 0))
+        )
         return q.sum()
 
     q = torch.ones(2, 1, 4, 16, device="cpu")
-    assert backends.cuda.refusal("attention", (q, q, q, None, None, None, 0.25, 4, 4, False, 0)) is None
+    assert backends.cuda.refusal("attention", AttentionArgs(q, q, q, None, None, None, 0.25, 4, 4, False, 0)) is None
     torch.func.grad(lambda q: torch.func.vmap(f)(q).sum())(q)
     assert reasons == ["its attention is not for functorch's transforms"]
 
@@ -386,9 +396,9 @@ def test_what_is_counted_in_32_bits_is_refused(hopper, monkeypatch):
         q, fits, many = (torch.empty(rows, 1, 16, 16, device="cuda") for rows in (1, 2**27 - 1, 2**27))
         for keys, reason in ((2**29, None), (2**29 + 1, "it takes up to 2**29 keys, not 536870913")):
             key = torch.empty(1, 1, keys, 16, device="cuda")
-            assert backends.cuda.refusal("attention", (q, key, key, *settings)) == reason
-        assert backends.cuda.refusal("attention", (fits, fits, fits, *settings)) is None
-        refused = backends.cuda.refusal("attention", (many, many, many, *settings))
+            assert backends.cuda.refusal("attention", AttentionArgs(q, key, key, *settings)) == reason
+        assert backends.cuda.refusal("attention", AttentionArgs(fits, fits, fits, *settings)) is None
+        refused = backends.cuda.refusal("attention", AttentionArgs(many, many, many, *settings))
     assert refused == "it takes up to 2**31 - 1 rows of queries, not 2147483648"
 
 

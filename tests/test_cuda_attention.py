@@ -24,6 +24,7 @@ import emulation
 import fastattn
 from fastattn import scaled_dot_product_attention
 from fastattn.backends import TABLE
+from fastattn.backends.schema import AttentionArgs
 
 IS_EMULATED = DEVICE == "cpu"
 LOW = [
@@ -303,9 +304,8 @@ def test_statistics():
     mask = torch.zeros(2, 1, 1, 43)
     mask[1] = torch.finfo(torch.float32).min
     lengths = torch.tensor([30, 43])
-    _, lse, (point, total) = TABLE["cuda"].FUNCTIONS["attention"](
-        query, key, value, mask, lengths, None, 0.25, 5, 43, False, 0
-    )
+    args = AttentionArgs(query, key, value, mask, lengths, None, 0.25, 5, 43, False, 0)
+    _, lse, (point, total) = TABLE["cuda"].FUNCTIONS["attention"](args)
     scores = (query.double() @ key.double().mT * 0.25)[0, :, :, :30]
     torch.testing.assert_close(point[0], scores.amax(-1).float())
     torch.testing.assert_close(total[0], (scores - scores.amax(-1, keepdim=True)).exp().sum(-1).float())
@@ -343,7 +343,7 @@ def test_cached_decoding_reads_the_cache_where_it_lies(dtype, monkeypatch):
         wanted_cross = layer(x[:, :5], memory, memory, key_lengths=lengths, need_weights=False)[0]
     tolerance = 8 * torch.finfo(dtype).eps  # results of order 1, after three products, each rounded to the dtype
     calls, original = [], TABLE["cuda"].FUNCTIONS["attention"]
-    monkeypatch.setitem(TABLE["cuda"].FUNCTIONS, "attention", lambda *args: calls.append(args[:3]) or original(*args))
+    monkeypatch.setitem(TABLE["cuda"].FUNCTIONS, "attention", lambda args: calls.append(args[:3]) or original(args))
     cache, cross = fastattn.KeyValueCache(), fastattn.KeyValueCache(static=True)
     with torch.inference_mode():
         for n in range(5):

@@ -334,7 +334,7 @@ FAULTS = {"type": TypeError, "value": ValueError, "run time": RuntimeError}
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_of_fastattns_surfaces(serve, kind, monkeypatch):
     """A fault of fastattn's is raised. torch does not serve such a call silently."""
-    monkeypatch.setattr(attention, "dense_settings", planted(FAULTS[kind]))
+    monkeypatch.setattr(attention, "dense_args", planted(FAULTS[kind]))
     with pytest.raises(FAULTS[kind], match="planted"):
         served(serve, lambda: F.scaled_dot_product_attention(*operands(2, 3, 7), dropout_p=0.5))
 
@@ -349,7 +349,7 @@ def planted(kind):
 @pytest.mark.parametrize("serve", ["registry", "intercept"])
 def test_what_the_checks_refuse_goes_on_to_torch(serve, monkeypatch):
     for kind in ARGUMENT_ERRORS:
-        monkeypatch.setattr(attention, "dense_settings", planted(kind))
+        monkeypatch.setattr(attention, "dense_args", planted(kind))
         assert FLASH in served(serve, lambda: ops(F.scaled_dot_product_attention, *operands(2, 3, 7)))
 
 

@@ -60,6 +60,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.cache import get_cache_manager
 
 from fake_gpu import SHARED_MEMORY, pretend
+from fastattn.backends.schema import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    DropoutAddLayerNormArgs,
+    DropoutAddLayerNormBackwardArgs,
+    DropoutArgs,
+    DropoutMaskArgs,
+    LayerNormArgs,
+    LayerNormBackwardArgs,
+    SoftmaxDropoutArgs,
+    SoftmaxDropoutBackwardArgs,
+    VarlenAttentionArgs,
+    VarlenAttentionBackwardArgs,
+)
 from fastattn.backends.triton.attention import (
     attention,
     attention_backward,
@@ -131,36 +145,37 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
     seed = empty(2, dtype=torch.int64)
-    dropout(empty(2, rows, columns, dtype=dtype), seed, 6554)
-    dropout(empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554)
-    dropout_mask((2, rows, columns), seed, 6554)
+    dropout(DropoutArgs(empty(2, rows, columns, dtype=dtype), seed, 6554))
+    dropout(DropoutArgs(empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554))
+    dropout_mask(DropoutMaskArgs((2, rows, columns), seed, 6554))
 
 
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = empty(64, columns, dtype=dtype), empty(columns)
-    _, mean, rstd = layer_norm(input, parameter, parameter, 1e-5)
-    layer_norm_backward(input, input, mean, rstd, parameter, torch.float32, torch.float32)
+    _, mean, rstd = layer_norm(LayerNormArgs(input, parameter, parameter, 1e-5))
+    layer_norm_backward(LayerNormBackwardArgs(input, input, mean, rstd, parameter, torch.float32, torch.float32))
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
     input, parameter, seed = empty(8, 64, columns, dtype=dtype), empty(columns), empty(2, dtype=torch.int64)
     residual = empty(8, 64, columns)
     for out_dtype in dict.fromkeys((dtype, residual.dtype)):  # in this order
-        out, total, mean, rstd = dropout_add_layer_norm(
-            input, residual, parameter, parameter, seed, threshold, 1e-5, True, out_dtype
-        )
-        dropout_add_layer_norm_backward(
+        args = DropoutAddLayerNormArgs(input, residual, parameter, parameter, seed, threshold, 1e-5, True, out_dtype)
+        out, total, mean, rstd = dropout_add_layer_norm(args)
+        backward = DropoutAddLayerNormBackwardArgs(
             out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
         )
+        dropout_add_layer_norm_backward(backward)
 
 
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
     input, seed = empty(2, 4, 64, columns, dtype=dtype), empty(2, dtype=torch.int64)
     attn_mask = None if mask is None else empty(2, 1, 1, columns, dtype=mask)
     for right in (0, columns):  # causal; every row sees every column
-        arguments = input, attn_mask, None, seed, 0.125, 64, right, False, threshold
-        out, stats = softmax_dropout(*arguments)
-        softmax_dropout_backward(out, stats, *arguments, mask is not None and mask != torch.bool)
+        args = SoftmaxDropoutArgs(input, attn_mask, None, seed, 0.125, 64, right, False, threshold)
+        out, stats = softmax_dropout(args)
+        mask_grad = mask is not None and mask != torch.bool
+        softmax_dropout_backward(SoftmaxDropoutBackwardArgs(out, stats, args, mask_grad))
 
 
 def _attention(
@@ -173,12 +188,13 @@ def _attention(
     attn_mask = None if mask is None else empty(32, 1, queries, mask_columns or keys, dtype=mask)
     seed = empty(2, dtype=torch.int64) if threshold else None
     lengths = None if plain else empty(32, dtype=torch.int64)
-    arguments = query, key, value, attn_mask, lengths, seed, 0.125, queries if plain else keys, 0, not plain, threshold
+    left = queries if plain else keys
+    args = AttentionArgs(query, key, value, attn_mask, lengths, seed, 0.125, left, 0, not plain, threshold)
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        out, lse, stats = attention(*arguments)
-        attention_backward(out, None if plain else lse, out, stats, *arguments, is_float)
+        out, lse, stats = attention(args)
+        attention_backward(AttentionBackwardArgs(out, None if plain else lse, out, stats, args, is_float))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -208,15 +224,15 @@ def _few_queries(
     attn_mask = None if mask is None else empty(batch, 1, 1, keys, dtype=mask)
     seed = empty(2, dtype=torch.int64) if threshold else None
     lengths = empty(batch, dtype=torch.int64)
-    attention(query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold)
+    attention(AttentionArgs(query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold))
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
     query, key = empty(512, 4, size, dtype=dtype), empty(512, 2, size, dtype=dtype)
     starts, seed = empty(9, dtype=torch.int64), empty(2, dtype=torch.int64) if threshold else None
-    arguments = query, key, key, starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold
-    out, lse, stats = varlen_attention(*arguments)
-    varlen_attention_backward(out, lse, out, stats, *arguments)
+    args = VarlenAttentionArgs(query, key, key, starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold)
+    out, lse, stats = varlen_attention(args)
+    varlen_attention_backward(VarlenAttentionBackwardArgs(out, lse, out, stats, args))
 
 
 CASES: dict[str, list[tuple[Any, ...]]] = {

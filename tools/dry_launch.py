@@ -24,6 +24,7 @@ import fake_gpu
 import fastattn
 from fastattn import registry
 from fastattn.backends import TABLE
+from fastattn.backends.schema import RECORDS, unflatten
 
 HALF, FLOAT, LONG = torch.bfloat16, torch.float32, torch.int64
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
@@ -38,7 +39,8 @@ class Dry(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastattn":
             with self:
-                return TABLE[args[-1]].FUNCTIONS[func._schema.name.removeprefix("fastattn::")](*args[:-1])
+                name = func._schema.name.removeprefix("fastattn::")
+                return TABLE[args[-1]].FUNCTIONS[name](unflatten(RECORDS[name], args[:-1]))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in COPIES and len({t.device for t in (out, *args) if isinstance(t, torch.Tensor)}) > 1:
             raise RuntimeError(f"a copy between devices: {func}")

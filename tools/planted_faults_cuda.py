@@ -10,6 +10,14 @@ from pathlib import Path
 import torch
 
 from fastattn.backends import reference
+from fastattn.backends.schema import (
+    AttentionArgs,
+    DropoutAddLayerNormArgs,
+    DropoutAddLayerNormBackwardArgs,
+    DropoutArgs,
+    SoftmaxDropoutArgs,
+    SoftmaxDropoutBackwardArgs,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from emulation import load
@@ -19,7 +27,7 @@ SEED, THRESHOLD = torch.tensor([4, 5]), 20000
 
 def dropout(functions):
     input = torch.randn(3, 36, 41)  # a multiple of 16 bytes in all
-    return [(f["dropout"](input, SEED, THRESHOLD),) for f in (functions, reference.FUNCTIONS)]
+    return [(f["dropout"](DropoutArgs(input, SEED, THRESHOLD)),) for f in (functions, reference.FUNCTIONS)]
 
 
 def layer_norm(functions):
@@ -30,12 +38,12 @@ def layer_norm(functions):
         input, residual, grad = torch.randn(3, 10, columns)
         weight, bias = torch.randn(2, columns)
         for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
-            out, total, mean, rstd = f["dropout_add_layer_norm"](
-                input, residual, weight, bias, SEED, THRESHOLD, 1e-5, True, torch.float32
-            )
-            grads = f["dropout_add_layer_norm_backward"](
+            args = DropoutAddLayerNormArgs(input, residual, weight, bias, SEED, THRESHOLD, 1e-5, True, torch.float32)
+            out, total, mean, rstd = f["dropout_add_layer_norm"](args)
+            backward = DropoutAddLayerNormBackwardArgs(
                 grad, None, total, mean, rstd, weight, SEED, THRESHOLD, *[torch.float32] * 3
             )
+            grads = f["dropout_add_layer_norm_backward"](backward)
             result.extend([out, total, mean, rstd, *grads])
     return results
 
@@ -44,10 +52,11 @@ def softmax_dropout(functions):
     results = [], []
     for columns in (44, 600):
         input, grad = torch.randn(2, 1, 2, 10, columns)
-        rest = torch.rand(1, 1, 10, columns) > 0.3, None, SEED, 0.5, columns, 0, True, THRESHOLD
+        mask = torch.rand(1, 1, 10, columns) > 0.3
+        args = SoftmaxDropoutArgs(input, mask, None, SEED, 0.5, columns, 0, True, THRESHOLD)
         for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
-            out, stats = f["softmax_dropout"](input, *rest)
-            result.extend([out, *f["softmax_dropout_backward"](grad, stats, input, *rest, False)])
+            out, stats = f["softmax_dropout"](args)
+            result.extend([out, *f["softmax_dropout_backward"](SoftmaxDropoutBackwardArgs(grad, stats, args, False))])
     return results
 
 
@@ -62,7 +71,7 @@ def attention(functions):
         mask = torch.rand(1, 1, 1, 300) < 0.7
         for rest in ((None, lengths, None, 0.3, 3, 300, False, 0), (mask, lengths, None, 0.3, 250, 0, True, 0)):
             for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
-                result.extend(f["attention"](query, key, value, *rest)[:2])
+                result.extend(f["attention"](AttentionArgs(query, key, value, *rest))[:2])
     return results
 
 

@@ -12,6 +12,14 @@ import time
 
 import torch
 
+from fastattn.backends.schema import (
+    RECORDS,
+    DropoutArgs,
+    LayerNormArgs,
+    LayerNormBackwardArgs,
+    SoftmaxDropoutArgs,
+    SoftmaxDropoutBackwardArgs,
+)
 from fastattn.backends.triton import FUNCTIONS
 from fastattn.backends.triton.attention import tiles
 from fastattn.backends.triton.rows import LIMITS, row_tile
@@ -50,13 +58,15 @@ def attention(kind, size, threshold):
         rest = mask, None, seed, size**-0.5, length, length, False, threshold
     *operands, out, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(5))
     stats = torch.ones(2, *shape[:-1], device=DEVICE)  # arbitrary, because times do not depend on values
-    mask_grad = () if kind == "irregular" else (False,)
+    args = RECORDS[name](*operands, *rest)
+    mask_grad = {} if kind == "irregular" else {"mask_grad": False}
+    backward_args = RECORDS[f"{name}_backward"](grad, None, out, stats, args, **mask_grad)
 
     def forward():
-        FUNCTIONS[name](*operands, *rest)
+        FUNCTIONS[name](args)
 
     def backward():
-        FUNCTIONS[f"{name}_backward"](grad, None, out, stats, *operands, *rest, *mask_grad)
+        FUNCTIONS[f"{name}_backward"](backward_args)
 
     return forward, backward
 
@@ -66,20 +76,17 @@ def rows(columns):
     input, grad = (torch.randn(ELEMENTS // columns, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     scores, grad_weights = input[None, None], grad[None, None]
     weight, seed = torch.ones(columns, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
-    arguments = scores, None, None, seed, 1.0, *scores.shape[2:], False, THRESHOLD
+    args = SoftmaxDropoutArgs(scores, None, None, seed, 1.0, *scores.shape[2:], False, THRESHOLD)
     stats = torch.ones(2, *scores.shape[:-1], device=DEVICE)
     mean, rstd = stats[:, 0, 0]
-    return {
-        "dropout": lambda: FUNCTIONS["dropout"](input, seed, THRESHOLD),
-        "layer_norm": lambda: FUNCTIONS["layer_norm"](input, weight, weight, 1e-5),
-        "layer_norm_backward": lambda: FUNCTIONS["layer_norm_backward"](
-            grad, input, mean, rstd, weight, *[weight.dtype] * 2
-        ),
-        "softmax_dropout": lambda: FUNCTIONS["softmax_dropout"](*arguments),
-        "softmax_dropout_backward": lambda: FUNCTIONS["softmax_dropout_backward"](
-            grad_weights, stats, *arguments, False
-        ),
+    records = {
+        "dropout": DropoutArgs(input, seed, THRESHOLD),
+        "layer_norm": LayerNormArgs(input, weight, weight, 1e-5),
+        "layer_norm_backward": LayerNormBackwardArgs(grad, input, mean, rstd, weight, *[weight.dtype] * 2),
+        "softmax_dropout": args,
+        "softmax_dropout_backward": SoftmaxDropoutBackwardArgs(grad_weights, stats, args, False),
     }
+    return {name: functools.partial(FUNCTIONS[name], record) for name, record in records.items()}
 
 
 def candidates():

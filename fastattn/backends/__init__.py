@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from fastattn.backends import cpu, cuda, reference, triton
 from fastattn.backends.common import device_of
+from fastattn.backends.schema import AnyArgs, AttentionArgs
 
 __all__ = ["backend", "checkpoint_contexts", "explain"]
 
@@ -29,10 +31,10 @@ TABLE: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference"
 _ORDER = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
-def _order(op: str, args: tuple[Any, ...]) -> tuple[str, ...]:
+def _order(args: AnyArgs) -> tuple[str, ...]:
     """Return the order of preference. On a GPU, `cuda` is first if the host's launch dominates, otherwise `triton`."""
     device = device_of(args).type
-    if device == "cuda" and not cuda.is_bound_by_host(op, args):
+    if device == "cuda" and not cuda.is_bound_by_host(args):
         return _ORDER[device][::-1]
     return _ORDER.get(device, ())
 
@@ -78,8 +80,8 @@ class _Explained(BaseException):
         self.explanation = explanation
 
 
-def choose(op: str, args: tuple[Any, ...]) -> str:
-    """Return the name of the backend for a call of the backend function ``op`` with these arguments.
+def choose(op: str, args: AnyArgs) -> str:
+    """Return the name of the backend for a call of the backend function ``op`` with this record.
 
     Raises:
         RuntimeError: this thread is in ``backend(name)`` and ``name`` cannot serve the call.
@@ -91,24 +93,28 @@ def choose(op: str, args: tuple[Any, ...]) -> str:
         if reason is not None:
             raise RuntimeError(f'backend("{thread.forced}") cannot run {op}: {reason}')
         return thread.forced
-    for name in _order(op, args):
+    for name in _order(args):
         if TABLE[name].refusal(op, args) is None:
             return name
     _warn_if_slow(device_of(args).type, op, args)
     return "reference"
 
 
-def has_kernels(args: tuple[Any, ...]) -> bool:
-    """Return whether a backend other than the reference serves such a call of attention, or a backend is forced."""
-    order = _ORDER.get(device_of(args).type)
+def has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether a backend other than the reference serves attention of these, or a backend is forced."""
+    args = AttentionArgs(
+        query=query, key=key, value=value, attn_mask=None, key_lengths=None, seed=None, scale=1.0, window_left=0,
+        window_right=0, lower_right=False, threshold=0,
+    )  # fmt: skip
+    order = _ORDER.get(query.device.type)
     return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal("attention", args) is None)
 
 
-def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:
+def _explain(op: str, args: AnyArgs) -> NoReturn:
     refusals = {name: backend.refusal(op, args) for name, backend in TABLE.items()}
     able = [name for name, reason in refusals.items() if reason is None]
     if thread.forced is None:
-        order = *_order(op, args), "reference"
+        order = *_order(args), "reference"
         chosen: str | None = next(name for name in order if name in able)
         otherwise = f"{chosen} is faster"
     else:
@@ -118,7 +124,7 @@ def _explain(op: str, args: tuple[Any, ...]) -> NoReturn:
     raise _Explained(Explanation(op, chosen, reasons))
 
 
-def _warn_if_slow(device: str, op: str, args: tuple[Any, ...]) -> None:
+def _warn_if_slow(device: str, op: str, args: AnyArgs) -> None:
     """Warn once per device if this installation or machine lacks faster kernels that would serve the call."""
     if device in _warned or device == "meta" or torch.compiler.is_compiling():
         return

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.schema import STEM_OF
+from fastattn.backends.schema import STEM_OF, AnyArgs, AttentionArgs, VarlenAttentionArgs, flatten
 from fastattn.torch_private import is_autocast_enabled, is_forward_mode, is_transformed
 
 DROP_ALL = 65536  # the threshold that drops everything
@@ -110,21 +110,21 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-def device_of(args: tuple) -> torch.device:
-    """Return the device of a backend function's operands: that of the first tensor."""
+def device_of(args: AnyArgs) -> torch.device:
+    """Return the device of a record: that of its first tensor."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg.device
     raise TypeError("a backend function's operands include a tensor")
 
 
-def attention_operands(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (query, key, value) of a call of attention or of its backward pass, dense or packed."""
-    return args[4:7] if op.endswith("_backward") else args[:3]
+def forward_of(args: AnyArgs) -> AnyArgs:
+    """Return the record of the forward pass within a backward pass's, or the record itself."""
+    return getattr(args, "forward", args)
 
 
-def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | None:
-    """Return why no backend with kernels for ``expected`` devices serves ``op(*args)``, or None.
+def common_refusal(expected: str, missing: str, args: AnyArgs) -> str | None:
+    """Return why no backend with kernels for ``expected`` devices serves this record, or None.
 
     A backend may have further reasons of its own.
     """
@@ -133,12 +133,12 @@ def common_refusal(expected: str, missing: str, op: str, args: tuple) -> str | N
         return f"it takes {expected} tensors, the operands are on {device.type}"
     if is_forward_mode():
         return 'it has no forward-mode derivatives, backend("reference") has'
-    for arg in args:
+    for arg in flatten(args):
         if isinstance(arg, Tensor) and arg.dtype is torch.float64:
             return "it takes float32, bfloat16 and float16, not float64"
-    if "attention" in op:
-        query, _, value = attention_operands(op, args)
-        for head_dim in (query.size(-1), value.size(-1)):
+    forward = forward_of(args)
+    if isinstance(forward, AttentionArgs | VarlenAttentionArgs):
+        for head_dim in (forward.query.size(-1), forward.value.size(-1)):
             if not 1 <= head_dim <= MAX_HEAD_DIM:
                 return f"it takes head sizes from 1 to {MAX_HEAD_DIM}, not {head_dim}"
     if missing:  # after the reasons of the operands: an installed backend would serve them

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.schema import CONTRACT, SCHEMAS
+from fastattn.backends.schema import CONTRACT, RECORDS, SCHEMAS, flatten
 from fastattn.torch_private import bind
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -104,4 +104,10 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
     _defined.append(fragment)
     for operation in operations:
         fragment.define(SCHEMAS[operation])
-    return {operation: bind(getattr(loaded, operation).default) for operation in operations}
+    bound = {operation: bind(getattr(loaded, operation).default) for operation in operations}
+    return {name: _of_record(function) if name in RECORDS else function for name, function in bound.items()}
+
+
+def _of_record(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a backend function, which takes a record, from an operation, which takes a record's arguments."""
+    return lambda args: function(*flatten(args))

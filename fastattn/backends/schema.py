@@ -1,96 +1,222 @@
 """The contract of the backend functions: names, arguments and results, each written once.
 
-The ops, the compiled libraries' registrations and a test of every backend's signatures follow from ``SCHEMAS``. The
-build reads this file too, without torch.
+A backend function takes one record, whose fields are its arguments. The ops, the schemas at torch's dispatcher and the
+compiled libraries' registrations follow from the records. The build reads this file too, without torch.
 
-A backend function has no autograd and no checks. It relies on what ``ops`` has normalised:
-
-- query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) have one dtype and any strides. Packed operands are
-  (Tq, Hq, E), (Tk, Hk, E), (Tk, Hk, Ev). softmax_dropout's input is (B, H, L, S).
-- attn_mask is 4-D with sizes 1 or full, bool (True = takes part) or float (added to the scaled scores).
-- key_lengths (B,), seqused_k (N,), cu_seq_q and cu_seq_k (N + 1,) are contiguous int64 and within range.
-- Query i sees key j iff j < length, -window_left <= j - i - diagonal <= window_right and the mask allows it. length is
-  key_lengths[b] or Lk. diagonal is length - Lq if lower_right, which packed sequences are, else 0.
-- Both sides of the window are at least 0, and is_causal is window_right = 0. A side that bounds nothing reaches exactly
-  to the last position: left Lq and right Lk for the upper-left diagonal, left Lk and right Lq for the lower-right one.
-- scale is finite, and 0 or at least float32's least normal number. seed is contiguous int64 (2,), None iff threshold
-  is 0. An element is kept iff its 16-bit value is at least threshold, 0 to 65536.
-
-Results:
-
-- out has query's layout in memory and a gradient its operand's: dense, with B, H and L in the operand's order of
-  strides and columns innermost. It is contiguous if a stride is 0 (expanded) or columns are not dense. dropout's result
-  keeps the strides of a dense input. Every other result is contiguous.
-- lse (B, Hq, Lq), mean, rstd and stats are float32, or float64 for float64 operands. lse is a natural logarithm.
-- stats (2, B, Hq, Lq) holds each row's finite row_max and row_sum = sum(exp(s - row_max)), so that
-  P = exp(s - row_max) / row_sum. Both are 0 for a fully masked row. lse does not suffice: in a row all at finfo.min,
-  rounding loses the log of the sum. torch's kernels, to which the reference leaves float64, return only lse. Without
-  such a row stats is then lse and 1, which gives the same P.
-- sum is an empty tensor of shape (0,) without keep_sum: it is not read, and writing it takes a third of the time.
-- out_dtype is the sum's dtype, or a 16-bit one if the sum is float32 and kept. grad_out has out_dtype or the sum's.
-- Gradients have their operand's dtype. A gradient that is not needed is an empty tensor of shape (0,), and its
-  weight_grad_dtype or bias_grad_dtype is None.
+A backend function has no autograd and no checks. It relies on what ``ops`` has normalised, which the records state.
 """
 
+from __future__ import annotations
+
 import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-_ATTENTION = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, "
-    "SymInt window_left, SymInt window_right, bool lower_right, int threshold"
-)
-_VARLEN_ATTENTION = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? seed, "
-    "SymInt max_q, SymInt max_k, float scale, SymInt window_left, SymInt window_right, int threshold"
-)
-_SOFTMAX_DROPOUT = (
-    "Tensor input, Tensor? attn_mask, Tensor? key_lengths, Tensor? seed, float scale, SymInt window_left, "
-    "SymInt window_right, bool lower_right, int threshold"
-)
-_PARAMETER_GRADS = "ScalarType? weight_grad_dtype, ScalarType? bias_grad_dtype"
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-# stem: {backend function: its signature}. An operation's files have the stem's name in every folder.
-_STEMS = {
+
+class AttentionArgs(NamedTuple):
+    """Attention over a dense batch.
+
+    Query i sees key j iff j < length, -window_left <= j - i - diagonal <= window_right and the mask allows it. length
+    is key_lengths[b] or Lk. diagonal is length - Lq if lower_right, else 0.
+    """
+
+    query: Tensor  # (B, Hq, Lq, E), any strides; all three have one dtype
+    key: Tensor  # (B, Hk, Lk, E)
+    value: Tensor  # (B, Hk, Lk, Ev)
+    attn_mask: Tensor | None  # 4-D with sizes 1 or full, bool (True = takes part) or float (added to scaled scores)
+    key_lengths: Tensor | None  # (B,), contiguous int64, within [0, Lk]
+    seed: Tensor | None  # (2,), contiguous int64, (key, offset); None iff threshold is 0
+    scale: float  # finite, and 0 or at least float32's least normal number
+    # Both sides are at least 0, and is_causal is window_right = 0. A side that bounds nothing reaches exactly to the
+    # last position: left Lq and right Lk for the upper-left diagonal, left Lk and right Lq for the lower-right one.
+    window_left: int
+    window_right: int
+    lower_right: bool
+    threshold: int  # 0 to 65536; a weight is kept iff its 16-bit value is at least the threshold
+
+
+class AttentionBackwardArgs(NamedTuple):
+    """The backward pass of attention over a dense batch."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    stats: Tensor
+    forward: AttentionArgs
+    mask_grad: bool  # whether the gradient of attn_mask is needed
+
+
+class VarlenAttentionArgs(NamedTuple):
+    """Attention over packed sequences. The diagonal is the lower-right one; otherwise as ``AttentionArgs``."""
+
+    query: Tensor  # (Tq, Hq, E)
+    key: Tensor  # (Tk, Hk, E)
+    value: Tensor  # (Tk, Hk, Ev)
+    cu_seq_q: Tensor  # (N + 1,), contiguous int64, rising from 0 to Tq
+    cu_seq_k: Tensor
+    seqused_k: Tensor | None  # (N,), contiguous int64, the keys of each sequence that exist
+    seed: Tensor | None
+    max_q: int  # bounds of the sequences' lengths
+    max_k: int
+    scale: float
+    window_left: int
+    window_right: int
+    threshold: int
+
+
+class VarlenAttentionBackwardArgs(NamedTuple):
+    """The backward pass of attention over packed sequences."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    stats: Tensor
+    forward: VarlenAttentionArgs
+
+
+class SoftmaxDropoutArgs(NamedTuple):
+    """Softmax and dropout of scores; the names mean what they mean in ``AttentionArgs``."""
+
+    input: Tensor  # (B, H, Lq, Lk), any strides
+    attn_mask: Tensor | None
+    key_lengths: Tensor | None
+    seed: Tensor | None
+    scale: float
+    window_left: int
+    window_right: int
+    lower_right: bool
+    threshold: int
+
+
+class SoftmaxDropoutBackwardArgs(NamedTuple):
+    """The backward pass of softmax and dropout."""
+
+    grad_out: Tensor
+    stats: Tensor
+    forward: SoftmaxDropoutArgs
+    mask_grad: bool
+
+
+class LayerNormArgs(NamedTuple):
+    """Layer normalisation over the last dimension."""
+
+    input: Tensor  # (..., D)
+    weight: Tensor | None  # (D,), of a dtype of its own
+    bias: Tensor | None
+    eps: float
+
+
+class LayerNormBackwardArgs(NamedTuple):
+    """The backward pass of layer normalisation."""
+
+    grad_out: Tensor
+    input: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    weight_grad_dtype: torch.dtype | None  # None: this gradient is not needed
+    bias_grad_dtype: torch.dtype | None
+
+
+class DropoutAddLayerNormArgs(NamedTuple):
+    """Layer normalisation of sum = residual + dropout(input)."""
+
+    input: Tensor  # (..., D)
+    residual: Tensor  # (..., D); the sum has the promoted dtype of both
+    weight: Tensor | None
+    bias: Tensor | None
+    seed: Tensor | None
+    threshold: int
+    eps: float
+    keep_sum: bool
+    out_dtype: torch.dtype  # the sum's dtype, or a 16-bit one if the sum is float32 and kept
+
+
+class DropoutAddLayerNormBackwardArgs(NamedTuple):
+    """The backward pass of ``DropoutAddLayerNormArgs``."""
+
+    grad_out: Tensor  # of out_dtype or the sum's
+    grad_sum: Tensor | None
+    sum: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    seed: Tensor | None
+    threshold: int
+    input_dtype: torch.dtype
+    weight_grad_dtype: torch.dtype | None
+    bias_grad_dtype: torch.dtype | None
+
+
+class DropoutArgs(NamedTuple):
+    """Dropout, which is its own backward pass."""
+
+    input: Tensor
+    seed: Tensor
+    threshold: int
+
+
+class DropoutMaskArgs(NamedTuple):
+    """The mask of dropout, bool, True = kept."""
+
+    shape: Sequence[int]
+    seed: Tensor
+    threshold: int
+
+
+AnyArgs = (
+    AttentionArgs
+    | AttentionBackwardArgs
+    | VarlenAttentionArgs
+    | VarlenAttentionBackwardArgs
+    | SoftmaxDropoutArgs
+    | SoftmaxDropoutBackwardArgs
+    | LayerNormArgs
+    | LayerNormBackwardArgs
+    | DropoutAddLayerNormArgs
+    | DropoutAddLayerNormBackwardArgs
+    | DropoutArgs
+    | DropoutMaskArgs
+)
+
+# stem: {backend function: its record, the names of its results}. An operation's files have the stem's name in every
+# folder. All results are tensors:
+#
+# - out has query's layout in memory and a gradient its operand's: dense, with B, H and L in the operand's order of
+#   strides and columns innermost. It is contiguous if a stride is 0 (expanded) or columns are not dense. dropout's
+#   result keeps the strides of a dense input. Every other result is contiguous.
+# - lse (B, Hq, Lq), mean, rstd and stats are float32, or float64 for float64 operands. lse is a natural logarithm.
+# - stats (2, B, Hq, Lq) holds each row's finite row_max and row_sum = sum(exp(s - row_max)), so that
+#   P = exp(s - row_max) / row_sum. Both are 0 for a fully masked row. lse does not suffice: in a row all at finfo.min,
+#   rounding loses the log of the sum. torch's kernels, to which the reference leaves float64, return only lse. Without
+#   such a row stats is then lse and 1, which gives the same P.
+# - sum is an empty tensor of shape (0,) without keep_sum: it is not read, and writing it takes a third of the time.
+# - Gradients have their operand's dtype. A gradient that is not needed is an empty tensor of shape (0,).
+_STEMS: dict[str, dict[str, tuple[Any, str]]] = {
     "attention": {
-        "attention": f"({_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
-        "attention_backward": (
-            f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_ATTENTION}, bool mask_grad) "
-            "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)"
-        ),
-        "varlen_attention": f"({_VARLEN_ATTENTION}) -> (Tensor out, Tensor lse, Tensor stats)",
-        "varlen_attention_backward": (
-            f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_VARLEN_ATTENTION}) "
-            "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-        ),
+        "attention": (AttentionArgs, "out lse stats"),
+        "attention_backward": (AttentionBackwardArgs, "grad_query grad_key grad_value grad_attn_mask"),
+        "varlen_attention": (VarlenAttentionArgs, "out lse stats"),
+        "varlen_attention_backward": (VarlenAttentionBackwardArgs, "grad_query grad_key grad_value"),
     },
     "softmax_dropout": {
-        "softmax_dropout": f"({_SOFTMAX_DROPOUT}) -> (Tensor out, Tensor stats)",
-        "softmax_dropout_backward": (
-            f"(Tensor grad_out, Tensor stats, {_SOFTMAX_DROPOUT}, bool mask_grad) "
-            "-> (Tensor grad_input, Tensor grad_attn_mask)"
-        ),
+        "softmax_dropout": (SoftmaxDropoutArgs, "out stats"),
+        "softmax_dropout_backward": (SoftmaxDropoutBackwardArgs, "grad_input grad_attn_mask"),
     },
     "layer_norm": {
-        "layer_norm": (
-            "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)"
-        ),
-        "layer_norm_backward": (
-            f"(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, {_PARAMETER_GRADS}) "
-            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
-        ),
-        "dropout_add_layer_norm": (
-            "(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, int threshold, float eps, "
-            "bool keep_sum, ScalarType out_dtype) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)"
-        ),
+        "layer_norm": (LayerNormArgs, "out mean rstd"),
+        "layer_norm_backward": (LayerNormBackwardArgs, "grad_input grad_weight grad_bias"),
+        "dropout_add_layer_norm": (DropoutAddLayerNormArgs, "out sum mean rstd"),
         "dropout_add_layer_norm_backward": (
-            "(Tensor grad_out, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, "
-            f"int threshold, ScalarType input_dtype, {_PARAMETER_GRADS}) "
-            "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)"
+            DropoutAddLayerNormBackwardArgs,
+            "grad_input grad_residual grad_weight grad_bias",
         ),
     },
-    "dropout": {
-        "dropout": "(Tensor input, Tensor seed, int threshold) -> Tensor",  # is its own backward pass
-        "dropout_mask": "(SymInt[] shape, Tensor seed, int threshold) -> Tensor",  # bool, True = kept
-    },
+    "dropout": {"dropout": (DropoutArgs, "out"), "dropout_mask": (DropoutMaskArgs, "mask")},
 }
 # Compiled fast paths, with the arguments of their public functions (ops/register.py).
 _FAST_PATHS = {
@@ -102,9 +228,70 @@ _FAST_PATHS = {
         "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor"
     ),
 }
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "float": "float",
+    "int": "SymInt",
+    "Sequence[int]": "SymInt[]",
+    "bool": "bool",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+}
 
 STEM_OF = {name: stem for stem, functions in _STEMS.items() for name in functions}
-SCHEMAS = {
-    name: name + signature for functions in (*_STEMS.values(), _FAST_PATHS) for name, signature in functions.items()
+RECORDS = {name: record for functions in _STEMS.values() for name, (record, _) in functions.items()}
+
+
+def _annotations(record: Any) -> dict[str, str]:
+    return {name: getattr(kind, "__forward_arg__", kind) for name, kind in record.__annotations__.items()}
+
+
+# The place of the forward pass's record within a backward pass's, and its class.
+_WITHIN = {
+    record: (record._fields.index("forward"), globals()[_annotations(record)["forward"]])
+    for record in RECORDS.values()
+    if "forward" in record._fields
 }
+
+
+def flatten(args: Any) -> tuple[Any, ...]:
+    """Return a record's arguments as torch's dispatcher takes them: a record within it is replaced by its fields."""
+    within = _WITHIN.get(type(args))
+    if within is None:
+        return args
+    place, _ = within
+    return *args[:place], *args[place], *args[place + 1 :]
+
+
+def unflatten(record: Any, flat: Sequence[Any]) -> Any:
+    """Return the record whose ``flatten`` is ``flat``."""
+    if record not in _WITHIN:
+        return record(*flat)
+    place, forward = _WITHIN[record]
+    end = place + len(forward._fields)
+    return record(*flat[:place], forward(*flat[place:end]), *flat[end:])
+
+
+def arguments(record: Any) -> list[tuple[str, str]]:
+    """Return the names of a record's arguments, flattened, and their types in a schema."""
+    listed: list[tuple[str, str]] = []
+    for name, kind in _annotations(record).items():
+        listed += arguments(globals()[kind]) if name == "forward" else [(name, _TYPES[kind])]
+    return listed
+
+
+# The number of a record's tensors, which are its first arguments.
+TENSORS = {record: sum(kind.startswith("Tensor") for _, kind in arguments(record)) for record in RECORDS.values()}
+
+
+def _schema(record: Any, results: str) -> str:
+    given = ", ".join(f"{kind} {name}" for name, kind in arguments(record))
+    returned = ", ".join(f"Tensor {name}" for name in results.split())
+    return f"({given}) -> ({returned})"
+
+
+SCHEMAS = {
+    name: name + _schema(*signature) for functions in _STEMS.values() for name, signature in functions.items()
+} | {name: name + signature for name, signature in _FAST_PATHS.items()}
 CONTRACT = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()[:12]  # compiled into the libraries

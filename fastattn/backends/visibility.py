@@ -5,28 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.backends.schema import AttentionArgs, SoftmaxDropoutArgs, VarlenAttentionArgs
 
-def visibility(
-    rows: int, columns: int, device: torch.device, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    window_left: int, window_right: int, lower_right: bool,
-) -> Tensor | None:  # fmt: skip
+
+def visibility(args: AttentionArgs | SoftmaxDropoutArgs) -> Tensor | None:
     """Return a bool tensor, True where a row sees a column, or None if every row sees every column.
 
     Each of its four dimensions is 1 or that of (B, H, rows, columns).
     """
+    if isinstance(args, AttentionArgs):
+        rows, columns, device = args.query.size(2), args.key.size(2), args.query.device
+    else:
+        rows, columns, device = args.input.size(2), args.input.size(3), args.input.device
     visible = None
     j = torch.arange(columns, device=device)
     length: Tensor | int = columns
-    if key_lengths is not None:
-        length = key_lengths[:, None, None, None]
+    if args.key_lengths is not None:
+        length = args.key_lengths[:, None, None, None]
         visible = j < length
-    reach = (columns, rows) if lower_right else (rows, columns)
-    if window_left < reach[0] or window_right < reach[1]:
+    reach = (columns, rows) if args.lower_right else (rows, columns)
+    if args.window_left < reach[0] or args.window_right < reach[1]:
         i = torch.arange(rows, device=device)[:, None]
-        distance = j - i - (length - rows if lower_right else 0)
-        visible = _both(visible, (distance >= -window_left) & (distance <= window_right))
-    if attn_mask is not None:
-        visible = _both(visible, attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf)
+        distance = j - i - (length - rows if args.lower_right else 0)
+        visible = _both(visible, (distance >= -args.window_left) & (distance <= args.window_right))
+    if args.attn_mask is not None:
+        is_bool = args.attn_mask.dtype == torch.bool
+        visible = _both(visible, args.attn_mask if is_bool else args.attn_mask != -torch.inf)
     return visible if visible is None else visible[(None,) * (4 - visible.dim())]
 
 
@@ -46,20 +50,17 @@ def unused_keys(visible: Tensor) -> Tensor:
     return ~visible.any(2).unsqueeze(-1)
 
 
-def packed_visibility(
-    tokens_q: int, tokens_k: int, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, window_left: int,
-    window_right: int,
-) -> Tensor:  # fmt: skip
-    """Return the visibility of packed sequences, bool (tokens_q, tokens_k).
+def packed_visibility(args: VarlenAttentionArgs) -> Tensor:
+    """Return the visibility of packed sequences, bool (Tq, Tk).
 
     Sequences do not see each other, and the diagonal is the lower-right one.
     """
-    sequence_q, i = _places(tokens_q, cu_seq_q)
-    sequence_k, j = _places(tokens_k, cu_seq_k)
-    length = cu_seq_k.diff() if seqused_k is None else seqused_k
-    distance = j - (i + (length - cu_seq_q.diff())[sequence_q])[:, None]
+    sequence_q, i = _places(args.query.size(0), args.cu_seq_q)
+    sequence_k, j = _places(args.key.size(0), args.cu_seq_k)
+    length = args.cu_seq_k.diff() if args.seqused_k is None else args.seqused_k
+    distance = j - (i + (length - args.cu_seq_q.diff())[sequence_q])[:, None]
     visible = (sequence_q[:, None] == sequence_k) & (j < length[sequence_k])
-    return visible & (distance >= -window_left) & (distance <= window_right)
+    return visible & (distance >= -args.window_left) & (distance <= args.window_right)
 
 
 def _places(tokens: int, cu_seq: Tensor) -> tuple[Tensor, Tensor]:

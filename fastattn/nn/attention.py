@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fastattn.backends.visibility import visibility
 from fastattn.nn.cache import KeyValueCache
 from fastattn.ops import check
-from fastattn.ops.attention import attention_weights, scaled_dot_product_attention, varlen_attn
+from fastattn.ops.attention import attention_weights, dense_args, scaled_dot_product_attention, varlen_attn
 from fastattn.ops.jagged import with_values
 from fastattn.torch_private import is_plain_linear, never_skipped
 
@@ -449,12 +449,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         key_lengths: Tensor | None, window_size: tuple[int, int],
     ) -> Tensor | None:  # fmt: skip
         """Merge causality, key lengths and window into ``mask``. They do not hide the keys that are appended later."""
-        rows, columns = q.size(2), k.size(2)
-        lower_right = causal_variant == "lower_right"
-        if key_lengths is not None:
-            key_lengths = check.key_lengths(_NAME, key_lengths, q.size(0), columns, q.device)
-        window = check.window(_NAME, window_size, is_causal, lower_right, rows, columns)
-        visible = visibility(rows, columns, q.device, None, key_lengths, *window, lower_right)
+        args = dense_args(
+            _NAME, q, k, k, (q.size(0),), None, 0.0, is_causal, None, causal_variant, key_lengths, window_size, None
+        )
+        visible = visibility(args)
         return mask if visible is None else visible if mask is None else _both(mask, visible)
 
     def _append_key(self, heads: Tensor, learned: Tensor | None) -> Tensor:

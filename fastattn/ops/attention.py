@@ -15,10 +15,17 @@ from torch.nn import functional as F
 
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
+from fastattn.backends.schema import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    SoftmaxDropoutArgs,
+    VarlenAttentionArgs,
+    VarlenAttentionBackwardArgs,
+)
 from fastattn.backends.visibility import add_mask, blind_queries, packed_visibility, softmax, unused_keys, visibility
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
-from fastattn.ops.register import Op, fast_path, save_call
+from fastattn.ops.register import Op, fast_path, save_call, saved_call
 from fastattn.ops.sharding import Shards, attend, is_sharded
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 from fastattn.torch_private import max_length, ragged_dim
@@ -115,10 +122,10 @@ def scaled_dot_product_attention(
             window_size=window_size, enable_gqa=enable_gqa, seed=seed,
         )  # fmt: skip
     q, k, v, batch = _operands(name, query, key, value, enable_gqa)
-    settings = dense_settings(
-        name, q, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
+    args = dense_args(
+        name, q, k, v, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
     )
-    out, lse, _ = attention_op(q, k, v, *settings)
+    out, lse, _ = attention_op(args)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         rank = max(query.dim(), key.dim(), value.dim())
         out, lse = _as_given(out, batch, rank), _as_given(lse, batch, rank)
@@ -164,13 +171,17 @@ def attention_weights(
             key_lengths=key_lengths, window_size=window_size, seed=seed,
         )  # fmt: skip
     q, k, _, batch = _operands(name, query, key, key, enable_gqa)
-    settings = dense_settings(
-        name, q, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
+    args = dense_args(
+        name, q, k, k, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
     )
-    attn_mask, key_lengths, _, _, left, right, lower_right, _ = settings
     unmade = q.new_empty((), dtype=stat_dtype(q.dtype)).expand(*q.shape[:3], k.size(2))  # takes no memory
-    backend = choose("softmax_dropout", (unmade, *settings))
-    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, left, right, lower_right)
+    of_scores = SoftmaxDropoutArgs(
+        input=unmade, attn_mask=args.attn_mask, key_lengths=args.key_lengths, seed=args.seed, scale=args.scale,
+        window_left=args.window_left, window_right=args.window_right, lower_right=args.lower_right,
+        threshold=args.threshold,
+    )  # fmt: skip
+    backend = choose("softmax_dropout", of_scores)
+    visible = visibility(args)
     if visible is not None:  # blind queries and unused keys may hold NaN, which the product's gradient would spread
         q = q.masked_fill(blind_queries(visible), 0.0)
         k = k.masked_fill(unused_keys(visible).all(1, keepdim=True), 0.0)
@@ -178,7 +189,7 @@ def attention_weights(
         groups = (k.size(1), q.size(1) // max(k.size(1), 1))
         grouped = q.to(unmade.dtype).unflatten(1, groups)
         scores = (grouped @ k.to(unmade.dtype).mT.unsqueeze(2)).flatten(1, 2)
-    weights, _ = softmax_dropout_op.on(backend, scores, *settings)
+    weights, _ = softmax_dropout_op.on(backend, of_scores._replace(input=scores))
     return _as_given(weights.to(q.dtype), batch, max(query.dim(), key.dim()))
 
 
@@ -269,11 +280,11 @@ def varlen_attn(
         )  # fmt: skip
         out, lse = shards.whole(out, (*query.shape[:2], value.size(2))), shards.whole(lse, query.shape[:2])
         return (out, lse) if return_lse else out
-    call = packed_call(
+    args = packed_args(
         name, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout_p, is_causal, scale, window_size, enable_gqa,
         seqused_k, seed,
     )  # fmt: skip
-    out, lse, _ = varlen_attention_op(*call)
+    out, lse, _ = varlen_attention_op(args)
     return (out, lse) if return_lse else out
 
 
@@ -381,12 +392,12 @@ def _check_jagged(
         )
 
 
-def dense_settings(
-    name: str, q: Tensor, k: Tensor, batch: tuple[int, ...], attn_mask: Tensor | None, dropout_p: float,
+def dense_args(
+    name: str, q: Tensor, k: Tensor, v: Tensor, batch: tuple[int, ...], attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, scale: float | None, causal_variant: str, key_lengths: Tensor | None,
     window_size: tuple[int, int], seed: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of attention's backend functions after the operands, which are (B, H, L, E)."""
+) -> AttentionArgs:  # fmt: skip
+    """Check and normalise the options of a dense call, whose operands are (B, H, L, E)."""
     _, heads, rows, head_dim = q.shape
     columns = k.shape[2]
     if attn_mask is not None:
@@ -395,20 +406,23 @@ def dense_settings(
     if key_lengths is not None:
         key_lengths = check.key_lengths(name, key_lengths, q.size(0), columns, q.device)
     lower_right = _lower_right(name, causal_variant)
-    window = check.window(name, window_size, is_causal, lower_right, rows, columns)
+    window_left, window_right = check.window(name, window_size, is_causal, lower_right, rows, columns)
     threshold = check.threshold(name, dropout_p)
     check.seed(name, seed, q.device)
     scale = _scale(name, scale, head_dim)
-    seed = check.draw_seed(seed, threshold, q.device)
-    return attn_mask, key_lengths, seed, scale, *window, lower_right, threshold
+    return AttentionArgs(
+        query=q, key=k, value=v, attn_mask=attn_mask, key_lengths=key_lengths,
+        seed=check.draw_seed(seed, threshold, q.device), scale=scale, window_left=window_left,
+        window_right=window_right, lower_right=lower_right, threshold=threshold,
+    )  # fmt: skip
 
 
-def packed_call(
+def packed_args(
     name: str, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
     dropout_p: float, is_causal: bool, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
     seqused_k: Tensor | None, seed: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of the backend function for attention over packed sequences."""
+) -> VarlenAttentionArgs:  # fmt: skip
+    """Check and normalise the arguments of a call over packed sequences."""
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         check.operand(name, label, tensor)
         if tensor.dim() != 3:
@@ -437,12 +451,15 @@ def packed_call(
                 f"{name}: seqused_k must not exceed the sequences' lengths {_brief(own)}, got {_brief(used)}"
             )
         used = torch.minimum(used, own)
-    window = check.window(name, window_size, is_causal, True, max_q, max_k)
+    window_left, window_right = check.window(name, window_size, is_causal, True, max_q, max_k)
     threshold = check.threshold(name, dropout_p)
     check.seed(name, seed, q.device)
     scale = _scale(name, scale, q.size(2))
-    seed = check.draw_seed(seed, threshold, q.device)
-    return q, k, v, cu_seq_q, cu_seq_k, used, seed, max_q, max_k, scale, *window, threshold
+    return VarlenAttentionArgs(
+        query=q, key=k, value=v, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=used,
+        seed=check.draw_seed(seed, threshold, q.device), max_q=max_q, max_k=max_k, scale=scale,
+        window_left=window_left, window_right=window_right, threshold=threshold,
+    )  # fmt: skip
 
 
 def _same_kind(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -532,69 +549,77 @@ def _brief(values: Tensor) -> str:
 # Fake, autograd, decomposition
 
 
-def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fake results (out, lse, stats) of dense or packed attention."""
-    rows, size, dtype = query.shape[:-1], value.size(-1), stat_dtype(query.dtype)
+def _fake_attention(args: AttentionArgs | VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+    query, size = args.query, args.value.size(-1)
+    rows, dtype = query.shape[:-1], stat_dtype(query.dtype)
     out = empty_heads(query, size) if query.dim() == 4 else query.new_empty((*rows, size))
     return out, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype)
 
 
-def _fake_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    attn_mask: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = tuple(empty_heads(t, t.size(3)) for t in (query, key, value))
-    return *grads, fake_mask_grad(query, attn_mask, rest[-1])
+def _fake_attention_backward(args: AttentionBackwardArgs) -> tuple[Tensor, ...]:
+    forward = args.forward
+    grads = tuple(empty_heads(t, t.size(3)) for t in (forward.query, forward.key, forward.value))
+    return *grads, fake_mask_grad(forward.query, forward.attn_mask, args.mask_grad)
 
 
-def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+def _pairs(args: AttentionArgs | VarlenAttentionArgs) -> int:
+    """Count the pairs of a query and a key of one sequence, over all heads, without masks.
+
+    If the offsets of packed sequences cannot be read, every sequence counts with the longest lengths.
+    """
+    if isinstance(args, AttentionArgs):
+        batch, heads, rows, _ = args.query.shape
+        return batch * heads * rows * args.key.size(2)
+    if check.is_readable(args.cu_seq_q):
+        pairs = int((args.cu_seq_q.diff() * args.cu_seq_k.diff()).sum())
+    else:
+        pairs = (args.cu_seq_q.size(0) - 1) * args.max_q * args.max_k
+    return args.query.size(1) * pairs
+
+
+def _flops(args: AttentionArgs | VarlenAttentionArgs) -> int:
     """Count two products and ignore masks, as torch does for its own attention."""
-    batch, heads, rows, head_dim = query.shape
-    return 2 * batch * heads * rows * key.size(2) * (head_dim + value.size(3))
+    return 2 * _pairs(args) * (args.query.size(-1) + args.value.size(-1))
 
 
-def _backward_flops(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    *rest: Any,
-) -> int:  # fmt: skip
+def _backward_flops(args: AttentionBackwardArgs | VarlenAttentionBackwardArgs) -> int:
     """Count five products; the first recomputes the scores."""
-    batch, heads, rows, head_dim = query.shape
-    return 2 * batch * heads * rows * key.size(2) * (3 * head_dim + 2 * value.size(3))
+    forward = args.forward
+    return 2 * _pairs(forward) * (3 * forward.query.size(-1) + 2 * forward.value.size(-1))
 
 
 attention_backward_op = Op("attention_backward", _fake_attention_backward, flops=_backward_flops)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    out, _, stats = output
+def _setup(ctx: Any, args: AttentionArgs | VarlenAttentionArgs, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, _, stats = results
     ctx.mark_non_differentiable(stats)
-    save_call(ctx, inputs, out, stats)
+    save_call(ctx, args, out, stats)
 
 
 def _attention_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
-    saved, mask_grad = ctx.saved_tensors, ctx.needs_input_grad[3]
-    if grad_out is None:
-        grad_out = torch.zeros_like(saved[0])
-    *grads, grad_mask = attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings, mask_grad)
+    forward, out, stats = saved_call(ctx)
+    mask_grad = ctx.needs_input_grad[3]
+    args = AttentionBackwardArgs(
+        grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, out=out, stats=stats,
+        forward=forward, mask_grad=mask_grad,
+    )  # fmt: skip
+    *grads, grad_mask = attention_backward_op.on(ctx.backend, args)
     return *grads, grad_mask if mask_grad else None
 
 
-def _decompose_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _decompose_attention(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute attention by torch's function, which takes one mask.
 
     If unused, the log-sum-exp is removed as dead code.
     """
-    wide = stat_dtype(query.dtype)
-    q, k, v = query, key, value
+    q, k, v, attn_mask = args.query, args.key, args.value, args.attn_mask
+    dtype, wide = q.dtype, stat_dtype(q.dtype)
     if k.size(1) != q.size(1):
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
-    settings = attn_mask, key_lengths, window_left, window_right, lower_right
-    visible = visibility(query.size(2), key.size(2), query.device, *settings)
+    visible = visibility(args)
     mask = None
     if visible is not None:
         unused = unused_keys(visible)
@@ -603,78 +628,43 @@ def _decompose_attention(
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             q, k, v = (t.to(torch.promote_types(t.dtype, attn_mask.dtype)) for t in (q, k, v))
             mask = attn_mask.to(q.dtype).masked_fill(~visible, -torch.inf)
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=args.scale)
     if visible is not None:
         out = out.masked_fill(blind_queries(visible), 0.0)
-    _, stats = softmax(add_mask(q.to(wide) @ k.to(wide).mT * scale, attn_mask), visible)
-    return out.to(query.dtype), stats[0] + stats[1].log(), stats
+    _, stats = softmax(add_mask(q.to(wide) @ k.to(wide).mT * args.scale, attn_mask), visible)
+    return out.to(dtype), stats[0] + stats[1].log(), stats
 
 
 attention_op = Op("attention", _fake_attention, _setup, _attention_backward, _decompose_attention, _flops)
 
 
-def _fake_varlen_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _fake_varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (args.forward.query, args.forward.key, args.forward.value))
 
 
-def _packed_pairs(query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> int:
-    """Count the pairs of a query and a key of one sequence, over all heads.
-
-    If the offsets cannot be read, every sequence counts with the longest lengths.
-    """
-    if check.is_readable(cu_seq_q):
-        pairs = int((cu_seq_q.diff() * cu_seq_k.diff()).sum())
-    else:
-        pairs = (cu_seq_q.size(0) - 1) * max_q * max_k
-    return query.size(1) * pairs
-
-
-def _varlen_flops(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
-    seed: Tensor | None, max_q: int, max_k: int, *rest: Any,
-) -> int:  # fmt: skip
-    pairs = _packed_pairs(query, cu_seq_q, cu_seq_k, max_q, max_k)
-    return 2 * pairs * (query.size(2) + value.size(2))
-
-
-def _varlen_backward_flops(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, seed: Tensor | None, max_q: int, max_k: int,
-    *rest: Any,
-) -> int:  # fmt: skip
-    pairs = _packed_pairs(query, cu_seq_q, cu_seq_k, max_q, max_k)
-    return 2 * pairs * (3 * query.size(2) + 2 * value.size(2))
-
-
-varlen_attention_backward_op = Op(
-    "varlen_attention_backward", _fake_varlen_attention_backward, flops=_varlen_backward_flops
-)
+varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_attention_backward, flops=_backward_flops)
 
 
 def _varlen_attention_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Tensor, ...]:
-    saved = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(saved[0])
-    return varlen_attention_backward_op.on(ctx.backend, grad_out, grad_lse, *saved, *ctx.settings)
+    forward, out, stats = saved_call(ctx)
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    args = VarlenAttentionBackwardArgs(grad_out=grad_out, grad_lse=grad_lse, out=out, stats=stats, forward=forward)
+    return varlen_attention_backward_op.on(ctx.backend, args)
 
 
-def _decompose_varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
-    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _decompose_varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one attention over all tokens, with a mask that keeps the sequences apart."""
-    tokens = query.size(0), key.size(0)
-    visible = packed_visibility(*tokens, cu_seq_q, cu_seq_k, seqused_k, window_left, window_right)
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    out, lse, stats = _decompose_attention(q, k, v, visible[None, None], None, None, scale, *tokens, False, 0)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (args.query, args.key, args.value))
+    all_tokens = AttentionArgs(
+        query=q, key=k, value=v, attn_mask=packed_visibility(args)[None, None], key_lengths=None, seed=None,
+        scale=args.scale, window_left=q.size(2), window_right=k.size(2), lower_right=False, threshold=0,
+    )  # fmt: skip
+    out, lse, stats = _decompose_attention(all_tokens)
     return out[0].transpose(0, 1), lse[0].T, stats[:, 0].mT
 
 
 varlen_attention_op = Op(
-    "varlen_attention", _fake_attention, _setup, _varlen_attention_backward, _decompose_varlen_attention, _varlen_flops
+    "varlen_attention", _fake_attention, _setup, _varlen_attention_backward, _decompose_varlen_attention, _flops
 )

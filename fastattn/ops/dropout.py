@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.common import empty_dense
+from fastattn.backends.schema import DropoutArgs, DropoutMaskArgs
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, on_values
-from fastattn.ops.register import Op, save_call
+from fastattn.ops.register import Op
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["dropout", "dropout_mask"]
@@ -58,7 +59,9 @@ def dropout(
         out = dropout(shards.own, p, seed=shards.seed(seed, p))
         return input.copy_(shards.whole(out, input.shape)) if inplace else shards.whole(out, input.shape)
     check.seed("dropout", seed, input.device)
-    out = dropout_op(input, check.draw_seed(seed, threshold, input.device), threshold)
+    drawn = check.draw_seed(seed, threshold, input.device)
+    assert drawn is not None  # the threshold is not 0
+    out = dropout_op(DropoutArgs(input, drawn, threshold))
     return input.copy_(out) if inplace else out
 
 
@@ -92,37 +95,39 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
     if math.prod(shape) >= 2**63:
         raise check.BadValue(f"{name}: shape must hold less than 2**63 elements, got {shape!r}")
     threshold = check.threshold(name, dropout_p)
-    return dropout_mask_op(shape, seed.contiguous(), threshold)
+    return dropout_mask_op(DropoutMaskArgs(shape, seed.contiguous(), threshold))
 
 
-def _fake_dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
-    return empty_dense(input)
+def _fake_dropout(args: DropoutArgs) -> Tensor:
+    return empty_dense(args.input)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    save_call(ctx, inputs[1:])
+def _setup(ctx: Any, args: DropoutArgs, result: Tensor) -> None:
+    ctx.save_for_backward(args.seed)
+    ctx.threshold = args.threshold
 
 
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, ...]:
     if grad is None:
         return ()
+    (seed,) = ctx.saved_tensors
     # Dropout multiplies by a diagonal matrix, which is its own transpose.
-    return (dropout_op.on(ctx.backend, grad, *ctx.saved_tensors, *ctx.settings),)
+    return (dropout_op.on(ctx.backend, DropoutArgs(input=grad, seed=seed, threshold=ctx.threshold)),)
 
 
-def _decompose(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
-    return input.clone()
+def _decompose(args: DropoutArgs) -> Tensor:
+    return args.input.clone()
 
 
 dropout_op = Op("dropout", _fake_dropout, _setup, _backward, _decompose)
 
 
-def _fake_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
-    return seed.new_empty(shape, dtype=torch.bool)
+def _fake_dropout_mask(args: DropoutMaskArgs) -> Tensor:
+    return args.seed.new_empty(args.shape, dtype=torch.bool)
 
 
-def _decompose_dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
-    return seed.new_ones(shape, dtype=torch.bool)
+def _decompose_dropout_mask(args: DropoutMaskArgs) -> Tensor:
+    return args.seed.new_ones(args.shape, dtype=torch.bool)
 
 
 dropout_mask_op = Op("dropout_mask", _fake_dropout_mask, decompose=_decompose_dropout_mask)

@@ -14,6 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastattn.backends.common import stat_dtype
+from fastattn.backends.schema import (
+    DropoutAddLayerNormArgs,
+    DropoutAddLayerNormBackwardArgs,
+    LayerNormArgs,
+    LayerNormBackwardArgs,
+)
 from fastattn.ops import check
 from fastattn.ops.dropout import dropout
 from fastattn.ops.jagged import is_jagged, on_values
@@ -82,7 +88,7 @@ def layer_norm(
     if dims > 1:
         x = x.flatten(-dims)
         weight, bias = (p if p is None else p.flatten() for p in (weight, bias))
-    out, _, _ = layer_norm_op(x, weight, bias, eps)
+    out, _, _ = layer_norm_op(LayerNormArgs(x, weight, bias, eps))
     return out if dims == 1 else out.view(input.shape)
 
 
@@ -179,9 +185,11 @@ def dropout_add_layer_norm(
             f"float16, got {str(out_dtype).removeprefix('torch.')}"
         )
     keep_sum = prenorm or out_dtype != sum_dtype or may_want_gradient(input, residual, weight, bias)
-    out, total, _, _ = dropout_add_layer_norm_op(
-        input, residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype
-    )
+    args = DropoutAddLayerNormArgs(
+        input=input, residual=residual, weight=weight, bias=bias, seed=seed, threshold=threshold, eps=eps,
+        keep_sum=keep_sum, out_dtype=out_dtype,
+    )  # fmt: skip
+    out, total, _, _ = dropout_add_layer_norm_op(args)
     return (out, total) if prenorm else out
 
 
@@ -199,54 +207,61 @@ def _eps(name: str, eps: float) -> float:
     return eps if type(eps) is float else check.real(name, "eps", eps)
 
 
-def _fake_layer_norm(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = input.shape[:-1]
-    dtype = stat_dtype(input.dtype)
-    return input.new_empty(input.shape), input.new_empty(rows, dtype=dtype), input.new_empty(rows, dtype=dtype)
+def _fake_layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_rows(args.input)
+
+
+def _fake_rows(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean = input.new_empty(input.shape[:-1], dtype=stat_dtype(input.dtype))
+    return input.new_empty(input.shape), mean, torch.empty_like(mean)
 
 
 def _fake_parameter_grads(input: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
     return [input.new_empty(0 if dtype is None else input.size(-1), dtype=dtype or torch.float32) for dtype in dtypes]
 
 
-def _fake_layer_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    *parameter_dtypes: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return input.new_empty(input.shape), *_fake_parameter_grads(input, *parameter_dtypes)
+def _fake_layer_norm_backward(args: LayerNormBackwardArgs) -> tuple[Tensor, ...]:
+    grads = _fake_parameter_grads(args.input, args.weight_grad_dtype, args.bias_grad_dtype)
+    return args.input.new_empty(args.input.shape), *grads
 
 
 layer_norm_backward_op = Op("layer_norm_backward", _fake_layer_norm_backward)
 
 
-def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    input, weight, bias, _ = inputs
-    _, mean, rstd = output
-    ctx.parameter_dtypes = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]
+def _setup_layer_norm(ctx: Any, args: LayerNormArgs, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, mean, rstd = results
+    ctx.parameter_dtypes = _dtypes(args.weight, args.bias)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(input, mean, rstd, weight)
+    ctx.save_for_backward(args.input, mean, rstd, args.weight)
 
 
 def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return ()
     needed = ctx.needs_input_grad[1:3]
-    dtypes = _where(needed, ctx.parameter_dtypes)
-    grad_input, *grads = layer_norm_backward_op.on(ctx.backend, grad_out, *ctx.saved_tensors, *dtypes)
+    weight_dtype, bias_dtype = _where(needed, ctx.parameter_dtypes)
+    input, mean, rstd, weight = ctx.saved_tensors
+    args = LayerNormBackwardArgs(
+        grad_out=grad_out, input=input, mean=mean, rstd=rstd, weight=weight, weight_grad_dtype=weight_dtype,
+        bias_grad_dtype=bias_dtype,
+    )  # fmt: skip
+    grad_input, *grads = layer_norm_backward_op.on(ctx.backend, args)
     return grad_input, *_where(needed, grads)
 
 
-def _decompose_layer_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _decompose_layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op by torch's function, which requires one dtype for all operands."""
-    x = input.to(stat_dtype(input.dtype))
-    w, b = (p if p is None else p.to(x.dtype) for p in (weight, bias))
-    out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w, b, eps)
-    return out.to(input.dtype), mean.squeeze(-1), rstd.squeeze(-1)
+    x = args.input.to(stat_dtype(args.input.dtype))
+    w, b = (p if p is None else p.to(x.dtype) for p in (args.weight, args.bias))
+    out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w, b, args.eps)
+    return out.to(args.input.dtype), mean.squeeze(-1), rstd.squeeze(-1)
 
 
 layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_norm_backward, _decompose_layer_norm)
+
+
+def _dtypes(*parameters: Tensor | None) -> list[torch.dtype | None]:
+    return [None if parameter is None else parameter.dtype for parameter in parameters]
 
 
 def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
@@ -254,55 +269,50 @@ def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     return [value if need else None for need, value in zip(needed, values, strict=True)]
 
 
-def _fake_residual(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, keep_sum, out_dtype = rest
-    sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
-    out, mean, rstd = _fake_layer_norm(sum)
-    return out.to(out_dtype), sum if keep_sum else sum.new_empty(0), mean, rstd
+def _fake_residual(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(args.input.dtype, args.residual.dtype)
+    sum = args.input.new_empty(args.input.shape, dtype=dtype)
+    out, mean, rstd = _fake_rows(sum)
+    return out.to(args.out_dtype), sum if args.keep_sum else sum.new_empty(0), mean, rstd
 
 
-def _fake_residual_backward(
-    grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, *parameter_dtypes: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = _fake_layer_norm_backward(grad_out, sum, mean, rstd, weight, *parameter_dtypes)
-    return sum.new_empty(sum.shape, dtype=input_dtype), *grads
+def _fake_residual_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tensor, ...]:
+    sum = args.sum
+    grads = _fake_parameter_grads(sum, args.weight_grad_dtype, args.bias_grad_dtype)
+    return sum.new_empty(sum.shape, dtype=args.input_dtype), sum.new_empty(sum.shape), *grads
 
 
 dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake_residual_backward)
 
 
-def _setup_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, residual, weight, bias, seed, ctx.threshold, *_ = inputs
-    _, total, mean, rstd = output
-    ctx.input_dtype, ctx.residual_dtype = input.dtype, residual.dtype
-    ctx.parameter_dtypes = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]
+def _setup_residual(ctx: Any, args: DropoutAddLayerNormArgs, results: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    _, total, mean, rstd = results
+    ctx.threshold, ctx.input_dtype, ctx.residual_dtype = args.threshold, args.input.dtype, args.residual.dtype
+    ctx.parameter_dtypes = _dtypes(args.weight, args.bias)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(total, mean, rstd, weight, seed)
+    ctx.save_for_backward(total, mean, rstd, args.weight, args.seed)
 
 
 def _residual_backward(
     ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _mean: None, _rstd: None
 ) -> tuple[Tensor | None, ...]:
     total, mean, rstd, weight, seed = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(total)
     needed = ctx.needs_input_grad[2:4]
-    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op.on(
-        ctx.backend, grad_out, grad_sum, total, mean, rstd, weight, seed, ctx.threshold, ctx.input_dtype,
-        *_where(needed, ctx.parameter_dtypes),
+    weight_dtype, bias_dtype = _where(needed, ctx.parameter_dtypes)
+    args = DropoutAddLayerNormBackwardArgs(
+        grad_out=torch.zeros_like(total) if grad_out is None else grad_out, grad_sum=grad_sum, sum=total, mean=mean,
+        rstd=rstd, weight=weight, seed=seed, threshold=ctx.threshold, input_dtype=ctx.input_dtype,
+        weight_grad_dtype=weight_dtype, bias_grad_dtype=bias_dtype,
     )  # fmt: skip
+    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op.on(ctx.backend, args)
     return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads)
 
 
-def _decompose_residual(
-    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float, keep_sum: bool, out_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dtype = torch.promote_types(input.dtype, residual.dtype)
-    sum = input.to(stat_dtype(dtype)) + residual
-    out, mean, rstd = _decompose_layer_norm(sum, weight, bias, eps)
-    return out.to(out_dtype), sum.to(dtype) if keep_sum else sum.new_empty(0, dtype=dtype), mean, rstd
+def _decompose_residual(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(args.input.dtype, args.residual.dtype)
+    sum = args.input.to(stat_dtype(dtype)) + args.residual
+    out, mean, rstd = _decompose_layer_norm(LayerNormArgs(sum, args.weight, args.bias, args.eps))
+    return out.to(args.out_dtype), sum.to(dtype) if args.keep_sum else sum.new_empty(0, dtype=dtype), mean, rstd
 
 
 dropout_add_layer_norm_op = Op(

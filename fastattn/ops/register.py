@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.common import is_recorded
-from fastattn.backends.schema import SCHEMAS
+from fastattn.backends.schema import RECORDS, SCHEMAS, TENSORS, AnyArgs, flatten, unflatten
 from fastattn.ops.check import expanded_clone, unscriptable
 from fastattn.torch_private import (
     OperatorBase,
@@ -36,9 +36,11 @@ PLAIN = frozenset((Tensor, Parameter))  # other subclasses may intercept calls
 _library = torch.library.Library("fastattn", "DEF")
 _decompositions: dict[OperatorBase, Callable[..., Any]] = {}
 _flops: dict[Any, Callable[..., int]] = {}
+Args = TypeVar("Args", bound=AnyArgs)
+Results = TypeVar("Results")
 
 
-class Op:
+class Op(Generic[Args, Results]):
     """A backend function as ``torch.ops.fastattn.<name>``, with autograd.
 
     Its schema is the backend function's with ``str backend`` appended. A call goes through torch's dispatcher if it is
@@ -47,77 +49,82 @@ class Op:
 
     Args:
         name: name of the backend function.
-        fake: takes the function's arguments, returns tensors with the results' shapes, dtypes and strides.
-        setup_context: as in ``autograd.Function``; its ``inputs`` are the function's arguments.
+        fake: takes the function's record, returns tensors with the results' shapes, dtypes and strides.
+        setup_context: takes autograd's ``ctx``, the record and the results, and saves what ``backward`` reads.
         backward: as in ``autograd.Function``; returns the gradients of the leading arguments and may omit the rest.
             None for backward ops; only the reference backend can differentiate those.
-        decompose: takes the function's arguments, returns its results by torch's own functions. Its threshold is 0.
-        flops: takes the function's arguments, returns the floating-point operations that ``FlopCounterMode`` counts.
+        decompose: takes the record, returns the function's results by torch's own functions. Its threshold is 0.
+        flops: takes the record, returns the floating-point operations that ``FlopCounterMode`` counts.
     """
 
     def __init__(
         self,
         name: str,
-        fake: Callable[..., Any],
-        setup_context: Callable[..., None] | None = None,
+        fake: Callable[[Args], Results],
+        setup_context: Callable[[Any, Args, Results], None] | None = None,
         backward: Callable[..., Any] | None = None,
-        decompose: Callable[..., Any] | None = None,
-        flops: Callable[..., int] | None = None,
+        decompose: Callable[[Args], Results] | None = None,
+        flops: Callable[[Args], int] | None = None,
     ) -> None:
         arguments, results = SCHEMAS[name].split(") ->")
         self.name = name
-        labels = [argument.split()[-1] for argument in arguments.split(", ")]
-        self._threshold = labels.index("threshold") if "threshold" in labels else None
+        self._record = RECORDS[name]
+        self._tensors = TENSORS[self._record]
         self._decompose = decompose
-        self._tensors = arguments.count("Tensor")  # tensors come first
         self._is_backward = backward is None
         _library.define(f"{arguments}, str backend) ->{results}")
         _library.impl(name, self._run, "CompositeExplicitAutograd")
         _library.impl(name, self._differentiate, "Autograd")
-        torch.library.register_fake(f"fastattn::{name}", lambda *args: fake(*args[:-1]), lib=_library)
+        torch.library.register_fake(f"fastattn::{name}", lambda *flat: fake(self._args(flat)), lib=_library)
         torch.library.register_vmap(f"fastattn::{name}", self._map, lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
         self._apply = bind_apply(_autograd_function(name, setup_context, backward))
         if decompose is not None:
             _decompositions[self._overload] = self._decomposed
         if flops is not None:
-            _flops[self._overload.overloadpacket] = lambda *args, out_val: flops(*args[:-1])
+            _flops[self._overload.overloadpacket] = lambda *flat, out_val: flops(self._args(flat))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, args: Args) -> Results:
         """Return the results, from the chosen or the forced backend."""
-        return self.on(choose(self.name, args), *args)
+        return self.on(choose(self.name, args), args)
 
-    def on(self, backend: str, *args: Any) -> Any:
+    def on(self, backend: str, args: Args) -> Results:
         """Return the results, from this backend."""
+        flat = flatten(args)
         if is_observed():
             count_flops(_flops)
             if is_forward_mode() and backend == "reference":  # torch's operations differentiate in forward mode
-                return TABLE[backend].FUNCTIONS[self.name](*args)
-            return self._overload(*args, backend)
+                return TABLE[backend].FUNCTIONS[self.name](args)
+            return self._overload(*flat, backend)
         wants_grad, grad_enabled = False, torch.is_grad_enabled()
-        for arg in args[: self._tensors]:
+        tensors = flat[: self._tensors]
+        for arg in tensors:
             if type(arg) in PLAIN:
                 if self._is_backward and is_batched_gradient(arg):
-                    return self._overload(*args, backend)
+                    return self._overload(*flat, backend)
                 wants_grad = wants_grad or (grad_enabled and arg.requires_grad)
             elif isinstance(arg, Tensor):
-                return self._overload(*args, backend)
+                return self._overload(*flat, backend)
         function = TABLE[backend].FUNCTIONS[self.name]
         if wants_grad and not (self._is_backward and backend == "reference"):
-            return self._apply(*args, backend, function)
-        return function(*args)
+            return self._apply(*tensors, backend, function, args)
+        return function(args)
 
-    def _run(self, *args: Any) -> Any:
+    def _args(self, flat: tuple[Any, ...]) -> Args:
+        """Return the record of a call of the op, whose last argument is the backend."""
+        return unflatten(self._record, flat[:-1])
+
+    def _run(self, *flat: Any) -> Results:
         """Run the op below autograd."""
-        return TABLE[args[-1]].FUNCTIONS[self.name](*args[:-1])
+        return TABLE[flat[-1]].FUNCTIONS[self.name](self._args(flat))
 
-    def _map(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    def _map(self, info: Any, in_dims: tuple[Any, ...], *flat: Any) -> Any:
         """Run the op inside vmap: one call per element, one after the other, each parallel over the processor."""
-        batch = [arg.movedim(dim, 0) if isinstance(dim, int) else None for arg, dim in zip(args, in_dims, strict=True)]
+        batch = [arg.movedim(dim, 0) if isinstance(dim, int) else None for arg, dim in zip(flat, in_dims, strict=True)]
         if info.batch_size == 0:  # one call of zeros gives the results' shapes and dtypes
             batch = [arg if arg is None else arg.new_zeros(1, *arg.shape[1:]) for arg in batch]
         calls = (
-            [arg if of_call is None else of_call[i] for arg, of_call in zip(args, batch, strict=True)]
+            [arg if of_call is None else of_call[i] for arg, of_call in zip(flat, batch, strict=True)]
             for i in range(max(1, info.batch_size))
         )
         results = [self._overload(*call) for call in calls]
@@ -126,33 +133,34 @@ class Op:
         stacked = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
-    def _differentiate(self, *args: Any) -> Any:
+    def _differentiate(self, *flat: Any) -> Any:
         """Run the op at the autograd key. torch.func's transforms ran above it, so this autograd has one level."""
         if self._decompose is not None and is_onnx_export():  # ONNX export has no table of decompositions
-            return self._decomposed(*args)
-        backend = args[-1]
+            return self._decomposed(*flat)
+        backend = flat[-1]
         if self._is_backward and backend == "reference" and is_transformed():  # torch operations, differentiable
-            return TABLE[backend].FUNCTIONS[self.name](*args[:-1])
+            return TABLE[backend].FUNCTIONS[self.name](self._args(flat))
 
         grad_enabled = torch.is_grad_enabled()
 
-        def redispatch(*args: Any) -> Any:
+        def redispatch(args: Args) -> Any:
             # An autograd.Function turns gradients off, and the transforms around it would then record none.
             with below_autograd(), torch.set_grad_enabled(grad_enabled):
-                return self._overload(*args, backend)
+                return self._overload(*flatten(args), backend)
 
         with single_level_autograd():
-            return self._apply(*args, redispatch)
+            return self._apply(*flat[: self._tensors], backend, redispatch, self._args(flat))
 
-    def _decomposed(self, *args: Any) -> Any:
+    def _decomposed(self, *flat: Any) -> Results:
         """Compute the op by torch's own functions; ValueError with dropout."""
-        if self._threshold is not None and args[self._threshold] > 0:
+        args = self._args(flat)
+        if getattr(args, "threshold", 0) > 0:
             raise ValueError(
                 f"fastattn: {self.name} with dropout cannot be written in torch's own operations, whose dropout is "
                 "another; export the model in evaluation (model.eval()), or with a probability of 0"
             )
         assert self._decompose is not None
-        return self._decompose(*args[:-1])
+        return self._decompose(args)
 
 
 def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
@@ -173,12 +181,18 @@ def may_want_gradient(*tensors: Tensor | None) -> bool:
     return is_observed() or is_recorded(*tensors)
 
 
-def save_call(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-    """Save ``results`` and the call's leading tensors for the backward pass, and its other arguments in
-    ``ctx.settings``."""
-    tensors = next((n for n, arg in enumerate(inputs) if not isinstance(arg, Tensor | None)), len(inputs))
-    ctx.save_for_backward(*results, *inputs[:tensors])
-    ctx.settings = inputs[tensors:]
+def save_call(ctx: Any, args: Any, *results: Tensor) -> None:
+    """Save a forward pass's record and ``results`` for its backward pass, which reads them by ``saved_call``."""
+    record = type(args)
+    tensors = TENSORS[record]
+    ctx.save_for_backward(*args[:tensors], *results)
+    ctx.record, ctx.settings = record, args[tensors:]
+
+
+def saved_call(ctx: Any) -> tuple[Any, ...]:
+    """Return the record and the results that ``save_call`` saved."""
+    saved, tensors = ctx.saved_tensors, TENSORS[ctx.record]
+    return ctx.record(*saved[:tensors], *ctx.settings), *saved[tensors:]
 
 
 def _autograd_function(
@@ -186,23 +200,25 @@ def _autograd_function(
 ) -> type[SingleLevelFunction]:
     """Return the op's ``autograd.Function``.
 
-    It takes the op's arguments, which end with the backend's name, and the function that computes the results.
+    It takes the op's tensors, for autograd to see, the backend's name, the function that computes the results, and the
+    record.
     """
 
     class Function(SingleLevelFunction):
         @staticmethod
-        def forward(*args: Any) -> Any:
-            return args[-1](*args[:-2])
+        def forward(*inputs: Any) -> Any:
+            *_, function, args = inputs
+            return function(args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.count, ctx.backend = len(inputs), inputs[-2]
+            *tensors, ctx.backend, _, args = inputs
+            ctx.count = len(inputs)
             ctx.set_materialize_grads(False)
             if setup_context is not None:
-                # A bool mask may be refilled before the backward pass, through numpy even unnoticed. Torch's function
-                # keeps a float copy of it. Inference tensors cannot be saved.
-                saved = (expanded_clone(arg) if _needs_copy(arg) else arg for arg in inputs[:-2])
-                setup_context(ctx, tuple(saved), output)
+                if any(map(_needs_copy, tensors)):
+                    args = args._make(expanded_clone(arg) if _needs_copy(arg) else arg for arg in args)
+                setup_context(ctx, args, output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -220,6 +236,11 @@ def _autograd_function(
 
 
 def _needs_copy(arg: Any) -> bool:
+    """Return whether a backward pass needs a copy of an argument of its forward pass.
+
+    A bool mask may be refilled before, through numpy even unnoticed; torch's function keeps a float copy of it.
+    Inference tensors cannot be saved.
+    """
     return isinstance(arg, Tensor) and (arg.dtype is torch.bool or arg.is_inference())
 
 

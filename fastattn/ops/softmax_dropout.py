@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
+from fastattn.backends.schema import SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
 from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
-from fastattn.ops.register import Op, save_call
+from fastattn.ops.register import Op, save_call, saved_call
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["softmax_dropout"]
@@ -66,15 +67,17 @@ def softmax_dropout(
     scores = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
     window = check.window(name, (-1, -1), is_causal, False, scores.size(2), scores.size(3))
     seed = check.draw_seed(seed, threshold, x.device)
-    out, _ = softmax_dropout_op(scores, mask, None, seed, scale, *window, False, threshold)
+    args = SoftmaxDropoutArgs(
+        input=scores, attn_mask=mask, key_lengths=None, seed=seed, scale=scale, window_left=window[0],
+        window_right=window[1], lower_right=False, threshold=threshold,
+    )  # fmt: skip
+    out, _ = softmax_dropout_op(args)
     return out.view(x.shape)
 
 
-def _fake_softmax_dropout(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return (
-        input.new_empty(input.shape),
-        input.new_empty((2, *input.shape[:-1]), dtype=stat_dtype(input.dtype)),
-    )
+def _fake_softmax_dropout(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
+    input = args.input
+    return input.new_empty(input.shape), input.new_empty((2, *input.shape[:-1]), dtype=stat_dtype(input.dtype))
 
 
 def fake_mask_grad(like: Tensor, attn_mask: Tensor | None, wanted: bool) -> Tensor:
@@ -82,44 +85,39 @@ def fake_mask_grad(like: Tensor, attn_mask: Tensor | None, wanted: bool) -> Tens
     return like.new_empty(0) if attn_mask is None or not wanted else attn_mask.new_empty(attn_mask.shape)
 
 
-def _fake_softmax_dropout_backward(
-    grad_out: Tensor, stats: Tensor, input: Tensor, attn_mask: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    return input.new_empty(input.shape), fake_mask_grad(input, attn_mask, rest[-1])
+def _fake_softmax_dropout_backward(args: SoftmaxDropoutBackwardArgs) -> tuple[Tensor, Tensor]:
+    input = args.forward.input
+    return input.new_empty(input.shape), fake_mask_grad(input, args.forward.attn_mask, args.mask_grad)
 
 
 softmax_dropout_backward_op = Op("softmax_dropout_backward", _fake_softmax_dropout_backward)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, stats = output
+def _setup(ctx: Any, args: SoftmaxDropoutArgs, results: tuple[Tensor, Tensor]) -> None:
+    _, stats = results
     ctx.mark_non_differentiable(stats)
     # Save the input and two values per row instead of P. One tensor less is written, and P is cheap to recompute.
-    save_call(ctx, inputs, stats)
+    save_call(ctx, args, stats)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return ()
+    forward, stats = saved_call(ctx)
     mask_grad = ctx.needs_input_grad[1]
-    grad_input, grad_mask = softmax_dropout_backward_op.on(
-        ctx.backend, grad_out, *ctx.saved_tensors, *ctx.settings, mask_grad
-    )
+    args = SoftmaxDropoutBackwardArgs(grad_out=grad_out, stats=stats, forward=forward, mask_grad=mask_grad)
+    grad_input, grad_mask = softmax_dropout_backward_op.on(ctx.backend, args)
     return grad_input, grad_mask if mask_grad else None
 
 
-def _decompose(
-    input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float,
-    window_left: int, window_right: int, lower_right: bool, threshold: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    settings = attn_mask, key_lengths, window_left, window_right, lower_right
-    visible = visibility(input.size(2), input.size(3), input.device, *settings)
-    scores = add_mask(input.to(stat_dtype(input.dtype)) * scale, attn_mask)
+def _decompose(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
+    visible, dtype = visibility(args), args.input.dtype
+    scores = add_mask(args.input.to(stat_dtype(dtype)) * args.scale, args.attn_mask)
     _, stats = softmax(scores, visible)
     if visible is None:
-        return scores.softmax(-1).to(input.dtype), stats
+        return scores.softmax(-1).to(dtype), stats
     out = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    return out.to(input.dtype), stats
+    return out.to(dtype), stats
 
 
 softmax_dropout_op = Op("softmax_dropout", _fake_softmax_dropout, _setup, _backward, _decompose)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastattn.backends.common import stat_dtype
+from fastattn.backends.schema import SoftmaxDropoutArgs
 from fastattn.errors import InputError, require
 from fastattn.ops.softmax_dropout import softmax_dropout_op
 from fastattn.translation.bleu import choose, metric
@@ -147,7 +148,12 @@ class _SmoothedLoss(torch.autograd.Function):
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the softmax of each row, and each row's maximum and sum of exponentials, (2, rows)."""
-    p, statistics = softmax_dropout_op(logits[None, None], None, None, None, 1.0, *logits.shape, False, 0)
+    rows, columns = logits.shape
+    args = SoftmaxDropoutArgs(
+        input=logits[None, None], attn_mask=None, key_lengths=None, seed=None, scale=1.0, window_left=rows,
+        window_right=columns, lower_right=False, threshold=0,
+    )  # fmt: skip
+    p, statistics = softmax_dropout_op(args)
     return p[0, 0], statistics[:, 0, 0]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from fastattn.backends import native
 from fastattn.backends.common import capability, common_refusal, device_of, is_recorded
+from fastattn.backends.schema import AnyArgs, AttentionArgs, DropoutMaskArgs
 from fastattn.torch_private import is_transformed
 
 DEVICE = "cuda"
@@ -27,19 +27,20 @@ SMALL_ROWS = 2**25
 SMALL_CACHE = 2**27
 
 
-def is_bound_by_host(op: str, args: tuple) -> bool:
+def is_bound_by_host(args: AnyArgs) -> bool:
     """Return whether a call is so small that its launch takes longer than its kernel; False in compiled code."""
     if torch.compiler.is_compiling():
         return False
-    if op == "attention":
-        return args[1].nbytes + args[2].nbytes < SMALL_CACHE
-    rows = args[0]  # for dropout_mask the shape, one byte per element
-    return (rows.nbytes if isinstance(rows, Tensor) else math.prod(rows)) < SMALL_ROWS
+    if isinstance(args, AttentionArgs):
+        return args.key.nbytes + args.value.nbytes < SMALL_CACHE
+    if isinstance(args, DropoutMaskArgs):  # one byte per element
+        return math.prod(args.shape) < SMALL_ROWS
+    return args[0].nbytes < SMALL_ROWS  # the input or the output's gradient
 
 
-def refusal(op: str, args: tuple) -> str | None:
-    """Return why this backend does not serve ``op(*args)``, or None."""
-    reason = common_refusal(DEVICE, MISSING, op, args)
+def refusal(op: str, args: AnyArgs) -> str | None:
+    """Return why this backend does not serve ``op(args)``, or None."""
+    reason = common_refusal(DEVICE, MISSING, args)
     if reason:
         return reason
     device = device_of(args)
@@ -47,20 +48,20 @@ def refusal(op: str, args: tuple) -> str | None:
         return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
     if op not in FUNCTIONS:
         return f"it has no {op}"
-    return _beyond_decoding(*args) if op == "attention" else None
+    return _beyond_decoding(args) if isinstance(args, AttentionArgs) else None
 
 
-def _beyond_decoding(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: object) -> str | None:
-    batch, heads, queries = query.shape[:3]
+def _beyond_decoding(args: AttentionArgs) -> str | None:
+    batch, heads, queries = args.query.shape[:3]
     if queries > MAX_QUERIES:
         return f"it takes up to {MAX_QUERIES} queries, not {queries}"
     if batch * heads * queries > MAX_ROWS:
         return f"it takes up to 2**31 - 1 rows of queries, not {batch * heads * queries}"
-    if key.size(2) > MAX_KEYS:
-        return f"it takes up to 2**29 keys, not {key.size(2)}"
-    if rest[-1] != 0:
+    if args.key.size(2) > MAX_KEYS:
+        return f"it takes up to 2**29 keys, not {args.key.size(2)}"
+    if args.threshold != 0:
         return "its attention has no dropout"
-    if is_recorded(query, key, value, attn_mask):
+    if is_recorded(args.query, args.key, args.value, args.attn_mask):
         return "its attention has no gradient"
     if is_transformed():  # inside vmap a tensor's requires_grad does not show whether a gradient is needed
         return "its attention is not for functorch's transforms"

@@ -6,10 +6,11 @@ the operands.
 """
 
 from fastattn.backends.common import python_functions
+from fastattn.backends.schema import AnyArgs
 
 MISSING = ""
 FUNCTIONS = python_functions(__name__)
 
 
-def refusal(op: str, args: tuple) -> None:
+def refusal(op: str, args: AnyArgs) -> None:
     """Return None: the reference serves every call."""

@@ -7,16 +7,21 @@ value (B, Hk, Lk, Ev), Hk dividing Hq.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import is_recorded, is_torchs, memory_order, without_autocast
+from fastattn.backends.common import device_of, is_recorded, is_torchs, memory_order, stat_dtype, without_autocast
 from fastattn.backends.reference.dropout import dropper, opmath
 from fastattn.backends.reference.softmax_dropout import softmax_backward
+from fastattn.backends.schema import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    VarlenAttentionArgs,
+    VarlenAttentionBackwardArgs,
+)
 from fastattn.backends.visibility import add_mask, blind_queries, softmax, unused_keys, visibility
 from fastattn.torch_private import flash_attention, flash_attention_backward
 
@@ -30,9 +35,9 @@ def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function so that its products stay in float32, which autocast would run in 16 bits."""
 
     @functools.wraps(function)
-    def run(first: Tensor, *args: Any) -> Any:
-        with without_autocast(first.device):
-            return function(first, *args)
+    def run(args: Any, *others: Any) -> Any:
+        with without_autocast(device_of(args)):
+            return function(args, *others)
 
     return run
 
@@ -95,38 +100,37 @@ def _joined(parts: Sequence[Tensor], batch: int) -> Tensor:
 
 
 def _probabilities(
-    take: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    key_lengths: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    args: AttentionArgs, take: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute P and stats of a part.
 
     Returns:
         query, key and value in the dtype of computation, P, stats. Key and value are per query head. Blind queries,
         unused keys and their values are zero.
     """
-    q, k, v = (opmath(take(tensor)) for tensor in (query, key, value))
+    q, k, v = (opmath(take(tensor)) for tensor in (args.query, args.key, args.value))
     k, v = _per_query_head(k, q.size(1)), _per_query_head(v, q.size(1))
-    attn_mask = None if attn_mask is None else take(attn_mask)
-    key_lengths = None if key_lengths is None else take(key_lengths[:, None])[:, 0]
-    visible = visibility(q.size(2), k.size(2), q.device, attn_mask, key_lengths, window_left, window_right, lower_right)
+    attn_mask = None if args.attn_mask is None else take(args.attn_mask)
+    key_lengths = None if args.key_lengths is None else take(args.key_lengths[:, None])[:, 0]
+    visible = visibility(args._replace(query=q, key=k, value=v, attn_mask=attn_mask, key_lengths=key_lengths))
     if visible is not None:
         unused = unused_keys(visible)
         q, k, v = q.masked_fill(blind_queries(visible), 0.0), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    probabilities, stats = softmax(add_mask((q @ k.mT).mul_(scale), attn_mask), visible)
+    probabilities, stats = softmax(add_mask((q @ k.mT).mul_(args.scale), attn_mask), visible)
     return q, k, v, probabilities, stats
 
 
 def _torchs(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, scale: float,
-    window_left: int, window_right: int, lower_right: bool, threshold: int, *others: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:  # fmt: skip
+    args: AttentionArgs, *others: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor | None] | None:
     """Return the operands and options of torch's fused attention, and the rows that see nothing; or None.
 
     None means that torch's function computes something else. Its dropout differs, and it requires dense columns.
     """
+    query, key, value, attn_mask = args.query, args.key, args.value, args.attn_mask
     if (
-        threshold > 0
-        or scale <= 0
+        args.threshold > 0
+        or args.scale <= 0
         or query.size(3) != value.size(3)
         or not is_torchs(query, key, value, attn_mask, *others)
     ):
@@ -136,18 +140,14 @@ def _torchs(
     k, v = _per_query_head(key, query.size(1)), _per_query_head(value, query.size(1))
     is_causal = (  # and every key is seen
         attn_mask is None
-        and key_lengths is None
-        and window_left >= rows >= columns
-        and window_right == 0
-        and (rows == columns or not lower_right)
+        and args.key_lengths is None
+        and args.window_left >= rows >= columns
+        and args.window_right == 0
+        and (rows == columns or not args.lower_right)
     )
-    visible = None
-    if not is_causal:
-        visible = visibility(
-            rows, columns, query.device, attn_mask, key_lengths, window_left, window_right, lower_right
-        )
+    visible = None if is_causal else visibility(args)
     if visible is None:
-        return (query, k, v), {"is_causal": is_causal, "scale": scale}, None
+        return (query, k, v), {"is_causal": is_causal, "scale": args.scale}, None
     blind, unused = blind_queries(visible), unused_keys(visible)
     if blind.any():
         query = query.masked_fill(blind, 0.0)
@@ -155,7 +155,7 @@ def _torchs(
         k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     added = query.new_zeros(()) if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask
     mask = torch.where(visible, added, query.new_full((), -torch.inf)).to(query.dtype)
-    return (query, k, v), {"is_causal": False, "scale": scale, "attn_mask": mask}, blind.squeeze(-1)
+    return (query, k, v), {"is_causal": False, "scale": args.scale, "attn_mask": mask}, blind.squeeze(-1)
 
 
 def _keeps_sums(lse: Tensor) -> bool:
@@ -167,13 +167,9 @@ def _keeps_sums(lse: Tensor) -> bool:
 
 
 @_in_own_dtype
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
-    first_matrix: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = attn_mask, key_lengths, scale, window_left, window_right, lower_right
-    if (call := _torchs(query, key, value, *settings, threshold)) is not None:
+def attention(args: AttentionArgs, first_matrix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, attn_mask = args.query, args.key, args.value, args.attn_mask
+    if (call := _torchs(args)) is not None:
         operands, options, empty = call
         out, lse = flash_attention(*operands, **options)
         maximum, total = lse, torch.ones_like(lse, memory_format=torch.contiguous_format)
@@ -184,8 +180,8 @@ def attention(
             return _in_layout_of(out, query), lse.contiguous(), torch.stack((maximum, total))
     found = []
     for first, take in _parts(query, key, value, attn_mask):
-        _, _, v, probabilities, stats = _probabilities(take, query, key, value, *settings)
-        dropped = dropper(probabilities.shape, seed, threshold, first_matrix + first)(probabilities)
+        _, _, v, probabilities, stats = _probabilities(args, take)
+        dropped = dropper(probabilities.shape, args.seed, args.threshold, first_matrix + first)(probabilities)
         found.append((dropped @ v, *stats))
     out, maximum, total = (_joined(tensors, query.size(0)) for tensors in zip(*found, strict=True))
     empty = total == 0  # log has no derivative at 0, and values that only other rows see may hold NaN
@@ -195,14 +191,11 @@ def attention(
 
 
 @_in_own_dtype
-def attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float, window_left: int,
-    window_right: int, lower_right: bool, threshold: int, mask_grad: bool, first_matrix: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = attn_mask, key_lengths, scale, window_left, window_right, lower_right
+def attention_backward(args: AttentionBackwardArgs, first_matrix: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out, grad_lse, out, stats, forward, mask_grad = args
+    query, key, value, attn_mask = forward.query, forward.key, forward.value, forward.attn_mask
     if grad_lse is None and not mask_grad:
-        call = _torchs(query, key, value, *settings, threshold, grad_out)
+        call = _torchs(forward, grad_out)
         if call is not None and _keeps_sums(lse := stats[0] + stats[1].masked_fill(stats[1] == 0, 1.0).log()):
             operands, options, empty = call
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -217,8 +210,8 @@ def attention_backward(
     found, grad_mask = [], None
     parts = _parts(query, key, value, attn_mask, grad_out, grad_lse)
     for first, take in parts:
-        q, k, v, probabilities, (_, total) = _probabilities(take, query, key, value, *settings)
-        drop = dropper(probabilities.shape, seed, threshold, first_matrix + first)
+        q, k, v, probabilities, (_, total) = _probabilities(forward, take)
+        drop = dropper(probabilities.shape, forward.seed, forward.threshold, first_matrix + first)
         empty = total.unsqueeze(-1) == 0
         grad_o = opmath(take(grad_out)).masked_fill(empty, 0.0)
         grad_v = drop(probabilities).mT @ grad_o
@@ -226,8 +219,8 @@ def attention_backward(
         if grad_lse is not None:  # d lse_i / d s_ij = P_ij
             of_lse = probabilities * take(grad_lse).unsqueeze(-1)
             grad_scores = grad_scores + of_lse.masked_fill(probabilities == 0, 0.0)
-        grad_q = (grad_scores @ k * scale).masked_fill(empty, 0.0)
-        found.append((grad_q, grad_scores.mT @ q * scale, grad_v))
+        grad_q = (grad_scores @ k * forward.scale).masked_fill(empty, 0.0)
+        found.append((grad_q, grad_scores.mT @ q * forward.scale, grad_v))
         if attn_mask is not None and mask_grad:
             summed = grad_scores.sum_to_size(take(attn_mask).shape)
             if len(parts) == 1:
@@ -244,13 +237,22 @@ def attention_backward(
     )
 
 
-def _sequences(cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, slice]]:
-    """Return the rows of query and of key of each sequence of a packed batch; [] for meta tensors."""
-    if cu_seq_q.is_meta:
+def _sequences(args: VarlenAttentionArgs) -> list[tuple[slice, slice, AttentionArgs]]:
+    """Return each sequence's rows of query and of key, and its call as a batch of one; [] for meta tensors."""
+    if args.cu_seq_q.is_meta:
         return []
-    q, k = cu_seq_q.tolist(), cu_seq_k.tolist()
-    used = seqused_k.tolist() if seqused_k is not None else [end - begin for begin, end in itertools.pairwise(k)]
-    return [(slice(q[s], q[s + 1]), slice(k[s], k[s] + used[s])) for s in range(len(q) - 1)]
+    q, k = args.cu_seq_q.tolist(), args.cu_seq_k.tolist()
+    lengths = args.seqused_k if args.seqused_k is not None else args.cu_seq_k.diff()
+    sequences = []
+    for s, length in enumerate(lengths.tolist()):
+        queries, keys = slice(q[s], q[s + 1]), slice(k[s], k[s] + length)
+        call = AttentionArgs(
+            query=_as_batch(args.query, queries), key=_as_batch(args.key, keys), value=_as_batch(args.value, keys),
+            attn_mask=None, key_lengths=None, seed=args.seed, scale=args.scale, window_left=args.window_left,
+            window_right=args.window_right, lower_right=True, threshold=args.threshold,
+        )  # fmt: skip
+        sequences.append((queries, keys, call))
+    return sequences
 
 
 def _as_batch(tensor: Tensor, rows: slice) -> Tensor:
@@ -258,36 +260,32 @@ def _as_batch(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[rows].transpose(0, 1).unsqueeze(0)
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
-    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Attend within each sequence; query (Tq, Hq, E), out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
-    heads = query.size(1)
-    out = query.new_zeros(query.size(0), heads, value.size(2))
-    stats = query.new_zeros(2, query.size(0), heads, dtype=opmath(query[:0]).dtype)
+    tokens, heads, _ = args.query.shape
+    out = args.query.new_zeros(tokens, heads, args.value.size(2))
+    stats = args.query.new_zeros(2, tokens, heads, dtype=stat_dtype(args.query.dtype))
     lse = torch.full_like(stats[0], -torch.inf)
-    for s, (q, k) in enumerate(_sequences(cu_seq_q, cu_seq_k, seqused_k)):
-        o, row_lse, row_stats = attention(
-            _as_batch(query, q), _as_batch(key, k), _as_batch(value, k), None, None, seed, scale, window_left,
-            window_right, True, threshold, s * heads,
-        )  # fmt: skip
-        out[q], lse[q], stats[:, q] = o[0].transpose(0, 1), row_lse[0].T, row_stats[:, 0].mT
+    for s, (rows, _, call) in enumerate(_sequences(args)):
+        o, row_lse, row_stats = attention(call, s * heads)
+        out[rows], lse[rows], stats[:, rows] = o[0].transpose(0, 1), row_lse[0].T, row_stats[:, 0].mT
     return out, lse, stats
 
 
-def varlen_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, seed: Tensor | None, max_q: int, max_k: int,
-    scale: float, window_left: int, window_right: int, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
-    for s, (q, k) in enumerate(_sequences(cu_seq_q, cu_seq_k, seqused_k)):
-        sequence = attention_backward(
-            _as_batch(grad_out, q), None if grad_lse is None else grad_lse[q].T.unsqueeze(0), _as_batch(out, q),
-            stats[:, q].mT.unsqueeze(1), _as_batch(query, q), _as_batch(key, k), _as_batch(value, k), None, None, seed,
-            scale, window_left, window_right, True, threshold, False, s * query.size(1),
-        )  # fmt: skip
-        for grad, rows, part in zip(grads, (q, k, k), sequence[:3], strict=True):
+def varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+    forward = args.forward
+    operands = forward.query, forward.key, forward.value
+    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in operands]
+    for s, (queries, keys, call) in enumerate(_sequences(forward)):
+        backward = AttentionBackwardArgs(
+            grad_out=_as_batch(args.grad_out, queries),
+            grad_lse=None if args.grad_lse is None else args.grad_lse[queries].T.unsqueeze(0),
+            out=_as_batch(args.out, queries),
+            stats=args.stats[:, queries].mT.unsqueeze(1),
+            forward=call,
+            mask_grad=False,
+        )
+        *of_sequence, _ = attention_backward(backward, s * forward.query.size(1))
+        for grad, rows, part in zip(grads, (queries, keys, keys), of_sequence, strict=True):
             grad[rows] = part[0].transpose(0, 1)
     return grads[0], grads[1], grads[2]

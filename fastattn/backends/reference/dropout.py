@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.common import DROP_ALL, dense_strides, dropout_scale, empty_dense, stat_dtype
+from fastattn.backends.schema import DropoutArgs, DropoutMaskArgs
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -31,7 +32,11 @@ def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, T
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 
-def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matrix: int = 0) -> Tensor:
+def dropout_mask(args: DropoutMaskArgs) -> Tensor:
+    return keep_mask(*args)
+
+
+def keep_mask(shape: Sequence[int], seed: Tensor, threshold: int, first_matrix: int = 0) -> Tensor:
     """Return the bool mask, True = kept.
 
     ``first_matrix`` is the number z of the first matrix, not 0 for the later sequences of a packed batch.
@@ -66,7 +71,7 @@ def dropper(
         return lambda input: input
     if threshold == DROP_ALL:
         return torch.zeros_like
-    keep = dropout_mask(shape, seed, threshold, first_matrix)
+    keep = keep_mask(shape, seed, threshold, first_matrix)
     return lambda input: torch.where(keep, input, 0.0).mul_(dropout_scale(threshold))
 
 
@@ -80,8 +85,8 @@ def opmath(tensor: Tensor) -> Tensor:
     return tensor.to(stat_dtype(tensor.dtype))
 
 
-def dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
-    out = drop(opmath(input), seed, threshold).to(input.dtype)
-    if out.stride() == dense_strides(input):
+def dropout(args: DropoutArgs) -> Tensor:
+    out = drop(opmath(args.input), args.seed, args.threshold).to(args.input.dtype)
+    if out.stride() == dense_strides(args.input):
         return out
-    return empty_dense(input).copy_(out)
+    return empty_dense(args.input).copy_(out)

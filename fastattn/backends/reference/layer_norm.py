@@ -10,6 +10,12 @@ from torch import Tensor
 
 from fastattn.backends.common import is_torchs
 from fastattn.backends.reference.dropout import drop, opmath
+from fastattn.backends.schema import (
+    DropoutAddLayerNormArgs,
+    DropoutAddLayerNormBackwardArgs,
+    LayerNormArgs,
+    LayerNormBackwardArgs,
+)
 
 
 def _centre(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,16 +62,14 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return _affine(normal, weight, bias), mean, rstd
 
 
-def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    out, mean, rstd = _layer_norm(opmath(input), weight, bias, eps)
-    return out.to(input.dtype).contiguous(), mean.contiguous(), rstd.contiguous()
+def layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
+    out, mean, rstd = _layer_norm(opmath(args.input), args.weight, args.bias, args.eps)
+    return out.to(args.input.dtype).contiguous(), mean.contiguous(), rstd.contiguous()
 
 
-def layer_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    weight_grad_dtype: torch.dtype | None, bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def layer_norm_backward(args: LayerNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = grad_out * weight, xhat the normalised row."""
+    grad_out, input, mean, rstd, weight, weight_grad_dtype, bias_grad_dtype = args
     grad, x = opmath(grad_out), opmath(input)
     nothing = grad.new_empty(0, dtype=torch.float32)
     if is_torchs(x, grad, weight):
@@ -99,25 +103,19 @@ def layer_norm_backward(
     )
 
 
-def dropout_add_layer_norm(
-    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float, keep_sum: bool, out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype = torch.promote_types(input.dtype, residual.dtype)
-    total = drop(opmath(input), seed, threshold) + opmath(residual)
-    out, mean, rstd = _layer_norm(total, weight, bias, eps)
-    return out.to(out_dtype), total.to(dtype) if keep_sum else total.new_empty(0), mean, rstd
+def dropout_add_layer_norm(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(args.input.dtype, args.residual.dtype)
+    total = drop(opmath(args.input), args.seed, args.threshold) + opmath(args.residual)
+    out, mean, rstd = _layer_norm(total, args.weight, args.bias, args.eps)
+    return out.to(args.out_dtype), total.to(dtype) if args.keep_sum else total.new_empty(0), mean, rstd
 
 
-def dropout_add_layer_norm_backward(
-    grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad_dtype: torch.dtype | None,
-    bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    grad_total, grad_weight, grad_bias = layer_norm_backward(
-        grad_out, sum, mean, rstd, weight, weight_grad_dtype, bias_grad_dtype
+def dropout_add_layer_norm_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sum = LayerNormBackwardArgs(
+        args.grad_out, args.sum, args.mean, args.rstd, args.weight, args.weight_grad_dtype, args.bias_grad_dtype
     )
-    if grad_sum is not None:
-        grad_total = (opmath(grad_total) + opmath(grad_sum)).to(sum.dtype)
-    grad_input = drop(opmath(grad_total), seed, threshold).to(input_dtype)
+    grad_total, grad_weight, grad_bias = layer_norm_backward(of_sum)
+    if args.grad_sum is not None:
+        grad_total = (opmath(grad_total) + opmath(args.grad_sum)).to(args.sum.dtype)
+    grad_input = drop(opmath(grad_total), args.seed, args.threshold).to(args.input_dtype)
     return grad_input.contiguous(), grad_total.contiguous(), grad_weight, grad_bias

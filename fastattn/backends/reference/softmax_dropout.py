@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastattn.backends.reference.dropout import drop, opmath
+from fastattn.backends.schema import SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
 from fastattn.backends.visibility import add_mask, softmax, visibility
 
 
@@ -18,26 +19,21 @@ def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
     return probabilities * (grad - (probabilities * grad).sum(-1, keepdim=True))
 
 
-def softmax_dropout(
-    input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float,
-    window_left: int, window_right: int, lower_right: bool, threshold: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, columns = input.shape[-2:]
-    visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
-    probabilities, stats = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
-    return drop(probabilities, seed, threshold).to(input.dtype).contiguous(), stats
+def _probabilities(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
+    """Return P and stats."""
+    return softmax(add_mask(opmath(args.input) * args.scale, args.attn_mask), visibility(args))
 
 
-def softmax_dropout_backward(
-    grad_out: Tensor, stats: Tensor, input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
-    mask_grad: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, columns = input.shape[-2:]
-    visible = visibility(rows, columns, input.device, attn_mask, key_lengths, window_left, window_right, lower_right)
-    probabilities, _ = softmax(add_mask(opmath(input) * scale, attn_mask), visible)
-    grad_scores = softmax_backward(drop(opmath(grad_out), seed, threshold), probabilities)
-    grad_mask = input.new_empty(0)
-    if attn_mask is not None and mask_grad:
-        grad_mask = grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
-    return (grad_scores * scale).to(input.dtype).contiguous(), grad_mask
+def softmax_dropout(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
+    probabilities, stats = _probabilities(args)
+    return drop(probabilities, args.seed, args.threshold).to(args.input.dtype).contiguous(), stats
+
+
+def softmax_dropout_backward(args: SoftmaxDropoutBackwardArgs) -> tuple[Tensor, Tensor]:
+    forward = args.forward
+    probabilities, _ = _probabilities(forward)
+    grad_scores = softmax_backward(drop(opmath(args.grad_out), forward.seed, forward.threshold), probabilities)
+    grad_mask = forward.input.new_empty(0)
+    if forward.attn_mask is not None and args.mask_grad:
+        grad_mask = grad_scores.sum_to_size(forward.attn_mask.shape).to(forward.attn_mask.dtype)
+    return (grad_scores * forward.scale).to(forward.input.dtype).contiguous(), grad_mask

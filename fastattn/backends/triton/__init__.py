@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.common import attention_operands, common_refusal, device_of, python_functions
+from fastattn.backends.common import common_refusal, device_of, forward_of, python_functions
+from fastattn.backends.schema import AnyArgs, AttentionArgs, SoftmaxDropoutArgs, flatten, unflatten
 from fastattn.torch_private import is_lazy
 
 DEVICE = "cuda"
@@ -42,8 +43,9 @@ def _on_values(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return function(*(arg.clone() if isinstance(arg, Tensor) and is_lazy(arg) else arg for arg in args))
+    def call(args: AnyArgs) -> Any:
+        flat = [arg.clone() if isinstance(arg, Tensor) and is_lazy(arg) else arg for arg in flatten(args)]
+        return function(unflatten(type(args), flat))
 
     return call
 
@@ -51,18 +53,17 @@ def _on_values(function: Callable[..., Any]) -> Callable[..., Any]:
 FUNCTIONS = _Functions()
 
 
-def refusal(op: str, args: tuple) -> str | None:
-    """Return why this backend does not serve ``op(*args)``, or None."""
+def refusal(op: str, args: AnyArgs) -> str | None:
+    """Return why this backend does not serve ``op(args)``, or None."""
     interpreted = device_of(args).type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    reason = common_refusal("cpu" if interpreted else DEVICE, MISSING, op, args)
+    reason = common_refusal("cpu" if interpreted else DEVICE, MISSING, args)
     if reason:
         return reason
-    positions = 0
-    if op in ("attention", "attention_backward"):
-        query, key, _ = attention_operands(op, args)
-        positions = query.size(-2) + key.size(-2)
-    elif op == "softmax_dropout":
-        positions = sum(args[0].shape[-2:])
+    forward, positions = forward_of(args), 0
+    if isinstance(forward, AttentionArgs):
+        positions = forward.query.size(-2) + forward.key.size(-2)
+    elif isinstance(forward, SoftmaxDropoutArgs):
+        positions = sum(forward.input.shape[-2:])
     if positions > MAX_POSITIONS:
         return f"it takes up to 2**31 - 2**16 queries and keys together, not {positions}"
     return None

@@ -11,7 +11,7 @@ elements (philox.py); (outer, inner) number the matrices z of the formula.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.backends.common import empty_dense
+from fastattn.backends.schema import DropoutArgs, DropoutMaskArgs
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
 from fastattn.backends.triton.philox import dropout_of, keep_pairs
 from fastattn.backends.triton.rows import (
@@ -42,11 +43,11 @@ class Matrices(NamedTuple):
 
     # None: no tensor. Workaround (Triton 3.6): a kernel cannot compare a tuple that holds None with None, so the tuple
     # itself is never None.
-    pointer: Any
-    outer: Any  # strides; None: contiguous
-    inner: Any
-    row: Any
-    column: Any  # None: 1
+    pointer: Tensor | None
+    outer: int | None  # strides; None: contiguous
+    inner: int | None
+    row: int | None
+    column: int | None  # None: 1
 
 
 @triton.jit
@@ -127,15 +128,15 @@ def _four(values: Sequence[int], fill: int) -> tuple[int, ...]:
     return (fill,) * (4 - len(values)) + tuple(values)
 
 
-def dropout(input: Tensor, seed: Tensor, threshold: int) -> Tensor:
-    out = empty_dense(input)
-    if input.dim() > 4 and not input.is_contiguous():
-        return out.copy_(dropout(input.contiguous(), seed, threshold))
-    _launch(input, out, seed, threshold)
+def dropout(args: DropoutArgs) -> Tensor:
+    out = empty_dense(args.input)
+    if args.input.dim() > 4 and not args.input.is_contiguous():
+        return out.copy_(dropout(args._replace(input=args.input.contiguous())))
+    _launch(args.input, out, args.seed, args.threshold)
     return out
 
 
-def dropout_mask(shape: Sequence[int], seed: Tensor, threshold: int) -> Tensor:
-    out = torch.empty(tuple(shape), dtype=torch.bool, device=seed.device)
-    _launch(None, out, seed, threshold)
+def dropout_mask(args: DropoutMaskArgs) -> Tensor:
+    out = torch.empty(tuple(args.shape), dtype=torch.bool, device=args.seed.device)
+    _launch(None, out, args.seed, args.threshold)
     return out

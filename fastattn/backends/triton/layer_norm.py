@@ -16,6 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.schema import (
+    DropoutAddLayerNormArgs,
+    DropoutAddLayerNormBackwardArgs,
+    LayerNormArgs,
+    LayerNormBackwardArgs,
+)
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
 from fastattn.backends.triton.philox import Dropout, dropout_of, keep_rows
 from fastattn.backends.triton.rows import (
@@ -288,55 +294,81 @@ def _reduce(
             tl.store(grad_bias + column, tl.sum(sums, 0), mask=column < columns)
 
 
+def layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
+    out = empty_like(args.input)
+    mean, rstd = _run_forward(args, None, None, out, None)
+    return out, mean, rstd
+
+
+def layer_norm_backward(args: LayerNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+    grad = empty_like(args.input)
+    return grad, *_run_backward(args, None, None, None, grad)
+
+
+def dropout_add_layer_norm(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    input, residual = args.input, args.residual
+    out = empty_like(input, args.out_dtype)
+    total = empty_like(input, torch.promote_types(input.dtype, residual.dtype)) if args.keep_sum else None
+    mean, rstd = _run_forward(args, residual, dropout_of(args.seed, args.threshold), out, total)
+    return out, out.new_empty(0) if total is None else total, mean, rstd
+
+
+def dropout_add_layer_norm_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sum = LayerNormBackwardArgs(
+        args.grad_out, args.sum, args.mean, args.rstd, args.weight, args.weight_grad_dtype, args.bias_grad_dtype
+    )
+    grad_input, grad_total = empty_like(args.sum, args.input_dtype), empty_like(args.sum)
+    dropout = dropout_of(args.seed, args.threshold)
+    return grad_input, grad_total, *_run_backward(of_sum, args.grad_sum, dropout, grad_input, grad_total)
+
+
 def _run_forward(
-    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout: Dropout | None,
-    out: Tensor, total: Tensor | None, eps: float,
+    args: LayerNormArgs | DropoutAddLayerNormArgs, residual: Tensor | None, dropout: Dropout | None, out: Tensor,
+    total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fill ``out`` and ``total``, and return mean and rstd, each float32 with one value per row."""
+    input = args.input
     mean = input.new_empty(tuple(input.shape[:-1]), dtype=torch.float32)
     rstd = empty_like(mean)
     rows, columns = mean.numel(), input.size(-1)
     x, x_stride = as_rows(input)
     r, r_stride = (None, 0) if residual is None else as_rows(residual)
-    w, b = _contiguous(weight), _contiguous(bias)
+    w, b = _contiguous(args.weight), _contiguous(args.bias)
     is_aligned = are_aligned(columns, x, r, w, b)
     tile = row_tile("layer_norm", columns, is_aligned)
     launch(
         _forward, (cdiv(rows, tile.block_m),), input.device,
         x, r, w, b, dropout, out, total, mean, rstd, rows, columns, _matrix_rows(input), x_stride, r_stride,
-        eps, INT32=fits_int32(rows), ALIGNED=is_aligned,
+        args.eps, INT32=fits_int32(rows), ALIGNED=is_aligned,
         ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
     return mean, rstd
 
 
 def _run_backward(
-    grad_out: Tensor, grad_sum: Tensor | None, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    dropout: Dropout | None, grad_input: Tensor | None, grad_total: Tensor, weight_grad_dtype: torch.dtype | None,
-    bias_grad_dtype: torch.dtype | None,
+    args: LayerNormBackwardArgs, grad_sum: Tensor | None, dropout: Dropout | None, grad_input: Tensor | None,
+    grad_total: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill ``grad_input`` and ``grad_total``, and return the gradients of weight and bias."""
-    rows, columns = mean.numel(), total.size(-1)
-    device = total.device
-    (g, g_stride), (x, x_stride) = as_rows(grad_out), as_rows(total)
+    """Fill ``grad_total``, the gradient of what was normalised, and ``grad_input``; return those of weight and bias.
+
+    ``grad_sum`` is added to ``grad_total``, whose dropout ``grad_input`` is.
+    """
+    total, dtypes = args.input, (args.weight_grad_dtype, args.bias_grad_dtype)
+    rows, columns, device = args.mean.numel(), total.size(-1), total.device
+    (g, g_stride), (x, x_stride) = as_rows(args.grad_out), as_rows(total)
     s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
-    w = _contiguous(weight)
+    w = _contiguous(args.weight)
     is_aligned = are_aligned(columns, g, s, x, w)
     tile = row_tile("layer_norm_backward", columns, is_aligned)
     programs = min(cdiv(rows, tile.block_m), MAX_PROGRAMS)
-    partial = None
-    if weight_grad_dtype or bias_grad_dtype:
-        partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device)
+    partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device) if any(dtypes) else None
     launch(
         _backward, (programs,), device,
-        g, s, x, mean, rstd, w, dropout, grad_input, grad_total, partial, rows, columns, _matrix_rows(total),
-        g_stride, s_stride, x_stride, INT32=fits_int32(rows), ALIGNED=is_aligned,
+        g, s, x, args.mean, args.rstd, w, dropout, grad_input, grad_total, partial, rows, columns,
+        _matrix_rows(total), g_stride, s_stride, x_stride, INT32=fits_int32(rows), ALIGNED=is_aligned,
         ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
-    grads = [
-        torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device)
-        for dtype in (weight_grad_dtype, bias_grad_dtype)
-    ]
+    grads = [torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device) for dtype in dtypes]
     if partial is not None:
         launch(
             _reduce, (cdiv(columns, 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
@@ -352,44 +384,3 @@ def _matrix_rows(tensor: Tensor) -> int:
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None else parameter.contiguous()
-
-
-def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    out = empty_like(input)
-    mean, rstd = _run_forward(input, None, weight, bias, None, out, None, eps)
-    return out, mean, rstd
-
-
-def layer_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    weight_grad_dtype: torch.dtype | None, bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grad = empty_like(input)
-    parameters = _run_backward(
-        grad_out, None, input, mean, rstd, weight, None, None, grad, weight_grad_dtype, bias_grad_dtype
-    )
-    return grad, *parameters
-
-
-def dropout_add_layer_norm(
-    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, threshold: int,
-    eps: float, keep_sum: bool, out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    out = empty_like(input, out_dtype)
-    total = empty_like(input, torch.promote_types(input.dtype, residual.dtype)) if keep_sum else None
-    mean, rstd = _run_forward(input, residual, weight, bias, dropout_of(seed, threshold), out, total, eps)
-    return out, out.new_empty(0) if total is None else total, mean, rstd
-
-
-def dropout_add_layer_norm_backward(
-    grad_out: Tensor, grad_sum: Tensor | None, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    seed: Tensor | None, threshold: int, input_dtype: torch.dtype, weight_grad_dtype: torch.dtype | None,
-    bias_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    grad_input = empty_like(sum, input_dtype)
-    grad_total = empty_like(sum)
-    parameters = _run_backward(
-        grad_out, grad_sum, sum, mean, rstd, weight, dropout_of(seed, threshold), grad_input, grad_total,
-        weight_grad_dtype, bias_grad_dtype,
-    )  # fmt: skip
-    return grad_input, grad_total, *parameters

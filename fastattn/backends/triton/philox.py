@@ -6,7 +6,7 @@ functions below arrange them into a block of matrix ``z`` only by join, reshape 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,14 +18,14 @@ from fastattn.backends.common import dropout_scale
 class Dropout(NamedTuple):
     """The dropout of a call."""
 
-    seed: Any  # (2,) int64: (key, offset)
-    threshold: Any  # 1 to 65536
-    scale: Any  # factor of kept elements
+    seed: Tensor  # (2,) int64: (key, offset)
+    threshold: int  # 1 to 65536
+    scale: float  # factor of kept elements
 
 
 def dropout_of(seed: Tensor | None, threshold: int) -> Dropout | None:
     """Return a kernel's argument, or None for no dropout."""
-    return Dropout(seed, threshold, dropout_scale(threshold)) if threshold else None
+    return None if seed is None else Dropout(seed, threshold, dropout_scale(threshold))
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -91,12 +91,12 @@ def row_slots(rows: int, dropout: object) -> int:
 class Rows(NamedTuple):
     """The rows of a program, each field (M,) except those of pairs."""
 
-    matrix: Any
-    i: Any  # row within the matrix
-    row: Any  # row among all matrices
-    exists: Any
-    pair_matrix: Any  # (M // 2,), the z of dropout's formula
-    pair: Any  # (M // 2,), i // 16 * 8 + i % 8, the y of dropout's formula
+    matrix: tl.tensor
+    i: tl.tensor  # row within the matrix
+    row: tl.tensor  # row among all matrices
+    exists: tl.tensor
+    pair_matrix: tl.tensor  # (M // 2,), the z of dropout's formula
+    pair: tl.tensor  # (M // 2,), i // 16 * 8 + i % 8, the y of dropout's formula
 
 
 @triton.jit

@@ -11,18 +11,20 @@ broadcasts; stats (2, B, H, Lq) float32: row_max in natural units and row_sum. A
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.schema import SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
 from fastattn.backends.triton.kernel import cdiv, kernel, launch
 from fastattn.backends.triton.philox import dropout_of, keep_pairs
 from fastattn.backends.triton.rows import (
     LIMITS,
     RowLimits,
+    Rows,
     are_aligned,
     as_rows,
     divide,
@@ -44,20 +46,20 @@ LIMITS["softmax_dropout_backward"] = RowLimits(2048, 8192, 4096, 1024, rows=2)
 class Matrices(NamedTuple):
     """Scores (B, H, Lq, Lk) with unit stride along Lk, or their mask, with stride 0 in broadcast dimensions."""
 
-    pointer: Any
-    batch: Any  # strides; None: contiguous
-    head: Any
-    row: Any
+    pointer: Tensor
+    batch: int | None  # strides; None: contiguous
+    head: int | None
+    row: int | None
 
 
 class Place(NamedTuple):
     """The rows (M,) of a program, and the columns that they see."""
 
-    rows: Any  # rows.Rows
-    batch: Any
-    head: Any
-    begin: Any  # (M, 1), the first visible column; unused if every row sees every column
-    end: Any  # (M, 1), one more than the last visible column
+    rows: Rows
+    batch: tl.tensor
+    head: tl.tensor
+    begin: tl.tensor  # (M, 1), the first visible column; unused if every row sees every column
+    end: tl.tensor  # (M, 1), one more than the last visible column
 
 
 @triton.jit
@@ -279,71 +281,73 @@ def _backward(
                 tl.store(places(grad_scores + row * seqlen_k, here, ALIGNED), grad, mask=inside)
 
 
-def softmax_dropout(
-    input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, scale: float,
-    window_left: int, window_right: int, lower_right: bool, threshold: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _, heads, seqlen_q, seqlen_k = input.shape
-    out = empty_like(input)
-    stats = input.new_empty((2, *input.shape[:-1]), dtype=torch.float32)
-    if seqlen_k == 0:
+def softmax_dropout(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
+    out = empty_like(args.input)
+    stats = args.input.new_empty((2, *args.input.shape[:-1]), dtype=torch.float32)
+    if args.input.size(3) == 0:
         return out, stats.zero_()
-    rows = stats.numel() // 2
-    x = _unit_rows(input)
-    is_aligned = are_aligned(seqlen_k, x)
-    tile = row_tile("softmax_dropout", seqlen_k, is_aligned)
-    dropout = dropout_of(seed, threshold)
-    slots = row_slots(seqlen_q, dropout)
-    count = input.size(0) * heads * slots
-    window = _window(input, key_lengths, window_left, window_right, lower_right)
+    call = _Call("softmax_dropout", args)
     launch(
-        _forward, (cdiv(count, tile.block_m),), input.device,
-        _scores_of(x), *_mask(attn_mask, is_aligned), key_lengths, dropout, out, stats, rows, slots, heads,
-        seqlen_q, seqlen_k, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count), ALIGNED=is_aligned,
-        ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        _forward, call.grid, args.input.device, *call.operands, out, stats, *call.sizes, args.scale, call.window,
+        **call.constants,
     )  # fmt: skip
     return out, stats
 
 
-def softmax_dropout_backward(
-    grad_out: Tensor, stats: Tensor, input: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
-    mask_grad: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _, heads, seqlen_q, seqlen_k = input.shape
+def softmax_dropout_backward(args: SoftmaxDropoutBackwardArgs) -> tuple[Tensor, Tensor]:
+    forward = args.forward
+    input, attn_mask = forward.input, forward.attn_mask
     grad = empty_like(input)
     grad_scores = None
-    if mask_grad and attn_mask is not None:  # float32 if the mask broadcasts: the sum is taken from float32
+    if args.mask_grad and attn_mask is not None:  # float32 if the mask broadcasts: the sum is taken from float32
         dtype = attn_mask.dtype if attn_mask.shape == input.shape else torch.float32
         grad_scores = empty_like(input, dtype)
     if input.numel() > 0:
-        rows = input.numel() // seqlen_k
-        x, (g, g_stride) = _unit_rows(input), as_rows(grad_out)
-        is_aligned = are_aligned(seqlen_k, g, x)
-        tile = row_tile("softmax_dropout_backward", seqlen_k, is_aligned)
-        dropout = dropout_of(seed, threshold)
-        slots = row_slots(seqlen_q, dropout)
-        count = input.size(0) * heads * slots
-        window = _window(input, key_lengths, window_left, window_right, lower_right)
+        grad_out, grad_stride = as_rows(args.grad_out)
+        call = _Call("softmax_dropout_backward", forward, grad_out)
         launch(
-            _backward, (cdiv(count, tile.block_m),), input.device,
-            g, stats, _scores_of(x), *_mask(attn_mask, is_aligned), key_lengths, dropout, grad, grad_scores, rows,
-            slots, heads, seqlen_q, seqlen_k, g_stride, scale, window, LOWER_RIGHT=lower_right, INT32=fits_int32(count),
-            ALIGNED=is_aligned,
-            ROW_FITS=seqlen_k <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+            _backward, call.grid, input.device, grad_out, args.stats, *call.operands, grad, grad_scores, *call.sizes,
+            grad_stride, forward.scale, call.window, **call.constants,
         )  # fmt: skip
     if grad_scores is None or attn_mask is None:
         return grad, grad.new_empty(0)
     return grad, grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
 
 
-def _window(
-    input: Tensor, key_lengths: Tensor | None, window_left: int, window_right: int, lower_right: bool
-) -> Window | None:
+class _Call:
+    """One launch over the scores: what both kernels take alike.
+
+    Args:
+        others: further tensors that the kernel accesses by rows, which count for the alignment.
+    """
+
+    def __init__(self, kernel: str, args: SoftmaxDropoutArgs, *others: Tensor) -> None:
+        batch, heads, seqlen_q, seqlen_k = args.input.shape
+        scores = args.input  # with unit stride along the last dimension, copied if necessary
+        if scores.stride(3) != 1 and seqlen_k != 1:
+            scores = scores.contiguous()
+        is_aligned = are_aligned(seqlen_k, scores, *others)
+        tile = row_tile(kernel, seqlen_k, is_aligned)
+        dropout = dropout_of(args.seed, args.threshold)
+        slots = row_slots(seqlen_q, dropout)
+        count = batch * heads * slots
+        self.grid = (cdiv(count, tile.block_m),)
+        self.operands = _scores_of(scores), *_mask(args.attn_mask, is_aligned), args.key_lengths, dropout
+        self.sizes = batch * heads * seqlen_q, slots, heads, seqlen_q, seqlen_k
+        self.window = _window(args)
+        self.constants = {
+            "LOWER_RIGHT": args.lower_right, "INT32": fits_int32(count), "ALIGNED": is_aligned,
+            "ROW_FITS": seqlen_k <= tile.block_n, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "num_warps": tile.num_warps,
+        }  # fmt: skip
+
+
+def _window(args: SoftmaxDropoutArgs) -> Window | None:
     """Return the window, or None if lengths and window let every row see every column."""
-    reach = input.shape[2:] if not lower_right else input.shape[:1:-1]
-    sees_all = key_lengths is None and window_left >= reach[0] and window_right >= reach[1]
-    return None if sees_all else Window(window_left, window_right)
+    rows, columns = args.input.shape[2:]
+    reach = (columns, rows) if args.lower_right else (rows, columns)
+    sees_all = args.key_lengths is None and args.window_left >= reach[0] and args.window_right >= reach[1]
+    return None if sees_all else Window(args.window_left, args.window_right)
 
 
 def _scores_of(scores: Tensor) -> Matrices:
@@ -366,8 +370,3 @@ def _mask(mask: Tensor | None, scores_are_aligned: bool) -> tuple[Matrices | Non
 def _strides(tensor: Tensor) -> list[int]:
     """Return the strides, 0 for dimensions of size 1, which broadcast."""
     return [0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-
-
-def _unit_rows(scores: Tensor) -> Tensor:
-    """Return the scores with unit stride along the last dimension, copied if necessary."""
-    return scores if scores.stride(3) == 1 or scores.size(3) == 1 else scores.contiguous()

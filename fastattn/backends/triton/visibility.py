@@ -5,7 +5,7 @@ Both sides of a window are finite and at least 0. A mask may hide more pairs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,17 +14,17 @@ import triton.language as tl
 class Window(NamedTuple):
     """Numbers of keys that a query sees to the left and to the right of the diagonal."""
 
-    left: Any
-    right: Any
+    left: int
+    right: int
 
 
 class Band(NamedTuple):
     """The visible pairs (i, j) of a sequence: queries and keys or, as ``owned`` may return it, keys and queries."""
 
-    length: Any
-    diagonal: Any
-    left: Any
-    right: Any
+    length: tl.tensor
+    diagonal: tl.tensor
+    left: tl.tensor
+    right: tl.tensor
 
 
 @triton.jit

@@ -14,6 +14,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.backends.common import empty_heads
+from fastattn.backends.schema import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    VarlenAttentionArgs,
+    VarlenAttentionBackwardArgs,
+)
 from fastattn.backends.triton.attention import tiles
 from fastattn.backends.triton.attention.backward import (
     MaskGrad,
@@ -32,74 +38,49 @@ from fastattn.backends.triton.philox import dropout_of
 from fastattn.backends.triton.visibility import Window
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sequences = Sequences(query.size(2), key.size(2), None, None, key_lengths)
-    window = Window(window_left, window_right)
-    return _Call(query, key, value, attn_mask, sequences, seed, scale, window, lower_right, threshold).forward()
+def attention(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+    return _Call(args).forward()
 
 
-def attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor,
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    seed: Tensor | None, scale: float, window_left: int, window_right: int, lower_right: bool, threshold: int,
-    mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sequences = Sequences(query.size(2), key.size(2), None, None, key_lengths)
-    window = Window(window_left, window_right)
-    call = _Call(query, key, value, attn_mask, sequences, seed, scale, window, lower_right, threshold)
-    grad_heads = call.grad_heads(grad_out)
-    grads, rows = call.backward(grad_heads, grad_lse, out, stats)
-    if attn_mask is None or not mask_grad:
-        return *grads, query.new_empty(0)
-    return *grads, call.grad_mask(attn_mask, grad_heads, stats, rows)
+def attention_backward(args: AttentionBackwardArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, attn_mask = _Call(args.forward), args.forward.attn_mask
+    grad_heads = call.grad_heads(args.grad_out)
+    grads, rows = call.backward(grad_heads, args.grad_lse, args.out, args.stats)
+    if attn_mask is None or not args.mask_grad:
+        return *grads, args.out.new_empty(0)
+    return *grads, call.grad_mask(attn_mask, grad_heads, args.stats, rows)
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
-    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sequences, window = _packed(query, key, cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, window_left, window_right)
-    return _Call(query, key, value, None, sequences, seed, scale, window, True, threshold).forward()
+def varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+    return _Call(args).forward()
 
 
-def varlen_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor,
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
-    seed: Tensor | None, max_q: int, max_k: int, scale: float, window_left: int, window_right: int, threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sequences, window = _packed(query, key, cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, window_left, window_right)
-    call = _Call(query, key, value, None, sequences, seed, scale, window, True, threshold)
-    return call.backward(call.grad_heads(grad_out), grad_lse, out, stats)[0]
-
-
-def _packed(
-    query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, max_q: int, max_k: int,
-    window_left: int, window_right: int,
-) -> tuple[Sequences, Window]:  # fmt: skip
-    """Return the sequences and the window, with ``max_q`` and ``max_k`` cut to the number of packed tokens."""
-    max_q, max_k = min(max_q, query.size(0)), min(max_k, key.size(0))
-    window = Window(min(window_left, max_k), min(window_right, max_q))
-    return Sequences(max_q, max_k, cu_seq_q, cu_seq_k, seqused_k), window
+def varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Call(args.forward)
+    return call.backward(call.grad_heads(args.grad_out), args.grad_lse, args.out, args.stats)[0]
 
 
 class _Call:
     """One call of attention: the operands, options and layouts that its launches share."""
 
-    def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sequences: Sequences,
-        seed: Tensor | None, scale: float, window: Window, lower_right: bool, threshold: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, args: AttentionArgs | VarlenAttentionArgs) -> None:
+        query, key, value, scale = args.query, args.key, args.value, args.scale
         self.operands = query, key, value
-        self.seqlen_q, self.seqlen_k = sequences.seqlen_q, sequences.seqlen_k
-        self.is_packed = sequences.cu_seq_q is not None
-        self.batch = sequences.cu_seq_q.size(0) - 1 if self.is_packed else query.size(0)
+        if isinstance(args, AttentionArgs):
+            self.batch, self.is_packed = query.size(0), False
+            self.lower_right, attn_mask = args.lower_right, args.attn_mask
+            self.seqlen_q, self.seqlen_k = query.size(2), key.size(2)
+            sequences = Sequences(self.seqlen_q, self.seqlen_k, None, None, args.key_lengths)
+            window = Window(args.window_left, args.window_right)
+        else:  # a bound above the number of packed tokens is cut to it
+            self.batch, self.is_packed = args.cu_seq_q.size(0) - 1, True
+            self.lower_right, attn_mask = True, None
+            self.seqlen_q, self.seqlen_k = min(args.max_q, query.size(0)), min(args.max_k, key.size(0))
+            sequences = Sequences(self.seqlen_q, self.seqlen_k, args.cu_seq_q, args.cu_seq_k, args.seqused_k)
+            window = Window(min(args.window_left, self.seqlen_k), min(args.window_right, self.seqlen_q))
         self.num_heads, self.num_kv_heads = query.size(1), key.size(1)
         self.head_dim, self.value_head_dim = query.size(-1), value.size(-1)
-        self.lower_right, self.dtype, self.device = lower_right, query.dtype, query.device
-        scale = float(scale)
+        self.dtype, self.device = query.dtype, query.device
         # A huge scale times log2(e) is infinite, and a float mask is added in natural units: both keep base e.
         is_huge = abs(scale) > torch.finfo(torch.float32).max / 1.5
         self.is_prescaled = is_huge or (attn_mask is not None and attn_mask.dtype != torch.bool)
@@ -109,7 +90,7 @@ class _Call:
         row_bytes = (self.head_dim | self.value_head_dim) * self.dtype.itemsize
         self.is_aligned = row_bytes % 16 == 0 and self._are_aligned(*heads)
         self.problem = Problem(
-            *heads, *mask_of(attn_mask), dropout_of(seed, threshold), sequences, window,
+            *heads, *mask_of(attn_mask), dropout_of(args.seed, args.threshold), sequences, window,
             self.num_heads, self.num_heads // max(self.num_kv_heads, 1), self.head_dim, self.value_head_dim,
             scale, abs(scale) or 1.0,
         )  # fmt: skip
@@ -222,7 +203,7 @@ class _Call:
         tiles_q, tiles_k = cdiv(self.seqlen_q, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
         programs = tiles_q * self.num_heads * self.batch
         num_splits = tiles.num_splits(programs, tiles_k, self.device)
-        result = Result(heads_of(out), lse, *stats.unbind(), *_dense_rows(lse))
+        result = Result(heads_of(out), lse, stats[0], stats[1], *_dense_rows(lse))
         constants = self._constants(tile, result.out)
         lists = self.lists(tile, keys_own=False)
         if num_splits == 1:
@@ -235,7 +216,7 @@ class _Call:
         split_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
         split_stats = stats.new_empty((2, num_splits, *shape))
         split_heads = heads_of(split_out[0])._replace(pointer=split_out)
-        split_result = Result(split_heads, None, *split_stats.unbind(), *_dense_rows(lse))
+        split_result = Result(split_heads, None, split_stats[0], split_stats[1], *_dense_rows(lse))
         splits = Splits(split_out.stride(0), split_stats.stride(1))
         launch(
             forward_kernel, (programs, num_splits), self.device, None, None, self.problem, *lists, split_result,
@@ -263,7 +244,7 @@ class _Call:
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
         out_heads = heads_of(out)
         query_heads, key_heads, value_heads = heads_of(grad_query), heads_of(grad_key), heads_of(grad_value)
-        statistics = Statistics(*stats.unbind(), *_dense_rows(stats[0]))
+        statistics = Statistics(stats[0], stats[1], *_dense_rows(stats[0]))
         rows = self._rows(stats)
         modes = {"PRESCALED": self.is_prescaled, "FOLD_SUM": not self.is_prescaled and self.dtype != torch.float32}
 
@@ -295,7 +276,7 @@ class _Call:
         """
         sizes = stats.shape[1:] if self.is_packed else (*stats.shape[1:3], cdiv(self.seqlen_q, 4) * 4)
         made = stats.new_empty((3, *sizes))
-        return Rows(*made.unbind(), *_dense_rows(made[0]))
+        return Rows(made[0], made[1], made[2], *_dense_rows(made[0]))
 
     def grad_mask(self, attn_mask: Tensor, grad_heads: Heads, stats: Tensor, rows: Rows) -> Tensor:
         grad_mask = attn_mask.new_empty(attn_mask.shape)
@@ -305,7 +286,7 @@ class _Call:
         programs = batch * heads * cdiv(mask_rows, tile.block_m) * cdiv(mask_columns, tile.block_n)
         launch(
             grad_mask_kernel, (programs,), self.device, self.problem, self.batch, grad_heads,
-            Statistics(*stats.unbind(), *_dense_rows(stats[0])),
+            Statistics(stats[0], stats[1], *_dense_rows(stats[0])),
             MaskGrad(*heads_of(grad_mask), heads, mask_rows, mask_columns), rows, tiles_q, tiles_k,
             ONE_ROW=mask_rows == 1, ONE_COLUMN=mask_columns == 1, ONE_HEAD=heads == 1, ONE_BATCH=batch == 1,
             **self._constants(tile, grad_heads),
@@ -335,12 +316,13 @@ def heads_of(tensor: Tensor) -> Heads:
     return Heads(tensor, *strides) if len(strides) == 3 else Heads(tensor, 0, strides[1], strides[0])
 
 
-def _row_strides(statistic: Tensor) -> tuple[int, ...]:
+def _row_strides(statistic: Tensor) -> tuple[int, int, int]:
     """Return the (batch, head, row) strides of statistics (B, H, L) or packed (T, H)."""
-    return statistic.stride() if statistic.dim() == 3 else (0, statistic.stride(1), statistic.stride(0))
+    *batch, first, second = statistic.stride()
+    return (batch[0], first, second) if batch else (0, second, first)
 
 
-def _dense_rows(statistic: Tensor) -> tuple[int | None, ...]:
+def _dense_rows(statistic: Tensor) -> tuple[int, int, int | None]:
     """Return :func:`_row_strides`, with None for the unit stride of dense rows.
 
     Workaround (Triton 3.6): a kernel cannot compare a tuple that holds None with None. Optional arguments therefore

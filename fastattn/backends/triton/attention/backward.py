@@ -12,10 +12,11 @@ three float32 values per query. Gradients have their operand's dtype; sums are f
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastattn.backends.triton.attention.block_mask import tile, tile_plan
 from fastattn.backends.triton.attention.operands import (
@@ -49,22 +50,22 @@ from fastattn.backends.triton.philox import keep, keep_transposed
 class Statistics(NamedTuple):
     """The forward pass's statistics, float32, one of each per query."""
 
-    row_max: Any  # natural units
-    row_sum: Any  # sum(exp(score - row_max))
-    batch: Any  # strides
-    head: Any
-    row: Any  # None: 1
+    row_max: Tensor  # natural units
+    row_sum: Tensor  # sum(exp(score - row_max))
+    batch: int  # strides
+    head: int
+    row: int | None  # None: 1
 
 
 class Rows(NamedTuple):
     """Float32 values per query, which ``grad_query_kernel`` writes for the other kernels."""
 
-    shift: Any  # P = exponential(to_exponent(x) - shift) * inverse_sum
-    inverse_sum: Any
-    delta: Any
-    batch: Any  # strides
-    head: Any
-    row: Any  # None: 1, and a head's values begin at a multiple of 16 bytes
+    shift: Tensor  # P = exponential(to_exponent(x) - shift) * inverse_sum
+    inverse_sum: Tensor
+    delta: Tensor
+    batch: int  # strides
+    head: int
+    row: int | None  # None: 1, and a head's values begin at a multiple of 16 bytes
 
 
 @triton.jit
@@ -285,13 +286,13 @@ def _product(
 class MaskGrad(NamedTuple):
     """The gradient of the mask, in the mask's dtype, with sizes 1 or full."""
 
-    pointer: Any  # contiguous
-    batch: Any  # strides
-    head: Any
-    row: Any
-    num_heads: Any  # sizes
-    rows: Any
-    columns: Any
+    pointer: Tensor  # contiguous
+    batch: int  # strides
+    head: int
+    row: int
+    num_heads: int  # sizes
+    rows: int
+    columns: int
 
 
 @kernel

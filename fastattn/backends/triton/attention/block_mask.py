@@ -10,10 +10,11 @@ A program visits the full tiles first, then the partial ones.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastattn.backends.triton.attention.operands import sequence_of, wide
 from fastattn.backends.triton.attention.scores import INFINITY, mask_pointers
@@ -31,11 +32,11 @@ class TileLists(NamedTuple):
     tiles from the back.
     """
 
-    pointer: Any
-    batch: Any  # strides
-    head: Any
-    tile: Any
-    count: Any  # tiles of the other side
+    pointer: Tensor
+    batch: int  # strides
+    head: int
+    tile: int
+    others: int  # tiles of the other side
 
 
 class Cover(NamedTuple):
@@ -44,20 +45,20 @@ class Cover(NamedTuple):
     ALL: every pair is visible and no mask value is added. SOME: at least one pair is visible. 0: no pair is.
     """
 
-    pointer: Any
-    batch: Any  # strides
-    head: Any
-    own: Any
-    other: Any
+    pointer: Tensor
+    batch: int  # strides
+    head: int
+    own: int
+    other: int
 
 
 class Plan(NamedTuple):
     """The tiles that a program visits."""
 
-    full_tiles: Any  # number of full tiles
-    partial_tiles: Any  # number of partial tiles
-    full: Any  # the first full tile; with lists a pointer to it
-    partial: Any  # partial tiles before the full ones; with lists a pointer to the first, the others lie before it
+    full_tiles: tl.tensor  # number of full tiles
+    partial_tiles: tl.tensor  # number of partial tiles
+    full: tl.tensor  # the first full tile; with lists a pointer to it
+    partial: tl.tensor  # first partial tile, before the full ones; with lists a pointer, the others lie before it
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def tile_plan(lists, b, h, own, sequence, SIZE: tl.constexpr, BLOCK: tl.constexp
         plan = Plan(full_end - full_begin, end - begin - (full_end - full_begin), full_begin, full_begin - begin)
     else:
         entry = lists.pointer + (wide(b) * lists.batch + wide(h) * lists.head + wide(own) * lists.tile)
-        plan = Plan(tl.load(entry), tl.load(entry + 1), entry + 2, entry + 1 + lists.count)
+        plan = Plan(tl.load(entry), tl.load(entry + 1), entry + 2, entry + 1 + lists.others)
     return plan
 
 

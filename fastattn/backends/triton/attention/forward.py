@@ -12,12 +12,14 @@ writes out, row_max and row_sum in float32, with the splits as the first dimensi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
+from torch import Tensor
 
 from fastattn.backends.triton.attention.block_mask import tile, tile_plan
 from fastattn.backends.triton.attention.operands import (
+    Heads,
     head_of,
     load_tile,
     program,
@@ -47,20 +49,20 @@ from fastattn.backends.triton.philox import keep
 class Result(NamedTuple):
     """The tensors that a kernel writes; statistics are float32, natural units."""
 
-    out: Any  # Heads
-    lse: Any  # None in split-KV, whose merge computes it
-    row_max: Any
-    row_sum: Any
-    batch: Any  # strides of the statistics
-    head: Any
-    row: Any  # None: 1
+    out: Heads  # Heads
+    lse: Tensor | None  # None in split-KV, whose merge computes it
+    row_max: Tensor
+    row_sum: Tensor
+    batch: int  # strides of the statistics
+    head: int
+    row: int | None  # None: 1
 
 
 class Splits(NamedTuple):
     """Strides between the results of successive splits."""
 
-    out: Any
-    rows: Any
+    out: int
+    rows: int
 
 
 @kernel

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fastattn.backends.triton.visibility import band_of
+from fastattn.backends.triton.philox import Dropout
+from fastattn.backends.triton.visibility import Band, Window, band_of
 
 
 class Heads(NamedTuple):
@@ -16,49 +18,49 @@ class Heads(NamedTuple):
     A tensor with one value per row is (B, H, L) or packed (T, H).
     """
 
-    pointer: Any
-    batch: Any  # strides
-    head: Any
-    row: Any
+    pointer: Tensor
+    batch: int  # strides
+    head: int
+    row: int
 
 
 class Sequences(NamedTuple):
     """The lengths of all sequences of a call."""
 
-    seqlen_q: Any  # for packed operands an upper bound
-    seqlen_k: Any
-    cu_seq_q: Any  # (B + 1,) int64; None: not packed
-    cu_seq_k: Any
-    lengths: Any  # (B,) int64, the number of existing keys per sequence; None: all
+    seqlen_q: int  # for packed operands an upper bound
+    seqlen_k: int
+    cu_seq_q: Tensor | None  # (B + 1,) int64; None: not packed
+    cu_seq_k: Tensor | None
+    lengths: Tensor | None  # (B,) int64, the number of existing keys per sequence; None: all
 
 
 class Sequence(NamedTuple):
     """One sequence: its place among packed rows (0 if not packed), its lengths and its visible pairs."""
 
-    first_query: Any
-    seqlen_q: Any
-    first_key: Any
-    seqlen_k: Any
-    band: Any
+    first_query: tl.tensor
+    seqlen_q: tl.tensor
+    first_key: tl.tensor
+    seqlen_k: tl.tensor
+    band: Band
 
 
 class Problem(NamedTuple):
     """The arguments that all kernels share."""
 
-    query: Any  # Heads, multiplied by the sign of the scale
-    key: Any
-    value: Any
-    mask: Any  # Heads, uint8 or float, with stride 0 in dimensions that it broadcasts
-    mask_column: Any  # the stride of the mask's columns; None: 1
-    dropout: Any  # philox.Dropout
-    sequences: Any
-    window: Any
-    num_heads: Any
-    group: Any  # query heads per key head
-    head_dim: Any
-    value_head_dim: Any
-    scale: Any
-    magnitude: Any  # |scale|, or 1 if the scale is 0
+    query: Heads  # Heads, multiplied by the sign of the scale
+    key: Heads
+    value: Heads
+    mask: Heads | None  # Heads, uint8 or float, with stride 0 in dimensions that it broadcasts
+    mask_column: int | None  # the stride of the mask's columns; None: 1
+    dropout: Dropout | None  # philox.Dropout
+    sequences: Sequences
+    window: Window
+    num_heads: int
+    group: int  # query heads per key head
+    head_dim: int
+    value_head_dim: int
+    scale: float
+    magnitude: float  # |scale|, or 1 if the scale is 0
 
 
 @triton.jit

@@ -14,10 +14,11 @@ Stored row_max and LSE are base e. FOLD_SUM requires operands of 16 bits and no 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastattn.backends.triton.attention.operands import rematerialise, wide
 from fastattn.backends.triton.visibility import is_seen, is_visible
@@ -31,10 +32,10 @@ INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 class SeenKeys(NamedTuple):
     """Keys that the mask shows to some query of a tile, (B, H, tiles of queries, Lk) uint8, 1 if seen."""
 
-    pointer: Any
-    batch: Any
-    head: Any
-    tile: Any
+    pointer: Tensor
+    batch: int
+    head: int
+    tile: int
 
 
 @triton.jit
