@@ -110,9 +110,9 @@ def in_parts(request, monkeypatch):
     A sequence has 8 matrices, one per head, in two groups."""
     parts, probabilities = [], attention_module._probabilities
 
-    def compute(take, *operands):
+    def compute(args, take):
         parts.append(take)
-        return probabilities(take, *operands)
+        return probabilities(args, take)
 
     def run(function):
         monkeypatch.setattr(attention_module, "CACHED", request.param * 17 * 23)

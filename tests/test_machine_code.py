@@ -161,12 +161,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 import aot_gate
 from fake_gpu import SHARED_MEMORY, pretend
+from fastattn.backends.schema import AttentionArgs
 from fastattn.backends.triton.attention import attention
 
 def forward(window, has_lengths):
     query, key, value = (aot_gate.empty(4, 8, 2048, 64, dtype=torch.bfloat16) for _ in range(3))
     lengths = aot_gate.empty(4, dtype=torch.int64) if has_lengths else None
-    attention(query, key, value, None, lengths, None, 0.125, *window, False, 0)
+    attention(AttentionArgs(query, key, value, None, lengths, None, 0.125, *window, False, 0))
 
 pretend(*SHARED_MEMORY)
 found = {}

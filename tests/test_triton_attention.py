@@ -20,8 +20,8 @@ from interpreter import strict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn import backend
+from fastattn.backends.schema import AttentionArgs, AttentionBackwardArgs, VarlenAttentionArgs
 from fastattn.backends.triton.attention import _Call, attention, attention_backward, tiles
-from fastattn.backends.triton.attention.operands import Sequences
 from fastattn.backends.triton.kernel import cdiv
 from fastattn.backends.triton.visibility import Window, band_of, owned, visible_part, visible_tiles
 
@@ -38,13 +38,13 @@ def finite(window, m, n, lower_right=False):
 
 def call(query, key, value, attn_mask=None, lengths=None, seed=None, window=(-1, -1), lower_right=False, p=0.0):
     scale, window = 1 / math.sqrt(query.size(-1)), finite(window, query.size(2), key.size(2), lower_right)
-    return attention(query, key, value, attn_mask, lengths, seed, scale, *window, lower_right, int(p * 65536 + 0.5))
+    threshold = int(p * 65536 + 0.5)
+    return attention(AttentionArgs(query, key, value, attn_mask, lengths, seed, scale, *window, lower_right, threshold))
 
 
 def attention_call(query, key, value, attn_mask=None, lengths=None, window=(-1, -1)):
-    m, n = query.size(2), key.size(2)
-    sequences, window = Sequences(m, n, None, None, lengths), Window(*finite(window, m, n))
-    return _Call(query, key, value, attn_mask, sequences, None, 1.0, window, False, 0)
+    window = finite(window, query.size(2), key.size(2))
+    return _Call(AttentionArgs(query, key, value, attn_mask, lengths, None, 1.0, *window, False, 0))
 
 
 MASKS = {
@@ -272,7 +272,7 @@ def test_tensor_descriptors(options, sizes, described):
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
     """The gradients through descriptors are those through pointers, whatever the strides of the output's gradient."""
     query, key, value = (torch.randn(1, 2, n, 64).bfloat16() for n in (80, 150, 150))
-    settings = None, None, None, 0.125, 80, 150, False, 0
+    args = AttentionArgs(query, key, value, None, None, None, 0.125, 80, 150, False, 0)
     grad = {
         "heads within rows": lambda: torch.randn(1, 80, 2, 64).bfloat16().transpose(1, 2),
         "one for all heads": lambda: torch.randn(1, 1, 80, 64).bfloat16().expand(1, 2, 80, 64),
@@ -280,15 +280,15 @@ def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
         "every other column": lambda: torch.randn(1, 2, 80, 128).bfloat16()[..., ::2],
     }[layout]()
     with strict():
-        out, _, stats = attention(query, key, value, *settings)
-        arguments = grad, None, out, stats, query, key, value, *settings, False
+        out, _, stats = attention(args)
+        backward = AttentionBackwardArgs(grad, None, out, stats, args, False)
         described.clear()
-        got = attention_backward(*arguments)
+        got = attention_backward(backward)
         assert ({t.shape for t in described} == {key.shape}) == (layout == "one for all heads")
         monkeypatch.setattr(tiles, "DESCRIPTOR_ROWS", 10**9)
         for kernel in ("grad_query", "grad_key_value"):
             monkeypatch.setitem(tiles.HALF, f"{kernel}_pointers", tiles.HALF[kernel])
-        wanted = attention_backward(*arguments)
+        wanted = attention_backward(backward)
     for g, w in zip(got, wanted, strict=True):  # the same products in the same order, so the same bits
         torch.testing.assert_close(g, w, rtol=0, atol=0)
 
@@ -399,15 +399,13 @@ def test_positions_beyond_2_to_the_30():
 def test_numbers_of_rows_lie_where_the_hint_says(heads, length):
     """The float32 numbers of a dense head's rows lie side by side, from a multiple of 16 bytes on. The interpreter does
     not check the hint that says so."""
-    settings = None, 0.5, Window(length, length), True, 0
     dense, packed = torch.randn(2, heads, length, 16), torch.randn(length, heads, 16)
     starts = torch.tensor([0, length])
-    of_dense = Sequences(length, length, None, None, None)
-    of_packed = Sequences(length, length, starts, starts, None)
-    for operand, sequences in ((dense, of_dense), (packed, of_packed)):
-        call = _Call(operand, operand, operand, None, sequences, *settings)
-        rows = call._rows(torch.zeros(2, *operand.shape[:-1]))
-        if sequences is of_packed:  # a sequence begins anywhere
+    of_dense = AttentionArgs(*[dense] * 3, None, None, None, 0.5, length, length, True, 0)
+    of_packed = VarlenAttentionArgs(*[packed] * 3, starts, starts, None, None, *[length] * 2, 0.5, *[length] * 2, 0)
+    for args in (of_dense, of_packed):
+        rows = _Call(args)._rows(torch.zeros(2, *args.query.shape[:-1]))
+        if args is of_packed:  # a sequence begins anywhere
             assert rows.row == heads
             continue
         assert rows.row is None
