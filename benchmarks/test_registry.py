@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import fastattn
 from fastattn.bench.timer import interleave, wall_clock
-from fastattn.registry import handle
+from fastattn.integrations.registry import handle
 
 MICROSECONDS = 5e-6  # of Python, that a call may take longer
 LARGE, FEW = ((4, 8, 512, 64), (4, 8, 512, 64)), ((1, 8, 1, 64), (1, 8, 32, 64))

@@ -10,7 +10,8 @@ import torch
 from conftest import require_package, slow
 from torch.nn import functional as F
 
-from fastattn import dropout_mask, huggingface
+from fastattn import dropout_mask
+from fastattn.integrations import huggingface
 
 transformers = require_package("transformers")
 transformers.logging.set_verbosity_error()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import require_package
 
-from fastattn import huggingface
+from fastattn.integrations import huggingface
 
 transformers = require_package("transformers")
 PINNED = "5.24.0"

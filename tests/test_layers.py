@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
 # Layers, lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("fastattn.torch_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
+    ("fastattn._torch_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
     ("fastattn.backends",),
     ("fastattn.ops",),
-    ("fastattn.nn", "fastattn.registry"),
-    ("fastattn.patching", "fastattn.translation"),
+    ("fastattn.nn",),
+    ("fastattn.integrations", "fastattn.translation"),
     ("fastattn",),  # the public names
     ("fastattn.info",),
     ("fastattn.bench",),
     ("fastattn.demo",),
-    ("fastattn.__main__", "fastattn.cli", "fastattn.huggingface"),
+    ("fastattn.__main__", "fastattn.cli"),
 )
 MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
 
@@ -89,10 +89,10 @@ def in_circles(arrows: dict) -> list:
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_private_parts_of_torch_are_in_one_module(path):
-    """Only torch_private.py names private parts of torch. The check is by name: a private attribute of an object shows
+    """Only _torch_private.py names private parts of torch. The check is by name: a private attribute of an object shows
     only when it breaks."""
     private = re.findall(r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*", path.read_text())
-    assert path.stem == "torch_private" or not private
+    assert path.stem == "_torch_private" or not private
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
@@ -162,7 +162,7 @@ def test_imports_are_read_right(tmp_path):
 def test_every_module_serves_users():
     """Every module is reachable from what a user starts, because the wheel holds the whole package. Programs for
     developers are in tools/."""
-    entries = {"fastattn", "fastattn.__main__", "fastattn.cli", "fastattn.huggingface"}
+    entries = {"fastattn", "fastattn.__main__", "fastattn.cli", "fastattn.integrations.huggingface"}
     entries |= {name for name in NAMES if name.rpartition(".")[2] in STEMS}  # a backend's are imported by name
     reached: set[str] = set()
     while entries:
@@ -231,6 +231,6 @@ def test_import_is_light(python):
             if name not in before:
                 sys.modules[name] = None
         import fastattn
-        import fastattn.huggingface
+        import fastattn.integrations.huggingface
         import fastattn.nn
     """)

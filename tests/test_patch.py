@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 import known_code
-from fastattn import patching
+from fastattn.integrations import patching
+from fastattn.integrations.patching import known, programs, torch_modules
+from fastattn.integrations.patching.weights import LazyWeights
 from fastattn.ops import check
-from fastattn.patching import known, programs, torch_modules
-from fastattn.patching.weights import LazyWeights
 
 pytestmark = pytest.mark.torch_version
 
@@ -651,7 +651,7 @@ def attention():
 
 def test_unread_weights_are_not_computed(attention, monkeypatch):
     weights, _, _ = attention
-    monkeypatch.setattr("fastattn.patching.weights.attention_weights", None)
+    monkeypatch.setattr("fastattn.integrations.patching.weights.attention_weights", None)
     found = weights()
     assert found.shape == (2, 3, 4, 6)
     assert found.dtype == torch.float32

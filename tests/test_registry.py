@@ -26,10 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 import emulation
 import fastattn
-from fastattn import backends, registry
+from fastattn import backends
+from fastattn.integrations import registry
+from fastattn.integrations.registry import handle
 from fastattn.ops import attention
 from fastattn.ops.check import ARGUMENT_ERRORS, new_seeds
-from fastattn.registry import handle
 
 pytestmark = pytest.mark.torch_version
 
@@ -91,7 +92,7 @@ def test_costs_an_import_nothing(python):
         torch.compiler.config
         torch._subclasses
         print({name for name in set(sys.modules) - before if name.startswith("torch.nn.attention")})
-        import fastattn.registry
+        import fastattn.integrations.registry
         print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
         """
     )

@@ -10,16 +10,16 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn import torch_private
+from fastattn import _torch_private
 
 pytestmark = pytest.mark.torch_version
 X = torch.ones(3)
 
 
 def test_nobody_observes_a_plain_call():
-    assert not torch_private.is_observed()
+    assert not _torch_private.is_observed()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert not torch_private.is_observed()
+        assert not _torch_private.is_observed()
 
 
 def inside_dispatch_mode(ask):
@@ -46,7 +46,7 @@ def test_several_gradients_at_once_are_noticed():
 
         @staticmethod
         def backward(ctx, grad):
-            found.append(torch_private.is_batched_gradient(grad))
+            found.append(_torch_private.is_batched_gradient(grad))
             return 2 * grad
 
     x = torch.ones(3, requires_grad=True)
@@ -69,13 +69,13 @@ def test_observers_are_noticed(name):
     found = []
 
     def ask(x):
-        found.append(torch_private.is_observed())
+        found.append(_torch_private.is_observed())
         return x * 2
 
     torch.compiler.reset()
     OBSERVERS[name](ask)
     assert found == [True], f"torch no longer says that {name} is active: it would not see fastattn's calls"
-    assert not torch_private.is_observed()
+    assert not _torch_private.is_observed()
 
 
 @pytest.mark.parametrize("name", ["vmap", "grad"])
@@ -83,41 +83,41 @@ def test_transforms_are_noticed(name):
     found = []
 
     def ask(x):
-        found.append(torch_private.is_transformed())
+        found.append(_torch_private.is_transformed())
         return x * 2
 
     OBSERVERS[name](ask)
     assert found == [True]
-    assert not torch_private.is_transformed()
+    assert not _torch_private.is_transformed()
 
 
 def test_onnx_export_is_noticed():
     """The exporter's flag and the public function both report the export."""
-    assert not torch_private.is_onnx_export()
+    assert not _torch_private.is_onnx_export()
     assert not torch.onnx.is_in_onnx_export()
     from torch.onnx._internal.exporter import _flags
 
-    ask = _flags.set_onnx_exporting_flag(lambda: (torch_private.is_onnx_export(), torch.onnx.is_in_onnx_export()))
+    ask = _flags.set_onnx_exporting_flag(lambda: (_torch_private.is_onnx_export(), torch.onnx.is_in_onnx_export()))
     assert ask() == (True, True)
-    assert not torch_private.is_onnx_export()
+    assert not _torch_private.is_onnx_export()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_is_noticed(device):
-    assert not torch_private.is_autocast_enabled()
+    assert not _torch_private.is_autocast_enabled()
     torch.set_autocast_enabled(device, True)
     try:
-        assert torch_private.is_autocast_enabled()
+        assert _torch_private.is_autocast_enabled()
     finally:
         torch.set_autocast_enabled(device, False)
 
 
 def test_a_bound_overload_is_the_op():
-    bound = torch_private.bind(torch.ops.aten.mul.Tensor)
+    bound = _torch_private.bind(torch.ops.aten.mul.Tensor)
     assert torch.equal(bound(X, X + 1), X * 2)
 
 
-class Double(torch_private.SingleLevelFunction):
+class Double(_torch_private.SingleLevelFunction):
     @staticmethod
     def forward(x, times):
         return x * times, x.sum()
@@ -136,7 +136,7 @@ class Double(torch_private.SingleLevelFunction):
 
 def test_a_bound_apply_is_the_functions():
     """The bound apply calls forward, setup_context and backward as Function.apply does."""
-    apply, leaf = torch_private.bind_apply(Double), X.clone().requires_grad_()
+    apply, leaf = _torch_private.bind_apply(Double), X.clone().requires_grad_()
     out, total = apply(leaf, 2)
     assert out.grad_fn is not None
     assert not total.requires_grad
@@ -154,11 +154,11 @@ def op():
     library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
     calls = []
 
-    class Function(torch_private.SingleLevelFunction):
+    class Function(_torch_private.SingleLevelFunction):
         @staticmethod
         def forward(x):
             calls.append(x)
-            with torch_private.below_autograd():
+            with _torch_private.below_autograd():
                 return torch.ops.fastattn_test_private.double(x)
 
         @staticmethod
@@ -169,10 +169,10 @@ def op():
         def backward(ctx, grad):
             return grad * 2
 
-    apply = torch_private.bind_apply(Function)
+    apply = _torch_private.bind_apply(Function)
 
     def differentiate(x):
-        with torch_private.single_level_autograd():
+        with _torch_private.single_level_autograd():
             return apply(x)
 
     library.impl("double", differentiate, "Autograd")
@@ -203,19 +203,19 @@ def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
     with torch.no_grad():
         layer(x)
         assert not calls
-        torch_private.never_skipped(layer.self_attn)
+        _torch_private.never_skipped(layer.self_attn)
         layer(x)
         assert len(calls) == 1
-        torch_private.may_be_skipped(layer.self_attn)
+        _torch_private.may_be_skipped(layer.self_attn)
         layer(x)
     assert len(calls) == 1
 
 
 def test_forward_mode_is_noticed():
     found = []
-    torch.func.jvp(lambda x: (found.append(torch_private.is_forward_mode()), x)[1], (X,), (X,))
-    inside_forward_ad(lambda x: found.append(torch_private.is_forward_mode()))
-    torch.func.grad(lambda x: (found.append(torch_private.is_forward_mode()), x.sum())[1])(X)
+    torch.func.jvp(lambda x: (found.append(_torch_private.is_forward_mode()), x)[1], (X,), (X,))
+    inside_forward_ad(lambda x: found.append(_torch_private.is_forward_mode()))
+    torch.func.grad(lambda x: (found.append(_torch_private.is_forward_mode()), x.sum())[1])(X)
     assert found == [True, True, False]
 
 
@@ -224,7 +224,7 @@ def test_batched_tensors_are_noticed():
     found = []
 
     def ask(x):
-        found.append(torch_private.is_batched(x))
+        found.append(_torch_private.is_batched(x))
         return x.sum()
 
     torch.func.vmap(ask)(X)
@@ -242,8 +242,8 @@ def test_fused_attention_of_the_cpu():
     wanted = scores.softmax(-1) @ v
     grads = torch.autograd.grad(wanted.sin().sum(), (q, k, v))
     with torch.no_grad():
-        out, lse = torch_private.flash_attention(q, k, v, scale=0.5)
-        found = torch_private.flash_attention_backward(out.cos(), q, k, v, out, lse, 0.0, False, scale=0.5)
+        out, lse = _torch_private.flash_attention(q, k, v, scale=0.5)
+        found = _torch_private.flash_attention_backward(out.cos(), q, k, v, out, lse, 0.0, False, scale=0.5)
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     torch.testing.assert_close(found, grads)
@@ -253,37 +253,37 @@ def test_scripting_is_refused():
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    torch_private.refuse_scripting(double, "say why")
+    _torch_private.refuse_scripting(double, "say why")
     with pytest.raises(RuntimeError, match="say why"):
         torch.jit.script(double)
 
 
 def test_tracing_is_noticed():
     found = []
-    torch.jit.trace(lambda x: (found.append(torch_private.is_traced()), x * 2)[1], (X,))
+    torch.jit.trace(lambda x: (found.append(_torch_private.is_traced()), x * 2)[1], (X,))
     assert found[0]
-    assert not torch_private.is_traced()
+    assert not _torch_private.is_traced()
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_make_fx_is_noticed(pre_dispatch):
     found = []
-    make_fx(lambda x: (found.append(torch_private.is_proxied()), x * 2)[1], pre_dispatch=pre_dispatch)(X)
+    make_fx(lambda x: (found.append(_torch_private.is_proxied()), x * 2)[1], pre_dispatch=pre_dispatch)(X)
     assert found == [True]
-    assert not torch_private.is_proxied()
+    assert not _torch_private.is_proxied()
 
 
 def test_jagged_tensors():
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(5, 3, 4)], layout=torch.jagged)
-    assert torch_private.ragged_dim(nested) == 1
-    assert torch_private.ragged_dim(nested.transpose(1, 2)) == 2
-    assert torch_private.max_length(nested.transpose(1, 2)) == 5
+    assert _torch_private.ragged_dim(nested) == 1
+    assert _torch_private.ragged_dim(nested.transpose(1, 2)) == 2
+    assert _torch_private.max_length(nested.transpose(1, 2)) == 5
 
 
 def test_flash_attention_is_enabled_unless_excluded():
-    assert torch_private.is_flash_enabled()
+    assert _torch_private.is_flash_enabled()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert not torch_private.is_flash_enabled()
+        assert not _torch_private.is_flash_enabled()
 
 
 def test_a_cache_key_tag_holds_in_every_thread():
@@ -292,7 +292,7 @@ def test_a_cache_key_tag_holds_in_every_thread():
     def ask():
         found.append(torch.compiler.config.cache_key_tag)
 
-    tag = torch_private.CacheKeyTag(" ours")
+    tag = _torch_private.CacheKeyTag(" ours")
     for end in (tag.remove, lambda: None):
         thread = threading.Thread(target=ask)
         thread.start()
@@ -305,9 +305,9 @@ def test_a_cache_key_tag_holds_in_every_thread():
 def test_an_attention_implementation_is_forgotten():
     torch.nn.attention.register_flash_attention_impl("ours", register_fn=lambda: SimpleNamespace(remove=lambda: None))
     torch.nn.attention.activate_flash_attention_impl("ours")
-    torch_private.forget_attention_impl("another")
+    _torch_private.forget_attention_impl("another")
     assert torch.nn.attention.current_flash_attention_impl() == "ours"
-    torch_private.forget_attention_impl("ours")
+    _torch_private.forget_attention_impl("ours")
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
@@ -316,7 +316,7 @@ def test_compiled_code_is_forgotten():
     double = torch.compile(lambda x: traced.append(1) or x * 2, backend="eager")
     for _ in range(2):
         double(X)
-        torch_private.forget_compiled()
+        _torch_private.forget_compiled()
     assert len(traced) == 2
 
 
@@ -327,20 +327,20 @@ def test_tracers_are_recognised():
         kinds.append(type(x))
         return x * 2
 
-    op = torch_private.Implementations({("relu", "AutogradCPU"): note}, {})
+    op = _torch_private.Implementations({("relu", "AutogradCPU"): note}, {})
     try:
         torch.compile(torch.relu, backend="aot_eager")(X)
     finally:
         op.remove()
         torch.compiler.reset()
     assert kinds
-    assert all(torch_private.is_tracers(kind) for kind in kinds)
-    assert not torch_private.is_tracers(torch.Tensor)
+    assert all(_torch_private.is_tracers(kind) for kind in kinds)
+    assert not _torch_private.is_tracers(torch.Tensor)
 
 
 def test_implementations_come_and_go():
     """Implementations are registered and removed, with the set of keys as an argument and without it."""
-    double = torch_private.Implementations(
+    double = _torch_private.Implementations(
         {("relu", "AutogradCPU"): lambda x: x * 2}, {("sigmoid", "CPU"): lambda keys, x: x * 3}
     )
     with torch.no_grad():
@@ -354,15 +354,15 @@ def test_implementations_come_and_go():
 def test_a_composite_op_has_an_implementation():
     op = torch.ops.aten.scaled_dot_product_attention.default
     q = torch.randn(1, 1, 3, 4)
-    assert torch.equal(torch_private.composite(op)(q, q, q), op(q, q, q))
+    assert torch.equal(_torch_private.composite(op)(q, q, q), op(q, q, q))
 
 
 def test_globals_are_replaced_in_a_copy():
-    plain = torch_private.replace_globals(torch.nn.functional.softsign, has_torch_function_unary=lambda x: False)
+    plain = _torch_private.replace_globals(torch.nn.functional.softsign, has_torch_function_unary=lambda x: False)
     assert torch.equal(plain(X), torch.nn.functional.softsign(X))
     assert plain is not torch.nn.functional.softsign
     with pytest.raises(TypeError, match="no function in Python"):
-        torch_private.replace_globals(torch.relu)
+        _torch_private.replace_globals(torch.relu)
 
 
 HOOKS = {
@@ -377,11 +377,11 @@ HOOKS = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_are_noticed(kind):
     module = torch.nn.Linear(2, 2)
-    assert not torch_private.has_hooks(module)
+    assert not _torch_private.has_hooks(module)
     handle = HOOKS[kind](module)
-    assert torch_private.has_hooks(module)
+    assert _torch_private.has_hooks(module)
     handle.remove()
-    assert not torch_private.has_hooks(module)
+    assert not _torch_private.has_hooks(module)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.modules.linear.NonDynamicallyQuantizableLinear])
@@ -389,23 +389,23 @@ def test_a_plain_linear_module_is_known(kind, monkeypatch):
     """Hooks, another forward, compilation or another class make a call of it worth making."""
     for hook in HOOKS.values():
         module = kind(2, 2)
-        assert torch_private.is_plain_linear(module)
+        assert _torch_private.is_plain_linear(module)
         handle = hook(module)
-        assert not torch_private.is_plain_linear(module)
+        assert not _torch_private.is_plain_linear(module)
         handle.remove()
-        assert torch_private.is_plain_linear(module)
+        assert _torch_private.is_plain_linear(module)
     module.forward = module.forward
-    assert not torch_private.is_plain_linear(module)
+    assert not _torch_private.is_plain_linear(module)
     module = kind(2, 2)
     module.compile(backend="eager")
-    assert not torch_private.is_plain_linear(module)
+    assert not _torch_private.is_plain_linear(module)
     module = kind(2, 2)
     torch.nn.utils.parametrizations.weight_norm(module)
-    assert not torch_private.is_plain_linear(module)
+    assert not _torch_private.is_plain_linear(module)
     module = kind(2, 2)
     forward = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x))
-    assert not torch_private.is_plain_linear(module)
+    assert not _torch_private.is_plain_linear(module)
 
 
 def test_a_wrapper_tensor_goes_to_its_class():
@@ -414,15 +414,15 @@ def test_a_wrapper_tensor_goes_to_its_class():
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            with torch_private.without_torch_function():
+            with _torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
 
         @classmethod
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             cls.seen.append(func)
-            return torch_private.tree_map_only(Wrapper, lambda _: X, args)[0] * 2
+            return _torch_private.tree_map_only(Wrapper, lambda _: X, args)[0] * 2
 
-    wrapper = torch_private.wrapper_tensor(Wrapper, (3,), torch.float32, X.device)
+    wrapper = _torch_private.wrapper_tensor(Wrapper, (3,), torch.float32, X.device)
     assert (wrapper.shape, wrapper.stride()) == ((3,), (1,))
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(wrapper)  # in C++ only
@@ -445,7 +445,7 @@ def test_checkpointed_functions_are_wrapped(use_reentrant, monkeypatch):
 
         return call
 
-    torch_private.wrap_checkpointed.__wrapped__(wrap)
+    _torch_private.wrap_checkpointed.__wrapped__(wrap)
     x = X.clone().requires_grad_()
     out = module.checkpoint(lambda t: t.sin().sin(), x, use_reentrant=use_reentrant)
     calls.clear()

@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import aot_gate
 import fake_gpu
 import fastattn
-from fastattn import registry
 from fastattn.backends import TABLE
 from fastattn.backends.schema import RECORDS, unflatten
+from fastattn.integrations import registry
 
 HALF, FLOAT, LONG = torch.bfloat16, torch.float32, torch.int64
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}

@@ -1,8 +1,8 @@
-"""Print the digests of a program's code, as ``fastattn/patching/known.py`` lists them: one line per function.
+"""Print the digests of a program's code, one line per function, as ``integrations/patching/known.py`` lists them.
 
 ``python tools/known_code.py PROGRAM FILE ...``, with the program's name of that list and files of its source. Run it
 under each version of Python, which needs no packages. List a version of a function only after reading it: it must
-compute what the family in ``fastattn/patching/programs.py`` computes.
+compute what the family in ``fastattn/integrations/patching/programs.py`` computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-KNOWN = Path(__file__).resolve().parent.parent / "fastattn" / "patching" / "known.py"
+KNOWN = Path(__file__).resolve().parent.parent / "fastattn" / "integrations" / "patching" / "known.py"
 
 
 def load(path: Path) -> Any:

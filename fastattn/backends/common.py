@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._torch_private import is_autocast_enabled, is_forward_mode, is_transformed
 from fastattn.backends.schema import STEM_OF, AnyArgs, AttentionArgs, VarlenAttentionArgs, flatten
-from fastattn.torch_private import is_autocast_enabled, is_forward_mode, is_transformed
 
 DROP_ALL = 65536  # the threshold that drops everything
 MAX_HEAD_DIM = 256

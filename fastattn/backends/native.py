@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fastattn._torch_private import bind
 from fastattn.backends.schema import CONTRACT, RECORDS, SCHEMAS, flatten
-from fastattn.torch_private import bind
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LIBRARIES = ("cpu", "cuda")

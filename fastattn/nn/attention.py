@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fastattn._torch_private import is_plain_linear, never_skipped
 from fastattn.backends.visibility import visibility
 from fastattn.nn.cache import KeyValueCache
 from fastattn.ops import check
 from fastattn.ops.attention import attention_weights, dense_args, scaled_dot_product_attention, varlen_attn
 from fastattn.ops.jagged import with_values
-from fastattn.torch_private import is_plain_linear, never_skipped
 
 _NAME = "MultiHeadAttention"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastattn._torch_private import max_length, ragged_dim
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.schema import (
@@ -28,7 +29,6 @@ from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call, saved_call
 from fastattn.ops.sharding import Shards, attend, is_sharded
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
-from fastattn.torch_private import max_length, ragged_dim
 
 __all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
 

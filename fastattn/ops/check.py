@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from fastattn.torch_private import is_batched, is_proxied, is_traced, refuse_scripting
+from fastattn._torch_private import is_batched, is_proxied, is_traced, refuse_scripting
 
 TORCHSCRIPT = (
     "fastattn does not support torch.jit (TorchScript), which PyTorch has deprecated: use torch.compile to make a "

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._torch_private import max_length, ragged_dim
 from fastattn.ops.check import is_readable
-from fastattn.torch_private import max_length, ragged_dim
 
 
 def is_jagged(tensor: object) -> bool:

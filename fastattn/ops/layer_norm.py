@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastattn._torch_private import is_expanded_weight
 from fastattn.backends.common import stat_dtype
 from fastattn.backends.schema import (
     DropoutAddLayerNormArgs,
@@ -25,7 +26,6 @@ from fastattn.ops.dropout import dropout
 from fastattn.ops.jagged import is_jagged, on_values
 from fastattn.ops.register import Op, fast_path, may_want_gradient
 from fastattn.ops.sharding import Shards, is_sharded
-from fastattn.torch_private import is_expanded_weight
 
 __all__ = ["dropout_add_layer_norm", "layer_norm"]
 

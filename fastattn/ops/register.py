@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastattn.backends import TABLE, choose, thread
-from fastattn.backends.common import is_recorded
-from fastattn.backends.schema import RECORDS, SCHEMAS, TENSORS, AnyArgs, flatten, unflatten
-from fastattn.ops.check import expanded_clone, unscriptable
-from fastattn.torch_private import (
+from fastattn._torch_private import (
     OperatorBase,
     SingleLevelFunction,
     below_autograd,
@@ -29,6 +25,10 @@ from fastattn.torch_private import (
     is_transformed,
     single_level_autograd,
 )
+from fastattn.backends import TABLE, choose, thread
+from fastattn.backends.common import is_recorded
+from fastattn.backends.schema import RECORDS, SCHEMAS, TENSORS, AnyArgs, flatten, unflatten
+from fastattn.ops.check import expanded_clone, unscriptable
 
 __all__ = ["decompositions"]
 

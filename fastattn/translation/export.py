@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._torch_private import is_observed_module
 from fastattn.errors import InputError, require
 from fastattn.files import written_whole
-from fastattn.torch_private import is_observed_module
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import LearnedPositions, Transformer

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastattn._torch_private import is_plain_linear
 from fastattn.errors import InputError
 from fastattn.nn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention
 from fastattn.ops import check
-from fastattn.torch_private import is_plain_linear
 from fastattn.translation.config import TransformerConfig
 
 

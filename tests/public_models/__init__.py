@@ -2,7 +2,7 @@
 
 Their code differs from the programs', so it is registered as known to ``fastattn.patch`` here."""
 
-from fastattn.patching import known
+from fastattn.integrations.patching import known
 from public_models import annotated, jadore, notebook
 
 KNOWN = {

@@ -6,10 +6,10 @@ import math
 
 import torch
 
+from fastattn._torch_private import is_transformed
 from fastattn.backends import native
 from fastattn.backends.common import capability, common_refusal, device_of, is_recorded
 from fastattn.backends.schema import AnyArgs, AttentionArgs, DropoutMaskArgs
-from fastattn.torch_private import is_transformed
 
 DEVICE = "cuda"
 MISSING = native.missing("cuda")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._torch_private import flash_attention, flash_attention_backward
 from fastattn.backends.common import device_of, is_recorded, is_torchs, memory_order, stat_dtype, without_autocast
 from fastattn.backends.reference.dropout import dropper, opmath
 from fastattn.backends.reference.softmax_dropout import softmax_backward
@@ -23,7 +24,6 @@ from fastattn.backends.schema import (
     VarlenAttentionBackwardArgs,
 )
 from fastattn.backends.visibility import add_mask, blind_queries, softmax, unused_keys, visibility
-from fastattn.torch_private import flash_attention, flash_attention_backward
 
 # Elements of P that a CPU computes at a time, so that its cache holds them over the passes.
 CACHED = 2**19

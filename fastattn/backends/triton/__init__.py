@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._torch_private import is_lazy
 from fastattn.backends.common import common_refusal, device_of, forward_of, python_functions
 from fastattn.backends.schema import AnyArgs, AttentionArgs, SoftmaxDropoutArgs, flatten, unflatten
-from fastattn.torch_private import is_lazy
 
 DEVICE = "cuda"
 MAX_POSITIONS = 2**31 - 2**16  # queries plus keys per sequence, a sum in int32; packed operands are exempt

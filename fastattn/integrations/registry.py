@@ -24,12 +24,7 @@ from torch.nn import functional
 from torch.nn.attention import register_flash_attention_impl
 from torch.overrides import TorchFunctionMode
 
-from fastattn.backends import TABLE, has_kernels, thread
-from fastattn.backends.common import without_autocast
-from fastattn.backends.schema import CONTRACT, AttentionBackwardArgs, VarlenAttentionBackwardArgs
-from fastattn.ops import attention, check
-from fastattn.ops.register import PLAIN, fast_path
-from fastattn.torch_private import (
+from fastattn._torch_private import (
     CacheKeyTag,
     Implementations,
     composite,
@@ -43,6 +38,11 @@ from fastattn.torch_private import (
     replace_globals,
     wrap_checkpointed,
 )
+from fastattn.backends import TABLE, has_kernels, thread
+from fastattn.backends.common import without_autocast
+from fastattn.backends.schema import CONTRACT, AttentionBackwardArgs, VarlenAttentionBackwardArgs
+from fastattn.ops import attention, check
+from fastattn.ops.register import PLAIN, fast_path
 
 __all__ = ["intercept_sdpa"]
 

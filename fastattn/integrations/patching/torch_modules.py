@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fastattn.nn
+from fastattn._torch_private import may_be_skipped, never_skipped
+from fastattn.integrations.patching.family import Family, is_served, is_silent, is_torchs
 from fastattn.ops.dropout import dropout
 from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
-from fastattn.patching.family import Family, is_served, is_silent, is_torchs
-from fastattn.torch_private import may_be_skipped, never_skipped
 
 
 class TorchFamily(Family):

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastattn._torch_private import has_hooks
 from fastattn.ops import check
-from fastattn.torch_private import has_hooks
 
 
 class Family(nn.Module):

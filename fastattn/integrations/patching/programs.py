@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.backends.common import stat_dtype
+from fastattn.integrations.patching import known, torch_modules
+from fastattn.integrations.patching.family import Family, is_served, is_silent, patched_class
+from fastattn.integrations.patching.torch_modules import add_norm, dropout_p
+from fastattn.integrations.patching.weights import weights_when_read
 from fastattn.ops import check
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.layer_norm import layer_norm
-from fastattn.patching import known, torch_modules
-from fastattn.patching.family import Family, is_served, is_silent, patched_class
-from fastattn.patching.torch_modules import add_norm, dropout_p
-from fastattn.patching.weights import weights_when_read
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

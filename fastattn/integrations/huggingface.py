@@ -50,11 +50,11 @@ def register() -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("fastattn.huggingface: transformers is not installed; pip install transformers") from error
+        raise ImportError("fastattn: transformers is not installed; pip install transformers") from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(
-            f"fastattn.huggingface: transformers must be {'.'.join(map(str, OLDEST))} or newer, "
+            f"fastattn: transformers must be {'.'.join(map(str, OLDEST))} or newer, "
             f"got {transformers.__version__}; pip install --upgrade transformers"
         )
     from transformers import AttentionInterface, AttentionMaskInterface

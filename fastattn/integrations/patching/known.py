@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastattn.patching.family import is_torchs
+from fastattn.integrations.patching.family import is_torchs
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 KINDS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE

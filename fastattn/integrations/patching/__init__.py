@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastattn.patching import programs, torch_modules
-from fastattn.patching.family import Family, is_torchs, patched_class
+from fastattn.integrations.patching import programs, torch_modules
+from fastattn.integrations.patching.family import Family, is_torchs, patched_class
 
 __all__ = ["PatchReport", "patch", "unpatch"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._torch_private import is_observed, tree_map_only, without_torch_function, wrapper_tensor
 from fastattn.ops.attention import attention_weights
-from fastattn.torch_private import is_observed, tree_map_only, without_torch_function, wrapper_tensor
 
 
 def weights_when_read(
