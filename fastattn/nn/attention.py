@@ -16,7 +16,7 @@ from fastattn.backends.visibility import visibility
 from fastattn.nn.cache import KeyValueCache
 from fastattn.ops import check
 from fastattn.ops.attention import attention_weights, dense_args, scaled_dot_product_attention, varlen_attn
-from fastattn.ops.jagged import with_values
+from fastattn.ops.jagged import is_jagged, to_padded, with_values
 
 _NAME = "MultiHeadAttention"
 
@@ -486,7 +486,8 @@ def _packed_heads(projected: Tensor, heads: int) -> Tensor:
 def _padded(nested: Tensor) -> tuple[Tensor, list[int], Tensor]:
     """Return the nested tensor without holes, its sequences' lengths, and the sequences padded with zeros."""
     nested = nested.contiguous()
-    return nested, [rows.size(0) for rows in nested.unbind()], nested.to_padded_tensor(0.0)
+    padded = to_padded(nested) if is_jagged(nested) else nested.to_padded_tensor(0.0)
+    return nested, [rows.size(0) for rows in nested.unbind()], padded
 
 
 def _shape(tensor: Tensor) -> str:

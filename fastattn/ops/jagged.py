@@ -9,18 +9,27 @@ import torch
 from torch import Tensor
 
 from fastattn._torch_private import max_length, ragged_dim
-from fastattn.ops.check import is_readable
+from fastattn.ops.check import is_readable, owned
 
 
 def is_jagged(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.jagged
 
 
-def with_values(like: Any, values: Tensor) -> Tensor:
-    """Return the nested tensor of these values with ``like``'s offsets, so that the two can be added."""
+def with_values(like: Any, values: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Return the nested tensor of these values with ``like``'s offsets, so that the two add, or with others."""
     return torch.nested.nested_tensor_from_jagged(
-        values, like.offsets(), like.lengths(), jagged_dim=ragged_dim(like), max_seqlen=max_length(like)
+        values, like.offsets() if offsets is None else offsets, like.lengths(), jagged_dim=ragged_dim(like),
+        max_seqlen=max_length(like),
     )  # fmt: skip
+
+
+def to_padded(tensor: Any) -> Tensor:
+    """Return the sequences of a jagged tensor without holes, padded with zeros: (batch, longest sequence, ...).
+
+    torch's function saves the offsets for its backward pass. It gets a copy, because their owner may refill them.
+    """
+    return with_values(tensor, tensor.values(), owned(tensor.offsets())).to_padded_tensor(0.0)
 
 
 def on_values(function: Callable[[Tensor], Tensor], tensor: Any) -> Tensor:
