@@ -3,6 +3,7 @@ downloads."""
 
 import copy
 import gc
+import re
 import sys
 
 import pytest
@@ -421,6 +422,61 @@ def test_a_model_that_attends_by_itself_is_refused(name, compiled):
         ValueError, match=rf'(?i)is not for {name}.*PreTrainedModel, .*; use attn_implementation="eager"'
     ):
         call(IDS)
+
+
+TABLES = {
+    "Falcon": (
+        transformers.FalconForCausalLM,
+        transformers.FalconConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        'use attn_implementation="eager" for this model',
+    ),
+    "GIT": (
+        transformers.GitForCausalLM,
+        transformers.GitConfig(
+            **SIZES,
+            vision_config={
+                "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "image_size": 16, "patch_size": 8,
+            },
+        ),
+        'make it with attn_implementation="eager", then model.set_attn_implementation("fastattn")',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_model_with_its_own_table_of_attention_classes_is_refused(name):
+    """A model that looks the implementation up in a table of its module is refused by name when it is made, by every
+    way to make it. The error names a remedy that works."""
+    kind, config, remedy = TABLES[name]
+    words = rf'"fastattn" is not for {kind.__name__}, .* own table .*; {re.escape(remedy)}'
+    with pytest.raises(ValueError, match=words):
+        kind._from_config(copy.deepcopy(config), attn_implementation="fastattn")
+    named = copy.deepcopy(config)
+    named._attn_implementation = "fastattn"
+    with pytest.raises(ValueError, match=words):
+        kind(named)
+    with pytest.raises(ValueError, match=words.replace(kind.__name__, "Derived")):
+        type("Derived", (kind,), {})(named)
+    model = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    wanted = model(IDS).logits
+    if "set_attn" in remedy:
+        model.set_attn_implementation("fastattn")
+        assert model.config._attn_implementation == "fastattn"
+        torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_of_the_user_is_no_table_of_attention_classes(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", {"eager": 1.0}, raising=False)
+    kind, config = MODELS["llama"]
+    derived = type("Derived", (kind,), {"__module__": __name__})
+    assert derived._from_config(copy.deepcopy(config), attn_implementation="fastattn")
+
+
+def test_registering_again_changes_nothing():
+    method = transformers.PreTrainedModel.get_correct_attn_implementation
+    huggingface.register()
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is method
 
 
 def test_an_accepted_model_compiles_whole():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +43,9 @@ def register() -> None:
     the mean, as in "eager".
 
     Options that change the mathematics and are not supported (soft-capping, attention sinks, sparse indices, paged
-    caches) raise ValueError by name in the forward pass. So does a model that is not built on that interface.
+    caches) raise ValueError by name in the forward pass. So does a model that is not built on that interface. A model
+    whose module has its own table of attention classes, such as Falcon or GIT, raises ValueError when it is made. If
+    other parts of it use the interface, the error names ``set_attn_implementation``, which serves those.
 
     Raises:
         ImportError: transformers is missing, or older than 5.8.
@@ -57,10 +60,51 @@ def register() -> None:
             f"fastattn: transformers must be {'.'.join(map(str, OLDEST))} or newer, "
             f"got {transformers.__version__}; pip install --upgrade transformers"
         )
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
+    _refuse_own_tables(PreTrainedModel)
+
+
+def _refuse_own_tables(kind: Any) -> None:
+    """Make models whose module has its own table of attention classes refuse "fastattn" when they are made.
+
+    Transformers accepts each registered name; then such a model looks it up in its table, KeyError: 'fastattn'. No hook
+    gets the model before: registries know only names, patch mappings only classes. So this wraps the method that
+    decides whether a model supports a name.
+    """
+    genuine = kind.get_correct_attn_implementation
+    if genuine.__module__ == __name__:  # registered before
+        return
+
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        owner = _with_own_table(type(self), kind) if is_init_check and requested_attention == NAME else None
+        if owner is not None:
+            remedy = 'use attn_implementation="eager" for this model'
+            if owner._can_set_attn_implementation():
+                remedy = (
+                    'make it with attn_implementation="eager", then model.set_attn_implementation("fastattn") serves '
+                    "its other parts"
+                )
+            raise ValueError(
+                f'attn_implementation="fastattn" is not for {type(self).__name__}, whose module has its own table of '
+                f"attention classes; {remedy}"
+            )
+        return genuine(self, requested_attention, is_init_check)
+
+    kind.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _with_own_table(model: type, kind: type) -> Any:
+    """Return the first base, a subclass of ``kind``, whose module has a table of attention classes, or None."""
+
+    def is_table(value: Any) -> bool:
+        is_without = isinstance(value, dict) and "eager" in value and NAME not in value
+        return is_without and all(isinstance(v, type) and issubclass(v, torch.nn.Module) for v in value.values())
+
+    bases = (base for base in model.__mro__ if issubclass(base, kind) and base.__module__ in sys.modules)
+    return next((base for base in bases if any(map(is_table, vars(sys.modules[base.__module__]).values()))), None)
 
 
 def attention_mask(
