@@ -235,10 +235,8 @@ def _export(options: argparse.Namespace) -> None:
         checkpoint.save_int8(model, tokenizer, checkpoint.updates(options.model), options.out)
     else:
         {"ctranslate2": to_ctranslate2, "huggingface": to_huggingface}[options.to](model, tokenizer, options.out)
-    reader = {"ctranslate2": "ctranslate2.Translator", "huggingface": "transformers' MarianMTModel and MarianTokenizer"}
+    reader = {"ctranslate2": "ctranslate2.Translator", "huggingface": "transformers' MarianMTModel and AutoTokenizer"}
     print(f"{options.out} holds the model and its tokenizer for {reader.get(options.to, 'every command')}")
-    if options.to == "huggingface":
-        print("MarianTokenizer takes >>word<< at the beginning of a text for a language: put a space before it")
 
 
 def _search(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any]:

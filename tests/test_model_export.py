@@ -1,6 +1,7 @@
 """Tests of exported models with the programs that read them."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import VERSES, read_lines
 from fastattn.translation.export import to_ctranslate2, to_huggingface
 from fastattn.translation.search import Search, candidates, translate
-from fastattn.translation.tokenizer import Tokenizer
+from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
 SMALL = TransformerConfig(vocab_size=300, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2)
 VARIANTS = {
@@ -145,7 +146,6 @@ def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, 
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 @pytest.mark.parametrize("variant", ["paper", "tied, logits scaled", *slow("logits scaled", "untied", "biases")])
 def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
     """Logits of real sentences, padded, agree, and so do greedy translations of 40 and the ids of the tokenizer."""
@@ -155,7 +155,7 @@ def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
     to_huggingface(model, tokenizer, tmp_path / "model")
     marian, loading = transformers.MarianMTModel.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading.values())
-    words = transformers.MarianTokenizer.from_pretrained(tmp_path / "model")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     found = words(sources[:40], return_tensors="pt", padding=True)
     ids = tokenizer.encode(sources[:40])
     assert [row[row != 0].tolist() for row in found.input_ids] == [[*sentence, 2] for sentence in ids]
@@ -169,25 +169,38 @@ def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
         assert translation.startswith(text)
 
 
-@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
-def test_marian_reads_the_names_of_pieces_as_text(verses, tmp_path):
-    """Ids agree on both sides, each with its normalization. A language code behind a space is text."""
+STRANGE = [
+    "", " ", "  \n", "a </s> b", "</s>", "</s >", "<pad>x</s>", "<unk>, <s>", "a<unk>b", "\u0436</s>\u0436\u0436",
+    ">>es<< the king", ">>es<<", " >>es<< the king", ">>a b<< c<<", ">es<", "a >>es<< b", "x\u2585y", "\u2581",
+    "a\u2581\u2581b", " a\nb\r\nc\td ", "\0a\0", "\uff11\uff0c\u00a0\u00bd", "e\u0301\ufeff\u200b", "<0x41>",
+    "\ufdfa \ufffd", "\U0001f469\u200d\U0001f467",
+]  # fmt: skip
+PARTS = [
+    *"ab <>/s\n\u2581\u2585\u0436\u0434\u6f22\u0301\uff21\u00df\u3000\U0001f467",
+    "</s>", "<pad>", "<s>", "<unk>", "</s >", ">>", "<<", "  ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alphabet", ["latin", "cyrillic"])
+def test_transformers_reads_every_text_as_text(verses, tmp_path, alphabet):
+    """Ids agree for the names of pieces, language codes, odd spaces and unknown characters, on both sides, each with
+    its normalization. Decoded texts agree too. The Cyrillic vocabulary has no character of "</s>"."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    strange = ["a </s> b", "</s>", "<pad>x</s>", "<unk>, <s>", "a<unk>b", "ж</s>жж", ">es<", "a >>es<< b", "x\u2585y"]
-    wide = "\uff11\uff0c\u00a0\u00bd"
-    pairs = [
-        *zip(verses[0], verses[1], strict=True),
-        *((text, text) for text in (*strange[:2], wide, "</s>pad \u2585")),
-    ]
-    tokenizer = Tokenizer.of_pairs(pairs, 300, "nmt_nfkc", "identity")
-    to_huggingface(random_model(SMALL), tokenizer, tmp_path / "model")
-    words = transformers.MarianTokenizer.from_pretrained(tmp_path / "model")
-    text = [*strange, wide, " >>es<< the king", *verses[0][:5]]
-    assert words(text).input_ids == [[*ids, 2] for ids in tokenizer.encode(text)]
-    assert words(text_target=text).input_ids == [[*ids, 2] for ids in tokenizer.encode(text, target=True)]
-    assert words(wide).input_ids != words(text_target=wide).input_ids
-    language, *_ = words(">>es<< the king").input_ids
-    assert language == words.unk_token_id
+    pairs = [(text, text) for text in ("\u043c\u0438\u0440", "\u0436\u0434\u0430\u0442\u044c \u043c\u0438\u0440\u0430")]
+    if alphabet == "latin":
+        pairs = [*zip(verses[0], verses[1], strict=True), ("a </s> b", "</s>pad \u2585")]
+    config = dataclasses.replace(SMALL, vocab_size=300 if alphabet == "latin" else 20)
+    tokenizer = Tokenizer.of_pairs(pairs, config.vocab_size, "nmt_nfkc", "identity")
+    to_huggingface(random_model(config), tokenizer, tmp_path / "model")
+    generator = random.Random(0)
+    texts = [*STRANGE, *("".join(generator.choices(PARTS, k=1 + n % 12)) for n in range(2000)), *verses[0][:5]]
+    for folder, is_target in ((tmp_path / "model", False), (tmp_path / "model" / "target", True)):
+        words, wanted = transformers.AutoTokenizer.from_pretrained(folder), tokenizer.encode(texts, is_target)
+        for text, found, ids in zip(texts, words(texts).input_ids, wanted, strict=True):
+            assert found == [*ids, 2], text
+        known = [ids for ids in wanted if UNK_ID not in ids]
+        ended = [[1, *ids, 2, 0] for ids in known]
+        assert words.batch_decode(ended, skip_special_tokens=True) == tokenizer.decode(known)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +221,7 @@ def test_what_marian_cannot_hold_is_refused(verses, tmp_path, change, words):
 
 FILES = {
     "ctranslate2": ["model.bin", "tokenizer.model", "target.model"],
-    "huggingface": ["model.safetensors", "config.json", "source.spm", "target.spm", "vocab.json"],
+    "huggingface": ["model.safetensors", "config.json", "sentencepiece.bpe.model", "target/sentencepiece.bpe.model"],
     "int8": ["model.safetensors", "config.json", "tokenizer.model", "target.model"],
 }
 
@@ -221,6 +234,5 @@ def test_the_command(ctranslate2, verses, tmp_path, capsys, program):
     assert cli.main(arguments) == 0
     for name in FILES[program]:
         assert (tmp_path / "out" / name).is_file()
-    assert ("takes >>word<< at the beginning" in capsys.readouterr().out) == (program == "huggingface")
     assert cli.main(arguments) == 1
     assert "exists already" in capsys.readouterr().err

@@ -75,10 +75,12 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
-    """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and MarianTokenizer.
+    """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and AutoTokenizer.
 
-    MarianTokenizer divides text like ``tokenizer``, except a text that begins with ``>>`` and has ``<<`` later. It
-    takes the part between them for a language. A space before the text avoids this.
+    The tokenizer reads every text as text and gives the ids of ``tokenizer``, except that adjacent unknown words are
+    one piece if the pieces are words. It is a Speech2TextTokenizer, which is sentencepiece and an appended end. A
+    MarianTokenizer would take ``>>word<<`` at the beginning of a text for a language. If the target's text has another
+    normalization, the folder ``target`` in ``out`` has its tokenizer.
 
     Marian stores all sines of a position before its cosines, while the paper's alternate. So the features are permuted,
     in all matrices alike, which does not change the model's output.
@@ -130,15 +132,15 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     }  # fmt: skip
     generation = {"max_new_tokens": SINUSOIDS - 1, "bad_words_ids": [[config.pad_id], [config.bos_id]], **special}
     pieces = tokenizer.pieces(list(range(config.vocab_size)))
-    named = {
-        f"{name}_token": pieces[i] for name, i in (("pad", config.pad_id), ("eos", config.eos_id), ("unk", UNK_ID))
-    }
-    files = {
-        "config.json": marian,
-        "generation_config.json": generation,
-        # split_special_tokens: "</s>" in a text is four characters, not the end of the sentence.
+    named = {"unk_token": pieces[UNK_ID]}
+    # Names with a space, which no piece of a text has: sentencepiece spells it U+2581. Under the name "</s>", a run of
+    # unknown characters that reads so would end the sentence.
+    for name, i in (("pad_token", config.pad_id), ("bos_token", config.bos_id), ("eos_token", config.eos_id)):
+        named[name] = pieces[i] = pieces[i].replace(">", " >")
+    vocabulary = {
+        # split_special_tokens: "</s >" in a text is characters, not the end of the sentence.
         "tokenizer_config.json": {
-            "tokenizer_class": "MarianTokenizer",
+            "tokenizer_class": "Speech2TextTokenizer",
             "model_max_length": SINUSOIDS,
             "split_special_tokens": True,
             **named,
@@ -148,10 +150,16 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     with written_whole(out) as partial:
         contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
         checkpoint.write_weights(contiguous, partial / checkpoint.WEIGHTS, {"format": "pt"})
-        for name, content in files.items():
-            (partial / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        (partial / "source.spm").write_bytes(tokenizer.models[0])
-        (partial / "target.spm").write_bytes(tokenizer.models[-1])
+        _write_json(partial, {"config.json": marian, "generation_config.json": generation})
+        for folder, tokens in zip((partial, partial / "target"), tokenizer.models, strict=False):
+            folder.mkdir(exist_ok=True)
+            _write_json(folder, vocabulary)
+            (folder / "sentencepiece.bpe.model").write_bytes(tokens)
+
+
+def _write_json(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_modules(model: Transformer) -> None:
