@@ -516,6 +516,24 @@ def test_unbiased_layer_norm_in_half_precision(dtype, deviation):
         assert error <= 2 * (theirs - true).abs().max() + 4 * torch.finfo(dtype).eps * size
 
 
+@pytest.mark.parametrize("magnitude", [1e18, 1e19, 1e20, 1e30])
+def test_unbiased_layer_norm_of_huge_values(magnitude):
+    """Values whose squares overflow are right as in the program, beside rows of ordinary values too."""
+    own = annotated.LayerNorm(12)
+    nn.init.normal_(own.a_2)
+    norm = copy.deepcopy(own)
+    fastattn.patch(norm)
+    x = torch.randn(4, 12) * torch.tensor([[magnitude], [1.0], [magnitude], [1e-3]])
+    found = []
+    for module in (norm, own):
+        operand = x.clone().requires_grad_()
+        out = module(operand)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (operand, module.a_2, module.b_2))))
+    for ours, theirs in zip(*found, strict=True):
+        assert theirs.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_unbiased_layer_norm_of_other_widths():
     norm = annotated.LayerNorm(1)
     own = copy.deepcopy(norm)

@@ -447,6 +447,8 @@ class UnbiasedLayerNorm(ProgramFamily):
     """Normalisation a (x - mean) / (s + eps) + b with the unbiased deviation s.
 
     It is computed as a LayerNorm whose eps is a constant e^2 (``_E``), times sqrt(variance + e^2) / (s + eps) per row.
+    If values are about 1e19 and larger, ``layer_norm`` gives NaN, and torch's ``std`` on the CPU is right. There the
+    program's own forward computes such tensors. On other devices a check would synchronise.
     """
 
     family = "LayerNorm of the Annotated Transformer"
@@ -459,6 +461,10 @@ class UnbiasedLayerNorm(ProgramFamily):
         if size < 2 or self.a_2.shape != (size,) or not is_served(x):
             return super().forward(x)
         deviation = x.std(-1, keepdim=True)
+        if check.is_readable(x):
+            largest = math.sqrt(torch.finfo(stat_dtype(x.dtype)).max / size)  # larger sums of squares overflow
+            if (deviation > largest).any():
+                return super().forward(x)
         biased = deviation.to(stat_dtype(x.dtype)) * math.sqrt((size - 1) / size)
         # Computes hypot(biased, _E), which ONNX lacks. Division by the longer side keeps the squares from overflow.
         longer = biased.clamp(min=_E)
