@@ -202,7 +202,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which backend ``op(*args, **kwargs)`` would run on, and why each other one would not.
 
     The operation is not run, no random numbers are drawn, and a cache stays as it is. A module's forward runs up to its
-    first operation of fastattn.
+    first operation of fastattn. What it changes until then stays changed: in training, ``spectral_norm`` of a parameter
+    that it reads advances its buffers.
 
     Args:
         op: a public function of fastattn, ``explain(fastattn.layer_norm, x, (512,))``, or a module built on them. The
