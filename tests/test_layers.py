@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
 # Layers, lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("fastattn._torch_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
+    ("fastattn._torch_private", "fastattn._triton_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
     ("fastattn.backends",),
     ("fastattn.ops",),
     ("fastattn.nn",),
@@ -87,12 +87,18 @@ def in_circles(arrows: dict) -> list:
     return sorted(left)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_private_parts_of_torch_are_in_one_module(path):
-    """Only _torch_private.py names private parts of torch. The check is by name: a private attribute of an object shows
-    only when it breaks."""
-    private = re.findall(r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*", path.read_text())
-    assert path.stem == "_torch_private" or not private
+PRIVATE = {
+    "_torch_private": r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*",
+    "_triton_private": r"from triton\.(?:compiler|runtime|backends)\b|JITFunction|\.(?:fn|constexprs)\b",
+}
+
+
+@pytest.mark.parametrize("module", PRIVATE)
+def test_private_parts_are_in_one_module(module):
+    """Only _torch_private.py names private parts of torch, and only _triton_private.py those of Triton. The check is by
+    name: a private attribute of an object shows only when it breaks."""
+    using = {path.stem for path in MODULES if re.search(PRIVATE[module], path.read_text())}
+    assert using == {module}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
