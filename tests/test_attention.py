@@ -23,6 +23,7 @@ from oracle import (
     visible,
 )
 from oracle import attention as exact
+from pairs import in_turn, pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -180,9 +181,11 @@ def test_reference_serves_float64_and_wide_heads():
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("shape", [(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)], ids=str)
-@pytest.mark.parametrize("mask", [None, "full", "expanded", *slow("keys", "queries")])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bool], ids=str)
+@pairwise(
+    shape=[(2, 2, 2, 0, 5, 8, 8), (2, 2, 2, 5, 0, 8, 8), (0, 2, 2, 3, 5, 8, 8)],
+    mask=[None, "full", "expanded", *slow("keys", "queries")],
+    kind=[torch.float32, torch.bool],
+)
 def test_empty(backend, shape, mask, kind):
     b, h, _, lq, lk, _, ev = shape
     sizes = {"full": (b, h, lq, lk), "keys": (b, 1, 1, lk), "queries": (1, h, lq, 1), "expanded": (1, 1, 1, lk)}
@@ -211,13 +214,15 @@ DIAGONALS = {"full": {}, "causal": {"is_causal": True}, "lower": {"is_causal": T
 WINDOWS = [(-1, -1), (6, 3), (0, -1), (-1, 5), (9, 0), (40, 0)]
 
 
-@pytest.mark.parametrize("queries", [21, *slow(7, 3)])
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("window", [*WINDOWS[:3], *slow(*WINDOWS[3:])], ids=str)
-@pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pairwise(
+    p=[0.0, 0.4],
+    lengths=[None, (43, 0, 18)],
+    window=[*WINDOWS[:3], *slow(*WINDOWS[3:])],
+    mask=MASKS,
+    diagonal=DIAGONALS,
+    queries=[21, *slow(7, 3)],
+)
 def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
     """Masks of every kind combine with either diagonal, key lengths, windows and dropout, in the output and all
     gradients."""
@@ -228,9 +233,7 @@ def test_masks_combine(backend, p, lengths, window, mask, diagonal, queries):
 
 
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
-@pytest.mark.parametrize("kind", MASKS)
+@pairwise(kind=MASKS, dtype=[torch.bfloat16, *slow(torch.float16)], diagonal=DIAGONALS)
 def test_masks_combine_in_16_bits(backend, kind, dtype, diagonal):
     query, key, value = operands((2, 4, 2, 37, 75, 64, 64), dtype)
     mask = MASKS[kind]((2, 4, 37, 75))
@@ -243,24 +246,26 @@ def test_masks_combine_in_16_bits(backend, kind, dtype, diagonal):
         check(query, key, value, mask, lse=False, **options)
 
 
+BROADCAST_MASKS = [
+    (1, 1, 1, 43),
+    (3, 1, 1, 43),
+    (1, 4, 21, 1),
+    (3, 4, 21, 43),
+    (3, 1, 21, 43),
+    (4, 1, 1),
+    (21, 43),
+    (1, 43),
+    (21, 1),
+    (43,),
+    (1,),
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 1, 1, 43),
-        (3, 1, 1, 43),
-        (1, 4, 21, 1),
-        (3, 4, 21, 43),
-        (3, 1, 21, 43),
-        (4, 1, 1),
-        (21, 43),
-        (1, 43),
-        (21, 1),
-        (43,),
-        (1,),
-    ],
+    ("shape", "kind"),
+    [*in_turn(BROADCAST_MASKS, [torch.bool]), *in_turn(BROADCAST_MASKS, [torch.float32, torch.bfloat16])],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.bfloat16], ids=str)
 def test_mask_broadcasts(backend, shape, kind):
     mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
     check(*operands((3, 4, 4, 21, 43, 8, 8), torch.bfloat16 if kind == torch.bfloat16 else torch.float32), mask)
@@ -553,11 +558,8 @@ EXCLUDING = {
 }
 
 
-@pytest.mark.parametrize("bad", [math.nan, *slow(math.inf, -math.inf)])
-@pytest.mark.parametrize("queries", [9, 2])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("kind", EXCLUDING)
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pairwise(kind=EXCLUDING, dtype=[*LOW[:2], *slow(LOW[2])], queries=[9, 2], bad=[math.nan, *slow(math.inf, -math.inf)])
 def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
     lengths = torch.tensor([37, 64])
     padding = (torch.arange(70) < lengths[:, None, None, None]).expand(2, 4, queries, 70)
@@ -761,13 +763,15 @@ def test_mask_that_leaves_one_key(backend, dtype):
     assert (grad_query.abs() <= 1e-6).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("window", [(-1, -1), (30, 17)], ids=str)
-@pytest.mark.parametrize("has_lengths", [False, True])
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pairwise(
+    has_lengths=[False, True],
+    window=[(-1, -1), (30, 17)],
+    diagonal=DIAGONALS,
+    kind=MASKS,
+    dtype=[*LOW[:2], *slow(LOW[2])],
+    p=[0.0, 0.3],
+)
 def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, diagonal, kind, dtype, p):
     """With V = identity the output is P: zero exactly where it is masked or dropped, and nowhere else."""
     b, h, lq, lk = (1, 2, 37, 75) if interpreted(backend) else (2, 4, 70, 113)
@@ -854,10 +858,7 @@ def test_seeds_are_drawn_from_torchs_generator(backend):
 
 
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pairwise(p=[0.0, 0.3], kind=MASKS, diagonal=DIAGONALS, dtype=LOW)
 def test_attention_weights(backend, p, kind, diagonal, dtype):
     query, key, value = operands((2, 4, 2, 37, 75, 16, 8), dtype)
     mask = MASKS[kind]((2, 4, 37, 75))
@@ -1097,20 +1098,23 @@ def test_any_problem(backend, problem):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("e", [*range(1, 34), 47, 48, 49, 63, 65, 79, 80, 127, 129, 160, 191, 224, 255])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(
+    ("e", "dtype"),
+    in_turn([*range(1, 34), 47, 48, 49, 63, 65, 79, 80, 127, 129, 160, 191, 224, 255], LOW),
+    ids=str,
+)
 def test_every_head_size(backend, dtype, e):
     check(*operands((1, 2, 1, 35, 70, e, max(1, e - 3)), dtype), is_causal=True, enable_gqa=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lq", "lk"),
-    list(itertools.product([1, 2, 7, 8, 15, 16, 17, 31, 48, 49, 96], [1, 7, 31, 32, 33, 48, 63, 64, 65, 97, 512])),
+@pairwise(
+    diagonal=DIAGONALS,
+    p=[0.0, 0.5],
+    dtype=LOW[:2],
+    lq=[1, 2, 7, 8, 15, 16, 17, 31, 48, 49, 96],
+    lk=[1, 7, 31, 32, 33, 48, 63, 64, 65, 97, 512],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("diagonal", DIAGONALS)
 def test_every_tile_edge(backend, diagonal, p, dtype, lq, lk):
     tensors = operands((1, 1, 1, lq, lk, 16, 16), dtype)
     masks = {"attn_mask": torch.randn(lq, lk) > 0, "window_size": (5, 40)}
