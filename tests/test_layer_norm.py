@@ -19,6 +19,7 @@ from oracle import (
 )
 from oracle import dropout_add_layer_norm as exact_fused
 from oracle import layer_norm as exact
+from pairs import in_turn, pairwise
 
 import fastattn
 from fastattn import dropout_add_layer_norm, layer_norm
@@ -106,7 +107,7 @@ SHAPES = [
 
 
 OPERATIONS = pytest.mark.parametrize("operation", ["layer_norm", "dropout_add_layer_norm"])
-AFFINE = pytest.mark.parametrize("kind", ["", "w", "b", "wb"], ids=["plain", "weight", "bias", "weight and bias"])
+AFFINE = [pytest.param("", id="plain"), "w", "b", "wb"]
 
 
 @pytest.mark.representative
@@ -120,10 +121,9 @@ def test_gradients_of_large_constant_rows(backend, columns):
     torch.testing.assert_close(grad, wanted.float(), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "normalized"), SHAPES, ids=str)
-@AFFINE
-def test_shapes(backend, kind, shape, normalized, dtype):
+@pairwise(sizes=SHAPES, kind=AFFINE, dtype=DTYPES)
+def test_shapes(backend, sizes, kind, dtype):
+    shape, normalized = sizes
     check(torch.randn(shape).to(dtype), normalized, *affine(normalized, kind, dtype))
 
 
@@ -140,8 +140,11 @@ def test_any_eps(eps, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    in_turn([*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536], DTYPES),
+    ids=str,
+)
 def test_every_width(backend, dtype, columns):
     rows = 5 if columns < 2**14 else 2
     parameters = affine((columns,), "wb", dtype)
@@ -149,8 +152,7 @@ def test_every_width(backend, dtype, columns):
     check_fused(torch.randn(rows, columns).to(dtype), torch.randn(rows, columns), *parameters, p=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@AFFINE
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(["", "w", "b", "wb"], DTYPES[1:]), ids=str)
 def test_weights_of_another_dtype(backend, kind, dtype):
     """16-bit activations take float32 weights, and the reverse. Weight gradients have the weight's dtype."""
     check(torch.randn(33, 85).to(dtype), (85,), *affine((85,), kind, torch.float32))
@@ -342,21 +344,19 @@ def test_layout_of_two_normalized_dimensions(backend):
     check(torch.randn(6, 10, 66).permute(2, 0, 1), (6, 10), torch.randn(10, 6).T)
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pairwise(
+    dtypes=[
         *((d, d) for d in DTYPES),
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float32),
         (torch.float32, torch.bfloat16),
     ],
-    ids=str,
+    shape=[(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)],
+    p=[0.0, 0.1, *slow(0.7)],
+    kind=AFFINE,
 )
-@pytest.mark.parametrize("p", [0.0, 0.1, *slow(0.7)])
-@pytest.mark.parametrize("shape", [(1, 1), (9, 33), (40,), (2, 3, 17, 85), (0, 5)], ids=str)
-@pytest.mark.parametrize("kind", ["", *slow("w", "b"), "wb"])
-@pytest.mark.parametrize("backend", KERNELS, indirect=True)
-def test_fused(backend, kind, shape, p, dtypes):
+def test_fused(backend, dtypes, shape, p, kind):
     """Fused dropout + residual + LayerNorm is accurate with and without the sum, for dtypes mixed as under autocast."""
     input, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
     check_fused(input, residual, *affine(shape[-1:], kind, torch.float32), p=p)
