@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SizesOfTerms, assert_accurate, assert_reference_alone_differentiates_twice, gradients, largest
 from oracle import softmax_dropout as exact
+from pairs import in_turn, pairwise
 
 import fastattn
 from fastattn import softmax_dropout
@@ -34,25 +35,27 @@ def check(input, attn_mask=None, **options):
     return ours
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (1,),
-        (70,),
-        (1, 1),
-        (9, 1),
-        (3, 17),
-        (5, 33),
-        (2, 3, 64),
-        (2, 3, 16, 129),
-        (2, 2, 2, 7, 40),
-        (3, 1000),
-        (2, 4097),
-        (1, 0),
-        (0, 5),
-        (2, 0, 3, 4),
-    ],
+    ("shape", "dtype"),
+    in_turn(
+        [
+            (1,),
+            (70,),
+            (1, 1),
+            (9, 1),
+            (3, 17),
+            (5, 33),
+            (2, 3, 64),
+            (2, 3, 16, 129),
+            (2, 2, 2, 7, 40),
+            (3, 1000),
+            (2, 4097),
+            (1, 0),
+            (0, 5),
+            (2, 0, 3, 4),
+        ],
+        DTYPES,
+    ),
     ids=str,
 )
 def test_shapes(backend, shape, dtype):
@@ -77,8 +80,11 @@ def test_small_exponentials_are_as_exact_as_large_ones(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    in_turn([*range(1, 66), 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536], DTYPES),
+    ids=str,
+)
 def test_every_width(backend, dtype, columns):
     check(torch.randn(3, columns).to(dtype), dropout_p=0.2, seed=SEED)
 
@@ -94,12 +100,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("scale", [*slow(1.0), 0.3])
-def test_masks(backend, scale, p, causal, mask, dtype):
+@pairwise(mask=MASKS, dtype=DTYPES, causal=[False, True], p=[0.0, 0.4], scale=[1.0, 0.3])
+def test_masks(backend, mask, dtype, causal, p, scale):
     """Every kind of mask, with and without causal, scale and dropout, has the oracle's results, gradients and exact
     zero pattern."""
     input = torch.randn(2, 3, 21, 43).to(dtype)
@@ -112,7 +114,7 @@ def test_masks(backend, scale, p, causal, mask, dtype):
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, *slow(torch.float32)], ids=str)
 @pytest.mark.parametrize("part", ["dense", "offset", "broadcast", "middle of a word", "one column"])
 def test_masks_read_in_words(backend, part, kind):
     """Dense rows of a multiple of eight columns are read in words, also if they are broadcast or begin within a
