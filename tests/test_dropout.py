@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oracle import dropout as exact
 from oracle import dropout_mask as exact_mask
 from oracle import dropout_values, gradients, philox4x32, threshold
+from pairs import in_turn
 
 import fastattn
 from fastattn import dropout, dropout_mask, scaled_dot_product_attention, softmax_dropout
@@ -45,10 +46,9 @@ def test_oracle_tile():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16, 17, 33])
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 16, 24, 31, 32, 33, 40, 65, 129])
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_mask_at_tile_edges(backend, p, columns, rows):
-    assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
+def test_mask_at_tile_edges(backend, rows):
+    for columns, p in itertools.product([1, 7, 8, 9, 16, 24, 31, 32, 33, 40, 65, 129], [0.1, 0.5]):
+        assert torch.equal(dropout_mask((3, rows, columns), p, SEED), exact_mask((3, rows, columns), p, SEED))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (50,), (0,), (3, 0), (0, 3), (2, 3, 4, 5), (5, 1, 33)], ids=str)
@@ -128,8 +128,11 @@ def test_realised_rate_and_independence():
         check(mask & dropout_mask(shape, p, other), keep * keep)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1,), (77,), (9, 65), (3, 17, 33), (2, 3, 8, 40), (0, 4), (2, 2, 2, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    in_turn([(1,), (77,), (9, 65), (3, 17, 33), (2, 3, 8, 40), (0, 4), (2, 2, 2, 3, 5)], DTYPES),
+    ids=str,
+)
 def test_matches_the_formula(backend, shape, dtype):
     input = torch.randn(shape).to(dtype)
     (out,), (grad,) = gradients(lambda t: dropout(t, 0.3, seed=SEED), (input,))
