@@ -65,13 +65,12 @@ def imports(path: Path) -> set[str]:
 
 
 NAMES = {module_name(path) for path in MODULES}
+IMPORTS = {module_name(path): imports(path) for path in MODULES}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_imports_go_down(path):
-    name = module_name(path)
-    up = {other for other in imports(path) if other in NAMES and layer(other) > layer(name)}
-    assert not up, f"{name} imports from a layer above its own: {sorted(up)}"
+def test_imports_go_down():
+    up = {(name, other) for name in IMPORTS for other in IMPORTS[name] & NAMES if layer(other) > layer(name)}
+    assert not up, f"these import from a layer above their own: {sorted(up)}"
 
 
 def in_circles(arrows: dict) -> list:
@@ -101,18 +100,22 @@ def test_private_parts_are_in_one_module(module):
     assert using == {module}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_backends_are_reached_through_their_table(path):
+def test_backends_are_reached_through_their_table():
     """Only fastattn.backends reaches into a backend. Code that several backends or the ops need is in fastattn/backends
     itself."""
     inside = {f"fastattn.backends.{name}" for name in TABLE}
-    own = {name for name in inside if f"{module_name(path)}.".startswith(f"{name}.")}
-    reached = {name for name in inside - own for other in imports(path) if f"{other}.".startswith(f"{name}.")}
-    assert not reached or module_name(path) == "fastattn.backends"
+    reached = {
+        (module, name)
+        for module in NAMES - {"fastattn.backends"}
+        for name in inside
+        if not f"{module}.".startswith(f"{name}.")
+        and any(f"{other}.".startswith(f"{name}.") for other in IMPORTS[module])
+    }
+    assert not reached
 
 
 def test_imports_have_no_circle():
-    assert not in_circles({module_name(path): imports(path) & NAMES for path in MODULES})
+    assert not in_circles({name: wanted & NAMES for name, wanted in IMPORTS.items()})
 
 
 def test_circles_are_found():
@@ -145,11 +148,9 @@ def folder_of(path: Path) -> str:
     return path.relative_to(ROOT / "csrc").parts[0]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT / "csrc").as_posix())
-def test_includes_go_down(path):
-    folder = folder_of(path)
-    up = {f for f in map(folder_of, SOURCES[path]) if f != folder and FOLDERS[f] >= FOLDERS[folder]}
-    assert not up, f"{path} includes from {sorted(up)}"
+def test_includes_go_down():
+    pairs = {(folder_of(path), folder_of(other)) for path in SOURCES for other in SOURCES[path]}
+    assert all(folder == other or FOLDERS[other] < FOLDERS[folder] for folder, other in pairs), pairs
 
 
 def test_includes_have_no_circle():
@@ -157,12 +158,12 @@ def test_includes_have_no_circle():
     assert not in_circles(SOURCES)
 
 
-def test_imports_are_read_right(tmp_path):
+def test_imports_are_read_right():
     """The reader of imports, which the tests above use, understands every form of an import."""
     assert layer("fastattn.ops.attention") == 2
     assert layer("fastattn") == 5
-    assert "fastattn.backends.native" in imports(ROOT / "fastattn/info.py")
-    assert "fastattn.ops.attention" in imports(ROOT / "fastattn/nn/attention.py")
+    assert "fastattn.backends.native" in IMPORTS["fastattn.info"]
+    assert "fastattn.ops.attention" in IMPORTS["fastattn.nn.attention"]
 
 
 def test_every_module_serves_users():
@@ -173,7 +174,7 @@ def test_every_module_serves_users():
     reached: set[str] = set()
     while entries:
         reached |= entries
-        entries = {name for path in MODULES if module_name(path) in entries for name in imports(path) & NAMES} - reached
+        entries = {name for module in entries for name in IMPORTS[module] & NAMES} - reached
     idle = {name for name in NAMES - reached if not any(other.startswith(f"{name}.") for other in reached)}
     assert not idle, f"nothing that a user starts imports {sorted(idle)}"
 
@@ -200,32 +201,24 @@ def test_torch_headers_only_in_bindings():
     assert including == {"bindings/cuda.h", "bindings/tensors.h", "tests/emulation/torch.cpp"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for folder in ("common", "cpu") for path in sorted((ROOT / "csrc" / folder).glob("*"))],
-    ids=lambda path: f"{path.parent.name}/{path.name}",
-)
-def test_kernels_use_c_headers_only(path):
+def test_kernels_use_c_headers_only():
     """Kernels include only C headers.
 
     Code for a wide instruction set must not contain a template of the standard library. The linker could choose that
     copy for everyone, and an older machine would meet an illegal instruction."""
     allowed = {"stddef.h", "stdint.h", "string.h", "math.h", "float.h", "limits.h", "immintrin.h", "arm_neon.h"}
-    if path.stem != "dispatch":
-        system = set(re.findall(r"#include\s*<([^>]+)>", path.read_text()))
-        assert system <= allowed
-
-
-def test_a_process_of_its_own_imports_what_is_tested(python):
-    """A separate process imports the tested fastattn. The checkout in which pytest started may have no compiled
-    kernels."""
-    assert python("import fastattn; print(fastattn.__file__)") == f"{fastattn.__file__}\n"
+    kernels = {path for path in SOURCES if folder_of(path) in ("common", "cpu") and path.stem != "dispatch"}
+    for path in kernels:
+        assert set(re.findall(r"#include\s*<([^>]+)>", path.read_text())) <= allowed, path
 
 
 @pytest.mark.torch_version
 def test_import_is_light(python):
-    """`import fastattn` initialises no CUDA, imports neither Triton nor DTensor, and needs none of the extras."""
-    python("""
+    """`import fastattn` initialises no CUDA, imports neither Triton nor DTensor, and needs none of the extras.
+
+    A separate process imports the tested fastattn. The checkout in which pytest started may have no compiled
+    kernels."""
+    found = python("""
         import sys
         import torch
         before = set(sys.modules)
@@ -239,4 +232,6 @@ def test_import_is_light(python):
         import fastattn
         import fastattn.integrations.huggingface
         import fastattn.nn
+        print(fastattn.__file__)
     """)
+    assert found == f"{fastattn.__file__}\n"
