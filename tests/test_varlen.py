@@ -17,6 +17,7 @@ from oracle import (
     largest,
     varlen_attention,
 )
+from pairs import pairwise
 
 import fastattn
 from fastattn import scaled_dot_product_attention, varlen_attn
@@ -54,11 +55,8 @@ def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options
 
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.torch_version
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (4, 2, 59, 24), (3, 1, 64, 64)], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
+@pairwise(
+    options=[
         {},
         {"is_causal": True},
         {"window_size": (-1, 0)},
@@ -66,7 +64,8 @@ def check(query, key, value, queries, keys, *, max_q=None, max_k=None, **options
         {"is_causal": True, "window_size": (6, -1), "scale": -0.3},
         {"is_causal": True, "dropout_p": 0.4},
     ],
-    ids=str,
+    heads=[(2, 2, 16, 16), (4, 2, 59, 24), (3, 1, 64, 64)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
 )
 def test_matches_each_sequence_alone(backend, options, heads, dtype):
     hq, hk, e, ev = heads
