@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_accurate
 from oracle import attention as exact
+from pairs import in_turn, pairwise
 from test_attention import (
     DIAGONALS,
     MASKS,
@@ -95,26 +96,31 @@ def test_shapes(shape, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", range(1, 17))
-@pytest.mark.parametrize("queries", [1, 2, 3, 9, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pairwise(group=range(1, 17), queries=[1, 2, 3, 9, 16], dtype=[torch.float32, torch.bfloat16])
 def test_groups(group, queries, dtype):
     check(*operands((1, group, 1, queries, 35, 8, 8), dtype), is_causal=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("e", [*range(1, 18), 31, 33, 56, 63, 65, 80, 120, 127, 129, 160, 191, 224, 255])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(
+    ("e", "dtype"),
+    in_turn(
+        [*range(1, 18), 31, 33, 56, 63, 65, 80, 120, 127, 129, 160, 191, 224, 255], [torch.float32, torch.bfloat16]
+    ),
+    ids=str,
+)
 def test_every_head_size(e, dtype):
     check(*operands((1, 2, 1, 3, 70, e, max(1, e - 3)), dtype), is_causal=True)
     check(*operands((1, 2, 1, 3, 70, max(1, e - 7), e), dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("window", WINDOWS[::2], ids=str)
-@pytest.mark.parametrize("lengths", [None, (43, 0, 18)], ids=str)
+@pairwise(
+    lengths=[None, (43, 0, 18)],
+    window=WINDOWS[::2],
+    mask=MASKS,
+    diagonal=DIAGONALS,
+    dtype=[torch.float32, *slow(torch.bfloat16)],
+)
 def test_masks_combine(lengths, window, mask, diagonal, dtype):
     tensors = operands((3, 4, 2, 9, 43, 16, 24), dtype)
     lengths = None if lengths is None else torch.tensor(lengths)
