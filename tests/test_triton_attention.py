@@ -10,6 +10,7 @@ import torch
 from conftest import require, slow
 from oracle import attention as exact
 from oracle import visible
+from pairs import pairwise
 from test_attention import check
 
 require("triton", allow_module_level=True)
@@ -61,9 +62,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("keys_own", [*slow(False), True])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("window", [(-1, -1), (70, 10)])
+@pairwise(mask=MASKS, window=[(-1, -1), (70, 10)], keys_own=[*slow(False), True])
 def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
     """Each visible pair is in a listed tile, full tiles hide nothing, no listed tile's mask hides everything."""
     b, h, m, n = 2, 2, 100, 300
@@ -122,23 +121,17 @@ def _tiles_of(
         tl.store(parts + 2 * (tile * count + other) + 1, every)
 
 
-@pytest.mark.parametrize("keys_own", [*slow(False), True])
-@pytest.mark.parametrize("lower_right", [False, True])
-@pytest.mark.parametrize(("m", "n", "length"), [(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)])
-@pytest.mark.parametrize(
-    "window",
-    [
-        (-1, -1),
-        (-1, 0),
-        (20, 45),
-        *slow((40, 0), (0, -1), (0, 0), (63, 31)),
-    ],
-    ids=str,
+@pairwise(
+    window=[(-1, -1), (-1, 0), (20, 45), *slow((40, 0), (0, -1), (0, 0), (63, 31))],
+    sizes=[(100, 75, 75), (37, 150, 130), (64, 96, 0), (1, 33, 33), (90, 40, 7)],
+    lower_right=[False, True],
+    keys_own=[*slow(False), True],
 )
-def test_tiles_that_a_window_leaves(window, m, n, length, lower_right, keys_own):
+def test_tiles_that_a_window_leaves(window, sizes, lower_right, keys_own):
     """The ranges of tiles agree with a mask of all pairs. A tile is full iff it exists and each of its pairs with the
     existing part of the owned tile is visible, however ragged that is. No tile of a visible pair is missing."""
     size, block = 32, 16
+    m, n, length = sizes
     own_count, other_count, other_end = (n, m, m) if keys_own else (m, n, length)
     pairs = visible(
         (1, 1, m, n), None, window_size=window, key_lengths=torch.tensor([length]),
