@@ -78,23 +78,20 @@ CHANGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["in place", "through numpy"])
 @pytest.mark.parametrize("case", CHANGED)
-def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case, how):
+def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case):
     """The gradient is that of the argument at the call. Autograd does not notice a change through numpy, and torch's
     function is safe because it copies a mask."""
     call, argument, change = CHANGED[case]
     leaf = operand(1, L, L, E)
-    changed = argument.clone()
     (wanted,) = torch.autograd.grad(call(argument)(leaf).square().sum(), leaf)
-    out = call(changed)(leaf)
-    if how == "in place":
-        changed.copy_(change(changed))
-    else:
-        np.copyto(changed.numpy(), change(changed).numpy())
-    (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-    assert torch.equal(grad, wanted)
-    assert not torch.equal(changed, argument)
+    for copy in (torch.Tensor.copy_, lambda changed, new: np.copyto(changed.numpy(), new.numpy())):
+        changed = argument.clone()
+        out = call(changed)(leaf)
+        copy(changed, change(changed))
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        assert torch.equal(grad, wanted)
+        assert not torch.equal(changed, argument)
 
 
 @pytest.mark.parametrize("case", CHANGED)
