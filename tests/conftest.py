@@ -52,6 +52,7 @@ BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa i
 # Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
 KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
 CUDA_TESTS = ("test_dropout", "test_large", "test_layer_norm", "test_softmax_dropout")
+KERNEL_TESTS = (*CUDA_TESTS, "test_attention", "test_varlen")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
@@ -106,12 +107,17 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark what is slow. Triton's interpreter and the emulation of CUDA take milliseconds per program, so by default
-    only tests marked `representative` run on them. The cuda backend runs only the tests of the row operations."""
+    only tests marked `representative` run on them. The cuda backend runs only the tests of the row operations, and
+    instruction sets other than the best one run only the tests of kernels."""
 
     def backend_of(item):
-        return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        return item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
 
-    items[:] = [item for item in items if backend_of(item) != "cuda" or item.module.__name__ in CUDA_TESTS]
+    def serves(item):
+        of_some = {"cuda": CUDA_TESTS, "cpu:": KERNEL_TESTS}.get(backend_of(item)[:4])
+        return of_some is None or item.module.__name__ in of_some
+
+    items[:] = [item for item in items if serves(item)]
     for item in items:
         name = backend_of(item)
         if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
