@@ -211,7 +211,7 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
         path = tmp_path / "cuda" / file
         path.write_text(planted(path, lines, fault))
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
-    program = [sys.executable, ROOT / "tools/planted_faults_cuda.py", library, operation]
+    program = [sys.executable, ROOT / "tests/planted_faults_cuda.py", library, operation]
     tested = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
     done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=tested)
     if found is None:

@@ -30,7 +30,7 @@ from fastattn import backends
 from fastattn.integrations import registry
 from fastattn.integrations.registry import handle
 from fastattn.ops import attention
-from fastattn.ops.check import ARGUMENT_ERRORS, new_seeds
+from fastattn.ops.check import ARGUMENT_ERRORS, new_seed
 
 pytestmark = pytest.mark.torch_version
 
@@ -167,7 +167,7 @@ def dropped(sdpa=F.scaled_dot_product_attention):
 def mask():
     """Return the weights kept by the first seed that is drawn after `dropped` has set torch's seed."""
     torch.manual_seed(5)
-    return fastattn.dropout_mask(SHAPE, P, new_seeds((2,), torch.device("cpu")))
+    return fastattn.dropout_mask(SHAPE, P, new_seed(torch.device("cpu")))
 
 
 CONTEXTS = {"autograd": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}

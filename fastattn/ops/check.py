@@ -159,7 +159,7 @@ def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tens
     """Return the seed for this threshold: the caller's, one from torch's default generator, or None for threshold 0."""
     if threshold == 0:
         return None
-    return new_seeds((2,), device) if seed is None else owned(seed)
+    return new_seed(device) if seed is None else owned(seed)
 
 
 def owned(given: Tensor) -> Tensor:
@@ -181,9 +181,9 @@ def expanded_clone(tensor: Tensor) -> Tensor:
     return kept.clone().expand(tensor.shape)
 
 
-def new_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Draw int64 seeds from torch's default generator of ``device``, by one ordinary random op."""
-    return torch.randint(-(2**63), 2**63 - 1, shape, dtype=torch.int64, device=device)
+def new_seed(device: torch.device) -> Tensor:
+    """Draw an int64 seed (2,) from torch's default generator of ``device``, by one ordinary random op."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def window(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastattn.backends.common import stat_dtype
 from fastattn.backends.schema import SoftmaxDropoutArgs
 from fastattn.errors import InputError, require
 from fastattn.ops.softmax_dropout import softmax_dropout_op
@@ -69,7 +68,7 @@ def loss_of(model: Transformer, features: Tensor, labels: Tensor, smoothing: flo
     if projection is not None:
         return smoothed_loss(*projection, labels, smoothing, pad_id, model.fixed_id)
     logits = model.logits(features)
-    logits = logits.to(stat_dtype(logits.dtype))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     of_rows = functools.partial(F.cross_entropy, target=labels, ignore_index=pad_id, reduction="none")
     loss = of_rows(logits, label_smoothing=smoothing).double().sum()
     with torch.no_grad():
@@ -91,7 +90,7 @@ class _SmoothedLoss(torch.autograd.Function):
     def forward(ctx, features, weight, bias, labels, smoothing, pad_id, fixed_id, recorded):
         device, pieces = features.device.type, weight.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-        sums, uniform = stat_dtype(dtype), smoothing / pieces
+        sums, uniform = torch.promote_types(dtype, torch.float32), smoothing / pieces
         is_padding = labels == pad_id
         # Rows of padding are 0, so that they add nothing to the weight's gradient.
         x, w = features.to(dtype).masked_fill(is_padding[:, None], 0.0), weight.to(dtype)

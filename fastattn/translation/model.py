@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from fastattn._torch_private import is_plain_linear
 from fastattn.errors import InputError
 from fastattn.nn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention
-from fastattn.ops import check
 from fastattn.translation.config import TransformerConfig
 
 
@@ -330,7 +329,7 @@ class Transformer(nn.Module):
         if not self.training or not any(rates):
             return itertools.repeat(None)
         if seeds is None:
-            seeds = check.new_seeds((self.dropout_sites, 2), device)
+            seeds = torch.randint(-(2**63), 2**63 - 1, (self.dropout_sites, 2), device=device)
         elif not isinstance(seeds, Tensor) or seeds.shape != (self.dropout_sites, 2):
             given = f"shape {tuple(seeds.shape)}" if isinstance(seeds, Tensor) else f"type {type(seeds).__name__}"
             raise ValueError(f"seeds has {given}, expected a tensor of shape {(self.dropout_sites, 2)}")

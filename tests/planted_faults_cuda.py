@@ -5,10 +5,10 @@ with an error if the results differ or the emulation finds a fault.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 
+from emulation import load
 from fastattn.backends import reference
 from fastattn.backends.schema import (
     AttentionArgs,
@@ -18,9 +18,6 @@ from fastattn.backends.schema import (
     SoftmaxDropoutArgs,
     SoftmaxDropoutBackwardArgs,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from emulation import load
 
 SEED, THRESHOLD = torch.tensor([4, 5]), 20000
 
