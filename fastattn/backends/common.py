@@ -110,12 +110,17 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-def device_of(args: AnyArgs) -> torch.device:
-    """Return the device of a record: that of its first tensor."""
-    for arg in args:
+def first_tensor(args: AnyArgs) -> Tensor:
+    """Return a record's first tensor: the input or the gradient of the output; for ``DropoutMaskArgs`` the seed."""
+    for arg in args:  # not a generator, which compilers may not trace
         if isinstance(arg, Tensor):
-            return arg.device
-    raise TypeError("a backend function's operands include a tensor")
+            return arg
+    raise TypeError("a record holds a tensor")
+
+
+def device_of(args: AnyArgs) -> torch.device:
+    """Return the device of a record's tensors."""
+    return first_tensor(args).device
 
 
 def forward_of(args: AnyArgs) -> AnyArgs:

@@ -8,7 +8,7 @@ import torch
 
 from fastattn._torch_private import is_transformed
 from fastattn.backends import native
-from fastattn.backends.common import capability, common_refusal, device_of, is_recorded
+from fastattn.backends.common import capability, common_refusal, device_of, first_tensor, is_recorded
 from fastattn.backends.schema import AnyArgs, AttentionArgs, DropoutMaskArgs
 
 DEVICE = "cuda"
@@ -35,7 +35,7 @@ def is_bound_by_host(args: AnyArgs) -> bool:
         return args.key.nbytes + args.value.nbytes < SMALL_CACHE
     if isinstance(args, DropoutMaskArgs):  # one byte per element
         return math.prod(args.shape) < SMALL_ROWS
-    return args[0].nbytes < SMALL_ROWS  # the input or the output's gradient
+    return first_tensor(args).nbytes < SMALL_ROWS
 
 
 def refusal(op: str, args: AnyArgs) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,19 +25,25 @@ from fastattn.backends.schema import (
 )
 from fastattn.backends.visibility import add_mask, blind_queries, softmax, unused_keys, visibility
 
+Args = TypeVar("Args", AttentionArgs, AttentionBackwardArgs)
+Others = ParamSpec("Others")
+Result = TypeVar("Result")
+
 # Elements of P that a CPU computes at a time, so that its cache holds them over the passes.
 CACHED = 2**19
 # Bound of a log-sum-exp: below it the float64 value is exact to 1e-13, and so is P recomputed from it.
 LARGEST_LSE = 2.0**10
 
 
-def _in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_own_dtype(
+    function: Callable[Concatenate[Args, Others], Result],
+) -> Callable[Concatenate[Args, Others], Result]:
     """Decorate a function so that its products stay in float32, which autocast would run in 16 bits."""
 
     @functools.wraps(function)
-    def run(args: Any, *others: Any) -> Any:
+    def run(args: Args, /, *others: Others.args, **named: Others.kwargs) -> Result:
         with without_autocast(device_of(args)):
-            return function(args, *others)
+            return function(args, *others, **named)
 
     return run
 
