@@ -9,12 +9,25 @@
 // float32; keys and values have dtype T and stay where they lie. A call serves at most one block of kBlockN keys.
 #pragma once
 #include "pack.h"
+#include "sequence.h"
 
 namespace fastattn {
 namespace {
 
 constexpr int kFewQueries = kLanes < 16 ? 6 : 8;  // Most queries per head. They would leave most of a panel empty.
 constexpr int kRowsAtOnce = kLanes < 16 ? 2 : 4;  // Register blocking: rows that share each load of keys and values.
+
+// The rows of a task: the queries of the first head that shares the key/value head, those of the next one, and so on.
+struct QueryRows {
+  int64_t first_head, seqlen_q;
+  int count;
+
+  QueryRows(const Attention& a, const Sequence& s, int64_t kv_head)
+      : first_head(kv_head * group_of(a)), seqlen_q(s.seqlen_q), count((int)(group_of(a) * s.seqlen_q)) {}
+
+  int64_t head(int r) const { return first_head + r / seqlen_q; }
+  int64_t query(int r) const { return r % seqlen_q; }
+};
 
 // Prefetch a row, which callers do one block of keys ahead. A cache of keys and values is read once, faster than the
 // hardware prefetcher follows.

@@ -23,10 +23,9 @@ struct BlockMask {
     panels = none || a.mask.rows == 1 ? 1 : ceil_div(a.seqlen_q, kBlockM);
     keys = a.seqlen_k;
     blocks = ceil_div(keys, kBlockN);
-    coverage = arena->take<Coverage>(masks * panels * blocks);
-    count = arena->take<uint8_t>(masks * panels * blocks);
-    visible = arena->take<uint8_t>(masks * keys);
-    hidden = arena->take<uint8_t>(masks * blocks);
+    arena->take(masks * panels * blocks, &coverage, &count);
+    arena->take(masks * keys, &visible);
+    arena->take(masks * blocks, &hidden);
   }
 
   static int64_t index(const Mask& m, int64_t batch, int64_t head) {
@@ -86,6 +85,27 @@ FASTATTN_INLINE const uint8_t* visible_row(const Mask& m, int64_t offset, int n,
   load_mask_row(m, offset, n, value);
   for (int i = 0; i < n; ++i) buffer[i] = value[i] != -kInfinity;
   return buffer;
+}
+
+// Add the mask and write -inf to the scores, scaled already, of one query and the keys [key, key + keys).
+inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
+                     float* score) {
+  const Mask& m = a.mask;
+  const int64_t offset = mask_offset(m, s.index, head, query, key);
+  if (m.data && m.dtype == Dtype::boolean) {
+    uint8_t buffer[kBlockN];
+    const uint8_t* visible = visible_row(m, offset, keys, buffer);
+    for (int j = 0; j < keys; ++j) score[j] = visible[j] ? score[j] : -kInfinity;
+  } else if (m.data) {
+    float value[kBlockN];
+    load_mask_row(m, offset, keys, value);
+    for (int j = 0; j < keys; ++j)
+      score[j] = value[j] == -kInfinity ? -kInfinity : kLowest > score[j] + value[j] ? kLowest : score[j] + value[j];
+  }
+  const int first = (int)max(min(s.begin(query) - key, keys), 0);
+  const int last = (int)max(min(s.end(query) - key, keys), 0);
+  for (int j = 0; j < first; ++j) score[j] = -kInfinity;
+  for (int j = last; j < keys; ++j) score[j] = -kInfinity;
 }
 
 void BlockMask::read(const Attention& a, const Parallel& parallel, int workers) const {

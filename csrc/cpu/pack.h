@@ -74,8 +74,19 @@ FASTATTN_INLINE void clear_row(Unit* to, int64_t width) {
   memset((void*)to, 0, (size_t)width * sizeof *to);
 }
 
-// Pack rows 2 i and 2 i + 1 as row i of pairs. Rows beyond `rows` become 0, and rows that are not visible; a null
-// `visible` means that all are.
+// Copy rows as units. Rows that are not visible become 0; a null `visible` means that all are.
+template <class T, class Unit>
+FASTATTN_INLINE void pack_rows(const T* from, int64_t stride, int rows, int length, Unit* to, int64_t width,
+                               const uint8_t* visible) {
+  for (int i = 0; i < rows; ++i, from += stride, to += width) {
+    if (!visible || visible[i])
+      pack_row(from, length, to, width);
+    else
+      clear_row(to, width);
+  }
+}
+
+// Pack rows 2 i and 2 i + 1 as row i of pairs. Rows beyond `rows` become 0, and rows that are not visible.
 FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, int length, Pair* to, int64_t width,
                                 const uint8_t* visible) {
   for (int row = 0; row < rows; row += 2, to += width) {

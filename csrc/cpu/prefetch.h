@@ -23,10 +23,11 @@ struct Prefetcher {
     return max(a.seqlen_q, a.seqlen_k) * (a.head_dim + a.value_head_dim) * (int64_t)sizeof(T) <= kMaxBytes;
   }
 
+  // Add `rows` rows of `length` elements. `first` is the first row, `row` the stride in elements.
   template <class T>
-  void add(const Heads& heads, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t length) {
-    const char* data = (const char*)row_pointer<T>(heads, batch, head, first);
-    const int64_t stride = heads.row * (int64_t)sizeof(T), bytes = length * (int64_t)sizeof(T);
+  void add(const T* first, int64_t row, int64_t rows, int64_t length) {
+    const char* data = (const char*)first;
+    const int64_t stride = row * (int64_t)sizeof(T), bytes = length * (int64_t)sizeof(T);
     operand[left++] = stride == bytes ? Operand{data, 0, 1, rows * bytes} : Operand{data, stride, rows, bytes};
   }
 

@@ -138,29 +138,31 @@ enum class Beta { zero, vector, one };
 struct Matrix {
   const char* data;
   int64_t stride;
+
+  template <class Element>
+  Matrix(const Element* data, int64_t stride) : data((const char*)data), stride(stride * (int64_t)sizeof(Element)) {}
 };
 
-// C = A B + beta C. Strides of B and C are in units.
+// C = A B + beta C. The stride of B and C is in units.
 template <class Unit>
 struct Product {
   int rows, depth;
   Matrix a;
   const Unit* b;
-  int64_t b_stride;
   float* c;
-  int64_t c_stride;
+  int64_t stride;
   const float* beta = nullptr;  // (columns), for Beta::vector
 
   FASTATTN_INLINE void advance(int count, int64_t a_step) {
     rows -= count;
     a.data += count * a_step;
-    c += count * c_stride;
+    c += count * stride;
   }
 };
 
 template <Beta beta, class Unit>
 FASTATTN_INLINE void epilogue(const Product<Unit>& p, vf sum, int m, int n) {
-  float* c = p.c + m * p.c_stride + n * kLanes;
+  float* c = p.c + m * p.stride + n * kLanes;
   if constexpr (beta == Beta::zero) store(c, sum);
   if constexpr (beta == Beta::vector) store(c, fma(load(c), load(p.beta + n * kLanes), sum));
   if constexpr (beta == Beta::one) store(c, load(c) + sum);
@@ -189,7 +191,7 @@ FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
       for (int n = 0; n < N; ++n) sum[m][n] = multiply_add(left, right[n], sum[m][n], Unit{});
     }
     if constexpr (by_columns) row[0] += p.a.stride;
-    b += p.b_stride;
+    b += p.stride;
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -201,27 +203,27 @@ FASTATTN_INLINE void microkernel(const Product<Unit>& p) {
 // summation error of a chunk.
 template <int M, int N, bool clear>
 FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
-  const int64_t b_bytes = p.b_stride * (int64_t)sizeof(Pair), c_bytes = p.c_stride * (int64_t)sizeof(float);
-  float *right = p.c + kLanes, *below = p.c + kLanes * p.c_stride;
+  const int64_t bytes = p.stride * (int64_t)sizeof(Pair);
+  float *right = p.c + kLanes, *below = p.c + kLanes * p.stride;
   if constexpr (clear) {
     clear_tile<0>();
     if constexpr (N > 1) clear_tile<1>();
     if constexpr (M > 1) clear_tile<2>();
     if constexpr (M > 1 && N > 1) clear_tile<3>();
   } else {
-    load_tile<0>(p.c, c_bytes);
-    if constexpr (N > 1) load_tile<1>(right, c_bytes);
-    if constexpr (M > 1) load_tile<2>(below, c_bytes);
-    if constexpr (M > 1 && N > 1) load_tile<3>(below + kLanes, c_bytes);
+    load_tile<0>(p.c, bytes);
+    if constexpr (N > 1) load_tile<1>(right, bytes);
+    if constexpr (M > 1) load_tile<2>(below, bytes);
+    if constexpr (M > 1 && N > 1) load_tile<3>(below + kLanes, bytes);
   }
   for (int k = 0; k < p.depth; k += kLanes) {
     const char* a = p.a.data + k * (int64_t)sizeof(Pair);
-    const Pair* b = p.b + k * p.b_stride;
+    const Pair* b = p.b + k * p.stride;
     load_tile<4>(a, p.a.stride);
-    load_tile<6>(b, b_bytes);
+    load_tile<6>(b, bytes);
     multiply_tiles<0, 4, 6>();
     if constexpr (N > 1) {
-      load_tile<7>(b + kLanes, b_bytes);
+      load_tile<7>(b + kLanes, bytes);
       multiply_tiles<1, 4, 7>();
     }
     if constexpr (M > 1) {
@@ -230,10 +232,10 @@ FASTATTN_INLINE void amx_microkernel(const Product<Pair>& p) {
     }
     if constexpr (M > 1 && N > 1) multiply_tiles<3, 5, 7>();
   }
-  store_tile<0>(p.c, c_bytes);
-  if constexpr (N > 1) store_tile<1>(right, c_bytes);
-  if constexpr (M > 1) store_tile<2>(below, c_bytes);
-  if constexpr (M > 1 && N > 1) store_tile<3>(below + kLanes, c_bytes);
+  store_tile<0>(p.c, bytes);
+  if constexpr (N > 1) store_tile<1>(right, bytes);
+  if constexpr (M > 1) store_tile<2>(below, bytes);
+  if constexpr (M > 1 && N > 1) store_tile<3>(below + kLanes, bytes);
 }
 
 // Multiply C by beta.
@@ -241,7 +243,7 @@ inline void rescale(const Product<Pair>& p, int vectors) {
   for (int n = 0; n < vectors; ++n) {
     const vf factor = load(p.beta + n * kLanes);
     float* c = p.c + n * kLanes;
-    for (int m = 0; m < p.rows; ++m, c += p.c_stride) store(c, load(c) * factor);
+    for (int m = 0; m < p.rows; ++m, c += p.stride) store(c, load(c) * factor);
   }
 }
 

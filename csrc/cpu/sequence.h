@@ -27,9 +27,14 @@ FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
           seqlen_q, seqlen_k,    Visibility<int64_t>(length, seqlen_q, a.lower_right, a.window_left, a.window_right)};
 }
 
+// Return the row of a query, or of a key, of a head.
 template <class T>
-FASTATTN_INLINE T* row_pointer(const Heads& heads, int64_t batch, int64_t head, int64_t row) {
-  return (T*)heads.data + row_offset(heads, batch, head, row);
+FASTATTN_INLINE T* query_row(const Heads& heads, const Sequence& s, int64_t head, int64_t query) {
+  return (T*)heads.data + row_offset(heads, s.index, head, s.first_query + query);
+}
+template <class T>
+FASTATTN_INLINE T* key_row(const Heads& heads, const Sequence& s, int64_t head, int64_t key) {
+  return (T*)heads.data + row_offset(heads, s.index, head, s.first_key + key);
 }
 
 // Return the offset of a query's statistics (LSE, row_max, row_sum), in elements.

@@ -79,12 +79,10 @@ struct MaskBuffers {
 
   MaskBuffers(const Attention& a, Arena* arena) {
     const bool floats = a.mask.data && a.mask.dtype != Dtype::boolean && a.mask.rows > 1;
-    visible = arena->take<uint64_t>(kBlockN);
-    kept = arena->take<uint64_t>(kBlockN);
-    keys = arena->take<uint8_t>(kBlockN);
-    queries = arena->take<uint8_t>(kBlockM);
-    rows = arena->take<float>(floats ? kBlockM * kBlockN : 0);
-    columns = arena->take<float>(floats ? kBlockM * kBlockN : kBlockN);
+    arena->take(kBlockN, &visible, &kept, &keys);
+    arena->take(kBlockM, &queries);
+    arena->take(floats ? kBlockM * kBlockN : 0, &rows);
+    arena->take(floats ? kBlockM * kBlockN : kBlockN, &columns);
   }
 };
 
@@ -140,27 +138,6 @@ inline void mask_scores(const Attention& a, const Sequence& s, int64_t head, con
       }
       store(at, select_bits(bits, x, splat(-kInfinity)));
     }
-}
-
-// Add the mask and write -inf to the scores, scaled already, of one query and the keys [key, key + keys).
-inline void mask_row(const Attention& a, const Sequence& s, int64_t head, int64_t query, int64_t key, int keys,
-                     float* score) {
-  const Mask& m = a.mask;
-  const int64_t offset = mask_offset(m, s.index, head, query, key);
-  if (m.data && m.dtype == Dtype::boolean) {
-    uint8_t buffer[kBlockN];
-    const uint8_t* visible = visible_row(m, offset, keys, buffer);
-    for (int j = 0; j < keys; ++j) score[j] = visible[j] ? score[j] : -kInfinity;
-  } else if (m.data) {
-    float value[kBlockN];
-    load_mask_row(m, offset, keys, value);
-    for (int j = 0; j < keys; ++j)
-      score[j] = value[j] == -kInfinity ? -kInfinity : kLowest > score[j] + value[j] ? kLowest : score[j] + value[j];
-  }
-  const int first = (int)max(min(s.begin(query) - key, keys), 0);
-  const int last = (int)max(min(s.end(query) - key, keys), 0);
-  for (int j = 0; j < first; ++j) score[j] = -kInfinity;
-  for (int j = last; j < keys; ++j) score[j] = -kInfinity;
 }
 
 // Compute kept[j], whose bit i says that dropout keeps query i, key j of the tile.

@@ -1,0 +1,153 @@
+// Attention of few queries, backward (few_queries.h).
+//
+//   for each task, in parallel: a sequence, a key/value head, a split of the keys: pack the rows of Q and dO in
+//   float32;
+//     for each block of kBlockN keys of the split, ascending:
+//       S (rows, keys) = Q K';  dP = dO V';  P = exp(S - row_max) / row_sum;  dS = P (dP - delta);
+//       dQ (rows, E) += dS K;  dK (keys, E) = dS' Q;  dV (keys, Ev) = P' dO;  write dK and dV of the block;
+//     write dQ, or store it as the split's partial dQ (gradients.h).
+//
+// A task has all queries of the heads that share the key/value head, so dK and dV need no sum over tasks.
+#pragma once
+#include "few_queries.h"
+#include "gradients.h"
+#include "mask.h"
+
+namespace fastattn {
+namespace {
+
+template <class T>
+struct FewQueriesBackward {
+  using Unit = float;
+
+  const AttentionBackward& a;
+  const QueryGradients<T>& query_gradients;
+  // Elements per row of keys and of values, rounded up to whole vectors.
+  const int width = query_gradients.width, value_width = (int)round_up(a.value_head_dim, kLanes);
+
+  // One row per query of each head that shares the key/value head.
+  struct Scratch {
+    float *query, *grad, *grad_query;  // (rows, width), (rows, value_width), (rows, width)
+    float* query_total;                // (rows, width), sum of the chunks of keys so far
+    float *row_max, *inv_sum, *delta;  // (rows)
+    float *probability, *grad_score;   // (rows, kBlockN)
+  };
+
+  static bool serves(const AttentionBackward& a) {
+    return a.seqlen_q <= kFewQueries && a.threshold == 0 && !a.grad_mask;
+  }
+
+  int64_t tasks() const { return a.batch * a.num_kv_heads * query_gradients.splits.count; }
+
+  Scratch take_scratch(Arena* arena) const {
+    const int64_t rows = group_of(a) * a.seqlen_q;
+    Scratch s;
+    arena->take(rows * width, &s.query, &s.grad_query);
+    arena->take(rows * value_width, &s.grad);
+    arena->take(query_gradients.splits.keys > kChunk ? rows * width : 0, &s.query_total);
+    arena->take(rows, &s.row_max, &s.inv_sum, &s.delta);
+    arena->take(rows * kBlockN, &s.probability, &s.grad_score);
+    return s;
+  }
+
+  void run_task(int64_t index, const Scratch& scratch) const {
+    const Splits& splits = query_gradients.splits;
+    const int64_t split = index % splits.count, kv_head = index / splits.count % a.num_kv_heads;
+    const Sequence s = find_sequence(a, index / splits.count / a.num_kv_heads);
+    const int64_t begin = split * splits.keys, end = min(begin + splits.keys, s.length());
+    const int64_t stored = min(begin + splits.keys, s.seqlen_k);
+    const int64_t first_visible = s.begin(0), end_visible = min(end, s.end(s.seqlen_q - 1));
+    const QueryRows rows(a, s, kv_head);
+    for (int r = 0; r < rows.count; ++r) pack_query(s, rows.head(r), rows.query(r), r, scratch);
+    bool several = false;
+    for (int64_t key = begin; key < stored; key += kBlockN) {
+      const int64_t last = key + kBlockN > first_visible ? min(key + kBlockN, end_visible) : key;
+      const int keys = (int)max(last - key, 0), count = (int)min(kBlockN, stored - key);
+      const T* k = key_row<T>(a.key, s, kv_head, key);
+      const T* v = key_row<T>(a.value, s, kv_head, key);
+      const int ahead = rows_ahead(key, end_visible);
+      row_products(rows.count, scratch.query, width, k, a.key.row, keys, a.head_dim, a.scale, ahead,
+                   scratch.probability);
+      row_products(rows.count, scratch.grad, value_width, v, a.value.row, keys, a.value_head_dim, 1.0f, ahead,
+                   scratch.grad_score);
+      for (int r = 0; r < rows.count; ++r) differentiate(s, rows.head(r), rows.query(r), key, keys, r, scratch);
+      add_rows(rows.count, scratch.grad_score, k, a.key.row, keys, a.head_dim, nullptr, 0, scratch.grad_query, width);
+      if (is_end_of_chunk(key, begin, stored)) {
+        end_chunk(!several, rows.count * width, scratch.grad_query, scratch.query_total);
+        several = true;
+      }
+      write_keys(rows.count, scratch.grad_score, scratch.query, width, a.scale, count, a.head_dim,
+                 key_row<T>(a.grad_key, s, kv_head, key), a.grad_key.row);
+      write_keys(rows.count, scratch.probability, scratch.grad, value_width, 1.0f, count, a.value_head_dim,
+                 key_row<T>(a.grad_value, s, kv_head, key), a.grad_value.row);
+    }
+    if (several) end_chunk(false, rows.count * width, scratch.grad_query, scratch.query_total);
+    const float* total = several ? scratch.query_total : scratch.grad_query;
+    for (int r = 0; r < rows.count; ++r)
+      query_gradients.put(s, rows.head(r), rows.query(r), split, total + r * width, 0, width);
+  }
+
+  void pack_query(const Sequence& s, int64_t head, int64_t query, int r, const Scratch& scratch) const {
+    const int64_t row = stats_offset(a, s, head, query);
+    clear_row(scratch.grad_query + r * width, width);
+    clear_row(scratch.query + r * width, width);
+    clear_row(scratch.grad + r * value_width, value_width);
+    scratch.inv_sum[r] = 0;
+    if (a.row_sum[row] == 0) return;  // the query sees nothing; it and its dO may hold NaN
+    pack_row(query_row<T>(a.query, s, head, query), a.head_dim, scratch.query + r * width, width);
+    pack_row(query_row<T>(a.grad_out, s, head, query), a.value_head_dim, scratch.grad + r * value_width, value_width);
+    scratch.row_max[r] = a.row_max[row];
+    scratch.inv_sum[r] = 1 / a.row_sum[row];
+    scratch.delta[r] = delta_of<T>(a, s, head, query);
+  }
+
+  // Replace the scores and dP of row r and the keys [key, key + keys) by P and dS, in place.
+  void differentiate(const Sequence& s, int64_t head, int64_t query, int64_t key, int keys, int r,
+                     const Scratch& scratch) const {
+    float *probability = scratch.probability + r * kBlockN, *grad_score = scratch.grad_score + r * kBlockN;
+    mask_row(a, s, head, query, key, keys, probability);
+    const float inv_sum = scratch.inv_sum[r];
+    for (int j = 0; j < kBlockN; j += kLanes) {
+      const uint32_t valid = inv_sum == 0 ? 0 : first_lanes(min(kLanes, max(keys - j, 0)));
+      const vf p = keep_bits(valid, exp2((load(probability + j) - scratch.row_max[r]) * kLog2e) * splat(inv_sum));
+      const vf ds = p * (load(grad_score + j) - scratch.delta[r]);
+      store(probability + j, p);
+      store(grad_score + j, select(p == vf{}, vf{}, ds));  // hidden values may hold NaN
+    }
+  }
+
+  // Write the gradients of `count` keys or values: factor * sum_r weight_rj row_r.
+  static void write_keys(int rows, const float* weight, const float* row, int64_t row_width, float factor, int count,
+                         int length, T* to, int64_t stride) {
+    for (int d = 0; d < length; d += 4 * kLanes) {
+      const int rest = min(length - d, 4 * kLanes);
+      switch ((rest + kLanes - 1) / kLanes) {
+        case 1: write_key_vectors<1>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
+        case 2: write_key_vectors<2>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
+        case 3: write_key_vectors<3>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
+        default: write_key_vectors<4>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride);
+      }
+    }
+  }
+
+  template <int vectors>
+  static FASTATTN_INLINE void write_key_vectors(int rows, const float* weight, const float* row, int64_t row_width,
+                                                float factor, int count, int length, T* to, int64_t stride) {
+    const int last = length - (vectors - 1) * kLanes;
+    for (int j = 0; j < count; ++j, to += stride) {
+      vf total[vectors] = {};
+      for (int r = 0; r < rows; ++r) {
+        const float w = weight[r * kBlockN + j];
+        if (w == 0) continue;
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; ++n) total[n] = fma(load(row + r * row_width + n * kLanes), splat(w), total[n]);
+      }
+#pragma GCC unroll 4
+      for (int n = 0; n < vectors; ++n)
+        store(to + n * kLanes, total[n] * factor, n + 1 < vectors ? kLanes : min(last, kLanes));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,163 @@
+// The gradients of a tile's scores, from a packed panel of queries and a packed block of keys:
+//
+//   S (key, query) = K Q';  dP = V dO';  P = exp(S - row_max) / row_sum;  dS = P (dP - delta).
+//
+// All are (kBlockN, kBlockM), float32. With dropout at rate p, P in dV and dP are multiplied by kept / (1 - p).
+#pragma once
+#include "gradients.h"
+#include "prefetch.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace {
+
+template <class T>
+struct TileGradients {
+  using Unit = typename UnitOf<T>::Unit;
+
+  const AttentionBackward& a;
+  const BlockMask& mask;
+  // Units along head_dim and value_head_dim, the depths of products; the same, rounded up to whole vectors.
+  const int depth = depth_of<Unit>(a.head_dim), value_depth = depth_of<Unit>(a.value_head_dim);
+  const int units = (int)round_up(depth, kLanes), value_units = (int)round_up(value_depth, kLanes);
+  // Whether rows are read where they lie, without packing.
+  const bool key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.head_dim;
+  const bool value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_head_dim;
+
+  struct Scratch {
+    Unit *query_rows, *query, *grad_rows, *grad;  // Panel of Q and of dO: (kBlockM, units) and (units, kBlockM).
+    float *row_max, *inv_sum, *delta;             // (kBlockM).
+    float *score, *grad_score;                    // (kBlockN, kBlockM).
+    Unit *key_rows, *value_rows;                  // (keys, units), (keys, value_units).
+    uint8_t* packed;                              // (keys / kBlockN): 1 if the rows of the block are packed.
+    MaskBuffers mask;
+  };
+
+  struct Keys {
+    Matrix key, value;
+  };
+
+  // Take memory for a panel of queries and for `keys` keys, whole blocks.
+  Scratch take_scratch(int64_t keys, Arena* arena) const {
+    Scratch s;
+    arena->take(kBlockM * units, &s.query_rows, &s.query);
+    arena->take(kBlockM * value_units, &s.grad_rows, &s.grad);
+    arena->take(kBlockM, &s.row_max, &s.inv_sum, &s.delta);
+    arena->take(kBlockM * kBlockN, &s.score, &s.grad_score);
+    // Keys that no query sees are packed as zeros. With an upper-left diagonal only the window's right side hides any.
+    const bool hidden =
+        a.mask.data || (a.lower_right ? a.window_left < a.seqlen_k : a.seqlen_q + a.window_right < a.seqlen_k);
+    arena->take(key_in_place && !hidden ? 0 : keys * units, &s.key_rows);
+    arena->take(value_in_place && !hidden ? 0 : keys * value_units, &s.value_rows);
+    arena->take(keys / kBlockN, &s.packed);
+    s.mask = MaskBuffers(a, arena);
+    return s;
+  }
+
+  // Pack a panel of Q and dO, which begins at `query`, and its statistics. A query that sees nothing has no gradient,
+  // and its Q and dO may hold NaN. Then the panel and scratch.mask.queries have 0.
+  void pack_queries(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch) const {
+    const int count = (int)min(kBlockM, s.seqlen_q - query), padded = (int)round_up(count, kLanes);
+    for (int i = 0; i < padded; ++i) {
+      scratch.row_max[i] = scratch.inv_sum[i] = scratch.delta[i] = 0;
+      Unit *query_to = scratch.query_rows + i * units, *grad_to = scratch.grad_rows + i * value_units;
+      const int64_t row = stats_offset(a, s, head, query + i);
+      const bool present = i < count && a.row_sum[row] != 0;
+      scratch.mask.queries[i] = present;
+      if (!present) {
+        clear_row(query_to, units);
+        clear_row(grad_to, value_units);
+        continue;
+      }
+      pack_row(query_row<T>(a.query, s, head, query + i), a.head_dim, query_to, units);
+      pack_row(query_row<T>(a.grad_out, s, head, query + i), a.value_head_dim, grad_to, value_units);
+      scratch.row_max[i] = a.row_max[row];
+      scratch.inv_sum[i] = 1 / a.row_sum[row];
+      scratch.delta[i] = delta_of<T>(a, s, head, query + i);
+    }
+    transpose(scratch.query_rows, units, padded, units, scratch.query, kBlockM);
+    transpose(scratch.grad_rows, value_units, padded, value_units, scratch.grad, kBlockM);
+  }
+
+  // Pack the rows of `count` keys from `key` on into the scratch memory from its row `row` on, if they cannot stay in
+  // place. Return which keys some query sees, or null if all are seen (mask.h).
+  const uint8_t* pack_keys(const Sequence& s, int64_t kv_head, int64_t key, int count, int64_t row,
+                           const Scratch& scratch) const {
+    const int64_t group = group_of(a);
+    const uint8_t* visible =
+        mask.visible_keys(a, s, kv_head * group, (kv_head + 1) * group, key, count, scratch.mask.keys);
+    scratch.packed[row / kBlockN] = visible != nullptr;
+    if (!key_in_place || visible)
+      pack_rows(key_row<T>(a.key, s, kv_head, key), a.key.row, count, a.head_dim, scratch.key_rows + row * units, units,
+                visible);
+    if (!value_in_place || visible)
+      pack_rows(key_row<T>(a.value, s, kv_head, key), a.value.row, count, a.value_head_dim,
+                scratch.value_rows + row * value_units, value_units, visible);
+    return visible;
+  }
+
+  // Return the rows of a block of keys, which pack_keys has packed from row `row` on or left in place.
+  Keys find_keys(const Sequence& s, int64_t kv_head, int64_t key, int64_t row, const Scratch& scratch) const {
+    const bool packed = scratch.packed[row / kBlockN];
+    const bool key_packed = packed || !key_in_place, value_packed = packed || !value_in_place;
+    return {key_packed ? Matrix(scratch.key_rows + row * units, units)
+                       : Matrix(key_row<T>(a.key, s, kv_head, key), a.key.row),
+            value_packed ? Matrix(scratch.value_rows + row * value_units, value_units)
+                         : Matrix(key_row<T>(a.value, s, kv_head, key), a.value.row)};
+  }
+
+  // Compute P and dS of a tile and pass them on, as gradients() says.
+  template <class Use>
+  FASTATTN_INLINE void compute(const Sequence& s, int64_t head, const Tile& t, const Keys& keys, const Scratch& scratch,
+                               Prefetcher* next, const Use& use) const {
+    Product<Unit> p = {t.keys, depth, keys.key, scratch.query, scratch.score, kBlockM};
+    multiply<false, Beta::zero>(t.vectors, p, next);
+    p.depth = value_depth, p.a = keys.value, p.b = scratch.grad, p.c = scratch.grad_score;
+    multiply<false, Beta::zero>(t.vectors, p, next);
+    const bool full = t.full(a);
+    if (!full) mask_scores(a, s, head, t, scratch.mask, scratch.score);
+    const float scale = full ? a.scale : 1.0f;
+    if (a.threshold) {
+      draw_dropout(a, s, head, t, scratch.mask.kept);
+      gradients<true>(t, scale, scratch, use);
+    } else {
+      gradients<false>(t, scale, scratch, use);
+    }
+  }
+
+  // Call use(key, vector, P, dS, next key's P, next key's dS, has_next) for every two keys and every vector of queries.
+  template <bool dropout, class Use>
+  FASTATTN_INLINE void gradients(const Tile& t, float scale, const Scratch& scratch, const Use& use) const {
+    for (int v = 0; v < t.vectors; ++v) {
+      const vf row_max = load(scratch.row_max + v * kLanes), inv_sum = load(scratch.inv_sum + v * kLanes);
+      const vf delta = load(scratch.delta + v * kLanes);
+      vf p[2], ds[2];
+      const auto one = [&](int j, int which) {
+        const int at = j * kBlockM + v * kLanes;
+        const vf score = rounded(load(scratch.score + at) * scale);
+        const vf whole = exp2((score - row_max) * kLog2e) * inv_sum;
+        vf dp = load(scratch.grad_score + at);
+        p[which] = whole;
+        if constexpr (dropout) {
+          const uint32_t kept = (uint32_t)(scratch.mask.kept[j] >> (v * kLanes)) & first_lanes(kLanes);
+          p[which] = keep_bits(kept, whole);
+          dp = keep_bits(kept, dp * dropout_scale(a.threshold));
+        }
+        ds[which] = whole * (dp - delta);
+      };
+      int j = 0;
+      for (; j + 2 <= t.keys; j += 2) {
+        one(j, 0);
+        one(j + 1, 1);
+        use(j, v, p[0], ds[0], p[1], ds[1], true);
+      }
+      if (j < t.keys) {
+        one(j, 0);
+        use(j, v, p[0], ds[0], vf{}, vf{}, false);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fastattn
