@@ -241,7 +241,6 @@ def parser() -> argparse.ArgumentParser:
             "",
             "fastattn bench --filter layer_norm",
             "fastattn bench --peers --output results.csv",
-            "fastattn bench --plot speed --filter float32",
         )
     )
     add("info", "versions, devices, compiled libraries, and why what is missing is missing", "", "fastattn info")
@@ -341,14 +340,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT; letters from the start of a word"
     )
-    which = command.add_mutually_exclusive_group()
-    which.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
-    which.add_argument(
-        "--plot",
-        type=_stem,
-        metavar="STEM",
-        help="draw STEM.png and STEM.svg: speed and memory over sequence length beside all peers, which takes minutes",
-    )
+    command.add_argument("--sweep", action="store_true", help="the broad sweep instead of the headline cases")
     command.add_argument(
         "--peers",
         action="store_true",
@@ -358,13 +350,6 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
     command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 1)")
     command.add_argument("--output", type=Path, metavar="FILE", help="add the rows of what was not noisy to a CSV file")
-
-
-def _stem(text: str) -> Path:
-    """Convert an argument to the name of a picture without the suffix of its format."""
-    if not Path(text).name:
-        raise argparse.ArgumentTypeError(f"{text} is given, expected the name of a picture")
-    return Path(text)
 
 
 def _positive(kind: type) -> Callable[[str], float]:

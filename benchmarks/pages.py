@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastattn import figures
-from fastattn.bench import contest, plots, report
+from fastattn.bench import contest, report
 from fastattn.bench.cases import FLOORED, PROGRAMS, listed, sweep
 from fastattn.bench.report import Row, markdown, origin, processor
 
@@ -299,6 +299,10 @@ def gpu(rows: list[Row]) -> str:
 # --- pictures ---
 
 
+def caption(picture: Any, text: str) -> None:
+    picture.supxlabel(text, fontsize=7, color="0.35", x=0.01, ha="left")
+
+
 def bars(rows: list[Row]) -> Any:
     """Draw how many times as fast as torch, a panel per machine, a bar per dtype."""
     groups = on_machines(rows, TORCH)
@@ -326,14 +330,8 @@ def bars(rows: list[Row]) -> Any:
     panels[0].invert_yaxis()
     panels[0].legend(fontsize=8, loc="upper right")
     origins = "\n".join(origin(row for row in group if row.peer == "torch") for group in groups.values())
-    plots.caption(picture, f"forward + backward where nothing else is said\n{origins}")
+    caption(picture, f"forward + backward where nothing else is said\n{origins}")
     return picture
-
-
-def over_length(rows: list[Row]) -> Any:
-    """Draw the machine on which memory was measured last."""
-    machine = chosen(rows, ".*, memory$")[-1].machine
-    return plots.over_length([row for row in rows if row.machine == machine and row.version == TORCH])
 
 
 def errors(rows: list[Row]) -> Any:
@@ -358,7 +356,7 @@ def errors(rows: list[Row]) -> Any:
     ticks = sorted({length for points in found.values() for length in points})
     panels[0][0].set_xticks(ticks, list(map(str, ticks)))
     panels[0][0].legend(fontsize=7)
-    plots.caption(picture, f"Over keys of attention, or columns of a row (log). {origin(rows)}")
+    caption(picture, f"Over keys of attention, or columns of a row (log). {origin(rows)}")
     return picture
 
 
@@ -375,13 +373,12 @@ def losses(rows: list[Row]) -> Any:
     axes.set(xlabel="minutes of training", ylabel="validation loss (nats a token)", xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
-    plots.caption(figure, origin(rows))
+    caption(figure, origin(rows))
     return figure
 
 
 PICTURES: dict[str, tuple[str, Callable[[list[Row]], Any]]] = {  # the cases that it shows, and how
     "speed": ("|".join(f"{re.escape(case.format(dtype))}$" for case in BARS.values() for dtype in DTYPES), bars),
-    "lengths": (r"limit: \w+$|attention \w+ 1x8x\d+x64 (dropout 0.1 )?forward", over_length),
     "accuracy": ("accuracy of ", errors),
     "loss": (r"tiny for \d+ minutes: ", losses),
 }
@@ -412,7 +409,7 @@ def tables() -> dict[tuple[str, str], str]:
 
 def source(rows: list[Row], draw: Callable[[list[Row]], Any]) -> str:
     """Return the state of the rows and of the code that draws them. A picture keeps it."""
-    content = f"{rows}{inspect.getsource(plots)}{inspect.getsource(draw)}"
+    content = f"{rows}{inspect.getsource(caption)}{inspect.getsource(draw)}"
     return f"benchmarks/results.csv, SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
@@ -422,7 +419,7 @@ def main() -> None:
     rows = report.newest(report.read(RESULTS))
     for name, (pattern, draw) in PICTURES.items():
         shown = chosen(rows, pattern)
-        plots.save(draw(shown), ROOT / "docs/images" / name, source(shown, draw))
+        figures.save(draw(shown), ROOT / f"docs/images/{name}.svg", source=source(shown, draw))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn_command
 from fastattn import bench, files
-from fastattn.bench import cases, contest, limits, memory, peers, plots, report, timer, training
+from fastattn.bench import cases, contest, limits, peers, report, timer, training
 from fastattn.bench.cases import BASE, OPERATIONS, Case, Floor, listed, sweep
-from fastattn.bench.report import Row
 from fastattn.bench.timer import Ratio, Timing, interleave
 from fastattn.errors import InputError
 
@@ -60,7 +59,7 @@ def test_torch_is_held_to_the_instruction_set_of_our_kernels(python):
     assert any("GEMM" in line and "CNR:COMPATIBLE" in line for line in said) == torch.backends.mkl.is_available()
 
 
-@pytest.mark.parametrize("name", ["timer", "cases", "peers", "limits", "memory", "training", "contest"])
+@pytest.mark.parametrize("name", ["timer", "cases", "peers", "limits", "training", "contest"])
 def test_the_harness_imports_the_public_package_alone(name):
     """Otherwise `--against` could not measure the package of another commit with it."""
     tree = ast.parse((ROOT / f"fastattn/bench/{name}.py").read_text())
@@ -337,36 +336,20 @@ def test_copy_moves_the_bytes_asked_for():
     assert [tensor.nbytes for tensor in limits.copy(1000, block=300)()] == [300, 200]
 
 
-def test_memory_of_a_call_is_what_it_holds_at_most():
-    """Two tensors of 64 MB, one after the other, and a third of 32. Freed ones of earlier calls are counted again."""
-
-    def call():
-        kept = torch.ones(32 << 18)
-        for _ in range(2):
-            torch.ones(64 << 18).add_(kept.sum())
-
-    found = [memory.peak(call) for _ in range(2)]
-    if None in found:
-        pytest.skip("the kernel does not tell a process's peak")
-    assert all(92 << 20 < size < 110 << 20 for size in found)
-
-
 # --- rows ---
 
 
 def test_rows_are_kept_whole(tmp_path, monkeypatch):
     """Appended rows stand behind earlier ones; an interrupted write changes nothing."""
     path, where = tmp_path / "results.csv", report.here()
-    known = replace(result(2.0, share=0.5, limit="copy", own=0.5), memory={"ours": 2, "torch": 6})
-    first = report.rows_of(known, "float32", where)
+    first = report.rows_of(result(2.0, share=0.5, limit="copy", own=0.5), "float32", where)
     report.append(path, first)
     assert report.read(path) == first
     assert [(row.case, row.peer, row.seconds, row.ratio, row.share, row.note) for row in first] == [
         ("case", "torch", 1.0, 2.0, 0.5, "copy"),
         ("case", "plain", 1.0, 2.0, 0.5, "copy"),
-        ("case, memory", "torch", None, 3.0, None, ""),
     ]
-    assert first[2].theirs == 6
+    assert first[0].theirs == 2
     assert first[0].machine == report.cpu_name()
 
     def interrupted(part):
@@ -378,9 +361,9 @@ def test_rows_are_kept_whole(tmp_path, monkeypatch):
             report.append(path, first)
     assert report.read(path) == first
     report.append(path, [replace(first[0], ratio=1 / 3)])
-    assert [row.ratio for row in report.newest(report.read(path))] == [2.0, 3.0, 0.33333]  # five digits, newest last
+    assert [row.ratio for row in report.newest(report.read(path))] == [2.0, 0.33333]  # five digits, newest last
     another = replace(first[0], torch="2.10.0")
-    assert len(report.newest([*first, another])) == 4
+    assert len(report.newest([*first, another])) == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "date,case\n", ",".join(report.COLUMNS) + "\n" + "x," * 15 + "x\n"])
@@ -471,13 +454,6 @@ def test_a_filter_chooses_by_words(text, has, lacks):
     assert not bench.has_text(lacks, text)
 
 
-@pytest.mark.parametrize("stem", [".", "/"])
-def test_a_picture_has_a_name(stem, capsys):
-    with pytest.raises(SystemExit):
-        fastattn_command.parse(["bench", "--plot", stem])
-    assert f"argument --plot: {stem} is given, expected the name of a picture" in capsys.readouterr().err
-
-
 def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsys, tmp_path):
     """The file leaves out what was noisy; the table says so."""
 
@@ -501,36 +477,6 @@ def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsy
     assert [row.case for row in report.read(output)] == [
         "limit: float32", "attention float32 1x8x1x64 32 keys forward"
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_length_is_measured_and_drawn(tmp_path, capsys, monkeypatch):
-    """With every peer that there is, including those of torch.compile. Noise is left to quiet machines."""
-    monkeypatch.setattr(contest, "_noise", lambda *arguments: "")
-    stem = tmp_path / "speed"
-    assert command("--plot", stem, "--filter", "float32 1x8x256x64 forward", "--seconds", "0.05") == 0
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| attention"))
-    assert all(f"{peer} " in row for peer in ("compiled", "flex", "math"))
-    assert "<svg" in stem.with_suffix(".svg").read_text()
-    assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_of_lengths():
-    """Ours and the peers in GFLOP/s and MB; without a result there is nothing to draw."""
-    times = [Row(case=case.name, peer="torch", seconds=0.5, ratio=2.0) for case in cases.lengths()]
-    sizes = [Row(case=f"{row.case}, memory", peer="torch", value=2.0**20, ratio=4.0) for row in times]
-    picture = plots.over_length([*times, *sizes])
-    axes = picture.axes[0]
-    shown = [case for case in cases.lengths() if case.dtype == torch.float32 and not case.backward]
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert lines == {
-        "fastattn": [case.flops / 0.5 / 1e9 for case in shown],
-        "torch SDPA": [case.flops / 1.0 / 1e9 for case in shown],
-    }
-    assert [set(line.get_ydata()) for line in picture.axes[2].get_lines()] == [{1.0}, {4.0}]
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    with pytest.raises(InputError, match="nothing to draw"):
-        plots.over_length([])
 
 
 @pytest.mark.slow

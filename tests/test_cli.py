@@ -708,7 +708,6 @@ def test_python_m(tmp_path):
         ],
         ["train", "--train", "missing", "missing", "--valid", "missing", "missing", "--out", "."],
         ["bench", "--output", "."],
-        ["bench", "--plot", "missing/speed"],
     ],
     ids=lambda arguments: f"{arguments[0]} {' '.join(arguments[-2:])}",
 )

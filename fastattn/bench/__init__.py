@@ -1,6 +1,6 @@
 """Compare fastattn with what a user could call instead, and with what the machine could do at best.
 
-`timer`, `cases`, `peers`, `limits`, `memory`, `training` and `contest` import each other relatively, and only public
+`timer`, `cases`, `peers`, `limits`, `training` and `contest` import each other relatively, and only public
 names of fastattn. `pytest benchmarks --against REF` loads them from this folder, under another name, to measure
 the package of another commit.
 """
@@ -12,10 +12,9 @@ import re
 
 import torch
 
-from fastattn import figures
-from fastattn.bench import contest, plots, report
-from fastattn.bench.cases import Case, lengths, listed, sweep
-from fastattn.errors import InputError, require
+from fastattn.bench import contest, report
+from fastattn.bench.cases import Case, listed, sweep
+from fastattn.errors import InputError
 from fastattn.files import check_file
 
 __all__ = ["main", "speed_table"]
@@ -36,25 +35,20 @@ def speed_table() -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write a results file or a picture: `fastattn bench`. Return the exit status.
+    """Measure, print tables, and write a results file: `fastattn bench`. Return the exit status.
 
     Raises:
-        InputError: no case has the text of ``--filter``, or a file cannot be written.
+        InputError: no case has the text of ``--filter``, or the file cannot be written.
     """
-    if args.plot:
-        require("matplotlib")
-    pictures = [args.plot.with_name(f"{args.plot.name}.{kind}") for kind in figures.FORMATS] if args.plot else []
-    for path in filter(None, (args.output, *pictures)):
-        check_file(path)
-    if args.output and args.output.is_file():
-        report.read(args.output)  # before the work, not after it
+    if args.output:  # before the work, not after it
+        check_file(args.output)
+        if args.output.is_file():
+            report.read(args.output)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     rows = _measure(args)
     if args.output:
         report.append(args.output, rows)
-    if args.plot:
-        plots.save(plots.over_length(rows), args.plot)
     return 0
 
 
@@ -66,21 +60,15 @@ def has_text(name: str, text: str) -> bool:
 
 def _measure(args: argparse.Namespace) -> list[report.Row]:
     """Print a line per case, and return the rows of the results that are not noisy."""
-    over_length, where = args.plot is not None, report.here()
-    cases = lengths() if over_length else list(sweep()) if args.sweep else listed(where["isa"])
+    where = report.here()
+    cases = list(sweep()) if args.sweep else listed(where["isa"])
     chosen = [case for case in cases if has_text(case.name, args.filter)]
     if not chosen:
         raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
     rows = report.limit_rows(where)
     print(report.origin([report.Row(**where)]) + report.limit_words(rows), flush=True)
     for number, case in enumerate(chosen):
-        result = contest.run(
-            case,
-            budget=args.seconds or 1.0,
-            rounds=(3, 100) if over_length else (6, 100),
-            everyone=args.peers or over_length,
-            with_memory=over_length and case.backward,
-        )
+        result = contest.run(case, budget=args.seconds or 1.0, everyone=args.peers)
         lines = report.table([result], whole=True).splitlines()
         print(*lines[2 if number else 0 :], sep="\n", flush=True)
         if not result.noise:

@@ -340,15 +340,6 @@ PROGRAMS = {
 """Training steps that `benchmarks/test_programs.py` measures, and their floors. The limit is matrix products."""
 
 
-def lengths() -> list[Case]:
-    """Return attention over sequence length, in inference and in training, for the plots of speed and memory."""
-    return [
-        Case("attention", (1, 8, 2**power, 64), dtype, backward, dropout=0.1 * backward, floor=Floor(None))
-        for dtype, (backward, longest) in product(DTYPES, ((False, 13), (True, 12)))
-        for power in range(8, longest + 1)
-    ]
-
-
 def sweep() -> Iterator[Case]:
     """Yield whatever a user may bring. No case may be slower than torch, except for the overhead."""
     floors = {backward: Floor(overhead=seconds) for backward, seconds in OVERHEAD.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastattn
 
-from . import limits, memory, peers, training
+from . import limits, peers, training
 from .cases import OPERATIONS, Case, Floor
 from .timer import Measure, Ratio, Timing, interleave, noise_of, wall_clock
 
@@ -44,7 +44,6 @@ class Result:
 
     seconds: median per contestant. ratios: time of each peer over ours; "plain" is ours without the case's features.
     share: of the physical limit, which is `limit`: "arithmetic" or "copy"; None if the limit is too short to be seen.
-    memory: bytes that a call of each contestant needs in addition to its operands, where measured.
     noise: why the figures say nothing, or "".
     """
 
@@ -53,7 +52,6 @@ class Result:
     ratios: dict[str, Ratio]
     share: Ratio | None = None
     limit: str = ""
-    memory: dict[str, int] = field(default_factory=dict)
     noise: str = ""
 
     def missed(self, floor: Floor) -> list[str]:
@@ -106,17 +104,11 @@ def run(
     budget: float = 1.5,
     rounds: tuple[int, int] = (6, 100),
     everyone: bool = False,
-    with_memory: bool = False,
     attempts: int = ATTEMPTS,
 ) -> Result:
     """Time `case` for about `budget` seconds a contestant, up to `attempts` times while it is noisy."""
     functions = contestants(case, everyone=everyone)
-    result = measured(case.name, functions, budget=budget * len(functions), rounds=rounds, attempts=attempts)
-    if with_memory:
-        for name in ("ours", *result.ratios):
-            if (size := memory.peak(functions[name])) is not None:
-                result.memory[name] = size
-    return result
+    return measured(case.name, functions, budget=budget * len(functions), rounds=rounds, attempts=attempts)
 
 
 def measured(

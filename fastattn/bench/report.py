@@ -32,7 +32,7 @@ class Row:
 
     date, commit: the recording's. machine: the processor or GPU. torch: its version, then those of other programs.
     peer: what `ratio` compares with; "plain" is fastattn without the case's features; "" is nothing.
-    seconds: fastattn's time per call, or per token. value: fastattn's figure if it is no time (an error, bytes).
+    seconds: fastattn's time per call, or per token. value: fastattn's figure if it is no time (an error).
     ratio, low, high: the peer's figure over fastattn's, median and quartiles.
     share: of the limit that `note` names ("arithmetic", "copy", "product"), or of a whole.
     note: a limit, or what else the figures need to be understood.
@@ -124,21 +124,13 @@ def here() -> dict[str, Any]:
 
 
 def rows_of(result: Result, dtype: str, where: dict[str, Any]) -> list[Row]:
-    """Return the rows of a result, one per peer, and those of the memory where it was measured."""
+    """Return the rows of a result, one per peer."""
     share: dict[str, Any] = {"share": result.share.median, "note": result.limit} if result.share else {}
-    common: dict[str, Any] = {**where, "dtype": dtype}
-    found = [
-        Row(**common, case=result.name, peer=peer, seconds=result.seconds["ours"], ratio=ratio.median, low=ratio.low,
-            high=ratio.high, **share)
+    common: dict[str, Any] = {**where, "case": result.name, "dtype": dtype, "seconds": result.seconds["ours"], **share}
+    return [
+        Row(**common, peer=peer, ratio=ratio.median, low=ratio.low, high=ratio.high)
         for peer, ratio in result.ratios.items()
-    ]  # fmt: skip
-    if ours := result.memory.get("ours"):
-        found += [
-            Row(**common, case=f"{result.name}, memory", peer=peer, value=ours, ratio=result.memory[peer] / ours)
-            for peer in result.ratios
-            if peer in result.memory
-        ]
-    return found
+    ]
 
 
 def limit_rows(where: dict[str, Any], measured: dict[str, float] | None = None) -> list[Row]:
