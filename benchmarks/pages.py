@@ -397,7 +397,6 @@ def tables() -> dict[tuple[str, str], str]:
         (performance, "machines"): machines(rows, TORCH),
         (performance, "step"): "\n\n".join(part(rows, STEP) for part in (origins, shares, listing)),
         (performance, "decoding"): "\n\n".join(part(rows, "decoding, ") for part in (origins, shares, listing)),
-        (performance, "table1"): "\n\n".join(part(rows, "layer, n = ") for part in (origins, listing)),
         (performance, "instruction-sets"): instruction_sets(rows),
         (performance, "newest-torch"): machines(rows, NEWEST_TORCH),
         (training, "hour"): listing(rows, "tiny for 60 minutes"),

@@ -17,7 +17,6 @@ from fastattn import TransformerConfig
 from fastattn.bench import report
 from fastattn.bench.cases import FLOORED, listed
 from fastattn.bench.report import Row
-from fastattn.bench.timer import Timing
 from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import Sentences
 from fastattn.translation.evaluate import smoothed_loss
@@ -25,9 +24,7 @@ from fastattn.translation.tokenizer import PAD_ID
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-accuracy, pages, profiled, table1, translation = (
-    importlib.import_module(name) for name in ("accuracy", "pages", "profiled", "table1", "translation")
-)
+accuracy, pages, profiled, translation = map(importlib.import_module, ("accuracy", "pages", "profiled", "translation"))
 sys.path.remove(str(ROOT / "benchmarks"))
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
@@ -44,36 +41,6 @@ def test_ours_is_at_most_twice_as_far_as_torch(case):
     """Beside a rounding of each result; and none is exact, as it would be if the truth were computed in the dtype."""
     for ours, torchs in accuracy.measure(case).values():
         assert 0 < ours < 2 * torchs + ROUNDING[case.dtype]
-
-
-# --- Table 1 ---
-
-N, MIDDLE = 200, 100
-REACH = {  # positions that one layer's output in the middle depends on
-    "ours": range(N),
-    "self-attention, torch": range(N),
-    "restricted self-attention, fastattn, r = 129": range(MIDDLE - 64, MIDDLE + 65),
-    "recurrent, torch's LSTM": range(MIDDLE + 1),
-    "convolutional, torch, k = 3": range(MIDDLE - 1, MIDDLE + 2),
-}
-
-
-@pytest.mark.parametrize("name", REACH)
-def test_layers_reach_as_far_as_the_table_says(name):
-    torch.manual_seed(0)
-    x = torch.randn(1, N, table1.WIDTH, requires_grad=True)
-    out = table1.layers()[name][1](x)
-    assert out.shape == x.shape
-    (gradient,) = torch.autograd.grad(out[0, MIDDLE].sum(), x)
-    assert gradient[0].any(-1).nonzero().flatten().tolist() == list(REACH[name])
-
-
-def test_layers_are_rows_of_the_table(monkeypatch):
-    timed = {name: [0.001 * place] for place, name in enumerate(table1.layers(), 1)}
-    monkeypatch.setattr(table1.contest, "interleave", lambda functions, **options: Timing(timed, 0.0))
-    rows = report.rows_of(table1.measure(4), "float32", report.here())
-    lines = pages.listing(rows, "layer, n = ").splitlines()[2:]
-    assert [line.split(" | ")[4] for line in lines] == [f"{place}.00 ms" for place in range(2, 6)]
 
 
 # --- a training step ---
