@@ -344,8 +344,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--peers",
         action="store_true",
-        help="in addition to torch's functions: its other backends, FlexAttention, torch.compile and, where they are "
-        "installed, zentorch and ONNX Runtime",
+        help="in addition to torch's functions: its math backend, FlexAttention and torch.compile",
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
     command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 1)")

@@ -1,17 +1,14 @@
 """Alternatives that a user could call instead, per operation: `PEERS[operation][name](case, *tensors, **others)`.
 
 "torch" is the plain functional call, to which floors refer. The others take part on request, because they compile first
-or are slower. `available` leaves out peers that cannot do a case or are not installed.
+or are slower. `available` leaves out peers that cannot do a case.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -86,34 +83,6 @@ def _causal_block_mask(length: int, keys: int) -> Any:
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, keys, device="cpu")
 
 
-def _attention_zentorch(case: Case, *tensors: Tensor, **mask: Tensor) -> Tensor:
-    return _compiled(_attention, "zentorch")(case, *tensors, **mask)
-
-
-def _attention_onnxruntime(case: Case, *tensors: Tensor) -> Tensor:
-    operands = {name: tensor.numpy() for name, tensor in zip(("query", "key", "value"), tensors, strict=True)}
-    return torch.from_numpy(_onnxruntime(case.causal, torch.get_num_threads()).run(None, operands)[0])
-
-
-@cache
-def _onnxruntime(causal: bool, threads: int) -> Any:
-    """Make a session of ONNX's operator Attention."""
-    import onnxruntime
-    from onnx import TensorProto, helper
-
-    def value(name: str) -> Any:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [f"{name}{axis}" for axis in range(4)])
-
-    operands = ["query", "key", "value"]
-    node = helper.make_node("Attention", operands, ["out"], is_causal=int(causal))
-    graph = helper.make_graph([node], "attention", [value(name) for name in operands], [value("out")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # which would disturb the next contestant
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
 def _softmax_dropout(case: Case, x: Tensor) -> Tensor:
     return F.dropout(F.softmax(x, -1), case.dropout)
 
@@ -131,11 +100,9 @@ def _dropout(case: Case, x: Tensor) -> Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch.compiler.config.recompile_limit = 1000  # a version for each case; beyond the limit it raises
-    if backend == "zentorch":
-        import zentorch  # noqa: F401  its import registers the backend
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _compile(function: Peer) -> Peer:
@@ -148,8 +115,6 @@ PEERS: dict[str, dict[str, Peer]] = {
         "torch math": _attention_math,
         "flex": _attention_flex,
         "compiled": _compile(_attention_formula),
-        "zentorch": _attention_zentorch,
-        "onnxruntime": _attention_onnxruntime,
     },
     "softmax_dropout": {"torch": _softmax_dropout, "compiled": _compile(_softmax_dropout)},
     "layer_norm": {"torch": _layer_norm, "compiled": _compile(_layer_norm)},
@@ -170,28 +135,6 @@ def available(case: Case, *, everyone: bool = False) -> dict[str, Peer]:
         del peers["torch math"], peers["compiled"]
     if case.dropout:
         peers.pop("torch math", None)  # torch's own choice with dropout on the CPU
-    inference = not (case.backward or case.dropout)
-    if not inference or case.padding:
+    if case.backward or case.dropout or case.padding:
         del peers["flex"]  # on the CPU: forward only, no dropout; its masks are functions, not tensors
-    if not inference or not _installed("zentorch"):
-        del peers["zentorch"]
-    if not inference or case.padding or case.dtype != torch.float32 or not _installed("onnxruntime", "onnx"):
-        del peers["onnxruntime"]  # on the CPU: float32 and float16
     return peers
-
-
-def _installed(*modules: str) -> bool:
-    return all(find_spec(module) for module in modules)
-
-
-OPTIONAL = ("zentorch", "onnxruntime")
-"""Peers that are packages of their own."""
-
-
-def versions() -> str:
-    """Return the versions of torch and of the optional peers that are installed."""
-    found = [str(torch.__version__)]
-    for name in OPTIONAL:
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found)

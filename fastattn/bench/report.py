@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fastattn.bench import limits, peers
+from fastattn.bench import limits
 from fastattn.bench.contest import Result
 from fastattn.bench.timer import Neighbours
 from fastattn.errors import InputError
@@ -119,7 +119,7 @@ def here() -> dict[str, Any]:
         "machine": cpu_name(),
         "isa": limits.instruction_set(),
         "threads": str(torch.get_num_threads()),
-        "torch": peers.versions(),
+        "torch": str(torch.__version__),
     }
 
 
