@@ -263,7 +263,7 @@ def serve():
         asked = []
         handler = type("Handler", (Server,), {"data": data, "asked": asked, **behaviour})
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{servers[-1].server_port}/folder/dev.tgz"
         return prepare.Archive(url, len(data), hashlib.sha256(data).hexdigest()), asked
 

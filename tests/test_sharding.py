@@ -117,6 +117,7 @@ def process(rank, processes, path):
         distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.torch_version
 def test_two_processes(tmp_path):
     multiprocessing.spawn(process, (2, str(tmp_path / "store")), nprocs=2)
@@ -128,6 +129,11 @@ def mesh(tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield mesh_of(1)
     distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("part", [sharded_calls, dropped, modules])
+def test_one_process(part, mesh):
+    part(mesh)
 
 
 def test_other_placements_are_refused_by_name(mesh):
