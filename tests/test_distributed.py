@@ -3,6 +3,7 @@ writes."""
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -231,26 +232,24 @@ def test_bleu_while_training(files, config, tmp_path, capsys):
 
 def test_one_process_writes_a_run(tmp_path, capsys, files):
     """A second process is told which process writes the run. The lock ends with its holder, even if that is killed."""
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys, time; from pathlib import Path; from fastattn.translation import checkpoint\n"
-            "with checkpoint.locked(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)",
-            str(tmp_path / "run"),
-        ],
-        cwd=Path(fastattn.__file__).parent.parent,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    processes = multiprocessing.get_context("fork")
+    is_locked = processes.Event()
+
+    def hold():
+        with checkpoint.locked(tmp_path / "run"):
+            is_locked.set()
+            time.sleep(600)
+
+    holder = processes.Process(target=hold)
+    holder.start()
     try:
-        assert holder.stdout.readline() == "locked\n"
+        assert is_locked.wait(60)
         message = failure(train_arguments(files, tmp_path / "run", "--max-steps", "1"), capsys)
         assert f"{tmp_path / 'run'} is being written by process {holder.pid} on " in message
         assert checkpoint.is_new(tmp_path / "run")
     finally:
         holder.kill()
-        holder.communicate()
+        holder.join()
     with checkpoint.locked(tmp_path / "run"), pytest.raises(InputError, match=f"by process {os.getpid()} on"):
         checkpoint.locked(tmp_path / "run").__enter__()
 
