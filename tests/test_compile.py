@@ -99,7 +99,7 @@ COMPILED = pytest.mark.parametrize("backend", [*slow("reference"), *BACKENDS[1:4
 
 
 @COMPILED
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*slow("attention"), *(name for name in CALLS if name != "attention")])
 def test_opcheck(backend, name):
     """Every op passes opcheck on the arguments that the public functions pass: schema, autograd registration, fakes,
     AOT path."""
@@ -129,15 +129,13 @@ def test_opcheck_covers_every_op():
 DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static", "dynamic"])
 
 
-# Each is a part of another call, or compiles like it.
-SLOW = ("attention", "weights", "softmax_dropout", "layer_norm", "dropout_mask")
+# The first compiles most of what the others do.
+USUAL = ("attention, masks and dropout", "dropout")
 
 
 @COMPILED
 @DYNAMIC
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CALLS]
-)
+@pytest.mark.parametrize("name", [*USUAL, *slow(*(name for name in CALLS if name not in USUAL))])
 def test_compiles_whole(backend, name, dynamic):
     """Every function compiles with fullgraph and gives the eager results and gradients at two sizes."""
     function, tensors = CALLS[name]
