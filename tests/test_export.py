@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from conftest import require_package
+from conftest import require_package, slow
 from torch import nn
 
 import fastattn
@@ -203,7 +203,7 @@ def test_decomposed_with_free_sizes():
         assert_equal(program.module()(*inputs), module(*inputs))
 
 
-@EVERY
+@pytest.mark.parametrize("name", [USUAL[0], *slow(*(name for name in CASES if name != USUAL[0]))])
 @torch.no_grad()
 def test_onnx(name):
     """ONNX Runtime computes the module's results from the exported module."""

@@ -107,9 +107,9 @@ def test_ctranslate2_scores_as_we_do(ctranslate2, verses, tmp_path, variant):
 
 @pytest.mark.parametrize("variant", ["paper", *slow("pre-norm")])
 def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant):
-    """CTranslate2's greedy translations of 200 sentences, cut off after 40 pieces, begin fastattn's. A random model
+    """CTranslate2's greedy translations of 60 sentences, cut off after 40 pieces, begin fastattn's. A random model
     ends sentences at once or never."""
-    sources, _, tokenizer = verses
+    sources, tokenizer = verses[0][:60], verses[2]
     model = random_model(VARIANTS[variant])
     to_ctranslate2(model, tokenizer, tmp_path / "model")
     translator = ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
@@ -146,7 +146,7 @@ def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, 
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("variant", ["paper", "tied, logits scaled", *slow("logits scaled", "untied", "biases")])
+@pytest.mark.parametrize("variant", ["tied, logits scaled", *slow("paper", "logits scaled", "untied", "biases")])
 def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
     """Logits of real sentences, padded, agree, and so do greedy translations of 40 and the ids of the tokenizer."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
