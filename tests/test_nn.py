@@ -505,13 +505,12 @@ def test_free_head_sizes_in_torchs_layers(backend, calls, training):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("masks", ["no mask", "both"])
-def test_torchs_encoder_layer_compiles(masks):
+def test_torchs_encoder_layer_compiles():
     torch._dynamo.reset()
     layer = encoder()[0].eval()
     with torch.no_grad():
-        out = torch.compile(layer, fullgraph=True, backend="eager")(X7, **LAYER_MASKS[masks])
-        torch.testing.assert_close(out, layer(X7, **LAYER_MASKS[masks]), **CLOSE)
+        out = torch.compile(layer, fullgraph=True, backend="eager")(X7, **LAYER_MASKS["both"])
+        torch.testing.assert_close(out, layer(X7, **LAYER_MASKS["both"]), **CLOSE)
     torch._dynamo.reset()
 
 

@@ -573,9 +573,6 @@ def call_of(module, *args):
 
 COMPILED = {
     "jadore": lambda: call_of(jadore.EncoderLayer(8, 16, 2, 3, 5), torch.randn(2, 4, 8), torch.ones(2, 1, 4)),
-    "notebook": lambda: call_of(notebook.EncoderLayer(2, 8), torch.randn(2, 4, 8), torch.ones(1, 4, 4)),
-    "annotated": lambda: call_of(annotated.SublayerConnection(8, 0.1), torch.randn(2, 4, 8), nn.Linear(8, 8)),
-    "annotated attention": lambda: call_of(annotated.MultiHeadedAttention(2, 8), *torch.randn(3, 2, 4, 8)),
     "torch": lambda: call_of(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 4, 8)),
 }
 
