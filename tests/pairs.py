@@ -9,7 +9,7 @@ def pairwise(**parameters):
     """Return a mark that parametrizes a test by cases in which any two values of different parameters meet.
 
     The cases are chosen greedily, the same in every run. A case has its values' marks. Values without marks meet in
-    cases without marks."""
+    cases without marks. The parameter `backend` is the fixture's."""
     columns = [[v if hasattr(v, "marks") else pytest.param(v) for v in values] for values in parameters.values()]
     everything = [range(len(values)) for values in columns]
     unmarked = [[n for n in range(len(values)) if not values[n].marks] for values in columns]
@@ -37,6 +37,7 @@ def pairwise(**parameters):
             )
             for case in cases
         ],
+        indirect=[name for name in parameters if name == "backend"],
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import BACKENDS, interpreted, slow
 from oracle import gradients
+from pairs import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,9 +134,11 @@ DYNAMIC = pytest.mark.parametrize("dynamic", [*slow(False), True], ids=["static"
 USUAL = ("attention, masks and dropout", "dropout")
 
 
-@COMPILED
-@DYNAMIC
-@pytest.mark.parametrize("name", [*USUAL, *slow(*(name for name in CALLS if name not in USUAL))])
+@pairwise(
+    backend=[*BACKENDS[1:3], *slow("reference")],
+    name=[*USUAL, *slow(*(name for name in CALLS if name not in USUAL))],
+    dynamic=[True, *slow(False)],
+)
 def test_compiles_whole(backend, name, dynamic):
     """Every function compiles with fullgraph and gives the eager results and gradients at two sizes."""
     function, tensors = CALLS[name]
