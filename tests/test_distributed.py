@@ -259,7 +259,7 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
 
 @pytest.mark.slow
 def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
-    """Runs of 1 x 4, 2 x 2 and 4 x 1 parts agree to rounding, with dropout.
+    """Runs of 1 x 4 and 2 x 2 parts agree to rounding, with dropout.
 
     Compared are weights, metrics and first moments, which are sums of gradients. They differ for another dropout seed.
     Every process takes part in validation and BLEU."""
@@ -267,7 +267,6 @@ def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
     for name, processes, more in (
         ("1x4", 1, ["--accumulate", "4"]),
         ("2x2", 2, ["--accumulate", "2"]),
-        ("4x1", 4, []),
         ("other", 1, ["--accumulate", "4", "--seed", "2"]),
     ):
         sizes = [
@@ -295,15 +294,14 @@ def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
         pairs = [[torch.cat([t.flatten() for t in run[kind]]) for run in (one, other)] for kind in (0, 1)]
         return [((a - b).norm() / a.norm()).item() for a, b in pairs]
 
-    for name in ("2x2", "4x1"):
-        moments, ways = distance(runs["1x4"], runs[name])
-        assert moments < 1e-4
-        assert ways < 1e-2  # Adam divides by a gradient's own size: elements that are almost 0 may go either way
-        for one, other in zip(runs["1x4"][2], runs[name][2], strict=True):
-            assert one["epoch"] == other["epoch"]
-            assert ("valid_bleu" in one) == (one["step"] == STEPS)
-            for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & one.keys():
-                assert other[metric] == pytest.approx(one[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
+    moments, ways = distance(runs["1x4"], runs["2x2"])
+    assert moments < 1e-4
+    assert ways < 1e-2  # Adam divides by a gradient's own size: elements that are almost 0 may go either way
+    for one, other in zip(runs["1x4"][2], runs["2x2"][2], strict=True):
+        assert one["epoch"] == other["epoch"]
+        assert ("valid_bleu" in one) == (one["step"] == STEPS)
+        for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & one.keys():
+            assert other[metric] == pytest.approx(one[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
     assert min(distance(runs["1x4"], runs["other"])) > 0.3
     assert runs["1x4"][2][-1]["epoch"] > 0  # the text ended within an update
 
@@ -351,7 +349,7 @@ def test_one_process_has_nothing_to_shard(files, tmp_path, capsys):
 @pytest.mark.slow
 def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
     """Three processes resume to the same bits, although the order of a sum over processes matters. Afterwards one
-    process may resume the run, but two may not."""
+    process may resume the run."""
     options = ["--batch-tokens", "900", "--save-every", "2"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     finish(torchrun(3, train_arguments(files, whole, *options, "--max-steps", 4, "--config", config)))
@@ -359,10 +357,6 @@ def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
     finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 4, "--resume")))
     assert_same_run(whole, broken)
     assert checkpoint.load_config(checkpoint.newest(broken))[1].micro_batches == 3
-    process = torchrun(2, train_arguments(files, broken, *options, "--max-steps", 5, "--resume"))
-    _, err = process.communicate(timeout=600)
-    assert process.returncode != 0
-    assert err.count("an update of 3 micro-batches cannot be divided among 2 processes") == 1
     finish(torchrun(1, train_arguments(files, broken, *options, "--max-steps", 5, "--resume")))
     assert checkpoint.newest(broken).name == "step-00000005"
 
@@ -404,7 +398,7 @@ def test_what_cannot_be_done_is_refused_once(files, config, tmp_path):
         (1, run, config, "exists already"),
         (2, tmp_path / "new", undivided, "an update of 3 micro-batches cannot be divided among 2 processes"),
     ):
-        process = torchrun(processes, train_arguments(files, out, "--max-steps", 9, "--config", of), restarts=2)
+        process = torchrun(processes, train_arguments(files, out, "--max-steps", 9, "--config", of), restarts=1)
         _, err = process.communicate(timeout=600)
         assert process.returncode != 0
         assert err.count(message) == 1, err
