@@ -45,14 +45,15 @@ def rows(x: Tensor, residual: Tensor, seed: Tensor, *, prenorm: bool) -> None:
     assert_type(fastattn.dropout_mask((6, 6), 0.5, seed), Tensor)
 
 
-def modules(x: Tensor) -> None:
-    assert_type(fastattn.MultiHeadAttention(8, 2, batch_first=True).forward(x, x, x), tuple[Tensor, Tensor | None])
-    assert_type(fastattn.MultiheadAttention(8, 2, batch_first=True).forward(x, x, x), tuple[Tensor, Tensor | None])
-    assert_type(fastattn.LayerNorm(8).forward(x), Tensor)
-    assert_type(fastattn.SoftmaxDropout(0.1).forward(x), Tensor)
-    assert_type(fastattn.Dropout(0.1).forward(x), Tensor)
-    normalise: nn.Module = fastattn.DropoutAddLayerNorm(8, p=0.1)
-    normalise(x, x)
+def modules(x: Tensor, *, need_weights: bool) -> None:
+    attend = fastattn.MultiHeadAttention(8, 2, batch_first=True)
+    assert_type(attend(x, x, x, key_lengths=torch.tensor([5, 3])), Pair)
+    assert_type(attend(x, x, x, need_weights=need_weights), tuple[Tensor, Tensor | None])
+    assert_type(fastattn.MultiheadAttention(8, 2, batch_first=True).forward(x, x, x), Pair)
+    assert_type(fastattn.LayerNorm(8)(x), Tensor)
+    assert_type(fastattn.SoftmaxDropout(0.1)(x, is_causal=True), Tensor)
+    assert_type(fastattn.Dropout(0.1)(x), Tensor)
+    assert_type(fastattn.DropoutAddLayerNorm(8, p=0.1).forward(x, x), Tensor | Pair)
     cache = fastattn.KeyValueCache(16)
     assert_type(cache.append(x[:, None], x[:, None]), Pair)
     assert_type(cache.contents(), Pair)
@@ -63,7 +64,7 @@ def transformer(source: Tensor, target: Tensor) -> None:
         vocab_size=16, d_model=8, num_heads=2, d_ff=16, encoder_layers=1, decoder_layers=1
     )
     model = fastattn.Transformer(config).eval()
-    assert_type(model.forward(source, target), Tensor)
+    assert_type(model(source, target), Tensor)
     with torch.no_grad():
         state = model.begin(source)
         assert_type(model.logits(model.step(target[:, :1], state)), Tensor)
@@ -90,6 +91,8 @@ def refused(x: Tensor) -> None:
     fastattn.scaled_dot_product_attention(x, x, x, casual=True)  # type: ignore[call-overload]
     fastattn.dropout(x, "half")  # type: ignore[arg-type]
     fastattn.dropout_add_layer_norm(x, x, prenorm="yes")  # type: ignore[call-overload]
+    fastattn.LayerNorm(8)(x, x)  # type: ignore[call-arg]
+    fastattn.MultiHeadAttention(8, 2)(x, x, x, weights=True)  # type: ignore[call-overload]
 
 
 def main() -> None:
@@ -97,7 +100,7 @@ def main() -> None:
     attention(q, q, q, return_lse=True)
     packed_attention(torch.randn(7, 2, 4), torch.tensor([0, 4, 7]), return_lse=True)
     rows(x, x, seed, prenorm=True)
-    modules(x)
+    modules(x, need_weights=False)
     transformer(torch.randint(4, 16, (2, 5)), torch.randint(4, 16, (2, 5)))
     choices(x)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,22 @@ class MultiHeadAttention(nn.MultiheadAttention):
             self.num_kv_heads * self.value_head_dim,
         )
 
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: Literal[True] = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False, *, key_lengths: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+        cache: KeyValueCache | None = None, seed: Tensor | None = None, cu_seq_q: Tensor | None = None,
+        cu_seq_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = ..., attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False, *, key_lengths: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+        cache: KeyValueCache | None = None, seed: Tensor | None = None, cu_seq_q: Tensor | None = None,
+        cu_seq_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
     def forward(
         self,
         query: Tensor,
@@ -226,6 +242,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             parameters, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal,
             key_lengths, window_size, cache, seed,
         )  # fmt: skip
+
+    if TYPE_CHECKING:  # torch types the call of a module as Any
+        __call__ = forward
 
     def _attend(
         self, parameters: _Parameters, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,

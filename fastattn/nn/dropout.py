@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from fastattn.ops import check
@@ -38,6 +40,9 @@ class SoftmaxDropout(nn.Module):
         """Return ``softmax_dropout`` of scores (..., L, S). The arguments are those of the function."""
         return softmax_dropout(input, self.p if self.training else 0.0, attn_mask, is_causal, scale, seed=seed)
 
+    if TYPE_CHECKING:  # torch types the call of a module as Any
+        __call__ = forward
+
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
@@ -55,3 +60,6 @@ class Dropout(nn.Dropout):
             seed: int64 (2,), (key, offset); drawn from torch's default generator when not given.
         """
         return dropout(input, self.p, self.training, self.inplace, seed=seed)
+
+    if TYPE_CHECKING:  # torch types the call of a module as Any
+        __call__ = forward

@@ -11,7 +11,7 @@ Only lengths describe the padding: no mask is built, and no kernel reads beyond 
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,9 @@ class Transformer(nn.Module):
             (B, T, vocab_size); rows at padding are not meaningful.
         """
         return self.logits(self.features(source, target, source_lengths, target_lengths, seeds=seeds, weights=weights))
+
+    if TYPE_CHECKING:  # torch types the call of a module as Any
+        __call__ = forward
 
     def features(self, source, target, source_lengths=None, target_lengths=None, *, seeds=None, weights=None) -> Tensor:
         """Compute the input (B, T, d_model) of the last product, for :meth:`logits` or :meth:`projection`."""

@@ -154,7 +154,11 @@ class TransformerEncoderLayer(
     ) -> Tensor:
         if not isinstance(self.self_attn, fastattn.nn.MultiHeadAttention):  # torch's layer makes float masks for it
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        masks: dict[str, Any] = {
+            "attn_mask": src_mask,
+            "key_padding_mask": src_key_padding_mask,
+            "is_causal": is_causal,
+        }
         return self._sublayers(
             src,
             (lambda x: self.self_attn(x, x, x, need_weights=False, **masks)[0], self.dropout1, self.norm1),
