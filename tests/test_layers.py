@@ -1,4 +1,4 @@
-"""Rules of imports and includes: they point in one direction, as the picture in docs/design.md, section 3, shows."""
+"""Rules of imports and includes: they point in one direction, as the table in docs/design.md, section 3, shows."""
 
 import ast
 import re
@@ -11,23 +11,12 @@ from fastattn.backends import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
-# Layers, lowest first. A module may import from its own layer and from those below.
-LAYERS = (
-    ("csrc",),
-    ("fastattn._torch_private", "fastattn._triton_private", "fastattn.errors", "fastattn.files", "fastattn.figures"),
-    ("fastattn.backends",),
-    ("fastattn.ops",),
-    ("fastattn.nn",),
-    ("fastattn.integrations", "fastattn.translation"),
-    ("fastattn",),  # the public names
-    ("fastattn.info",),
-    ("fastattn.bench",),
-    ("fastattn.demo",),
-    ("fastattn.cli",),
-    ("fastattn_command", "fastattn.__main__", "setup"),
-    ("examples", "tools"),
-    ("benchmarks", "tests"),
-)
+# Names of the layers, lowest first. A file may import from its own layer and from those below.
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+LAYERS = [
+    re.findall(r"`([\w./]+)`", row)
+    for row in reversed(re.findall(r"\| Python, .*\n((?:\|.*\n)+)", DESIGN)[0].splitlines()[1:])
+]
 # Files of these folders import each other by file name.
 FOLDERS = ("csrc", "csrc.tests", "tools", "benchmarks", "tests", "examples")
 MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
@@ -49,7 +38,7 @@ def layer(module: str) -> int:
         for name in names
         if module == name or (name != "fastattn" and module.startswith(name + "."))
     ]
-    assert matches, f"{module} belongs to no layer: add it to LAYERS"
+    assert matches, f"{module} belongs to no layer: add it to the table in docs/design.md"
     return max(matches)[1]
 
 
@@ -102,7 +91,7 @@ def in_circles(arrows: dict) -> list:
 
 
 PRIVATE = {
-    "_torch_private": r"torch(?:\.[a-z]\w*)*\._[a-zA-Z]\w*",
+    "_torch_private": r"torch(?:\.[a-z]\w*)*(?:\.| import )_[a-zA-Z]",
     "_triton_private": r"from triton\.(?:compiler|runtime|backends)\b|JITFunction|\.(?:fn|constexprs)\b",
 }
 
@@ -156,11 +145,6 @@ def test_circles_are_found():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
-# Folders of csrc with their levels. A folder may include its own files and those of lower levels. cpu and cuda share a
-# level and may not include each other.
-LEVELS = {"common": 0, "cpu": 1, "cuda": 1, "bindings": 2}
-
-
 def includes(path: Path) -> set[Path]:
     """Return the files of csrc that the file includes by name."""
     found = set()
@@ -172,7 +156,7 @@ def includes(path: Path) -> set[Path]:
 
 SOURCES = {
     path: includes(path)
-    for folder in LEVELS
+    for folder in ("common", "cpu", "cuda", "bindings")
     for path in sorted((ROOT / "csrc" / folder).rglob("*"))
     if path.suffix in {".h", ".cpp", ".cu"}
 }
@@ -184,7 +168,7 @@ def folder_of(path: Path) -> str:
 
 def test_includes_go_down():
     pairs = {(folder_of(path), folder_of(other)) for path in SOURCES for other in SOURCES[path]}
-    assert all(folder == other or LEVELS[other] < LEVELS[folder] for folder, other in pairs), pairs
+    assert all(folder == other or layer(f"csrc/{other}") < layer(f"csrc/{folder}") for folder, other in pairs), pairs
 
 
 def test_includes_have_no_circle():
