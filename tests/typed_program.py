@@ -3,6 +3,7 @@
 `assert_type` states the type of each result: a call that returned Any would fail there.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,6 +12,7 @@ from typing_extensions import assert_type
 
 import fastattn
 from fastattn.backends import Explanation
+from fastattn.integrations import huggingface, registry
 
 Pair = tuple[Tensor, Tensor]
 
@@ -83,6 +85,7 @@ def choices(x: Tensor) -> None:
     assert_type(fastattn.unpatch(model), fastattn.PatchReport)
     exported = torch.export.export(fastattn.LayerNorm(8), (x,))
     exported.run_decompositions(fastattn.decompositions())
+    assert_type((huggingface.register, registry.handle.remove), tuple[Callable[[], None], Callable[[], None]])
 
 
 def refused(x: Tensor) -> None:
