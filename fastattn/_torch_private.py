@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,11 +56,8 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-# Context in which torch's functions do not call a subclass's __torch_function__.
-without_torch_function = torch._C.DisableTorchFunctionSubclass
-
-
 _is_tracing = torch._C._is_tracing
+_is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
 def is_traced() -> bool:
@@ -76,6 +73,12 @@ def is_proxied() -> bool:
 def is_observed() -> bool:
     """Return whether compilation, a dispatch mode, torch.func, forward mode or torch.jit.trace observes calls."""
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode() or _is_tracing()
+
+
+def is_in_function() -> bool:
+    """Return whether this is inside the forward of an ``autograd.Function``, which disables both modes of gradients."""
+    disabled = not torch.is_grad_enabled() and not _is_forward_grad_enabled()
+    return disabled and not torch.is_inference_mode_enabled()
 
 
 def refuse_scripting(function: Callable[..., Any], reason: str) -> None:
@@ -314,10 +317,3 @@ def is_plain_linear(module: nn.Module) -> bool:
         and module._compiled_call_impl is None
         and not has_hooks(module)
     )
-
-
-def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a contiguous tensor of the subclass without memory. C++ code that accesses its memory gets an error."""
-    tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
-    return tensor

@@ -2,7 +2,6 @@
 
 import threading
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -100,6 +99,27 @@ def test_onnx_export_is_noticed():
     ask = _flags.set_onnx_exporting_flag(lambda: (_torch_private.is_onnx_export(), torch.onnx.is_in_onnx_export()))
     assert ask() == (True, True)
     assert not _torch_private.is_onnx_export()
+
+
+def test_an_autograd_function_is_noticed():
+    found = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found.append(_torch_private.is_in_function())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(_torch_private.is_in_function())
+            return grad * 2
+
+    Function.apply(X.clone().requires_grad_()).sum().backward()
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with context:
+            found.append(_torch_private.is_in_function())
+    assert found == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -406,28 +426,6 @@ def test_a_plain_linear_module_is_known(kind, monkeypatch):
     forward = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x))
     assert not _torch_private.is_plain_linear(module)
-
-
-def test_a_wrapper_tensor_goes_to_its_class():
-    class Wrapper(torch.Tensor):
-        seen: ClassVar = []
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            with _torch_private.without_torch_function():
-                return func(*args, **(kwargs or {}))
-
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            cls.seen.append(func)
-            return _torch_private.tree_map_only(Wrapper, lambda _: X, args)[0] * 2
-
-    wrapper = _torch_private.wrapper_tensor(Wrapper, (3,), torch.float32, X.device)
-    assert (wrapper.shape, wrapper.stride()) == ((3,), (1,))
-    with pytest.raises(RuntimeError, match="data pointer"):
-        torch.utils.dlpack.to_dlpack(wrapper)  # in C++ only
-    assert torch.equal(wrapper.neg(), X * 2)
-    assert Wrapper.seen == [torch.ops.aten.neg.default]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

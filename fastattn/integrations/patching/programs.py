@@ -26,7 +26,7 @@ from fastattn.backends.common import stat_dtype
 from fastattn.integrations.patching import known, torch_modules
 from fastattn.integrations.patching.family import Family, is_served, is_silent, patched_class
 from fastattn.integrations.patching.torch_modules import add_norm, dropout_p
-from fastattn.integrations.patching.weights import weights_when_read
+from fastattn.integrations.patching.weights import LazyWeights, weights_when_read
 from fastattn.ops import check
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.layer_norm import layer_norm
@@ -36,7 +36,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float
-) -> tuple[Tensor, Callable[[], Tensor]]:
+) -> tuple[Tensor, Callable[[], Tensor | LazyWeights]]:
     """Compute dropout(softmax(masked_fill(scale * query @ key^T, mask == 0, -1e9))) @ value.
 
     In a row with a visible key, a score of -1e9 has weight 0. In a fully masked row it is the maximum, so all keys
@@ -206,8 +206,8 @@ def _tensors(*values: Any) -> list[Tensor]:
     """Return the tensors among results and attributes."""
     found = []
     for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
+        if isinstance(value, Tensor | LazyWeights):
+            found.append(value if isinstance(value, Tensor) else value.read())
         elif isinstance(value, tuple | list):
             found += _tensors(*value)
         elif isinstance(value, dict):
@@ -260,7 +260,9 @@ class ScaledDotProductAttention(ProgramFamily):
     attributes = ("temperature",)
     arguments = "q, k, v, mask=None"
 
-    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | LazyWeights]:
         usual = is_usual(mask, (*q.shape[:-1], k.size(-2)), self.temperature)
         if not (usual and is_silent(self.dropout, torch_modules.Dropout) and is_served(q, k, v)):
             return super().forward(q, k, v, mask)
@@ -283,7 +285,9 @@ class MultiHeadAttention(ProgramFamily):
     attributes = ("n_head", "d_k", "d_v")
     arguments = "q, k, v, mask=None"
 
-    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | LazyWeights]:
         residual = q
         q = self.w_qs(q).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
         k = self.w_ks(k).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
@@ -419,6 +423,20 @@ class MultiHeadedAttention(ProgramFamily):
     attributes = ("h", "d_k", "attn")
     arguments = "query, key, value, mask=None"
 
+    @property
+    def attn(self) -> Any:
+        """Weights of the last call, a tensor or None; the instance's attribute ``attn`` holds what computes them."""
+        held = dict(vars(self)).get("attn")  # a copy: in torch 2.10 dynamo takes vars(self)["attn"] for the property
+        return held.compute() if isinstance(held, LazyWeights) else held
+
+    @attn.setter
+    def attn(self, weights: Any) -> None:
+        vars(self)["attn"] = weights
+
+    @attn.deleter
+    def attn(self) -> None:
+        del vars(self)["attn"]
+
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = query.size(0), self.h, query.size(-2), key.size(-2)
         usual = is_usual(mask if mask is None else mask.unsqueeze(1), scores)
@@ -430,7 +448,7 @@ class MultiHeadedAttention(ProgramFamily):
         )
         mask = mask if mask is None else mask.unsqueeze(1)
         out, weights = attend(q, k, v, mask, dropout_p(self.dropout), 1.0 / math.sqrt(self.d_k))
-        self.attn = weights()
+        vars(self)["attn"] = weights()
         return self.linears[-1](out.transpose(1, 2).flatten(2))
 
     @classmethod

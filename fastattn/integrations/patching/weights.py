@@ -6,68 +6,68 @@ cost the (Lq, Lk) matrix that fused attention avoids.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from fastattn._torch_private import is_observed, tree_map_only, without_torch_function, wrapper_tensor
+from fastattn._torch_private import is_in_function, is_observed, tree_map_only
 from fastattn.ops.attention import attention_weights
 
 
 def weights_when_read(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float, seed: Tensor | None
-) -> Tensor:
-    """Return ``attention_weights`` of the operands as a tensor that holds them until it is read.
+) -> Tensor | LazyWeights:
+    """Return ``attention_weights`` of the operands as an object that computes them when they are read.
 
-    If calls are observed (torch.compile, torch.func), or on ``meta``, the weights are computed at once. The caller must
-    not modify mask and seed.
+    If calls are observed (torch.compile, torch.func), or on ``meta``, return the tensor itself. The caller must not
+    modify mask and seed.
     """
 
-    def compute(query: Tensor, key: Tensor) -> Tensor:
-        # Autocast is off, because the operands have the dtype of their product already. meta has no autocast.
-        with contextlib.nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
-            return attention_weights(query, key, attn_mask, dropout_p, scale=scale, seed=seed)
+    def compute() -> Tensor:
+        return attention_weights(query, key, attn_mask, dropout_p, scale=scale, seed=seed)
 
-    if is_observed() or query.is_meta:
-        return compute(query, key)
-    return _Weights.apply(query, key, _Values(query, key, compute))
+    return compute() if is_observed() or query.is_meta else LazyWeights(_computed_once(compute, query, key))
 
 
 _READING = threading.RLock()
 
 
-class _Values:
-    """Weights of these operands without autograd history, computed by the first ``get``."""
+def _computed_once(compute: Callable[[], Tensor], query: Tensor, key: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns ``compute()``, as it would be now, and the same tensor at each call.
 
-    def __init__(self, query: Tensor, key: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.operands = [query.detach(), key.detach()]
-        self.compute = compute
-        self.is_inference = torch.is_inference_mode_enabled()
-        self.versions = [_version(operand) for operand in self.operands]
-        self.tensor: Tensor | None = None
+    The function raises RuntimeError if query or key was modified in place before its first call.
+    """
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    versions = _version(query), _version(key)
+    found: list[Tensor] = []
 
-    def get(self) -> Tensor:
-        """Return the weights.
+    def weights() -> Tensor:
+        if found:
+            return found[0]
+        if versions != (_version(query), _version(key)):
+            raise RuntimeError(
+                "the query or the key of these attention weights was modified by an in-place operation before they "
+                "were read: read the weights first, or modify a copy"
+            )
+        observed = is_observed()
+        # Transforms of torch.func refuse inference mode. Autocast is off, because the operands' dtype is the product's.
+        with (
+            torch.inference_mode(inference and not observed), torch.set_grad_enabled(grad),
+            torch.autocast(query.device.type, enabled=False),
+        ):  # fmt: skip
+            if observed:  # the observer's tensors are not valid after it has ended
+                return compute()
+            # The reader's hooks are bypassed: a checkpoint would miss the saved tensors when it repeats the reading.
+            with _READING, saved_tensors_hooks(_unchanged, _unchanged):
+                if not found:
+                    found.append(compute())
+        return found[0]
 
-        Raises:
-            RuntimeError: query or key was modified in place before the first call.
-        """
-        with _READING:
-            if self.tensor is None:
-                if self.versions != [_version(operand) for operand in self.operands]:
-                    raise RuntimeError(
-                        "the query or the key of these attention weights was modified by an in-place operation before "
-                        "they were read: read the weights first, or modify a copy"
-                    )
-                with torch.inference_mode(self.is_inference), torch.no_grad():
-                    self.tensor = self.compute(*self.operands)
-                self.operands.clear()
-            return self.tensor
+    return weights
 
 
 def _version(operand: Tensor) -> int | None:
@@ -75,96 +75,61 @@ def _version(operand: Tensor) -> int | None:
     return None if operand.is_inference() else operand._version
 
 
-class LazyWeights(Tensor):
-    """Tensor without memory until torch calls the first function with it; then it shares the memory of its values.
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
-    Its history, hooks and gradient in autograd are the same before and after. Operations on it run on the values, a
-    plain tensor, and return plain tensors.
+
+class LazyWeights:
+    """Stand-in for a tensor. Each operation on it runs on the tensor, which the first one computes.
+
+    It has no memory and is no ``torch.Tensor``: C++ code that requires a tensor raises an error.
+
+    Attributes:
+        compute: function that returns the tensor, the same one at each call.
     """
 
-    @staticmethod
-    def __new__(cls, values: _Values) -> LazyWeights:
-        query, key = values.operands
-        return wrapper_tensor(cls, (*query.shape[:-1], key.size(-2)), query.dtype, query.device)
+    compute: Callable[[], Tensor]
+    made_in_function: bool
 
-    def __init__(self, values: _Values) -> None:
-        self._held = values
-        self._has_memory = False
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        vars(self).update(compute=compute, made_in_function=is_in_function())  # __setattr__ is the tensor's
 
-    def read(self) -> LazyWeights:
-        """Return this tensor with memory. Observed operations compute the values without giving it memory."""
-        with _READING:
-            if not self._has_memory:
-                _SET_DATA(self, self._held.get())
-                self._has_memory = True
-        return self
+    def read(self) -> Tensor:
+        """Return the tensor.
 
-    def plain(self) -> Tensor:
-        """Return a plain ``torch.Tensor`` with this one's memory and history."""
-        with without_torch_function():
-            return self.read().view(self.shape)
+        Raises:
+            RuntimeError: its gradient would be lost, because an ``autograd.Function`` tracks only tensors.
+        """
+        tensor = self.compute()
+        if is_in_function() != self.made_in_function and (tensor.requires_grad or torch.is_grad_enabled()):
+            raise RuntimeError(
+                "attention weights that are computed when they are read lose their gradient in an autograd.Function "
+                "and in torch.utils.checkpoint(use_reentrant=True): pass weights.clone() to it, read weights that it "
+                "returned under torch.no_grad(), or pass use_reentrant=False"
+            )
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.read(), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with without_torch_function():
-            if func not in _METADATA and not is_observed():
-                args, kwargs = tree_map_only(LazyWeights, LazyWeights.read, (args, kwargs))
-            if func in _PLAIN:
-                args, kwargs = tree_map_only(LazyWeights, LazyWeights.plain, (args, kwargs))
-            elif func == _SET_DATA and isinstance(args[0], LazyWeights):
-                args[0]._held.tensor = args[1].detach()
-            return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        given = args, kwargs or {}
-        values = tree_map_only(LazyWeights, lambda lazy: lazy._held.get(), given)
-        result = func(*values[0], **values[1])
-        if torch.Tag.inplace_view in func.tags and isinstance(args[0], LazyWeights):
-            _SET_DATA(args[0], args[0]._held.get())  # the operation changed the values' shape or memory
-        return result
+        args, kwargs = tree_map_only(LazyWeights, LazyWeights.read, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that read no values.
-_METADATA = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")]
-    + [getattr(Tensor, name) for name in ("__len__", "dim", "numel", "size")]
-)
-# Functions that torch refuses for subclasses, or for which it would make another subclass.
-_PLAIN = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "__repr__", "apply_", "map_", "numpy", "tolist",
-    )
-)  # fmt: skip
-
-
-def _on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+def _on_tensor(name: str) -> Callable[..., Any]:
     def method(self: LazyWeights, *args: Any, **kwargs: Any) -> Any:
-        return function(self.plain(), *args, **kwargs)
+        return getattr(self.read(), name)(*args, **kwargs)
 
     return method
 
 
-for _function in _PLAIN:  # overridden, because autograd calls its hooks while __torch_function__ is disabled
-    setattr(LazyWeights, _function.__name__, _on_plain(_function))
-
-
-class _Weights(torch.autograd.Function):
-    """Autograd node of lazy weights; its backward pass computes the weights again."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, values: _Values) -> Tensor:
-        ctx.save_for_backward(query, key)
-        ctx.compute = values.compute
-        return LazyWeights(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():  # operates on separate tensors, because key may depend on query
-            operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in ctx.saved_tensors]
-            weights = ctx.compute(*operands)
-        return *torch.autograd.grad(weights, operands, grad, create_graph=torch.is_grad_enabled()), None
+# Special methods that ``object`` has too. Python looks up all special methods in the class, past __getattr__.
+_OVERRIDDEN = {
+    "__delattr__", "__dir__", "__eq__", "__format__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "__reduce_ex__",
+    "__repr__", "__setattr__",
+}  # fmt: skip
+for _name in set(dir(Tensor)) - {*dir(LazyWeights), "__torch_dispatch__"} | _OVERRIDDEN:
+    if _name.startswith("__") and callable(getattr(Tensor, _name)):
+        setattr(LazyWeights, _name, _on_tensor(_name))
