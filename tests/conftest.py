@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 import emulation
 import fastattn
 from fastattn.backends import TABLE, native
+from fastattn.errors import InputError
 
 # Device of the tested tensors. On "cpu" Triton's kernels run in its interpreter, which is chosen when they are
 # imported.
@@ -162,6 +163,12 @@ def instruction_set(isa):
         yield
     finally:
         torch.ops.fastattn_cpu.set_isa(best)
+
+
+def refused(message, call, *arguments, **options):
+    """Assert that the call raises an InputError that matches the message."""
+    with pytest.raises(InputError, match=message):
+        call(*arguments, **options)
 
 
 @pytest.fixture
