@@ -4,10 +4,11 @@ import copy
 import functools
 import math
 import pickle
+from unittest import mock
 
 import pytest
 import torch
-from conftest import DEVICE, KERNELS
+from conftest import DEVICE, KERNELS, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from observers import Lora, Noisy, count_reads
@@ -18,7 +19,7 @@ import fastattn
 from fastattn import Dropout, DropoutAddLayerNorm, KeyValueCache, LayerNorm, MultiHeadAttention, SoftmaxDropout
 
 pytestmark = pytest.mark.torch_version  # the modules are drop-ins for torch's
-CLOSE = {"rtol": 1e-4, "atol": 2e-6}
+close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=2e-6)  # sums of float32 in any order
 SEED = torch.tensor([17, 0])
 WEIGHTS = pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
 
@@ -83,11 +84,11 @@ def test_constructed_like_torchs(options):
     torch.manual_seed(3)
     theirs = torch.nn.MultiheadAttention(16, 4, **options)
     torch.manual_seed(3)
-    ours = MultiHeadAttention(16, 4, **options)
+    ours = fastattn.MultiheadAttention(16, 4, **options)  # the alias of torch's spelling
+    assert type(ours) is MultiHeadAttention
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], tensor), name
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     torch.nn.MultiheadAttention(16, 4, **options).load_state_dict(ours.state_dict())
     for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "dropout", "batch_first", "add_zero_attn"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -95,43 +96,37 @@ def test_constructed_like_torchs(options):
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in meta.parameters())
 
 
-def test_alias():
-    assert fastattn.MultiheadAttention is MultiHeadAttention
-
-
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 @pytest.mark.parametrize(
     "weights",
-    [
-        pytest.param({"need_weights": False}, id="no weights"),
-        pytest.param({}, id="averaged"),
-        pytest.param({"average_attn_weights": False}, id="all", marks=pytest.mark.slow),
-    ],
+    [{"need_weights": False}, {}, *slow({"average_attn_weights": False})],
+    ids=["no weights", "averaged", "all"],
 )
 def test_matches_torchs_module(backend, weights, options):
     ours, theirs = pair(16, 4, **options)
     first = options.get("batch_first", False)
-    sizes = (16, options.get("kdim") or 16, options.get("vdim") or 16)
-    lengths = (5, 9, 9)
-    inputs = [torch.randn((2, n, e) if first else (n, 2, e)) for n, e in zip(lengths, sizes, strict=True)]
-    unbatched = [torch.randn(n, e) for n, e in zip(lengths, sizes, strict=True)]
+    sizes = list(zip((5, 9, 9), (16, options.get("kdim", 16), options.get("vdim", 16)), strict=True))
+    inputs = [torch.randn((2, n, e) if first else (n, 2, e)) for n, e in sizes]
+    unbatched = [torch.randn(size) for size in sizes]
     padding = torch.arange(9) >= torch.tensor([9, 6])[:, None]
     blocked = torch.rand(5, 9) < 0.3
     blocked[:, 0] = False
-    compare(ours, theirs, inputs, **weights)
-    compare(ours, theirs, unbatched, **weights)
-    compare(ours, theirs, inputs, key_padding_mask=padding, **weights)
-    compare(ours, theirs, inputs, attn_mask=blocked, **weights)
-    compare(ours, theirs, inputs, attn_mask=torch.randn(5, 9), **weights)
-    compare(ours, theirs, inputs, attn_mask=blocked, key_padding_mask=padding, **weights)
-    compare(ours, theirs, inputs, attn_mask=torch.randn(8, 5, 9), key_padding_mask=torch.randn(2, 9), **weights)
-    compare(ours, theirs, inputs, attn_mask=blocked.expand(8, 5, 9), **weights)
-    compare(ours, theirs, unbatched, attn_mask=torch.randn(4, 5, 9), key_padding_mask=padding[1], **weights)
-    ours.eval(), theirs.eval()
+    for operands, masks in (
+        (inputs, {}),
+        (unbatched, {}),
+        (inputs, {"key_padding_mask": padding}),
+        (inputs, {"attn_mask": blocked}),
+        (inputs, {"attn_mask": torch.randn(5, 9)}),
+        (inputs, {"attn_mask": blocked, "key_padding_mask": padding}),
+        (inputs, {"attn_mask": torch.randn(8, 5, 9), "key_padding_mask": torch.randn(2, 9)}),
+        (inputs, {"attn_mask": blocked.expand(8, 5, 9)}),
+        (unbatched, {"attn_mask": torch.randn(4, 5, 9), "key_padding_mask": padding[1]}),
+    ):
+        compare(ours, theirs, operands, **masks, **weights)
     with torch.no_grad():
-        torch.testing.assert_close(ours(*inputs)[0], theirs(*inputs)[0], **CLOSE)
+        close(ours.eval()(*inputs)[0], theirs.eval()(*inputs)[0])
 
 
 def test_self_attention_and_one_tensor_for_key_and_value(backend):
@@ -139,29 +134,39 @@ def test_self_attention_and_one_tensor_for_key_and_value(backend):
     x, memory = torch.randn(2, 7, 16), torch.randn(2, 9, 16)
     causal = torch.ones(7, 7).triu(1).bool()
     for module_inputs in ((x, x, x), (x, memory, memory)):
-        torch.testing.assert_close(ours(*module_inputs)[0], theirs(*module_inputs)[0], **CLOSE)
+        close(ours(*module_inputs), theirs(*module_inputs))
     expected = theirs(x, x, x, attn_mask=causal, is_causal=True)[0]
-    torch.testing.assert_close(
-        ours(x, x, x, attn_mask=causal, is_causal=True, need_weights=False)[0], expected, **CLOSE
-    )
-    torch.testing.assert_close(ours(x, x, x, is_causal=True, need_weights=False)[0], expected, **CLOSE)
-    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], expected, **CLOSE)
+    for options in ({"attn_mask": causal, "need_weights": False}, {"need_weights": False}, {}):
+        close(ours(x, x, x, is_causal=True, **options)[0], expected)
+
+
+DISTANCE, LENGTHS = torch.arange(7) - torch.arange(7)[:, None], torch.tensor([7, 4])
+PAST_LENGTHS = torch.arange(7) >= LENGTHS[:, None]
+OWN = {"is_causal": True, "window_size": (2, -1), "key_lengths": LENGTHS}
+BLOCKED = (DISTANCE > 0) | (DISTANCE < -2) | PAST_LENGTHS[:, None]  # what OWN hides, (2, 7, 7)
+OF_HEADS = {"attn_mask": BLOCKED.repeat_interleave(4, 0)}
+FLOATS = torch.randn(2, 4, 7, 7)
+# Masks that say the same, by name: (options of the module, masks of the first call, masks of the second).
+SAME_MASKS = {
+    "lengths": ({}, {"key_lengths": LENGTHS}, {"key_padding_mask": PAST_LENGTHS}),
+    "causal": ({}, {"is_causal": True}, {"attn_mask": DISTANCE > 0}),
+    "window": ({}, {"window_size": (2, 1)}, {"attn_mask": (DISTANCE < -2) | (DISTANCE > 1)}),
+    "combined": ({}, OWN, OF_HEADS),
+    # Every query sees the appended keys, whatever the masks hide.
+    "appended biases": ({"add_bias_kv": True}, OWN, OF_HEADS),
+    "appended zeros": ({"add_zero_attn": True}, OWN, OF_HEADS),
+    # A mask (N, 1 or num_heads, L, S) is the mask (N * num_heads, L, S).
+    "four dimensions": ({}, {"attn_mask": BLOCKED[:, None]}, OF_HEADS),
+    "floats": ({}, {"attn_mask": FLOATS}, {"attn_mask": FLOATS.flatten(0, 1)}),
+}
 
 
 @WEIGHTS
-def test_own_masks(backend, weights):
-    """key_lengths, is_causal and window_size give the results of the masks that say the same, and combine."""
-    ours, _ = pair(16, 4, batch_first=True)
-    x = torch.randn(2, 7, 16)
-    lengths = torch.tensor([7, 4])
-    padding = torch.arange(7) >= lengths[:, None]
-    i, j = torch.arange(7)[:, None], torch.arange(7)
-    expected = ours(x, x, x, key_padding_mask=padding, attn_mask=j > i, need_weights=weights)
-    got = ours(x, x, x, key_lengths=lengths, is_causal=True, need_weights=weights)
-    for a, e in zip(got, expected, strict=True):
-        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
-    expected = ours(x, x, x, attn_mask=(j < i - 2) | (j > i + 1), need_weights=weights)[0]
-    torch.testing.assert_close(ours(x, x, x, window_size=(2, 1), need_weights=weights)[0], expected, **CLOSE)
+@pytest.mark.parametrize("case", SAME_MASKS)
+def test_masks_that_say_the_same(backend, weights, case):
+    options, *masks = SAME_MASKS[case]
+    module, x = MultiHeadAttention(16, 4, batch_first=True, **options), torch.randn(2, 7, 16)
+    close(*(module(x, x, x, need_weights=weights, **of_call) for of_call in masks))
 
 
 @WEIGHTS
@@ -178,32 +183,20 @@ def test_rows_masked_whole_are_the_bias(backend, weights):
     assert (grad[1] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [
-        {"head_dim": 5},
-        {"head_dim": 85, "value_head_dim": 85},
-        {"value_head_dim": 7},
-        {"head_dim": 16, "value_head_dim": 3},
-    ],
-    ids=str,
-)
-def test_free_head_sizes(backend, dims):
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(5, None), (85, 85), (None, 7), (16, 3)])
+def test_free_head_sizes(backend, head_dim, value_head_dim):
     """Free d_k and d_v, as in rows (A) and (B) of the paper's table 3, agree with the formula, head by head."""
-    module = MultiHeadAttention(12, 3, batch_first=True, **dims)
-    dk, dv = dims.get("head_dim", 4), dims.get("value_head_dim", dims.get("head_dim", 4))
-    if "head_dim" not in dims:
-        dk = 4
+    sizes = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    module, again = (MultiHeadAttention(12, 3, batch_first=True, **sizes) for _ in range(2))
+    dk, dv = head_dim or 4, value_head_dim or head_dim
     x, memory = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
     out, weights = module(x, memory, memory, average_attn_weights=False)
-    assert out.shape == (2, 5, 12)
-    assert weights.shape == (2, 3, 5, 9)
+    assert (out.shape, weights.shape) == ((2, 5, 12), (2, 3, 5, 9))
     assert module.out_proj.weight.shape == (12, 3 * dv)
-    expected = sum(p.numel() for p in module.parameters())
-    assert expected == (12 + 1) * 3 * (2 * dk + dv) + (3 * dv + 1) * 12
-    again = MultiHeadAttention(12, 3, batch_first=True, **dims)
+    parameters = sum(p.numel() for p in module.parameters())
+    assert parameters == (12 + 1) * 3 * (2 * dk + dv) + (3 * dv + 1) * 12
     again.load_state_dict(module.state_dict())
-    torch.testing.assert_close(again(x, memory, memory, need_weights=False)[0], out, **CLOSE)
+    close(again(x, memory, memory, need_weights=False)[0], out)
     out.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
 
@@ -211,35 +204,33 @@ def test_free_head_sizes(backend, dims):
 def test_dropout_in_training_only(backend):
     module = MultiHeadAttention(16, 4, dropout=0.4, batch_first=True)
     x = torch.randn(2, 40, 16)
+    call = functools.partial(module, x, x, x)
     torch.manual_seed(0)
-    first, second = (module(x, x, x, need_weights=False)[0] for _ in range(2))
+    first, second = (call(need_weights=False)[0] for _ in range(2))
     torch.manual_seed(0)
-    assert torch.equal(module(x, x, x, need_weights=False)[0], first)
+    assert torch.equal(call(need_weights=False)[0], first)
     assert not torch.equal(first, second)
-    fused = module(x, x, x, need_weights=False, seed=SEED)[0]
-    shown, weights = module(x, x, x, average_attn_weights=False, seed=SEED)
-    torch.testing.assert_close(fused, shown, **CLOSE)  # both paths drop the same elements
+    shown, weights = call(average_attn_weights=False, seed=SEED)
+    close(call(need_weights=False, seed=SEED)[0], shown)  # both paths drop the same elements
     assert torch.equal(weights != 0, dropout_mask((2, 4, 40, 40), 0.4, SEED))
     module.eval()
-    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    assert torch.equal(call()[0], call()[0])
 
 
 @pytest.mark.parametrize("chunks", [[1] * 11, [4, 1, 5, 1], [11], [2, 9]], ids=str)
 @pytest.mark.parametrize("size", [(), (16,), (11,)], ids=["growing", "larger", "exact"])
+@torch.no_grad()
 def test_cache_equals_the_whole(backend, size, chunks):
     """Decoding token by token, or by uneven chunks, gives the outputs of the causal whole."""
     module = MultiHeadAttention(16, 4, batch_first=True).eval()
     x, cache = torch.randn(3, 11, 16), KeyValueCache(*size)
     whole = module(x, x, x, is_causal=True, need_weights=False)[0]
-    with torch.no_grad():
-        parts = [module(c, c, c, is_causal=True, cache=cache, need_weights=False)[0] for c in x.split(chunks, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+    parts = [module(c, c, c, is_causal=True, cache=cache, need_weights=False)[0] for c in x.split(chunks, 1)]
+    close(torch.cat(parts, 1), whole)
     assert cache.length == 11
     cache.reset()
     assert cache.length == 0
-    with torch.no_grad():
-        again = module(x, x, x, is_causal=True, cache=cache)[0]
-    torch.testing.assert_close(again, whole, **CLOSE)
+    close(module(x, x, x, is_causal=True, cache=cache)[0], whole)
 
 
 def test_a_cache_holds_no_gradients(backend):
@@ -248,91 +239,74 @@ def test_a_cache_holds_no_gradients(backend):
         module(x, x, x, is_causal=True, cache=KeyValueCache())
 
 
-def test_cache_reorders_beams(backend):
-    module = MultiHeadAttention(16, 4, batch_first=True).eval()
-    x, step = torch.randn(3, 6, 16), torch.randn(3, 1, 16)
-    order = torch.tensor([2, 0, 0])
-    cache = KeyValueCache(10)
-    with torch.no_grad():
-        module(x, x, x, is_causal=True, cache=cache)
-        cache.reorder(order)
-        out = module(step, step, step, is_causal=True, cache=cache)[0]
-        full = torch.cat([x[order], step], 1)
-        expected = module(full, full, full, is_causal=True)[0][:, -1:]
-    torch.testing.assert_close(out, expected, **CLOSE)
-    cache.reorder(torch.tensor([1]))  # fewer hypotheses
-    keys, _ = cache.append(torch.randn(1, 4, 1, 4), torch.randn(1, 4, 1, 4))
-    assert keys.shape == (1, 4, 8, 4)
-
-
+@torch.no_grad()
 def test_static_cache_is_cross_attention(backend):
     module = MultiHeadAttention(16, 4, batch_first=True).eval()
     memory, lengths = torch.randn(2, 9, 16), torch.tensor([9, 5])
     cache = KeyValueCache(static=True)
-    with torch.no_grad():
-        for _ in range(3):
-            x = torch.randn(2, 1, 16)
-            out = module(x, memory, memory, cache=cache, key_lengths=lengths)[0]
-            torch.testing.assert_close(out, module(x, memory, memory, key_lengths=lengths)[0], **CLOSE)
-            assert cache.length == 9
+    for x in torch.randn(3, 2, 1, 16):
+        out = module(x, memory, memory, cache=cache, key_lengths=lengths)[0]
+        close(out, module(x, memory, memory, key_lengths=lengths)[0])
+        assert cache.length == 9
 
 
 def test_cache_itself():
     cache = KeyValueCache(5)
-    keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 6)
-    for n in range(4):
-        all_keys, all_values = cache.append(keys[:, :, n : n + 1], values[:, :, n : n + 1])
-        assert torch.equal(all_keys, keys[:, :, : n + 1])
-        assert torch.equal(all_values, values[:, :, : n + 1])
+    keys, values = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 6)
+    for n in range(5):
+        found = cache.append(keys[:, :, n : n + 1], values[:, :, n : n + 1])
+        assert all(map(torch.equal, found, (keys[:, :, : n + 1], values[:, :, : n + 1])))
     cache.reorder(torch.tensor([1, 1]))
-    all_keys, _ = cache.append(keys[:, :, :1], values[:, :, :1])
     assert cache.length == 5
-    assert torch.equal(all_keys[:, :, :4], keys[[1, 1]])
     with pytest.raises(ValueError, match=r"(?s)5.*6|6.*5"):
         cache.append(keys[:, :, :1], values[:, :, :1])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
-def test_a_cache_takes_integers_of_any_size(dtype):
-    cache, keys = KeyValueCache(), torch.randn(3, 2, 5, 4)
-    cache.append(keys, keys)
-    cache.reorder(torch.tensor([1, 0, 2], dtype=dtype))
-    assert torch.equal(cache.contents()[0], keys[[1, 0, 2]])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [(), (10,)], ids=["growing", "larger"])
+def test_a_cache_keeps_what_it_is_told(size, dtype):
+    for index in ([0, 1, 2], [2, 1, 0], [1], [0, 2], [2, 2, 0, 1, 1], [1, 1, 1], []):
+        cache, index = KeyValueCache(*size), torch.tensor(index, dtype=dtype)
+        before = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
+        more = torch.randn(len(index), 2, 1, 4), torch.randn(len(index), 2, 1, 6)
+        cache.append(*before)
+        cache.reorder(index)
+        for kept, old, new in zip(cache.append(*more), before, more, strict=True):
+            assert torch.equal(kept, torch.cat((old[index.long()], new), 2)), index
 
 
 @pytest.mark.parametrize(
     "options", [{"attn_mask": torch.zeros(3, 5)}, {"window_size": 4}, {"key_lengths": torch.tensor([1, 99])}], ids=str
 )
+@torch.no_grad()
 def test_a_refused_call_adds_nothing_to_a_cache(options):
     module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache()
     x = torch.randn(2, 6, 8)
-    with torch.no_grad():
-        whole = module(x, x, x, is_causal=True)[0]
-        module(x[:, :3], x[:, :3], x[:, :3], is_causal=True, cache=cache)
-        more = (x[:, 3:],) * 3
-        with pytest.raises((ValueError, TypeError)):
-            module(*more, cache=cache, **options)
-        fastattn.explain(module, *more, cache=cache)
-        assert cache.length == 3
-        torch.testing.assert_close(module(*more, is_causal=True, cache=cache)[0], whole[:, 3:], **CLOSE)
+    first, more = ((rows,) * 3 for rows in x.split(3, 1))
+    module(*first, is_causal=True, cache=cache)
+    with pytest.raises((ValueError, TypeError)):
+        module(*more, cache=cache, **options)
+    fastattn.explain(module, *more, cache=cache)
+    assert cache.length == 3
+    close(module(*more, is_causal=True, cache=cache)[0], module(x, x, x, is_causal=True)[0][:, 3:])
 
 
 @pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
 def test_a_refused_or_explained_first_call_binds_no_cache(static):
     module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache(static=static)
     two, three = torch.randn(2, 4, 8), torch.randn(3, 4, 8)
-    with torch.no_grad():
-        with pytest.raises(ValueError, match="batch size, got 2 and 3"):
-            module(two, three, three, cache=cache)
-        with torch.autocast("cpu", torch.bfloat16):
-            fastattn.explain(module, three, three, three, cache=cache)
-        with pytest.raises(ValueError, match="empty"):
-            cache.contents()
-        found = module(two, two, two, cache=cache)[0]
-        torch.testing.assert_close(found, module(two, two, two)[0], **CLOSE)
+    with pytest.raises(ValueError, match="batch size, got 2 and 3"):
+        module(two, three, three, cache=cache)
+    with torch.autocast("cpu", torch.bfloat16):
+        fastattn.explain(module, three, three, three, cache=cache)
+    with pytest.raises(ValueError, match="empty"):
+        cache.contents()
+    close(module(two, two, two, cache=cache)[0], module(two, two, two)[0])
     assert cache.length == 4
 
 
+@torch.no_grad()
 def test_a_cache_in_compiled_decoding():
     module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache(8)
     x = torch.randn(2, 5, 8)
@@ -341,46 +315,20 @@ def test_a_cache_in_compiled_decoding():
     def step(token):
         return module(token, token, token, is_causal=True, need_weights=False, cache=cache)[0]
 
-    with torch.no_grad():
-        found = [step(x[:, n : n + 1]) for n in range(5)]
-        wanted = module(x, x, x, is_causal=True, need_weights=False)[0]
-    torch.testing.assert_close(torch.cat(found, 1), wanted, **CLOSE)
+    found = torch.cat([step(token) for token in x.split(1, 1)], 1)
+    close(found, module(x, x, x, is_causal=True, need_weights=False)[0])
 
 
-def test_a_cache_of_inference_mode_goes_on_without_it():
+@pytest.mark.parametrize("order", [None, [1, 0]], ids=["as it is", "reordered"])
+@torch.no_grad()
+def test_a_cache_of_inference_mode_goes_on_without_it(order):
     keys, cache = torch.randn(2, 3, 4, 8), KeyValueCache()
     with torch.inference_mode():
-        cache.append(keys[:, :, :2], keys[:, :, :2])
-    with torch.no_grad():
-        cache.reorder(torch.tensor([1, 0]))
-        assert torch.equal(cache.append(keys[:, :, 2:], keys[:, :, 2:])[0][:, :, :2], keys[[1, 0], :, :2])
-    other = KeyValueCache()
-    with torch.inference_mode():
-        other.append(keys, keys)
-    with torch.no_grad():
-        assert torch.equal(other.append(keys, keys)[1], torch.cat((keys, keys), 2))
-
-
-@pytest.mark.parametrize("index", [[0, 1, 2], [2, 1, 0], [1], [0, 2], [2, 2, 0, 1, 1], [1, 1, 1], []], ids=str)
-def test_a_cache_keeps_what_it_is_told(index):
-    cache, index = KeyValueCache(), torch.tensor(index, dtype=torch.int64)
-    keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
-    cache.append(keys, values)
-    cache.reorder(index)
-    more = torch.randn(len(index), 2, 1, 4), torch.randn(len(index), 2, 1, 6)
-    for kept, old, new in zip(cache.append(*more), (keys, values), more, strict=True):
-        assert torch.equal(kept, torch.cat((old[index], new), 2))
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
-def test_masks_of_four_dimensions(heads, kind):
-    """A mask (N, 1 or num_heads, L, S) gives the results of the mask (N * num_heads, L, S)."""
-    module, x = MultiHeadAttention(16, 4, batch_first=True).eval(), torch.randn(3, 5, 16)
-    mask = torch.rand(3, heads, 5, 5) < 0.4 if kind == torch.bool else torch.randn(3, heads, 5, 5)
-    expected = module(x, x, x, attn_mask=mask.expand(3, 4, 5, 5).flatten(0, 1))
-    for out, wanted in zip(module(x, x, x, attn_mask=mask), expected, strict=True):
-        torch.testing.assert_close(out, wanted, **CLOSE)
+        cache.append(keys, keys)
+    if order:
+        cache.reorder(torch.tensor(order))
+    wanted = torch.cat((keys[order or [0, 1]], keys), 2)
+    assert all(torch.equal(kept, wanted) for kept in cache.append(keys, keys))
 
 
 @WEIGHTS
@@ -393,10 +341,10 @@ def test_autocast(backend, weights):
     torch.testing.assert_close(a, e, rtol=0.05, atol=0.05)
 
 
-def encoder(layers=None, **options):
+def encoder(layers=None):
     """Return torch's encoder layer, or a stack of them, first with fastattn's attention, then with torch's, of the same
     parameters."""
-    theirs = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
+    theirs = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     if layers is not None:
         theirs = torch.nn.TransformerEncoder(theirs, layers)
     ours = copy.deepcopy(theirs)
@@ -409,14 +357,9 @@ def encoder(layers=None, **options):
 @pytest.fixture
 def calls(monkeypatch):
     """Return the list of the calls of attention that fastattn.nn makes."""
-    found = []
-
-    def count(*args, **kwargs):
-        found.append(args)
-        return fastattn.scaled_dot_product_attention(*args, **kwargs)
-
-    monkeypatch.setattr("fastattn.nn.attention.scaled_dot_product_attention", count)
-    return found
+    counted = mock.Mock(side_effect=fastattn.scaled_dot_product_attention)
+    monkeypatch.setattr("fastattn.nn.attention.scaled_dot_product_attention", counted)
+    return counted.call_args_list
 
 
 X7 = torch.randn(3, 7, 16)
@@ -435,10 +378,8 @@ LAYER_MASKS = {
 def test_torchs_encoder_layer_calls_our_attention(backend, calls, masks, training):
     """The layer calls fastattn's attention even in evaluation without gradients, where torch reads the parts'
     parameters itself."""
-    ours, theirs = (layer.train(training) for layer in encoder())
     with torch.set_grad_enabled(training):
-        out, expected = (layer(X7, **LAYER_MASKS[masks]) for layer in (ours, theirs))
-    torch.testing.assert_close(out, expected, **CLOSE)
+        close(*(layer.train(training)(X7, **LAYER_MASKS[masks]) for layer in encoder()))
     assert len(calls) == 1
 
 
@@ -452,14 +393,13 @@ def test_torchs_encoder_layer_calls_a_copy_too(calls, copied):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
 def test_torchs_encoder_calls_our_attention(backend, calls):
     """In evaluation a stack packs sequences into a nested tensor and leaves padding 0; one sequence may be all
     padding."""
-    ours, theirs = (model.eval() for model in encoder(2))
     padding = torch.arange(7) >= torch.tensor([7, 4, 0])[:, None]
-    with torch.no_grad():
-        out, expected = (model(X7, src_key_padding_mask=padding) for model in (ours, theirs))
-    torch.testing.assert_close(out, expected, **CLOSE)
+    out, expected = (model.eval()(X7, src_key_padding_mask=padding) for model in encoder(2))
+    close(out, expected)
     assert (out[padding] == 0).all()
     assert len(calls) == 2
 
@@ -486,7 +426,7 @@ def test_a_sequence_of_padding_in_torchs_encoder_layer(backend, training):
     with torch.set_grad_enabled(training):
         out = ours.train(training)(X7, src_key_padding_mask=padding)
         norm = ours.norm1(X7[2] + ours.self_attn.out_proj.bias)
-        torch.testing.assert_close(out[2], ours.norm2(norm + ours._ff_block(norm)), **CLOSE)
+        close(out[2], ours.norm2(norm + ours._ff_block(norm)))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -505,12 +445,14 @@ def test_free_head_sizes_in_torchs_layers(backend, calls, training):
     assert len(calls) == 3
 
 
+@torch.no_grad()
 def test_torchs_encoder_layer_compiles():
     torch._dynamo.reset()
     layer = encoder()[0].eval()
-    with torch.no_grad():
-        out = torch.compile(layer, fullgraph=True, backend="eager")(X7, **LAYER_MASKS["both"])
-        torch.testing.assert_close(out, layer(X7, **LAYER_MASKS["both"]), **CLOSE)
+    close(
+        torch.compile(layer, fullgraph=True, backend="eager")(X7, **LAYER_MASKS["both"]),
+        layer(X7, **LAYER_MASKS["both"]),
+    )
     torch._dynamo.reset()
 
 
@@ -523,45 +465,32 @@ def test_nested_operands(backend, layout, average):
     rows = [torch.randn(n, 16) for n in (5, 2, 7)]
     x = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
     out, weights = module(x, x, x, average_attn_weights=average)
-    alone = [row.clone().requires_grad_() for row in rows]
-    expected = [module(row, row, row, average_attn_weights=average) for row in alone]
-    for n, got in enumerate(out.unbind()):
-        length = len(rows[n])
-        torch.testing.assert_close(got, expected[n][0], **CLOSE)
-        torch.testing.assert_close(weights[n, ..., :length, :length], expected[n][1], **CLOSE)
-        assert weights[n].count_nonzero() == expected[n][1].count_nonzero()
+    rows = [row.requires_grad_() for row in rows]
+    expected = [module(row, row, row, average_attn_weights=average) for row in rows]
+    for row, got, shown, wanted in zip(rows, out.unbind(), weights, expected, strict=True):
+        close((got, shown[..., : len(row), : len(row)]), wanted)
+        assert shown.count_nonzero() == wanted[1].count_nonzero()
     (x + out).to_padded_tensor(0.0).square().sum().backward()  # the residual connection
-    sum((row + o).square().sum() for row, (o, _) in zip(alone, expected, strict=True)).backward()
-    for got, row in zip(x.grad.unbind(), alone, strict=True):
-        torch.testing.assert_close(got, row.grad, rtol=1e-4, atol=1e-5)
+    sum((row + out).square().sum() for row, (out, _) in zip(rows, expected, strict=True)).backward()
+    torch.testing.assert_close(x.grad.unbind(), tuple(row.grad for row in rows), rtol=1e-4, atol=1e-5)
 
 
-def test_nested_operands_beside_another_default_device():
-    module, x = MultiHeadAttention(16, 4, batch_first=True), jagged(5, 2)
-    wanted = module(x, x, x)[1]
-    with torch.device("meta"):
-        assert torch.equal(module(x, x, x)[1], wanted)
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((5, 3), (2, 9)), ((5, 0), (2, 9)), ((5, 3), (0, 0))], ids=["all", "no query", "no keys"]
+)
+def test_nested_queries_beside_nested_keys(queries, keys):
+    module, query, key = MultiHeadAttention(16, 4, batch_first=True), jagged(*queries), jagged(*keys)
+    out, weights = module(query, key, key, need_weights=False, is_causal=True)
+    assert weights is None
+    for got, rows, columns in zip(out.unbind(), query.unbind(), key.unbind(), strict=True):
+        close(got, module(rows, columns, columns, is_causal=True)[0])
+    wanted = module(query, key, key)[1]
+    with torch.device("meta"):  # another default device
+        assert torch.equal(module(query, key, key)[1], wanted)
 
 
 def jagged(*lengths):
     return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
-
-
-NESTED = {
-    "cross-attention": (jagged(5, 3), jagged(2, 9)),
-    "an empty sequence": (jagged(5, 0), jagged(2, 9)),
-    "no keys": (jagged(5, 3), jagged(0, 0)),
-}
-
-
-@pytest.mark.parametrize("case", NESTED)
-def test_nested_queries_beside_nested_keys(case):
-    module = MultiHeadAttention(16, 4, batch_first=True)
-    query, key = NESTED[case]
-    out, weights = module(query, key, key, need_weights=False, is_causal=True)
-    assert weights is None
-    for got, rows, keys in zip(out.unbind(), query.unbind(), key.unbind(), strict=True):
-        torch.testing.assert_close(got, module(rows, keys, keys, is_causal=True)[0], **CLOSE)
 
 
 @pytest.mark.slow
@@ -573,15 +502,14 @@ def test_jagged_operands_compile():
     def block(x):
         return x + module(x, x, x, need_weights=False)[0]
 
+    def results(function, x):
+        out = function(x).values()
+        return out, torch.autograd.grad(out.square().sum(), x)[0].values()
+
     compiled = torch.compile(block, fullgraph=True, backend="eager", dynamic=True)
     for lengths in ((3, 5), (2, 6), (1, 4, 2)):
         x = jagged(*lengths).requires_grad_()
-        results = []
-        for function in (compiled, block):
-            out = function(x)
-            results.append((out.values(), torch.autograd.grad(out.values().square().sum(), x)[0].values()))
-        for a, e in zip(*results, strict=True):
-            torch.testing.assert_close(a, e, **CLOSE)
+        close(results(compiled, x), results(block, x))
     torch._dynamo.reset()
 
 
@@ -630,13 +558,13 @@ def test_packed_operands(backend, case, batch_first):
     query = torch.randn(sum(queries), 16, requires_grad=True)
     others = [torch.randn(sum(keys), size, requires_grad=True) for size in (module.kdim, module.vdim)] if keys else []
     key, value = others or (query, query)
-    leaves = [query, *others, *module.parameters()]
     out, weights = module(query, key, value, need_weights=False, **packed(queries, keys), **masks)
     assert weights is None
     assert out.is_contiguous()
     alone = zip(query.split(queries), *(t.split(keys or queries) for t in (key, value)), strict=True)
     expected = torch.cat([module(*rows, **masks)[0] for rows in alone])
-    torch.testing.assert_close(out, expected, **CLOSE)
+    close(out, expected)
+    leaves = [query, *others, *module.parameters()]
     gradients = (torch.autograd.grad(result.square().sum(), leaves) for result in (out, expected))
     for own, wanted in zip(*gradients, strict=True):  # float32 sums of some 80 rows in another order
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
@@ -655,18 +583,19 @@ def test_packed_operands_count_from_the_last_key(backend, masks):
         distance = torch.arange(len(columns)) - torch.arange(len(rows))[:, None] - (len(columns) - len(rows))
         hidden = (distance > right) | (distance < -left)
         expected.append(module(rows, columns, columns, attn_mask=hidden, need_weights=False)[0])
-    torch.testing.assert_close(out, torch.cat(expected), **CLOSE)
+    close(out, torch.cat(expected))
 
 
 def test_packed_operands_drop_what_padded_ones_do(backend):
-    module = MultiHeadAttention(16, 4, dropout=0.4, batch_first=True)
-    rows = [torch.randn(n, 16) for n in (5, 2, 7)]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    theirs, _ = module(padded, padded, padded, need_weights=False, key_lengths=torch.tensor([5, 2, 7]), seed=SEED)
-    x = torch.cat(rows)
-    ours, _ = module(x, x, x, need_weights=False, seed=SEED, **packed((5, 2, 7)))
-    torch.testing.assert_close(ours, torch.cat([t[: len(row)] for t, row in zip(theirs, rows, strict=True)]), **CLOSE)
-    assert not torch.allclose(ours, module.eval()(x, x, x, need_weights=False, **packed((5, 2, 7)))[0])
+    module, lengths = MultiHeadAttention(16, 4, dropout=0.4, batch_first=True), (5, 2, 7)
+    padded = torch.randn(3, 7, 16)
+    real = torch.arange(7) < torch.tensor(lengths)[:, None]
+    theirs, _ = module(padded, padded, padded, need_weights=False, key_lengths=torch.tensor(lengths), seed=SEED)
+    call = functools.partial(module, *(padded[real],) * 3, need_weights=False, **packed(lengths))
+    ours = call(seed=SEED)[0]
+    close(ours, theirs[real])
+    module.eval()
+    assert not torch.allclose(ours, call()[0])
 
 
 def test_packed_operands_under_autocast_and_compiled():
@@ -676,10 +605,10 @@ def test_packed_operands_under_autocast_and_compiled():
         return module(x, x, x, need_weights=False, is_causal=True, **packed((5, 2)))[0]
 
     compiled = torch.compile(call, fullgraph=True, backend="eager")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert call(x).dtype == torch.bfloat16
-        torch.testing.assert_close(call(x).float(), compiled(x).float())
-    torch.testing.assert_close(call(x), compiled(x))
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            assert call(x).dtype == dtype
+            torch.testing.assert_close(call(x).float(), compiled(x).float())
     torch._dynamo.reset()
 
 
@@ -692,66 +621,50 @@ REFUSED_PACKED = {
     "got no max_q, max_k": {"max_q": None, "max_k": None},
     "must rise from 0 to 5": {"cu_seq_q": torch.tensor([0, 4])},
     "max_k must be at least": {"max_k": 4},
+    "add_bias_kv": {"add_bias_kv": True},  # of the module
+    "add_zero_attn": {"add_zero_attn": True},
+    r"\(tokens, 16\), got query of 3 dimensions and shape \(2, 5, 16\)": {"query": torch.randn(2, 5, 16)},
 }
 
 
 @pytest.mark.parametrize("words", REFUSED_PACKED)
 def test_refused_beside_packed_operands(words):
-    x = torch.randn(5, 16)
+    options = {"query": torch.randn(5, 16), "need_weights": False, **packed((5,)), **REFUSED_PACKED[words]}
+    module = MultiHeadAttention(16, 4, **{name: options.pop(name) for name in list(options) if name.startswith("add_")})
     with pytest.raises((ValueError, TypeError), match=words):
-        MultiHeadAttention(16, 4)(x, x, x, **{"need_weights": False, **packed((5,)), **REFUSED_PACKED[words]})
-
-
-@pytest.mark.parametrize("appended", ["add_bias_kv", "add_zero_attn"])
-def test_keys_are_not_appended_to_packed_sequences(appended):
-    x = torch.randn(5, 16)
-    with pytest.raises(ValueError, match=appended):
-        MultiHeadAttention(16, 4, **{appended: True})(x, x, x, need_weights=False, **packed((5,)))
-
-
-def test_packed_operands_have_no_batch():
-    x = torch.randn(2, 5, 16)
-    with pytest.raises(ValueError, match=r"\(tokens, 16\), got query of 3 dimensions and shape \(2, 5, 16\)"):
-        MultiHeadAttention(16, 4)(x, x, x, need_weights=False, **packed((5,)))
+        module(key=options["query"], value=options["query"], **options)
 
 
 @WEIGHTS
 @pytest.mark.parametrize("batch_first", [False, True], ids=["(L, N, E)", "(N, L, E)"])
 @pytest.mark.parametrize("sizes", [(0, 5, 9), (2, 0, 9), (2, 5, 0), (2, 0, 0)], ids=str)
 def test_no_sequences_no_queries_no_keys(backend, sizes, batch_first, weights):
-    ours, theirs = pair(16, 4, batch_first=batch_first)
-    batch, queries, keys = sizes
-    inputs = [torch.randn((batch, n, 16) if batch_first else (n, batch, 16)) for n in (queries, keys, keys)]
-    inputs[2] = inputs[1]
-    for a, e in zip(ours(*inputs, need_weights=weights), theirs(*inputs, need_weights=weights), strict=True):
-        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+    batch, *lengths = sizes
+    query, key = (torch.randn((batch, n, 16) if batch_first else (n, batch, 16)) for n in lengths)
+    close(*(module(query, key, key, need_weights=weights) for module in pair(16, 4, batch_first=batch_first)))
 
 
 def test_float64():
     """The reference serves float64, with gradients."""
-    ours, theirs = pair(16, 4, dtype=torch.float64, add_bias_kv=True)
-    inputs = [torch.randn(n, 2, 16, dtype=torch.float64, requires_grad=True) for n in (5, 9, 9)]
-    results = []
-    for module in (ours, theirs):
+    inputs, results = [torch.randn(n, 2, 16, dtype=torch.float64, requires_grad=True) for n in (5, 9, 9)], []
+    for module in pair(16, 4, dtype=torch.float64, add_bias_kv=True):
         out, weights = module(*inputs)
         results.append((out, weights, *torch.autograd.grad(out.square().sum() + weights.square().sum(), inputs)))
-    for a, e in zip(*results, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16)], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_half_precision_biases(backend, training, shape):
-    ours, theirs = pair(16, 4, batch_first=True)
+    ours, theirs = (module.train(training) for module in pair(16, 4, batch_first=True))
     x = torch.randn(shape)
     with torch.no_grad():
-        for module in (ours, theirs):
-            for bias in (module.in_proj_bias, module.out_proj.bias):
-                bias.copy_(bias.half())
-    expected = theirs(x, x, x)[0]
-    ours.in_proj_bias = torch.nn.Parameter(ours.in_proj_bias.half())
-    ours.out_proj.bias = torch.nn.Parameter(ours.out_proj.bias.half())
-    torch.testing.assert_close(ours.train(training)(x, x, x)[0], expected, **CLOSE)
+        for bias in (theirs.in_proj_bias, theirs.out_proj.bias):
+            bias.copy_(bias.half())
+    for module in (ours, ours.out_proj):
+        name = "in_proj_bias" if module is ours else "bias"
+        setattr(module, name, torch.nn.Parameter(getattr(module, name).half()))
+    close(ours(x, x, x)[0], theirs(x, x, x)[0])
 
 
 @WEIGHTS
@@ -762,66 +675,40 @@ def test_fewer_heads_of_keys_and_values(backend, weights, options, masked):
     ours = MultiHeadAttention(16, 4, num_kv_heads=2, batch_first=True, **options)
     torch.nn.init.normal_(ours.in_proj_bias)
     whole = MultiHeadAttention(16, 4, batch_first=True, **options)
-    sizes = ours._projection_sizes
 
     def repeated(tensor, dim=0):
         return tensor.unflatten(dim, (2, -1)).repeat_interleave(2, dim).flatten(dim, dim + 1)
 
-    def all_repeated(packed):
-        q, k, v = packed.split(sizes)
-        return torch.cat((q, repeated(k), repeated(v)))
-
     state = ours.state_dict()
     for name, tensor in state.items():
         if name.startswith("in_proj"):
-            state[name] = all_repeated(tensor)
-        elif name.startswith(("k_proj", "v_proj")):
-            state[name] = repeated(tensor)
-        elif name.startswith("bias_"):
-            state[name] = repeated(tensor, 2)
+            query, key, value = tensor.split(ours._projection_sizes)
+            state[name] = torch.cat((query, repeated(key), repeated(value)))
+        elif name.startswith(("k_proj", "v_proj", "bias_")):
+            state[name] = repeated(tensor, 2 if name.startswith("bias_") else 0)
     whole.load_state_dict(state)
     x, memory = torch.randn(2, 5, 16), torch.randn(2, 9, options.get("kdim", 16))
-    operands = (x, memory, memory if "kdim" not in options else torch.randn(2, 9, 16))
+    value = torch.randn(2, 9, 16) if "kdim" in options else memory
     masks = {"is_causal": True, "key_lengths": torch.tensor([9, 4]), "window_size": (3, -1)} if masked else {}
-    expected = whole(*operands, need_weights=weights, **masks)
-    for a, e in zip(ours(*operands, need_weights=weights, **masks), expected, strict=True):
-        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
+    close(*(module(x, memory, value, need_weights=weights, **masks) for module in (ours, whole)))
 
 
-@WEIGHTS
-@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
-def test_appended_keys_beside_own_masks(backend, weights, options):
-    """Every query sees the appended keys, whatever key_lengths, window_size and is_causal hide."""
-    ours, theirs = pair(16, 4, batch_first=True, **options)
-    x, lengths = torch.randn(2, 7, 16), torch.tensor([7, 3])
-    i, j = torch.arange(7)[:, None], torch.arange(7)
-    blocked = (j > i) | (j < i - 2) | (j >= lengths[:, None, None])
-    out = ours(x, x, x, is_causal=True, window_size=(2, -1), key_lengths=lengths, need_weights=weights)
-    expected = theirs(x, x, x, attn_mask=blocked.repeat_interleave(4, 0), need_weights=weights)
-    for a, e in zip(out, expected, strict=True):
-        assert a is e is None or torch.testing.assert_close(a, e, **CLOSE) is None
-
-
+@torch.no_grad()
 def test_every_extension_with_a_cache(backend):
     """All extensions at once, token by token, give the outputs of the whole: fewer key heads, free head sizes, appended
     keys, window and padding."""
-    module = MultiHeadAttention(
-        16, 4, num_kv_heads=2, head_dim=6, value_head_dim=3, add_bias_kv=True, add_zero_attn=True, batch_first=True
-    ).eval()
+    sizes = {"num_kv_heads": 2, "head_dim": 6, "value_head_dim": 3, "add_bias_kv": True, "add_zero_attn": True}
+    module = MultiHeadAttention(16, 4, batch_first=True, **sizes).eval()
+    options = {"is_causal": True, "window_size": (4, -1), "average_attn_weights": False}
     x, cache = torch.randn(2, 9, 16), KeyValueCache()
-    padding = torch.zeros(2, 9, dtype=torch.bool)
-    padding[1, :2] = True
-    with torch.no_grad():
-        whole = module(x, x, x, padding, is_causal=True, window_size=(4, -1), average_attn_weights=False)
-        for n in range(9):
-            step = x[:, n : n + 1]
-            out, weights = module(
-                step, step, step, padding[:, : n + 1], is_causal=True, window_size=(4, -1), cache=cache,
-                average_attn_weights=False,
-            )  # fmt: skip
-            torch.testing.assert_close(out, whole[0][:, n : n + 1], **CLOSE)
-            torch.testing.assert_close(weights[..., : n + 1], whole[1][:, :, n : n + 1, : n + 1], **CLOSE)
-            torch.testing.assert_close(weights[..., n + 1 :], whole[1][:, :, n : n + 1, 9:], **CLOSE)
+    padding = torch.arange(9) < torch.tensor([0, 2])[:, None]
+    whole, shown = module(x, x, x, padding, **options)
+    for n in range(9):
+        step = x[:, n : n + 1]
+        out, weights = module(step, step, step, padding[:, : n + 1], cache=cache, **options)
+        close(out, whole[:, n : n + 1])
+        seen = [*range(n + 1), 9, 10]  # the appended keys follow the others
+        close(weights, shown[:, :, n : n + 1, seen])
 
 
 def other(**changes):
@@ -896,40 +783,38 @@ def test_sizes_that_are_none(sizes, words):
 @pytest.mark.parametrize(
     ("arguments", "mend"),
     [
-        ((8, 512, 32, 32), r"MultiHeadAttention\(512, 8, head_dim=32\)"),
-        ((8, 512), r"MultiHeadAttention\(512, 8\)"),
-        ((512, 8, 64, 64), r"MultiHeadAttention\(512, 8, head_dim=64\)"),
-        ((512, 8, 64, 32), r"MultiHeadAttention\(512, 8, head_dim=64, value_head_dim=32\)"),
-        ((16, 1000, 62, 62), r"MultiHeadAttention\(1000, 16, head_dim=62\)"),
+        ((8, 512, 32, 32), "512, 8, head_dim=32"),
+        ((8, 512), "512, 8"),
+        ((512, 8, 64, 64), "512, 8, head_dim=64"),
+        ((512, 8, 64, 32), "512, 8, head_dim=64, value_head_dim=32"),
+        ((16, 1000, 62, 62), "1000, 16, head_dim=62"),
     ],
-    ids=str,
 )
 def test_another_order_of_arguments(arguments, mend):
     """Arguments in another order are refused by name: (n_head, d_model, d_k, d_v), (h, d_model) and (d_model, n_head,
     d_k, d_v)."""
-    with pytest.raises(ValueError, match=mend):
+    with pytest.raises(ValueError, match=rf"MultiHeadAttention\({mend}\)"):
         MultiHeadAttention(*arguments)
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
+@WEIGHTS
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 def test_shapes_on_meta(options, weights):
-    ours, theirs = (kind(16, 4, device="meta", **options) for kind in (MultiHeadAttention, torch.nn.MultiheadAttention))
     sizes = (16, options.get("kdim", 16), options.get("vdim", 16))
     inputs = [torch.empty(n, 2, e, device="meta") for n, e in zip((5, 9, 9), sizes, strict=True)]
     if options.get("batch_first"):
         inputs = [t.transpose(0, 1) for t in inputs]
-    for a, e in zip(ours(*inputs, need_weights=weights), theirs(*inputs, need_weights=weights), strict=True):
+    modules = (kind(16, 4, device="meta", **options) for kind in (MultiHeadAttention, torch.nn.MultiheadAttention))
+    for a, e in zip(*(module(*inputs, need_weights=weights) for module in modules), strict=True):
         assert a is e is None or (a.shape == e.shape and a.is_meta)
 
 
 def test_functional_call():
     ours, theirs = pair(16, 4)
-    x = torch.randn(5, 2, 16)
+    x = (torch.randn(5, 2, 16),) * 3
     given = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
-    out, expected = (torch.func.functional_call(module, given, (x, x, x)) for module in (ours, theirs))
-    for a, e in zip(out, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+    results = (torch.func.functional_call(module, given, x) for module in (ours, theirs))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [64, (64,), (3, 64)], ids=str)
@@ -941,7 +826,7 @@ def test_layer_norm_module(backend, shape, options):
         torch.nn.init.normal_(parameter)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 3, 64)
-    torch.testing.assert_close(ours(x), theirs(x), **CLOSE)
+    close(ours(x), theirs(x))
 
 
 @pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}], ids=str)
@@ -956,10 +841,8 @@ def test_dropout_add_layer_norm_module(backend, training, prenorm, options):
         torch.nn.init.normal_(parameter)
     norm.load_state_dict(module.state_dict())
     total = residual + fastattn.dropout(x, 0.3, training, seed=SEED)
-    got = module(x, residual, seed=SEED)
-    for a, e in zip(got if prenorm else (got,), (norm(total), total)[: 2 if prenorm else 1], strict=True):
-        torch.testing.assert_close(a, e, **CLOSE)
-    low = module(x, residual, seed=SEED, out_dtype=torch.bfloat16)
+    got, low = (module(x, residual, seed=SEED, out_dtype=dtype) for dtype in (None, torch.bfloat16))
+    close(got, (norm(total), total) if prenorm else norm(total))
     assert torch.equal(low[0] if prenorm else low, (got[0] if prenorm else got).bfloat16())
 
 
@@ -998,10 +881,6 @@ def test_modules_travel(name):
     assert name in repr(module)
 
 
-def nested(*lengths):
-    return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
-
-
 def cross(module, x, y, **options):
     return module(x, y, y, **options)[0]
 
@@ -1028,8 +907,8 @@ READS = {
     "grouped heads": ({"num_kv_heads": 2, "head_dim": 5, "value_head_dim": 3}, cross),
     "packed": ({}, lambda m, x, y: cross(m, x[0], y[0], need_weights=False, **packed((2, 3), (4, 5)))),
     "packed self-attention": ({}, lambda m, x, y: cross(m, x[0], x[0], need_weights=False, **packed((2, 3)))),
-    "nested": ({}, lambda m, x, y: cross(m, nested(2, 4), nested(3, 5))),
-    "nested self-attention": ({"add_bias_kv": True}, lambda m, x, y: (lambda n: cross(m, n, n))(nested(2, 4))),
+    "nested": ({}, lambda m, x, y: cross(m, jagged(2, 4), jagged(3, 5))),
+    "nested self-attention": ({"add_bias_kv": True}, lambda m, x, y: m(*[jagged(2, 4)] * 3)),
     "cache": ({}, lambda m, x, y: decode(m, x, y, static=False)),
     "static cache": ({}, lambda m, x, y: decode(m, x, y, static=True)),
 }
@@ -1045,21 +924,22 @@ def test_a_parametrised_parameter_is_computed_once_a_call(case):
     assert {count.calls for count in counts.values()} == {calls if isinstance(calls, int) else 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"kdim": 12, "vdim": 10}], ids=str)
-def test_a_parametrised_parameter_of_a_patched_module_is_computed_once_a_call(options):
-    module = torch.nn.MultiheadAttention(16, 4, **options)
+@pytest.mark.parametrize(
+    ("module", "sizes"),
+    [
+        (torch.nn.MultiheadAttention(16, 4), [16, 16, 16]),
+        (torch.nn.MultiheadAttention(16, 4, kdim=12, vdim=10), [16, 12, 10]),
+        (LayerNorm(16), [16]),
+        (DropoutAddLayerNorm(16), [16, 16]),
+    ],
+    ids=["patched", "patched, sizes of their own", "norm", "dropout and norm"],
+)
+def test_a_parametrised_parameter_of_another_module_is_computed_once_a_call(module, sizes):
+    module = copy.deepcopy(module)
     fastattn.patch(module)
     counts = count_reads(module)
-    module(torch.randn(5, 2, 16), *(torch.randn(9, 2, options.get(name, 16)) for name in ("kdim", "vdim")))
+    module(*(torch.randn(5, 2, size) for size in sizes))
     assert {count.calls for count in counts.values()} == {1}
-
-
-@pytest.mark.parametrize("kind", [LayerNorm, DropoutAddLayerNorm])
-def test_a_parametrised_parameter_of_a_norm_is_computed_once_a_call(kind):
-    module, x = kind(16), torch.randn(2, 5, 16)
-    counts = count_reads(module)
-    module(*[x] * (2 if kind is DropoutAddLayerNorm else 1))
-    assert [count.calls for count in counts.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("operands", ["self", "cross", "three"])
@@ -1069,12 +949,11 @@ def test_a_random_parametrisation_is_one_for_queries_keys_and_values(operands):
     inputs = {"self": (x, x, x), "cross": (x, y, y), "three": (x, y, y + 1)}[operands]
     ours, theirs = pair(16, 4)
     parametrize.register_parametrization(ours, "in_proj_weight", Noisy())
-    original, results = ours.parametrizations.in_proj_weight.original, []
-    for module, weight in ((ours, original), (theirs, theirs.in_proj_weight)):
-        torch.manual_seed(1)
-        if module is theirs:
-            with torch.no_grad():
-                weight.copy_(Noisy()(weight))
+    torch.manual_seed(1)
+    theirs.in_proj_weight.data = Noisy()(theirs.in_proj_weight.data)
+    torch.manual_seed(1)
+    results = []
+    for module, weight in ((ours, ours.parametrizations.in_proj_weight.original), (theirs, theirs.in_proj_weight)):
         out, _ = module(*inputs)
         results.append((out, *torch.autograd.grad(out.square().sum(), weight)))
     for a, e in zip(*results, strict=True):
@@ -1085,17 +964,14 @@ def test_a_random_parametrisation_is_one_for_queries_keys_and_values(operands):
 def test_a_normalised_input_projection(normalise):
     """A call reads the input projection as often as torch's: in training, each read of a spectrally normalised weight
     is one more step of the power iteration."""
-    x, y = torch.randn(5, 2, 16), torch.randn(9, 2, 16)
-    results = []
+    x, y, results = torch.randn(5, 2, 16), torch.randn(9, 2, 16), []
     for module in pair(16, 4):
         torch.manual_seed(1)
         normalise(module, "in_proj_weight")
         normalise(module.out_proj)
         out, _ = module.train()(x, y, y)
-        after = [buffer for name, buffer in module.named_buffers() if "in_proj" in name]
-        results.append((out, *after))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+        results.append([out, *(buffer for name, buffer in module.named_buffers() if "in_proj" in name)])
+    close(*results)
 
 
 def forms(module):
@@ -1105,7 +981,7 @@ def forms(module):
         "padded": lambda: cross(module, x, y),
         "self-attention": lambda: cross(module, x, x, need_weights=False),
         "packed": lambda: cross(module, x[0], y[0], need_weights=False, **packed((2, 3), (4, 5))),
-        "nested": lambda: cross(module, nested(2, 4), nested(3, 5)),
+        "nested": lambda: cross(module, jagged(2, 4), jagged(3, 5)),
     }
 
 
@@ -1147,25 +1023,24 @@ def test_hooks_of_the_output_projection_are_called(attention, form):
 @pytest.mark.parametrize("kind", ["forward", "backward", "global", "own forward", "class's forward"])
 def test_whoever_observes_the_output_projection_sees_its_call(kind, monkeypatch):
     module, x, seen = MultiHeadAttention(16, 4), torch.randn(5, 2, 16), []
+    projection, forward = module.out_proj, torch.nn.Linear.forward
 
     def see(module, *_):
         if module is projection:
             seen.append(module)
 
-    projection, forward = module.out_proj, torch.nn.Linear.forward
     if kind == "forward":
         projection.register_forward_hook(see)
     elif kind == "backward":
         projection.register_full_backward_hook(see)
-    elif kind == "global":
-        handle = torch.nn.modules.module.register_module_forward_hook(see)
     elif kind == "own forward":
         projection.forward = lambda x: see(projection) or forward(projection, x)
-    else:
+    elif kind == "class's forward":
         monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: see(self) or forward(self, x))
+    handle = torch.nn.modules.module.register_module_forward_hook(see) if kind == "global" else None
     module(x, x, x)[0].sum().backward()
     assert seen == [projection]
-    if kind == "global":
+    if handle:
         handle.remove()
 
 
@@ -1174,15 +1049,15 @@ def test_an_adapter_of_the_output_projection_has_its_effect(form):
     """The output equals that of torch's module with the merged weight."""
     ours, theirs = pair(16, 4, batch_first=True)
     adapter = ours.out_proj = Lora(ours.out_proj)
-    with torch.no_grad():
-        theirs.out_proj.weight.copy_(adapter.merged())
-    x, y = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+    theirs.out_proj.weight.data = adapter.merged().detach()
+    x = torch.randn(2, 5, 16)
+    y = x if form == "self-attention" else torch.randn(2, 9, 16)
     if form == "packed":
         out = cross(ours, x.flatten(0, 1), y.flatten(0, 1), need_weights=False, **packed((5, 5), (9, 9)))
-        out, expected = out.unflatten(0, (2, 5)), cross(theirs, x, y)
+        out = out.unflatten(0, (2, 5))
     else:
-        out, expected = (cross(module, x, x if form == "self-attention" else y) for module in (ours, theirs))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        out = cross(ours, x, y)
+    torch.testing.assert_close(out, cross(theirs, x, y), rtol=1e-4, atol=1e-5)
     assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(out.sum(), (adapter.down, adapter.up)))
 
 
@@ -1194,7 +1069,7 @@ def test_an_output_projection_normalised_by_hooks():
         torch.nn.utils.weight_norm(module.out_proj)
     with torch.no_grad():
         module.out_proj.weight_g.mul_(2)
-    torch.testing.assert_close(module(x, x, x)[0] - bias, 2 * (before - bias), **CLOSE)
+    close(module(x, x, x)[0] - bias, 2 * (before - bias))
 
 
 @given(
@@ -1205,14 +1080,10 @@ def test_an_output_projection_normalised_by_hooks():
 )
 def test_any_configuration(backend, heads, head_dim, lengths, flags):
     torch.manual_seed(0)
-    bias, bias_kv, zero, batch_first, padded, weights = flags
-    ours, theirs = pair(
-        heads * head_dim, heads, bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, batch_first=batch_first
-    )
+    bias, bias_kv, zero, first, padded, weights = flags
+    size = heads * head_dim
+    ours, theirs = pair(size, heads, bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, batch_first=first)
     batch, queries, keys = lengths
-    inputs = [
-        torch.randn((batch, n, heads * head_dim) if batch_first else (n, batch, heads * head_dim))
-        for n in (queries, keys, keys)
-    ]
+    inputs = [torch.randn((batch, n, size) if first else (n, batch, size)) for n in (queries, keys, keys)]
     padding = torch.arange(keys).expand(batch, keys) >= math.ceil(keys / 2) if padded else None
     compare(ours, theirs, inputs, key_padding_mask=padding, need_weights=weights)
