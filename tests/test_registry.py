@@ -1,25 +1,18 @@
 """Tests of fastattn as torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
 
 import inspect
-import threading
 import types
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import require
+from conftest import require, slow
 from oracle import assert_accurate, gradients
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    list_flash_attention_impls,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -42,6 +35,24 @@ def active():
     handle.remove()
 
 
+@pytest.fixture(params=["registry", "intercept"])
+def served(request):
+    """Return a function that calls its argument while fastattn serves torch's attention."""
+
+    def served(call):
+        if request.param == "intercept":
+            with fastattn.intercept_sdpa():
+                return call()
+        activate_flash_attention_impl("fastattn")
+        try:
+            return call()
+        finally:
+            handle.remove()
+
+    served.kind = request.param
+    return served
+
+
 class Ops(TorchDispatchMode):
     """Recorder of the names of the ops of attention below autograd."""
 
@@ -56,7 +67,6 @@ class Ops(TorchDispatchMode):
 
 
 OURS, FLASH = "fastattn.attention.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
-MATH = "aten._scaled_dot_product_attention_math.default"
 
 
 def ops(function, *args, **options):
@@ -67,18 +77,15 @@ def ops(function, *args, **options):
 
 def operands(*sizes, keys=11, size=16, kv_heads=None, value_size=None, dtype=torch.float32):
     *batch, heads, rows = sizes
-    kv = (*batch, heads if kv_heads is None else kv_heads, keys)
-    return (
-        torch.randn(*batch, heads, rows, size, dtype=dtype),
-        torch.randn(*kv, size, dtype=dtype),
-        torch.randn(*kv, size if value_size is None else value_size, dtype=dtype),
-    )
+    kv = (*batch, kv_heads or heads, keys)
+    shapes = (*batch, heads, rows, size), (*kv, size), (*kv, value_size or size)
+    return tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
 
 
 def test_registered_and_not_active():
-    assert "fastattn" in list_flash_attention_impls()
+    assert "fastattn" in torch.nn.attention.list_flash_attention_impls()
     assert current_flash_attention_impl() is None
-    assert ops(F.scaled_dot_product_attention, *operands(2, 2, 5)) == [FLASH]
+    assert ops(sdpa, *operands(2, 2, 5)) == [FLASH]
 
 
 @pytest.mark.slow
@@ -118,36 +125,21 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(active, name):
     tensors, options = CALLS[name]()
+    mask = options.pop("attn_mask", None)
+    tensors = tensors if mask is None else (*tensors, mask)
 
     def call(*tensors):
-        return F.scaled_dot_product_attention(*tensors, **options)
+        return sdpa(*tensors, **options)
 
     assert ops(call, *tensors) == [OURS]
     (out,), grads = gradients(call, tensors)
     handle.remove()
     assert OURS not in ops(call, *tensors)
     (peer,), peer_grads = gradients(call, tensors)
-    options |= {
-        key: value.double() for key, value in options.items() if key == "attn_mask" and value.is_floating_point()
-    }
-    (exact,), exact_grads = gradients(call, [tensor.double() for tensor in tensors])
+    (exact,), exact_grads = gradients(call, [t.double() if t.is_floating_point() else t for t in tensors])
     assert out.stride() == peer.stride()
     for found, wanted, torchs in zip((out, *grads), (exact, *exact_grads), (peer, *peer_grads), strict=True):
         assert_accurate(found, wanted, torchs)
-
-
-def test_gradient_of_a_mask(active):
-    q, k, v = operands(2, 3, 7)
-    mask = torch.randn(2, 1, 7, 11)
-
-    def call(mask):
-        return F.scaled_dot_product_attention(q.to(mask), k.to(mask), v.to(mask), mask)
-
-    assert ops(call, mask) == [OURS]
-    _, (grad,) = gradients(call, (mask,))
-    handle.remove()
-    _, (exact,) = gradients(call, (mask.double(),))
-    torch.testing.assert_close(grad, exact.float())
 
 
 # Dropout
@@ -155,7 +147,7 @@ def test_gradient_of_a_mask(active):
 SHAPE, P = (2, 3, 9, 9), 0.4
 
 
-def dropped(sdpa=F.scaled_dot_product_attention):
+def dropped(sdpa=sdpa):
     """Return which weights are kept, (2, 3, 9, 9), bool, after a fixed seed of torch. The values are the unit
     matrix."""
     q, k = (torch.ones((*SHAPE[:3], 8)) for _ in range(2))
@@ -170,29 +162,18 @@ def mask():
     return fastattn.dropout_mask(SHAPE, P, new_seed(torch.device("cpu")))
 
 
-CONTEXTS = {"autograd": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-
-
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_dropout_is_the_formulas(active, mask, name):
-    with CONTEXTS[name]():
-        assert torch.equal(dropped(), mask)
-
-
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_dropout_compiled(active, mask, name):
-    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
-    with CONTEXTS[name]():
-        assert torch.equal(dropped(compiled), mask)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_dropout_is_the_formulas(served, mask, context, compiled):
+    function = torch.compile(sdpa, backend="aot_eager", fullgraph=True) if compiled else sdpa
+    with context():
+        assert torch.equal(served(lambda: dropped(function)), mask)
 
 
 def test_dropout_of_the_gradient(active, mask):
     """The gradient of V is P transposed with the same weights dropped, compiled and not."""
     q, k, v = (torch.ones((*SHAPE[:3], size)) for size in (8, 8, 1))
-    for function in (
-        F.scaled_dot_product_attention,
-        torch.compile(F.scaled_dot_product_attention, backend="aot_eager"),
-    ):
+    for function in (sdpa, torch.compile(sdpa, backend="aot_eager")):
         v = v.detach().requires_grad_()
         torch.manual_seed(5)
         (grad,) = torch.autograd.grad(function(q, k, v, dropout_p=P).sum(), v)
@@ -205,14 +186,8 @@ def test_dropout_of_the_gradient(active, mask):
 def test_autocast(active):
     q, k, v = operands(2, 3, 7)
     with torch.autocast("cpu", torch.bfloat16):
-        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
-        assert ops(F.scaled_dot_product_attention, q, k, v, torch.randn(7, 11)) == [OURS]
-
-
-def test_multi_head_attention(active):
-    module = torch.nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
-    x = torch.randn(2, 7, 16)
-    assert ops(module, x, x, x, need_weights=False) == [OURS]
+        assert sdpa(q, k, v).dtype == torch.bfloat16
+        assert ops(sdpa, q, k, v, torch.randn(7, 11)) == [OURS]
 
 
 def test_function_transforms(active):
@@ -220,10 +195,10 @@ def test_function_transforms(active):
     q, k, v = operands(2, 3, 7)
 
     def loss(q):
-        return F.scaled_dot_product_attention(q, k, v).square().sum()
+        return sdpa(q, k, v).square().sum()
 
     assert ops(torch.func.grad(loss), q) == [OURS, "fastattn.attention_backward.default"]
-    assert OURS not in ops(torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q)), q)
+    assert OURS not in ops(torch.vmap(self_attention), q)
     leaf = q.clone().requires_grad_()
     assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
 
@@ -231,60 +206,48 @@ def test_function_transforms(active):
 def test_fake_tensors(active):
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(tensor.transpose(1, 2)) for tensor in operands(2, 7, 3, keys=3))
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = sdpa(q, k, v)
     assert (out.shape, out.stride()) == (q.shape, q.stride())
 
 
 def test_export(active):
     """An exported program calls torch's op, hence fastattn's while that is the active one."""
     module = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
-    x = torch.randn(2, 7, 16)
-    program = torch.export.export(module, (x, x, x), {"need_weights": False})
-    run = program.module()
-    assert ops(run, x, x, x, need_weights=False) == [OURS]
+    x = (torch.randn(2, 7, 16),) * 3
+    run = torch.export.export(module, x, {"need_weights": False}).module()
+    assert ops(run, *x, need_weights=False) == [OURS]
     handle.remove()
-    assert ops(run, x, x, x, need_weights=False) == [FLASH]
+    assert ops(run, *x, need_weights=False) == [FLASH]
 
 
 # Calls that go on to torch have the same bits as without fastattn
-
-
-def nested():
-    return tuple(torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)]) for _ in range(3))
 
 
 THROUGH = {
     "float64": lambda: (operands(2, 3, 7, dtype=torch.float64), {}),
     "large heads": lambda: (operands(1, 1, 3, size=257), {}),
     "dropout of float64": lambda: (operands(2, 3, 7, dtype=torch.float64), {"dropout_p": 0.5}),
-    "nested": lambda: (nested(), {}),
+    "nested": lambda: ((torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)]),) * 3, {}),
 }
 
 
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
 @pytest.mark.parametrize("name", THROUGH)
-def test_torch_serves(name, serve):
+def test_torch_serves(name, served):
     tensors, options = THROUGH[name]()
 
     def call():
         torch.manual_seed(1)
-        out = F.scaled_dot_product_attention(*tensors, **options)
+        out = sdpa(*tensors, **options)
         return out.to_padded_tensor(0.0) if out.is_nested else out
 
-    wanted = call()
-    assert torch.equal(served(serve, call), wanted)
-    assert OURS not in served(serve, lambda: ops(call))
+    assert torch.equal(served(call), call())
+    assert OURS not in served(lambda: ops(call))
 
 
-def served(serve, call):
-    if serve == "intercept":
-        with fastattn.intercept_sdpa():
-            return call()
-    activate_flash_attention_impl("fastattn")
-    try:
-        return call()
-    finally:
-        handle.remove()
+def error(function, tensors, options):
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        function(*tensors, **options)
+    return str(raised.value)
 
 
 BAD = {
@@ -302,42 +265,17 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
 @pytest.mark.parametrize("name", BAD)
-def test_errors_are_torchs(name, serve):
-    tensors, options = BAD[name]()
-
-    def message():
-        with pytest.raises((RuntimeError, TypeError)) as raised:
-            F.scaled_dot_product_attention(*tensors, **options)
-        return str(raised.value)
-
-    assert served(serve, message) == message()
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_errors_are_torchs_below_its_parser(name):
+def test_errors_are_torchs(name, served):
     """Errors are torch's also in traced code and multi-head attention. Both call the mode's function itself, whose
     arguments nobody has bound."""
-    tensors, options = BAD[name]()
-    messages = []
-    for sdpa in (F.scaled_dot_product_attention, registry._sdpa_of_python):
-        with pytest.raises((RuntimeError, TypeError)) as raised:
-            sdpa(*tensors, **options)
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
+    arguments = BAD[name]()
+    wanted = error(sdpa, *arguments)
+    assert served(lambda: error(sdpa, *arguments)) == wanted
+    assert error(registry._sdpa_of_python, *arguments) == wanted
 
 
-FAULTS = {"type": TypeError, "value": ValueError, "run time": RuntimeError}
-
-
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_of_fastattns_surfaces(serve, kind, monkeypatch):
-    """A fault of fastattn's is raised. torch does not serve such a call silently."""
-    monkeypatch.setattr(attention, "dense_args", planted(FAULTS[kind]))
-    with pytest.raises(FAULTS[kind], match="planted"):
-        served(serve, lambda: F.scaled_dot_product_attention(*operands(2, 3, 7), dropout_p=0.5))
+FAULTS = (TypeError, ValueError, RuntimeError)
 
 
 def planted(kind):
@@ -347,54 +285,50 @@ def planted(kind):
     return fail
 
 
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
-def test_what_the_checks_refuse_goes_on_to_torch(serve, monkeypatch):
+def test_a_fault_of_fastattns_surfaces(served, monkeypatch):
+    """A fault of fastattn's is raised. torch serves only what the checks refuse."""
+    for kind in FAULTS:
+        monkeypatch.setattr(attention, "dense_args", planted(kind))
+        with pytest.raises(kind, match="planted"):
+            served(lambda: sdpa(*operands(2, 3, 7), dropout_p=0.5))
     for kind in ARGUMENT_ERRORS:
         monkeypatch.setattr(attention, "dense_args", planted(kind))
-        assert FLASH in served(serve, lambda: ops(F.scaled_dot_product_attention, *operands(2, 3, 7)))
+        assert FLASH in served(lambda: ops(sdpa, *operands(2, 3, 7)))
 
 
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
-def test_a_mask_and_is_causal_are_torchs(serve):
+def test_a_mask_and_is_causal_are_torchs(served):
     """torch decides on a mask with is_causal, and refuses them together from 2.14 on."""
-    q, k, v = operands(2, 3, 7)
-    mask = torch.randn(7, 11)
+    tensors, mask = operands(2, 3, 7), torch.randn(7, 11)
 
     def outcome():
         try:
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=True).tolist()
+            return sdpa(*tensors, mask, is_causal=True).tolist()
         except RuntimeError as error:
             return str(error)
 
-    assert served(serve, outcome) == outcome()
+    assert served(outcome) == outcome()
 
 
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
-def test_a_user_who_asks_for_torchs_other_kernels_gets_them(serve):
-    with sdpa_kernel(SDPBackend.MATH):
-        assert served(serve, lambda: ops(F.scaled_dot_product_attention, *operands(2, 3, 7))) == []
-
-
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
-def test_forward_mode_is_torchs(serve):
+def test_a_user_who_asks_for_torchs_other_kernels_gets_them(served):
+    """Forward mode needs them."""
     q, k, v = operands(2, 3, 7)
 
     def jvp():
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, k, v), (q,), (q,))[1]
+        return torch.func.jvp(lambda q: sdpa(q, k, v), (q,), (q,))[1]
 
-    assert torch.equal(served(serve, jvp), jvp())
+    with sdpa_kernel(SDPBackend.MATH):
+        assert served(lambda: ops(sdpa, q, k, v)) == []
+        assert torch.equal(served(jvp), jvp())
 
 
-@pytest.mark.parametrize("serve", ["registry", "intercept"])
-def test_a_subclass_gets_torchs_ops(serve):
-    q, k, v = (TwoTensor(tensor, tensor) for tensor in operands(2, 3, 7))
-    assert OURS not in served(serve, lambda: ops(F.scaled_dot_product_attention, q, k, v))
+def test_a_subclass_gets_torchs_ops(served):
+    tensors = [TwoTensor(tensor, tensor) for tensor in operands(2, 3, 7)]
+    assert OURS not in served(lambda: ops(sdpa, *tensors))
 
 
 def test_a_forced_backend_serves(active):
     with fastattn.backend("reference"):
-        assert ops(F.scaled_dot_product_attention, *operands(2, 3, 7, dtype=torch.float64)) == [OURS]
+        assert ops(sdpa, *operands(2, 3, 7, dtype=torch.float64)) == [OURS]
 
 
 # Activation and restoring
@@ -409,7 +343,7 @@ def test_restored_torch_is_as_it_was():
     def state():
         tables = [torch._C._dispatch_dump_table(name) for name in names]
         torch.manual_seed(2)
-        outs = [F.scaled_dot_product_attention(*tensors, **options, dropout_p=0.2) for tensors, options in calls]
+        outs = [sdpa(*tensors, **options, dropout_p=0.2) for tensors, options in calls]
         return tables, outs, torch.compiler.config.cache_key_tag, current_flash_attention_impl()
 
     tables, outs, *rest = state()
@@ -426,15 +360,19 @@ def test_restored_torch_is_as_it_was():
     assert restored == rest
 
 
-def test_removed_and_activated_again(active):
-    handle.remove()
-    assert current_flash_attention_impl() is None
-    activate_flash_attention_impl("fastattn")
-    activate_flash_attention_impl("fastattn")
-    assert current_flash_attention_impl() == "fastattn"
-    assert ops(F.scaled_dot_product_attention, *operands(2, 3, 7)) == [OURS]
-    handle.remove()
-    assert ops(F.scaled_dot_product_attention, *operands(2, 3, 7)) == [FLASH]
+def test_compiled_functions_compile_anew():
+    """fastattn is activated, twice, and removed, and again. A compiled function has a graph for each state."""
+    tensors = operands(2, 3, 7)
+    compiled, found = graphs(sdpa)
+    for _ in range(2):
+        for current, op in ((None, FLASH), ("fastattn", OURS)):
+            assert current_flash_attention_impl() == current
+            assert ops(sdpa, *tensors) == [op]
+            compiled(*tensors)
+            compiled(*tensors)
+            activate_flash_attention_impl("fastattn")
+        handle.remove()
+    assert found == [[FLASH], [OURS], [FLASH], [OURS]]
 
 
 def graphs(function):
@@ -448,33 +386,21 @@ def graphs(function):
     return torch.compile(function, backend=aot_autograd(fw_compiler=compiler), fullgraph=True), found
 
 
-def test_compiled_functions_compile_anew():
-    tensors = operands(2, 3, 7)
-    compiled, found = graphs(F.scaled_dot_product_attention)
-    for activate in (False, True, False, True):
-        if activate:
-            activate_flash_attention_impl("fastattn")
-        compiled(*tensors)
-        compiled(*tensors)
-        handle.remove()
-    assert found == [[FLASH], [OURS], [FLASH], [OURS]]
-
-
-def test_the_caches_key_holds_for_every_thread(active):
-    tags = []
-    thread = threading.Thread(target=lambda: tags.append(torch.compiler.config.cache_key_tag))
-    thread.start()
-    thread.join()
-    assert tags == [torch.compiler.config.cache_key_tag]
-    assert "fastattn" in tags[0]
-
-
-def test_the_caches_key_keeps_the_users():
+def test_the_caches_key(active):
+    """The key is that of every thread, and keeps the user's."""
+    assert in_a_thread(lambda: torch.compiler.config.cache_key_tag) == torch.compiler.config.cache_key_tag
+    assert "fastattn" in torch.compiler.config.cache_key_tag
+    handle.remove()
     with torch.compiler.config.patch(cache_key_tag="mine"):
         activate_flash_attention_impl("fastattn")
         assert torch.compiler.config.cache_key_tag.startswith("mine fastattn ")
         handle.remove()
         assert torch.compiler.config.cache_key_tag == "mine"
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
 
 
 COMPILE = """
@@ -503,69 +429,55 @@ def test_two_processes_that_share_inductors_cache(python, tmp_path, first):
     """Each process gets its own kernels, although Dynamo traces the same program. The next process of its kind gets
     those of the cache."""
     shared = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-    with_ours, without = "True True False {}", "False False True {}"
     for ours, hits in ((first, 0), (not first, 0), (first, 1), (not first, 1)):
         printed = python(COMPILE.format(ours=ours), **shared).splitlines()[-1]
-        assert printed == (with_ours if ours else without).format(hits)
+        assert printed == f"{ours} {ours} {not ours} {hits}"
 
 
 # intercept_sdpa
 
 
 def test_intercepts_a_block_and_a_thread():
-    tensors = operands(2, 3, 7)
-    other = []
+    query, key, value = tensors = operands(2, 3, 7)
     with fastattn.intercept_sdpa():
-        assert ops(F.scaled_dot_product_attention, *tensors) == [OURS]
-        query, key, value = tensors
-        assert ops(F.scaled_dot_product_attention, query=query, key=key, value=value) == [OURS]
-        thread = threading.Thread(target=lambda: other.extend(ops(F.scaled_dot_product_attention, *tensors)))
-        thread.start()
-        thread.join()
-    assert other == [FLASH]
-    assert ops(F.scaled_dot_product_attention, *tensors) == [FLASH]
-
-
-def test_intercepts_dropout(mask):
-    with fastattn.intercept_sdpa():
-        assert torch.equal(dropped(), mask)
+        assert ops(sdpa, *tensors) == [OURS]
+        assert ops(sdpa, query=query, key=key, value=value) == [OURS]
+        assert in_a_thread(lambda: ops(sdpa, *tensors)) == [FLASH]
+    assert ops(sdpa, *tensors) == [FLASH]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_intercepts_multi_head_attention(training):
+def test_multi_head_attention(served, training):
+    """In evaluation torch's module calls a kernel of its own, which `intercept_sdpa` alone replaces."""
     module = torch.nn.MultiheadAttention(16, 2, batch_first=True).train(training)
     x = torch.randn(2, 7, 16)
-    wanted = module(x, x, x, need_weights=False)[0]
-    with fastattn.intercept_sdpa(), torch.set_grad_enabled(training):
-        assert ops(module, x, x, x, need_weights=False) == [OURS]
-        torch.testing.assert_close(module(x, x, x, need_weights=False)[0], wanted)
+
+    def call():
+        return module(x, x, x, need_weights=False)[0]
+
+    with torch.set_grad_enabled(training):
+        wanted = OURS if training or served.kind == "intercept" else "aten._native_multi_head_attention.default"
+        assert served(lambda: ops(call)) == [wanted]
+        torch.testing.assert_close(served(call), call())
 
 
+def self_attention(x):
+    return sdpa(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_traced_block_is_torchs():
     """A traced block keeps torch's attention, since fastattn does not support torch.jit."""
     x = torch.randn(2, 3, 5, 8)
-    with warnings.catch_warnings(), fastattn.intercept_sdpa():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with fastattn.intercept_sdpa():
         traced = torch.jit.trace(self_attention, x, check_trace=False)
     assert torch.equal(traced(x), self_attention(x))
 
 
-def self_attention(x):
-    return F.scaled_dot_product_attention(x, x, x)
-
-
-@pytest.mark.parametrize(
-    ("function", "shape"),
-    [
-        (self_attention, (2, 2, 7, 16)),
-        pytest.param(
-            torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True), (2, 7, 16), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["function", "module"],
-)
-def test_intercepts_compiled_functions_inside_the_block_alone(function, shape):
-    x = torch.randn(shape)
+@pytest.mark.parametrize("kind", ["function", *slow("module")])
+def test_intercepts_compiled_functions_inside_the_block_alone(kind):
+    module = torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
+    function, x = (self_attention, torch.randn(2, 2, 7, 16)) if kind == "function" else (module, torch.randn(2, 7, 16))
     compiled, found = graphs(function)
     for _ in range(2):
         compiled(x)
@@ -607,37 +519,41 @@ def test_a_checkpoint_outside_the_block_stays_torchs(use_reentrant):
 
 
 def test_intercepts_causal_bias():
-    tensors = operands(2, 3, 7)
-    bias = causal_lower_right(7, 11)
-    wanted = F.scaled_dot_product_attention(*tensors, bias)
+    tensors = (*operands(2, 3, 7), causal_lower_right(7, 11))
+    wanted = sdpa(*tensors)
     with fastattn.intercept_sdpa():
-        torch.testing.assert_close(F.scaled_dot_product_attention(*tensors, bias), wanted)
+        torch.testing.assert_close(sdpa(*tensors), wanted)
 
 
 # The pairs, called on CPU tensors as the dispatcher would call them
 
 
+def pair_of(kind):
+    name = f"_scaled_dot_product_{kind}_attention"
+    return getattr(registry, name), getattr(registry, f"{name}_backward")
+
+
 def flash(query, key, value, dropout_p, is_causal, grad_out):
-    forward, backward = (
-        registry._scaled_dot_product_flash_attention,
-        registry._scaled_dot_product_flash_attention_backward,
-    )
+    forward, backward = pair_of("flash")
     out, lse, *lengths, random, unused, _debug = forward(query, key, value, dropout_p, is_causal)
     grads = backward(grad_out, query, key, value, out, lse, *lengths, dropout_p, is_causal, random, unused)
-    return out, random.view(torch.int64), grads
+    return random.view(torch.int64), (out, *grads)
 
 
 def efficient(query, key, value, dropout_p, is_causal, grad_out):
-    forward, backward = (
-        registry._scaled_dot_product_efficient_attention,
-        registry._scaled_dot_product_efficient_attention_backward,
-    )
+    forward, backward = pair_of("efficient")
     out, lse, *random = forward(query, key, value, None, True, dropout_p, is_causal)
     assert lse.shape == (*query.shape[:2], 32)
-    *grads, _ = backward(
-        grad_out, query, key, value, None, out, lse, *random, dropout_p, [True] * 3 + [False], is_causal
-    )
-    return out, torch.stack(random), grads
+    given, wanted = (query, key, value, None, out, lse, *random), [True] * 3 + [False]
+    *grads, _ = backward(grad_out, *given, dropout_p, wanted, is_causal)
+    return torch.stack(random), (out, *grads)
+
+
+def exact(tensors, grad_out, **options):
+    leaves = [tensor.double().requires_grad_() for tensor in tensors]
+    with fastattn.backend("reference"):
+        out = fastattn.scaled_dot_product_attention(*leaves, **options)
+    return tuple(t.float() for t in (out, *torch.autograd.grad(out, leaves, grad_out.double())))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -645,18 +561,11 @@ def efficient(query, key, value, dropout_p, is_causal, grad_out):
 @pytest.mark.parametrize("pair", [flash, efficient])
 def test_pairs(pair, dropout_p, is_causal):
     """Gradients are right with statistics rebuilt from the LSE, also for rows that see nothing."""
-    tensors = operands(2, 3, 13)
-    grad_out = torch.randn(2, 3, 13, 16)
-    out, seed, grads = pair(*tensors, dropout_p, is_causal, grad_out)
-    leaves = [tensor.double().requires_grad_() for tensor in tensors]
-    with fastattn.backend("reference"):
-        exact = fastattn.scaled_dot_product_attention(
-            *leaves, dropout_p=dropout_p, is_causal=is_causal, seed=seed,
-            causal_variant="lower_right" if pair is flash else "upper_left",
-        )  # fmt: skip
-    wanted = torch.autograd.grad(exact, leaves, grad_out.double())
-    for found, expected in zip((out, *grads), (exact, *wanted), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    tensors, grad_out = operands(2, 3, 13), torch.randn(2, 3, 13, 16)
+    seed, found = pair(*tensors, dropout_p, is_causal, grad_out)
+    variant = "lower_right" if pair is flash else "upper_left"
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "causal_variant": variant, "seed": seed}
+    torch.testing.assert_close(found, exact(tensors, grad_out, **options), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pair", [flash, efficient])
@@ -668,15 +577,10 @@ def test_pairs_of_few_queries_on_cuda_and_triton(pair, monkeypatch):
 
     monkeypatch.setattr(backends, "_ORDER", {"cpu": ("cuda", "triton")})
     tensors, grad_out = operands(2, 3, 5), torch.randn(2, 3, 5, 16)
-    leaves = [tensor.double().requires_grad_() for tensor in tensors]
-    with fastattn.backend("reference"):
-        exact = fastattn.scaled_dot_product_attention(*leaves)
-    wanted = torch.autograd.grad(exact, leaves, grad_out.double())
     with emulation.strict(), strict():
         assert fastattn.explain(fastattn.scaled_dot_product_attention, *tensors).backend == "cuda"
-        out, _, grads = pair(*tensors, 0.0, False, grad_out)
-    for found, expected in zip((out, *grads), (exact, *wanted), strict=True):
-        torch.testing.assert_close(found, expected.float())
+        _, found = pair(*tensors, 0.0, False, grad_out)
+    torch.testing.assert_close(found, exact(tensors, grad_out))
 
 
 PAIRS = {function.__name__: function for function in registry._PAIRS if hasattr(torch.ops.aten, function.__name__)}
@@ -698,35 +602,30 @@ def test_pairs_leave_to_torch_what_they_refuse_alone(name, monkeypatch):
     implementation = registry._or_torchs(PAIRS[name], "CPU")
     arguments = [a for a in getattr(torch.ops.aten, name).default._schema.arguments if not a.kwarg_only]
     call = [torch.randn(2, 3, 7, 16) if "Tensor" in str(a.type) else 0 for a in arguments]
-    for kind in (registry._Unserved, *ARGUMENT_ERRORS):
+    for kind in (registry._Unserved, *ARGUMENT_ERRORS, *FAULTS):
         monkeypatch.setattr(registry, "_check_served", planted(kind))
-        assert implementation(None, *call) == "torch's"
-    for kind in FAULTS.values():
-        monkeypatch.setattr(registry, "_check_served", planted(kind))
-        with pytest.raises(kind, match="planted"):
-            implementation(None, *call)
+        if kind in FAULTS:
+            with pytest.raises(kind, match="planted"):
+                implementation(None, *call)
+        else:
+            assert implementation(None, *call) == "torch's"
 
 
 def test_a_mask_with_a_gradient_is_not_for_the_efficient_pair():
-    q, k, v = operands(2, 3, 7)
-    bias = torch.randn(2, 3, 7, 11)
+    forward, tensors = pair_of("efficient")[0], (*operands(2, 3, 7), torch.randn(2, 3, 7, 11))
     with pytest.raises(NotImplementedError, match="finfo"):
-        registry._scaled_dot_product_efficient_attention(q, k, v, bias, True)
-    out, lse, *_ = registry._scaled_dot_product_efficient_attention(q, k, v, bias, False)
+        forward(*tensors, True)
+    out, lse, *_ = forward(*tensors, False)
     assert lse.numel() == 0
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, bias))
+    torch.testing.assert_close(out, sdpa(*tensors))
 
 
-def test_results_of_pairs_have_the_strides_of_torchs_fakes():
-    q, k, v = (torch.randn(7, 3, 2, 16).permute(2, 1, 0, 3) for _ in range(3))
-    meta = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in (q, k, v)]
-    for name, arguments in (
-        ("_scaled_dot_product_flash_attention", ()),
-        ("_scaled_dot_product_efficient_attention", (None, True)),
-    ):
-        promised = getattr(torch.ops.aten, name)(*meta, *arguments)
-        found = getattr(registry, name)(q, k, v, *arguments)
-        assert [t.stride() for t in found[:2]] == [t.stride() for t in promised[:2]]
+@pytest.mark.parametrize(("kind", "arguments"), [("flash", ()), ("efficient", (None, True))])
+def test_results_of_pairs_have_the_strides_of_torchs_fakes(kind, arguments):
+    tensors = [torch.randn(7, 3, 2, 16).permute(2, 1, 0, 3) for _ in range(3)]
+    forward = pair_of(kind)[0]
+    promised = getattr(torch.ops.aten, forward.__name__)(*(t.to("meta") for t in tensors), *arguments)
+    assert [t.stride() for t in forward(*tensors, *arguments)[:2]] == [t.stride() for t in promised[:2]]
 
 
 # torch.nn.attention.varlen
@@ -745,10 +644,8 @@ def test_varlen(active, compiled):
         return varlen.varlen_attn(*tensors, starts, starts, 5, 5, **causal)
 
     call = torch.compile(torchs, backend="aot_eager", fullgraph=True) if compiled else torchs
-    found = gradients(call, tensors)
     wanted = gradients(lambda *t: fastattn.varlen_attn(*t, starts, starts, 5, 5, is_causal=True), tensors)
-    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(gradients(call, tensors), wanted)
 
 
 def test_what_varlen_lacks_on_the_cpu(active):
