@@ -1,8 +1,10 @@
 """Tests of the build, the library's contents, the cases that cannot build, and the package as pip installs it."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import require
 from packaging.requirements import Requirement
 
 import fastattn
@@ -29,16 +32,20 @@ PACKAGE = Path(fastattn.__file__).resolve().parent
 @pytest.fixture(scope="module")
 def library() -> Path:
     """Return the path of the compiled library. Without one, skip, or fail under FASTATTN_REQUIRE=cpu."""
-    if native.library("cpu") is None:
-        required = "cpu" in os.environ.get("FASTATTN_REQUIRE", "").split(",")
-        (pytest.fail if required else pytest.skip)(f"no cpu library: {native.reason('cpu')}")
+    require("cpu")
     return PACKAGE / "_cpu.so"
+
+
+def run(*command, **options) -> str:
+    """Return what the command prints, which must succeed."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def nm(*arguments) -> list[tuple[str, str]]:
     """Return (kind, symbol) of each line that nm prints; a symbol includes its version, if any."""
-    done = subprocess.run(["nm", *map(str, arguments)], capture_output=True, text=True, check=True)
-    lines = (line.split() for line in done.stdout.splitlines())
+    lines = (line.split() for line in run("nm", *arguments).splitlines())
     return [(words[-2], words[-1]) for words in lines if len(words) >= 2]
 
 
@@ -54,8 +61,7 @@ def test_undefined_symbols_are_stable(library):
     undefined = [symbol for kind, symbol in nm("-D", "--undefined-only", library) if kind == "U"]
     torch_symbols = {symbol for symbol in undefined if "@" not in symbol}
     assert torch_symbols, "a library that registers operations calls torch"
-    undeclared = {symbol for symbol in torch_symbols if not re.search(rf"\b{symbol}\(", shims)}
-    assert not undeclared
+    assert not [symbol for symbol in torch_symbols if not re.search(rf"\b{symbol}\(", shims)]
     runtime = {symbol.split("@")[1].split("_")[0] for symbol in undefined if "@" in symbol}
     assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
 
@@ -65,9 +71,7 @@ def test_undefined_symbols_are_stable(library):
 @pytest.mark.parametrize("library", ["cpu", "cuda"])
 def test_bindings_compile_with_this_torchs_headers(library):
     for _, source, flags in native_build.bindings(library, native_build.torch_for_building(), "-fsyntax-only"):
-        command = [*native_build.compiler(), *shlex.split(flags), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run(*native_build.compiler(), *shlex.split(flags), source)
 
 
 def test_library_exports_nothing(library):
@@ -80,9 +84,7 @@ def test_an_independent_audit_agrees(library):
     audit = Path(sys.executable).with_name("torch-abi-audit")
     if not audit.exists():
         pytest.skip("needs torch-abi-audit, of the dev extra")
-    command = [str(audit), "--json", str(library)]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    (found,) = (entry["torch"] for entry in report["bundled_libs"])
+    (found,) = (entry["torch"] for entry in json.loads(run(audit, "--json", library))["bundled_libs"])
     assert found["stable"]
     assert found["unstable_symbols"] == found["unknown_shim_symbols"] == []
     assert found["min_torch_version"] == "2.10.0"
@@ -91,22 +93,33 @@ def test_an_independent_audit_agrees(library):
 # The build
 
 
-def record(package: Path) -> dict:
-    return json.loads((package / "_build.json").read_text())
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Return a function that builds under the given environment variables, of which None unsets one. It returns why a
+    library is left out."""
+
+    def build(library: str, **environment: str | None) -> str:
+        for name, value in {"FASTATTN_BUILD": None, **environment}.items():
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        package = tmp_path / "package"
+        assert native_build.build(package, tmp_path / "objects") == [package / "_build.json"]
+        assert not (package / "_cpu.so").exists()
+        return json.loads((package / "_build.json").read_text())[library]["reason"]
+
+    return build
 
 
-def test_no_compiler_installs_pure_python(tmp_path, monkeypatch):
-    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native_build.build(tmp_path / "package", tmp_path / "objects") == [tmp_path / "package/_build.json"]
-    assert "no C++ compiler: no-such-compiler not found" in record(tmp_path / "package")["cpu"]["reason"]
-
-
-def test_failing_compiler_installs_pure_python(tmp_path, monkeypatch):
-    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
-    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", "echo 'x.cpp:1: error: the sky is green'; exit 1")))
-    native_build.build(tmp_path / "package", tmp_path / "objects")
-    assert record(tmp_path / "package")["cpu"]["reason"].endswith("x.cpp:1: error: the sky is green")
+def test_a_build_that_fails_installs_pure_python(build, tmp_path):
+    """FASTATTN_BUILD=1 makes it an error. A stale library is removed."""
+    assert "no C++ compiler: no-such-compiler not found" in build("cpu", CXX="no-such-compiler")
+    failing = str(script(tmp_path / "cc", "echo 'x.cpp:1: error: the sky is green'; exit 1"))
+    assert build("cpu", CXX=failing).endswith("x.cpp:1: error: the sky is green")
+    (tmp_path / "package/_cpu.so").touch()
+    assert build("cpu", FASTATTN_BUILD="0") == "installed with FASTATTN_BUILD=0"
+    with pytest.raises(native_build.BuildError, match="no-such-compiler"):
+        build("cpu", FASTATTN_BUILD="1", CXX="no-such-compiler")
+    with pytest.raises(native_build.BuildError, match="FASTATTN_BUILD=yes: expected 0"):
+        build("cpu", FASTATTN_BUILD="yes")
 
 
 def script(path: Path, body: str) -> Path:
@@ -115,34 +128,11 @@ def script(path: Path, body: str) -> Path:
     return path
 
 
-def test_build_0_removes_a_stale_library(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTATTN_BUILD", "0")
-    (tmp_path / "_cpu.so").touch()
-    native_build.build(tmp_path, tmp_path / "objects")
-    assert not (tmp_path / "_cpu.so").exists()
-    assert record(tmp_path)["cpu"]["reason"] == "installed with FASTATTN_BUILD=0"
-
-
-def test_build_1_is_an_error_without_a_compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTATTN_BUILD", "1")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(native_build.BuildError, match="no-such-compiler"):
-        native_build.build(tmp_path, tmp_path / "objects")
-
-
-def test_build_refuses_other_values(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTATTN_BUILD", "yes")
-    with pytest.raises(native_build.BuildError, match="FASTATTN_BUILD=yes: expected 0"):
-        native_build.build(tmp_path, tmp_path / "objects")
-
-
 @pytest.mark.slow
 def test_max_jobs(tmp_path, monkeypatch):
     """MAX_JOBS bounds the compilers at work: each waits 0.3 s and then counts how many there are."""
-    count = 'echo > "$$.job"; sleep 0.3; ls *.job | wc -l >> counts; rm "$$.job"; touch "${!#}"'
-    compiler = script(tmp_path / "cc", "")
-    compiler.write_text(f'#!/bin/bash\n{count}\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n')
-    monkeypatch.setenv("CXX", str(compiler))
+    count = 'echo > "$$.job"; sleep 0.3; ls *.job | wc -l >> counts; rm "$$.job"'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", f'{count}; for last; do :; done; touch "$last" library')))
     objects = [(f"{index}.o", tmp_path / "cc", "") for index in range(4)]
     for jobs, expected in (("1", 1), ("4", 4)):
         monkeypatch.setenv("MAX_JOBS", jobs)
@@ -164,36 +154,33 @@ def test_checkouts_build_from_the_same_lines(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_second_build_in_a_directory_waits(tmp_path, monkeypatch):
-    compiler = script(
-        tmp_path / "cc", f"ls *.job 2>/dev/null && touch {tmp_path}/met; touch 1.job; sleep 0.3; rm 1.job"
-    )
-    monkeypatch.setenv("CXX", str(compiler))
-    source = tmp_path / "1.c"
-    source.touch()
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import native_build; from pathlib import Path; "
-    program += "native_build.run_ninja(Path(sys.argv[2]), [('1.o', Path(sys.argv[3]), '')], 'library', '')"
-    command = [sys.executable, "-c", program, str(ROOT / "csrc"), str(tmp_path / "build"), str(source)]
-    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [process.wait() for process in running] == [0, 0]
+    met = f"ls *.job 2>/dev/null && touch {tmp_path}/met; touch 1.job; sleep 0.3; rm 1.job"
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", met)))
+    (tmp_path / "1.c").touch()
+    arguments = tmp_path / "build", [("1.o", tmp_path / "1.c", "")], "library", ""
+    building = [
+        multiprocessing.get_context("fork").Process(target=native_build.run_ninja, args=arguments) for _ in "12"
+    ]
+    for process in building:
+        process.start()
+    for process in building:
+        process.join()
+    assert [process.exitcode for process in building] == [0, 0]
     assert not (tmp_path / "met").exists()
 
 
 def test_progress_is_shown_as_it_is_made(tmp_path, monkeypatch):
     """An object's line is shown while the next object is compiled: here the second one waits for it."""
     waits = f'case "$*" in *1.c*) until grep -q 0.o {tmp_path}/log; do sleep 0.05; done;; esac'
-    compiler = script(tmp_path / "cc", f'{waits}\nfor last; do :; done; touch "$last" library')
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", f'{waits}\nfor last; do :; done; touch "$last" library')))
     monkeypatch.setenv("MAX_JOBS", "1")
     objects = [(f"{index}.o", tmp_path / f"{index}.c", "") for index in range(2)]
     for _, source, _ in objects:
         source.touch()
     with (tmp_path / "log").open("w") as log, contextlib.redirect_stdout(log):
         native_build.run_ninja(tmp_path / "objects", objects, "library", "")
-    assert re.findall(r"\[(\d)/3\] (\S+)", (tmp_path / "log").read_text()) == [
-        ("1", "0.o"),
-        ("2", "1.o"),
-        ("3", "library"),
-    ]
+    shown = re.findall(r"\[\d/3\] \S+", (tmp_path / "log").read_text())
+    assert shown == ["[1/3] 0.o", "[2/3] 1.o", "[3/3] library"]
 
 
 def test_ninja_compiles_only_what_changed(tmp_path):
@@ -230,11 +217,6 @@ def toolkit(tmp_path, monkeypatch):
     return str(tmp_path / "bin/nvcc")
 
 
-def cuda_reason(tmp_path) -> str:
-    native_build.build(tmp_path / "package", tmp_path / "objects")
-    return record(tmp_path / "package")["cuda"]["reason"]
-
-
 @pytest.mark.parametrize(
     ("cuda", "expected"),
     [
@@ -242,26 +224,21 @@ def cuda_reason(tmp_path) -> str:
         ("'12.8'", "nvcc is of CUDA 13.0, torch 2.13.0 of CUDA 12.8"),
     ],
 )
-def test_cuda_library_is_left_out_with_a_reason(toolkit, tmp_path, monkeypatch, cuda, expected):
+def test_cuda_library_is_left_out_with_a_reason(toolkit, tmp_path, monkeypatch, build, cuda, expected):
     """The library is left out with a reason even under FASTATTN_BUILD=1, since nothing has failed. FASTATTN_CUDA=1
     makes it an error."""
     torch_ = fake_torch(tmp_path, "2.13.0")
     with (torch_ / "version.py").open("a") as file:
         file.write(f"cuda: Optional[str] = {cuda}\n")
     monkeypatch.setattr(native_build, "torch_for_building", lambda: torch_)
-    monkeypatch.setenv("FASTATTN_BUILD", "1")
-    assert cuda_reason(tmp_path) == expected
-    monkeypatch.setenv("FASTATTN_CUDA", "0")
-    assert cuda_reason(tmp_path) == "installed with FASTATTN_CUDA=0"
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    monkeypatch.delenv("FASTATTN_CUDA")
-    assert cuda_reason(tmp_path) == f"no CUDA compiler: {tmp_path}/nowhere/bin/nvcc not found"
-    monkeypatch.setenv("FASTATTN_CUDA", "1")
-    with pytest.raises(native_build.BuildError, match="no CUDA compiler"):
-        cuda_reason(tmp_path)
-    monkeypatch.setenv("FASTATTN_CUDA", "yes")
-    with pytest.raises(native_build.BuildError, match="FASTATTN_CUDA=yes: expected 0"):
-        cuda_reason(tmp_path)
+    build = functools.partial(build, "cuda", FASTATTN_BUILD="1")
+    assert build() == expected
+    assert build(FASTATTN_CUDA="0") == "installed with FASTATTN_CUDA=0"
+    nowhere = str(tmp_path / "nowhere")
+    assert build(FASTATTN_CUDA=None, CUDA_HOME=nowhere) == f"no CUDA compiler: {nowhere}/bin/nvcc not found"
+    for value, message in (("1", "no CUDA compiler"), ("yes", "FASTATTN_CUDA=yes: expected 0")):
+        with pytest.raises(native_build.BuildError, match=message):
+            build(FASTATTN_CUDA=value)
 
 
 def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
@@ -304,12 +281,9 @@ def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("g++-12", "-ccbin g++-12"),
-        ("ccache /opt/bin/g++", "-ccbin /opt/bin/g++"),
-        (
-            "/usr/bin/distcc clang++ -stdlib=libstdc++ -m64",
-            "-ccbin clang++ -Xcompiler=-stdlib=libstdc++ -Xcompiler=-m64",
-        ),
+        ("g++-12", "g++-12"),
+        ("ccache /opt/bin/g++", "/opt/bin/g++"),
+        ("distcc clang++ -stdlib=libstdc++ -m64", "clang++ -Xcompiler=-stdlib=libstdc++ -Xcompiler=-m64"),
     ],
 )
 def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch, command, expected):
@@ -319,9 +293,9 @@ def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch, command, expect
     lines = []
     monkeypatch.setattr(native_build, "run_ninja", lambda directory, objects, target, *flags: lines.append(flags))
     monkeypatch.setenv("CXX", command)
-    assert f" {expected} -Xcompiler=-fPIC" in native_build.cuda_flags(["9.0"])
+    assert f" -ccbin {expected} -Xcompiler=-fPIC" in native_build.cuda_flags(["9.0"])
     native_build.compile_cuda(Path(toolkit).parent, Path("torch"), ["9.0"])
-    assert f" {expected} -Xlinker" in lines[0][0]
+    assert f" -ccbin {expected} -Xlinker" in lines[0][0]
 
 
 # The source of the headers
@@ -336,8 +310,7 @@ def fake_torch(directory: Path, version: str = "2.10.1+cpu") -> Path:
 def test_site_directories_name_the_target_environment():
     """In a virtual environment, its own packages come before the user's, and the base interpreter's come last."""
     directories = native_build.site_directories()
-    own = Path(sys.prefix)
-    assert directories[0].is_relative_to(own)
+    assert directories[0].is_relative_to(sys.prefix)
     assert any(directory.is_relative_to(sys.base_prefix) and directory.exists() for directory in directories)
     assert len(directories) == len(set(directories))
 
@@ -367,24 +340,20 @@ def test_headers_refused(tmp_path, monkeypatch, version, expected):
 
 
 def test_torch_is_a_build_requirement_only_where_none_is(tmp_path, monkeypatch):
-    def required():
-        hooks = (native_build.get_requires_for_build_wheel, native_build.get_requires_for_build_editable)
-        answers = {tuple(word for word in hook() if word.startswith("torch")) for hook in hooks}
-        assert len(answers) == 1
-        return list(answers.pop())
+    def required(kind="wheel"):
+        words = getattr(native_build, f"get_requires_for_build_{kind}")()
+        return [word for word in words if word.startswith("torch")]
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["setup.py"])
     monkeypatch.delenv("FASTATTN_BUILD", raising=False)
     monkeypatch.setattr(native_build, "site_directories", lambda: [tmp_path])
-    assert required() == ["torch>=2.10"]
-    assert not [word for word in native_build.get_requires_for_build_sdist() if word.startswith("torch")]
-    monkeypatch.setenv("FASTATTN_BUILD", "0")
-    assert required() == []
-    monkeypatch.delenv("FASTATTN_BUILD")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert required() == []
-    monkeypatch.delenv("CXX")
+    assert required() == required("editable") == ["torch>=2.10"]
+    assert required("sdist") == []
+    for name, value in (("FASTATTN_BUILD", "0"), ("CXX", "no-such-compiler")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert required() == required("editable") == []
     fake_torch(tmp_path, "2.9.0")  # a torch that pip fetched would not be the one in use
     assert required() == []
 
@@ -401,33 +370,26 @@ def package(tmp_path, monkeypatch):
     native._load.cache_clear()
 
 
-def test_missing_library_has_a_reason(package):
-    assert native.library("cpu") is None
-    assert native.reason("cpu").startswith(f"{package / '_cpu.so'} is not there")
+def reason() -> str:
     native._load.cache_clear()
+    assert native.library("cpu") is None
+    return native.reason("cpu")
+
+
+def test_a_library_that_is_not_loaded_has_a_reason(package, library, monkeypatch):
+    file = package / "_cpu.so"
+    assert reason().startswith(f"{file} is not there")
     (package / "_build.json").write_text('{"cpu": {"reason": "no C++ compiler"}}')
-    assert native.reason("cpu") == "no C++ compiler"
-
-
-def test_library_of_another_machine_has_a_reason(package):
-    (package / "_cpu.so").write_bytes(b"not a library")
-    assert native.library("cpu") is None
-    assert native.reason("cpu").startswith("_cpu.so does not load: ")
-    assert "\n" not in native.reason("cpu")
-
-
-def test_library_of_another_version_has_a_reason(package, library, monkeypatch):
-    (package / "_cpu.so").symlink_to(library)
+    assert reason() == "no C++ compiler"
+    (package / "_build.json").unlink()
+    file.write_bytes(b"not a library")  # of another machine
+    assert re.fullmatch("_cpu.so does not load: .*", reason())
+    file.unlink()
+    file.symlink_to(library)
     monkeypatch.setattr(native, "CONTRACT", "of tomorrow")
-    assert native.library("cpu") is None
-    assert native.reason("cpu") == "_cpu.so is of another version of this package; build it anew"
-
-
-def test_old_torch_has_a_reason(package, monkeypatch):
-    (package / "_cpu.so").touch()
+    assert reason() == "_cpu.so is of another version of this package; build it anew"
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    assert native.library("cpu") is None
-    assert native.reason("cpu") == "torch 2.9.1+cu128 is installed, the library needs 2.10 or newer"
+    assert reason() == "torch 2.9.1+cu128 is installed, the library needs 2.10 or newer"
 
 
 # The distributions
@@ -445,16 +407,9 @@ def checkout(tmp_path_factory):
 
 def call_hook(checkout: Path, hook: str, output: Path, **environment: str) -> Path:
     """Run a PEP 517 hook as pip does, without isolation; return the path of what it made."""
-    code = f"import native_build; print(native_build.{hook}({str(output)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout / "csrc"), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return output / done.stdout.splitlines()[-1]
+    program = f"import native_build; print(native_build.{hook}({str(output)!r}))"
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "csrc"), **environment}
+    return output / run(sys.executable, "-c", program, cwd=checkout, env=environment).splitlines()[-1]
 
 
 def in_checkout(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -490,16 +445,17 @@ def test_the_tests_of_a_checkout_without_kernels_do_not_pass(checkout, library, 
     assert reason in done.stderr
 
 
+def files_of(checkout: Path, *folders: str, pattern: str = "*") -> set[str]:
+    found = (path for folder in folders for path in (checkout / folder).rglob(pattern))
+    return {f.relative_to(checkout).as_posix() for f in found if f.is_file() and "__pycache__" not in f.parts}
+
+
 def test_sdist_has_what_a_build_and_a_test_run_need(checkout, tmp_path):
     with tarfile.open(call_hook(checkout, "build_sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        path.relative_to(checkout).as_posix()
-        for folder in ("csrc", "fastattn", "tests", "tools", "benchmarks", "docs", "examples", ".github")
-        for path in (checkout / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert wanted | {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run", "mkdocs.yml"} <= names
+    folders = ("csrc", "fastattn", "tests", "tools", "benchmarks", "docs", "examples", ".github")
+    others = {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run", "mkdocs.yml"}
+    assert files_of(checkout, *folders) | others <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name == "fastattn/_build.json"]
 
 
@@ -512,17 +468,10 @@ def test_pure_wheel(checkout, tmp_path):
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
         reason = json.loads(archive.read("fastattn/_build.json"))["cpu"]["reason"]
-    modules = {path.relative_to(checkout).as_posix() for path in (checkout / "fastattn").rglob("*.py")}
-    data = {
-        path.relative_to(checkout).as_posix()
-        for folder in ("pretrained", "verses")
-        for path in (checkout / "fastattn" / folder).iterdir()
-    }
-    assert {name for name in names if ".dist-info/" not in name} == modules | data | {
-        "fastattn/_build.json",
-        "fastattn/py.typed",
-        "fastattn_command.py",
-    }
+    expected = files_of(checkout, "fastattn", pattern="*.py")
+    expected |= files_of(checkout, "fastattn/pretrained", "fastattn/verses")
+    expected |= {"fastattn/_build.json", "fastattn/py.typed", "fastattn_command.py"}
+    assert {name for name in names if ".dist-info/" not in name} == expected
     assert reason == "installed with FASTATTN_BUILD=0"
     # A bound on torch could make pip replace a user's torch, so there is none.
     required = map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE))
@@ -562,23 +511,20 @@ def link_torch(site_packages: Path) -> None:
                 (site_packages / top).symlink_to(distribution.locate_file(top))
 
 
-def new_environment(path: Path, system_site_packages: bool = False) -> tuple[Path, Path]:
-    """Make a virtual environment without pip; return (python, site-packages)."""
+LIBRARIES = Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
+def new_environment(path: Path, system_site_packages: bool = False) -> Path:
+    """Make a virtual environment without pip, which has this one's torch or sees other packages; return its Python."""
     venv.create(path, system_site_packages=system_site_packages, symlinks=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return path / "bin/python", path / "lib" / version / "site-packages"
+    if not system_site_packages:
+        link_torch(path / LIBRARIES)
+    return path / "bin/python"
 
 
 def pip_install(python: Path, *arguments: str, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install", *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [sys.executable, "-m", "pip", "--python", python, "install", *arguments]
+    return run(*command, cwd=cwd, env={**os.environ, **environment})
 
 
 COMPUTES = """
@@ -606,15 +552,7 @@ REPORT = "from fastattn.info import report; print(report())"
 
 def describe(python: Path, program: str = REPORT, **environment: str) -> str:
     """Return `fastattn info` of an environment, or the output of ``program``, run outside the checkout."""
-    done = subprocess.run(
-        [str(python), "-c", program],
-        cwd=python.parent,
-        env={**os.environ, **environment, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(python, "-c", program, cwd=python.parent, env={**os.environ, **environment, "PYTHONPATH": ""})
 
 
 @pytest.fixture
@@ -629,32 +567,27 @@ def clean(checkout, monkeypatch):
 def test_pip_install_in_a_plain_environment(clean, tmp_path):
     """Installed with its extra `train`, the package has all that README's commands need, such as the one that
     translates."""
-    python, site_packages = new_environment(tmp_path / "env")
-    link_torch(site_packages)
-    output = pip_install(python, ".[train]", cwd=clean, FASTATTN_BUILD="1")
-    assert "Collecting torch" not in output
+    python = new_environment(tmp_path / "env")
+    assert "Collecting torch" not in pip_install(python, ".[train]", cwd=clean, FASTATTN_BUILD="1")
     assert "with the headers of torch " in describe(python, COMPUTES)
-    command = [python.with_name("fastattn"), "translate"]
-    done = subprocess.run(command, input="God is good.\n", cwd=tmp_path, capture_output=True, text=True)
-    assert len(done.stdout.splitlines()) == 1, done.stderr
-    assert "Dios" in done.stdout
+    translated = run(python.with_name("fastattn"), "translate", input="God is good.\n", cwd=tmp_path)
+    assert "Dios" in translated
+    assert len(translated.splitlines()) == 1
 
 
 @pytest.mark.slow
 def test_pip_install_with_system_site_packages(clean, tmp_path):
     """The build finds a torch that is not in the environment itself, but in a place that the environment sees."""
-    python, _ = new_environment(tmp_path / "env", system_site_packages=True)
-    user = str(tmp_path / "user")
-    link_torch(tmp_path / "user/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages")
-    output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1", PYTHONUSERBASE=user)
+    python, user = new_environment(tmp_path / "env", system_site_packages=True), tmp_path / "user"
+    link_torch(user / LIBRARIES)
+    output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1", PYTHONUSERBASE=str(user))
     assert "Collecting torch" not in output
-    assert "with the headers of torch " in describe(python, PYTHONUSERBASE=user)
+    assert "with the headers of torch " in describe(python, PYTHONUSERBASE=str(user))
 
 
 @pytest.mark.slow
 def test_editable_install_without_isolation(clean, tmp_path):
-    python, site_packages = new_environment(tmp_path / "env")
-    link_torch(site_packages)
+    python = new_environment(tmp_path / "env")
     pip_install(python, "setuptools>=77", "ninja", cwd=clean)
     pip_install(python, "--no-build-isolation", "-e", ".", cwd=clean, FASTATTN_BUILD="1")
     text = describe(python)
@@ -664,16 +597,13 @@ def test_editable_install_without_isolation(clean, tmp_path):
 
 @pytest.mark.slow
 def test_sdist_as_installed(clean, tmp_path):
-    python, site_packages = new_environment(tmp_path / "env")
-    link_torch(site_packages)
-    sdist = call_hook(clean, "build_sdist", tmp_path)
+    python, sdist = new_environment(tmp_path / "env"), call_hook(clean, "build_sdist", tmp_path)
     pip_install(python, str(sdist), cwd=tmp_path, FASTATTN_BUILD="1")
     assert "with the headers of torch " in describe(python, COMPUTES)
 
 
 @pytest.mark.slow
 def test_pip_install_without_a_compiler(clean, tmp_path):
-    python, site_packages = new_environment(tmp_path / "env")
-    link_torch(site_packages)
+    python = new_environment(tmp_path / "env")
     pip_install(python, ".", cwd=clean, CXX="no-such-compiler")
     assert "no C++ compiler: no-such-compiler not found" in describe(python)
