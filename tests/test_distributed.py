@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_cli import assert_same_run, failure, train_arguments, until
+from conftest import refused
+from test_cli import assert_same_run, failure, finish, step_of, train_arguments, until
 from test_training import small_model, text, verses  # noqa: F401 (fixtures)
 from torch.nn import functional as F
 
@@ -56,20 +57,35 @@ def config(tmp_path_factory):
     return path
 
 
-def torchrun(processes, arguments, restarts=0, program=None, launch=("--standalone",), stderr=subprocess.PIPE):
-    """Start `fastattn`, or `program`, in `processes` processes on this machine, with one thread each."""
+@pytest.fixture
+def changed(config, tmp_path):
+    """Return a function that writes the configuration with other fields of training."""
+
+    def changed(**fields):
+        content = json.loads(config.read_text())
+        content["training"] |= fields
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return changed
+
+
+@pytest.fixture
+def trained(files):
+    """Return a function that trains on the files in several processes and returns what they say."""
+    return lambda processes, out, *options: finish(torchrun(processes, train_arguments(files, out, *options)))
+
+
+def torchrun(
+    processes, arguments, restarts=0, program=("-m", "fastattn"), launch=("--standalone",), stderr=subprocess.PIPE
+):
+    """Start `fastattn`, or another program, in `processes` processes on this machine, with one thread each."""
     launcher = ["torch.distributed.run", *launch, f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    started = ["-m", "fastattn"] if program is None else [str(program)]
-    command = [sys.executable, "-m", *launcher, *started, *map(str, arguments)]
+    command = [sys.executable, "-m", *launcher, *map(str, (*program, *arguments))]
     root = Path(fastattn.__file__).parent.parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stderr=stderr, cwd=root, env=environment, text=True)
-
-
-def finish(process):
-    _, err = process.communicate(timeout=1200)
-    assert process.returncode == 0, err
-    return err
 
 
 # --- one process ---
@@ -80,51 +96,48 @@ def test_an_update_in_parts(text):  # noqa: F811
     the text, each with its own dropout, divided by the tokens of all."""
     config = TrainingConfig(batch_tokens=600, micro_batches=4, warmup=1, precision="fp32", seed=3)
     trainer = Trainer(small_model(), text, config)
-    start = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    start = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     found = trainer.update()
 
-    model, loss, tokens, sizes = small_model().train(), 0, 0, []
-    for number, (_, _, index) in zip(range(4), text.epochs(150, seed=3), strict=False):
+    model, loss, batches = small_model().train(), 0, []
+    for number, (_, _, index) in enumerate(itertools.islice(text.epochs(150, seed=3), 4)):
         batch = text.batch(index)
         seeds = dropout_seeds(3, 1, number, model.dropout_sites)
         logits = model.logits(model.packed_features(batch.source, batch.target, seeds=seeds))
         loss += F.cross_entropy(logits, batch.labels, ignore_index=PAD_ID, label_smoothing=0.1, reduction="sum")
-        tokens += batch.tokens
-        sizes.append((batch.source.tokens, batch.labels))
-    gradients = torch.autograd.grad(loss / tokens, list(model.parameters()))
+        batches.append(batch)
+    tokens = sum(batch.tokens for batch in batches)
     assert found[0].item() == pytest.approx(loss.item(), rel=1e-5)
-    assert found[3] == tokens
-    sides = [side for pair in sizes for side in pair]
-    filled = sum(int((side != PAD_ID).sum()) for side in sides)
-    assert found[4:].tolist() == [filled, sum(side.numel() for side in sides)]
-    moments = trainer.optimizer.state
-    for (name, parameter), gradient in zip(trainer.model.named_parameters(), gradients, strict=True):
+    sides = torch.cat([side for batch in batches for side in (batch.source.tokens, batch.labels)])
+    assert found[3:].tolist() == [tokens, (sides != PAD_ID).sum(), len(sides)]
+    gradients = torch.autograd.grad(loss / tokens, list(model.parameters()))
+    for parameter, before, gradient in zip(trainer.model.parameters(), start, gradients, strict=True):
         # Adam's first moment is a tenth of the first gradient. The padding's row has no gradient in training.
-        ours, wanted = moments[parameter]["exp_avg"] * 10, gradient
+        ours, wanted = trainer.optimizer.state[parameter]["exp_avg"] * 10, gradient
         if parameter is trainer.model.output.weight:
             ours, wanted = ours[PAD_ID + 1 :], wanted[PAD_ID + 1 :]
-        assert (ours - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert not torch.equal(parameter, start[name])
+        assert (ours - wanted).norm() <= 1e-5 * wanted.norm()
+        assert not torch.equal(parameter, before)
 
 
 def test_a_process_reads_its_share_of_an_update(text, monkeypatch):  # noqa: F811
     """Each of two processes reads every second batch of an update, and none of the other's."""
     config = TrainingConfig(batch_tokens=600, micro_batches=4, warmup=1, precision="fp32")
-    make, read = type(text).batch, {}
+    make, read = type(text).batch, []
 
     def batch(self, index):
-        read[rank, size].append(index.tolist())
+        read[-1].append(index.tolist())
         return make(self, index)
 
     monkeypatch.setattr(type(text), "batch", batch)
     for rank, size in ((0, 1), (0, 2), (1, 2)):
-        read[rank, size] = []
+        read.append([])
         trainer = Trainer(small_model(), text, config)
         trainer.world = World(rank, size, torch.device("cpu"))
         trainer.update()
-    whole = read[0, 1]
+    whole, *shares = read
     assert len(whole) == 4
-    assert [read[0, 2], read[1, 2]] == [whole[0::2], whole[1::2]]
+    assert shares == [whole[0::2], whole[1::2]]
 
 
 def test_an_update_goes_on_into_the_next_epoch(text):  # noqa: F811
@@ -158,9 +171,9 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     """The checkpoint holds the whole configuration. A run begun with that file is the same run, and a resumed run keeps
     it."""
     options = ["--config", str(config), "--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5"]
-    options += ["--accumulate", "2", "--keep", "1"]
+    options += ["--accumulate", "2", "--keep", "1", "--save-every", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
-    assert cli.main(train_arguments(files, first, *options, "--save-every", "1", "--max-steps", "2")) == 0
+    assert cli.main(train_arguments(files, first, *options, "--max-steps", "2")) == 0
     assert [path.name for path in checkpoint.steps(first)] == ["step-00000002"]
     config = tmp_path / "config.json"
     config.write_bytes((first / "best/config.json").read_bytes())
@@ -178,7 +191,7 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
 
     # torchrun repeats the command that began the run, on fewer processes if some are lost. The repeated command
     # continues only the run of its own launch.
-    begun = train_arguments(files, second, *options, "--save-every", "1", "--max-steps", "3", "--accumulate", "1")
+    begun = train_arguments(files, second, *options, "--max-steps", "3", "--accumulate", "1")
     assert "exists already" in failure(begun, capsys)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     for launch, status in (("another", 1), ("this", 0)):
@@ -193,20 +206,16 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
 
     capsys.readouterr()
     again, new = ["train", "--train", *files, "--valid", *files, "--out"], tmp_path / "new"
-    for more, message in (
-        ([new, "--config", config, "--preset", "tiny"], "expected one of them"),
-        ([new, "--config", tmp_path / "none"], f"cannot read {tmp_path / 'none'}: No such file"),
-        ([new, "--accumulate", "0"], "argument --accumulate: 0 is given, expected a positive number"),
-        (
-            [new, "--batch-tokens", "3", "--accumulate", "4"],
-            "at least one for each of the 4 micro-batches of an update",
-        ),
-        ([first, "--resume", "--config", config], "leave --config out"),
-        (
-            [first, "--resume", "--accumulate", "3"],
-            "--accumulate 3 makes 3 micro-batches of an update (number of processes: 1) but the run",
-        ),
-        ([first, "--resume", "--clip-norm", "1"], "clip_norm is 1.0 but the run to resume has 0.5"),
+    parts = "3 makes 3 micro-batches of an update (number of processes: 1) but the run"
+    for message, *more in (
+        ("expected one of them", new, "--config", config, "--preset", "tiny"),
+        (f"cannot read {tmp_path / 'none'}: No such file", new, "--config", tmp_path / "none"),
+        ("argument --accumulate: 0 is given, expected a positive number", new, "--accumulate", "0"),
+        ("one for each of the 4 micro-batches of an update", new, "--batch-tokens", "3", "--accumulate", "4"),
+        ("leave --config out", first, "--resume", "--config", config),
+        (f"--accumulate {parts}", first, "--resume", "--accumulate", "3"),
+        ("clip_norm is 1.0 but the run to resume has 0.5", first, "--resume", "--clip-norm", "1"),
+        ("a model is sharded among several processes: start them with torchrun", new, "--shard"),
     ):
         assert message in failure([*again, *more], capsys)
     assert not new.exists()
@@ -221,10 +230,8 @@ def test_bleu_while_training(files, config, tmp_path, capsys):
     train(files, valid, tmp_path / "run", bleu_every=2, max_steps=3, **options)
     assert "validation BLEU" in capsys.readouterr().err
     rows = read_metrics(tmp_path / "run")
-    assert [(row["step"], "valid_loss" in row, "valid_bleu" in row) for row in rows] == [
-        (2, False, True),
-        (3, True, True),
-    ]
+    scored = [(row["step"], "valid_loss" in row, "valid_bleu" in row) for row in rows]
+    assert scored == [(2, False, True), (3, True, True)]
     model, tokenizer = checkpoint.load(tmp_path / "run")
     sources, references = map(read_lines, valid)
     assert rows[-1]["valid_bleu"] == scores(translate(model, tokenizer, sources, Search(beam=1)), references).bleu
@@ -258,36 +265,24 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
 
 
 @pytest.mark.slow
-def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
+def test_the_same_updates_on_any_number_of_processes(trained, config, tmp_path):
     """Runs of 1 x 4 and 2 x 2 parts agree to rounding, with dropout.
 
     Compared are weights, metrics and first moments, which are sums of gradients. They differ for another dropout seed.
     Every process takes part in validation and BLEU."""
+    options = ["--batch-tokens", "1200", "--max-steps", STEPS, "--save-every", "1", "--bleu-every", STEPS]
     runs = {}
-    for name, processes, more in (
-        ("1x4", 1, ["--accumulate", "4"]),
-        ("2x2", 2, ["--accumulate", "2"]),
-        ("other", 1, ["--accumulate", "4", "--seed", "2"]),
+    for name, processes, *more in (
+        ("1x4", 1, "--accumulate", "4"),
+        ("2x2", 2, "--accumulate", "2"),
+        ("other", 1, "--accumulate", "4", "--seed", "2"),
     ):
-        sizes = [
-            "--batch-tokens",
-            "1200",
-            "--max-steps",
-            STEPS,
-            "--save-every",
-            "1",
-            "--bleu-every",
-            STEPS,
-            "--config",
-            config,
-        ]
-        finish(torchrun(processes, train_arguments(files, tmp_path / name, *sizes, *more)))
+        trained(processes, tmp_path / name, *options, "--config", config, *more)
         newest = checkpoint.newest(tmp_path / name)
-        moments = checkpoint.load_training(newest)["optimizer"]["state"]
-        start, _ = checkpoint.load(tmp_path / name / "step-00000000")
-        end, _ = checkpoint.load(newest)
-        moved = [b.detach() - a.detach() for a, b in zip(start.parameters(), end.parameters(), strict=True)]
-        runs[name] = [state["exp_avg"] for state in moments.values()], moved, read_metrics(tmp_path / name)
+        moments = checkpoint.load_training(newest)["optimizer"]["state"].values()
+        start, end = (checkpoint.load(step)[0].parameters() for step in (tmp_path / name / "step-00000000", newest))
+        moved = [b.detach() - a.detach() for a, b in zip(start, end, strict=True)]
+        runs[name] = [state["exp_avg"] for state in moments], moved, read_metrics(tmp_path / name)
 
     def distance(one, other):
         """Return how far the moments and the parameters' movements differ, relative to the first run's."""
@@ -297,32 +292,34 @@ def test_the_same_updates_on_any_number_of_processes(files, config, tmp_path):
     moments, ways = distance(runs["1x4"], runs["2x2"])
     assert moments < 1e-4
     assert ways < 1e-2  # Adam divides by a gradient's own size: elements that are almost 0 may go either way
-    for one, other in zip(runs["1x4"][2], runs["2x2"][2], strict=True):
-        assert one["epoch"] == other["epoch"]
-        assert ("valid_bleu" in one) == (one["step"] == STEPS)
-        for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & one.keys():
-            assert other[metric] == pytest.approx(one[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
+    assert_same_metrics(runs["1x4"][2], runs["2x2"][2])
+    assert [("valid_bleu" in row) for row in runs["1x4"][2]] == [False] * (STEPS - 1) + [True]
     assert min(distance(runs["1x4"], runs["other"])) > 0.3
     assert runs["1x4"][2][-1]["epoch"] > 0  # the text ended within an update
 
 
+def assert_same_metrics(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert (a.keys(), a["epoch"]) == (b.keys(), b["epoch"])
+        for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & a.keys():
+            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_a_sharded_model_trains_as_a_whole_one(files, config, tmp_path):
+def test_a_sharded_model_trains_as_a_whole_one(trained, config, tmp_path):
     """Two processes with a sharded model, in two parts each, train as one: weights, moments and metrics agree.
 
     Gradients are clipped by the norm of all of them. A whole model continues a sharded checkpoint, and the reverse.
     Every process holds half."""
-    options = ["--batch-tokens", "1200", "--clip-norm", "0.5", "--save-every", "1", "--bleu-every", "2"]
+    options = ["--batch-tokens", "1200", "--clip-norm", "0.5", "--save-every", "1", "--bleu-every", "2", "--max-steps"]
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    parts = ["--accumulate", "4", "--config", config]
-    finish(torchrun(1, train_arguments(files, whole, *options, "--max-steps", "2", *parts)))
-    parts = ["--accumulate", "2", "--config", config]
-    said = finish(torchrun(2, train_arguments(files, sharded, *options, "--max-steps", "2", "--shard", *parts)))
+    trained(1, whole, *options, "2", "--accumulate", "4", "--config", config)
+    said = trained(2, sharded, *options, "2", "--shard", "--accumulate", "2", "--config", config)
     assert "M parameters (50% of them a process)" in said
     assert_same_to_rounding(whole, sharded)
-    finish(torchrun(2, train_arguments(files, whole, *options, "--max-steps", "3", "--shard", "--resume")))
-    finish(torchrun(1, train_arguments(files, sharded, *options, "--max-steps", "3", "--resume")))
+    trained(2, whole, *options, "3", "--shard", "--resume")
+    trained(1, sharded, *options, "3", "--resume")
     assert_same_to_rounding(whole, sharded)
 
 
@@ -335,73 +332,51 @@ def assert_same_to_rounding(one, other):
     for name in ("exp_avg", "exp_avg_sq"):
         a, b = (torch.cat([state[name].flatten() for state in run.values()]) for run in states)
         assert (a - b).norm() < 1e-4 * a.norm()
-    for a, b in zip(read_metrics(one), read_metrics(other), strict=True):
-        assert a.keys() == b.keys()
-        for metric in ("loss", "accuracy", "padding", "valid_loss", "valid_accuracy"):
-            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
-
-
-def test_one_process_has_nothing_to_shard(files, tmp_path, capsys):
-    message = failure(train_arguments(files, tmp_path / "run", "--shard"), capsys)
-    assert "a model is sharded among several processes: start them with torchrun" in message
+    assert_same_metrics(read_metrics(one), read_metrics(other))
 
 
 @pytest.mark.slow
-def test_resumed_on_three_processes_to_the_same_bits(files, config, tmp_path):
+def test_resumed_on_three_processes_to_the_same_bits(trained, config, tmp_path):
     """Three processes resume to the same bits, although the order of a sum over processes matters. Afterwards one
     process may resume the run."""
-    options = ["--batch-tokens", "900", "--save-every", "2"]
+    options = ["--batch-tokens", "900", "--save-every", "2", "--max-steps"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(torchrun(3, train_arguments(files, whole, *options, "--max-steps", 4, "--config", config)))
-    finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 2, "--config", config)))
-    finish(torchrun(3, train_arguments(files, broken, *options, "--max-steps", 4, "--resume")))
+    trained(3, whole, *options, 4, "--config", config)
+    trained(3, broken, *options, 2, "--config", config)
+    trained(3, broken, *options, 4, "--resume")
     assert_same_run(whole, broken)
     assert checkpoint.load_config(checkpoint.newest(broken))[1].micro_batches == 3
-    finish(torchrun(1, train_arguments(files, broken, *options, "--max-steps", 5, "--resume")))
+    trained(1, broken, *options, 5, "--resume")
     assert checkpoint.newest(broken).name == "step-00000005"
 
 
 @pytest.mark.parametrize(("said", "processes", "parts"), [({}, 2, 2), ({"micro_batches": 4}, 2, 4), ({}, 1, 1)])
-def test_a_file_may_say_how_an_update_is_divided(config, tmp_path, said, processes, parts):
-    content = json.loads(config.read_text())
-    content["training"] = {**content["training"], "precision": "fp32", **said}
-    given = tmp_path / "given.json"
-    given.write_text(json.dumps(content))
-    assert _configured(None, given, None, {}, processes)[1].micro_batches == parts
+def test_a_file_may_say_how_an_update_is_divided(changed, said, processes, parts):
+    assert _configured(None, changed(precision="fp32", **said), None, {}, processes)[1].micro_batches == parts
 
 
-def test_the_file_of_a_run_of_one_process_is_not_another_run_on_two(config, tmp_path):
+def test_the_file_of_a_run_of_one_process_is_not_another_run_on_two(changed):
     """Another number of parts has other batches and other dropout, so it must be requested by --accumulate."""
-    content = json.loads(config.read_text())
-    content["training"]["micro_batches"] = 1
-    given = tmp_path / "given.json"
-    given.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"an update of 1 micro-batches cannot be divided among 2 .* --accumulate"):
-        _configured(None, given, None, {}, 2)
+    given, message = changed(micro_batches=1), r"an update of 1 micro-batches cannot be divided among 2 .* --accumulate"
+    refused(message, _configured, None, given, None, {}, 2)
     assert _configured(None, given, 1, {}, 2)[1].micro_batches == 2
 
 
 @pytest.mark.slow
-def test_what_cannot_be_done_is_refused_once(files, config, tmp_path):
+def test_what_cannot_be_done_is_refused_once(files, config, changed, tmp_path):
     """A refusal appears once, although `torchrun` restarts the processes. The run that stood in the way does not
     change."""
     run = tmp_path / "run"
     train(files, files, run, config=config, max_steps=2)
     newest = checkpoint.newest(run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    undivided = tmp_path / "undivided.json"
-    content = json.loads(config.read_text())
-    content["training"]["micro_batches"] = 3
-    undivided.write_text(json.dumps(content))
     for processes, out, of, message in (
         (2, run, config, "exists already"),
         (1, run, config, "exists already"),
-        (2, tmp_path / "new", undivided, "an update of 3 micro-batches cannot be divided among 2 processes"),
+        (2, tmp_path / "new", changed(micro_batches=3), "3 micro-batches cannot be divided among 2 processes"),
     ):
         process = torchrun(processes, train_arguments(files, out, "--max-steps", 9, "--config", of), restarts=1)
-        _, err = process.communicate(timeout=600)
-        assert process.returncode != 0
-        assert err.count(message) == 1, err
+        assert finish(process, status=1).count(message) == 1
     assert checkpoint.newest(run) == newest
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert not (tmp_path / "new").exists()
@@ -414,21 +389,19 @@ def test_a_process_without_a_gpu_is_refused_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "launch"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="1"), joined():
-        pass
+    with pytest.raises(SystemExit, match="1"):
+        joined().__enter__()
     assert not store.check([REFUSED])
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(InputError, match="there is no GPU for process 2 here: at most 1 processes"), joined():
-        pass
-    with pytest.raises(SystemExit), joined():
-        pass
+    refused("there is no GPU for process 2 here: at most 1 processes", joined().__enter__)
+    with pytest.raises(SystemExit):
+        joined().__enter__()
 
 
 @pytest.mark.parametrize("size", ["2", "many"])
 def test_processes_that_nobody_started(monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(InputError, match="WORLD_SIZE is set, but no torchrun started this: unset it"), joined():
-        pass
+    refused("WORLD_SIZE is set, but no torchrun started this: unset it", joined().__enter__)
 
 
 def test_processes_agree_on_their_start():
@@ -476,23 +449,23 @@ with joined() as world:
             assert not isinstance(moments[number][name], DTensor)
             assert moments[number][name].untyped_storage().nbytes() == (4 * shape.numel() if world.main else 0)
 """)
-    finish(torchrun(2, [], program=program))
+    finish(torchrun(2, [], program=[program]))
 
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_fewer_validation_sentences_than_processes(files, config, tmp_path):
+def test_fewer_validation_sentences_than_processes(files, trained, config, tmp_path):
     """A process without validation sentences takes part in validation and BLEU."""
     valid = [tmp_path / "en", tmp_path / "es"]
     for path, lines in zip(valid, map(read_lines, files), strict=True):
         path.write_text(f"{lines[5]}\n")
-    runs = tmp_path / "one", tmp_path / "two"
-    for processes, run in enumerate(runs, 1):
+    rows = []
+    for processes in (1, 2):
         options = ["--config", config, "--accumulate", 2 // processes, "--max-steps", "2", "--bleu-every", "2"]
-        finish(torchrun(processes, [*train_arguments(files, run, *options), "--valid", *valid]))
-    one, two = (read_metrics(run)[-1] for run in runs)
+        trained(processes, tmp_path / f"{processes}", *options, "--valid", *valid)
+        rows.append(read_metrics(tmp_path / f"{processes}")[-1])
     for metric in ("valid_loss", "valid_accuracy", "valid_bleu"):
-        assert two[metric] == pytest.approx(one[metric], rel=1e-5)
+        assert rows[1][metric] == pytest.approx(rows[0][metric], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -501,13 +474,13 @@ def test_interrupted_processes_save_together(files, config, tmp_path):
     until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
-    step = int(checkpoint.newest(tmp_path / "run").name.removeprefix("step-"))
+    step = step_of(tmp_path / "run")
     assert step >= 20
     assert err.count(f"interrupted after update {step}, which is saved") == 1
 
 
 @pytest.mark.slow
-def test_killed_workers_are_started_again(files, config, tmp_path):
+def test_killed_workers_are_started_again(files, trained, config, tmp_path):
     """`torchrun` restarts workers that SIGKILL has ended, and they continue from the newest checkpoint.
 
     One of two workers is killed ten times: before the first checkpoint, between two and while one is written. The final
@@ -515,7 +488,7 @@ def test_killed_workers_are_started_again(files, config, tmp_path):
     whole, broken, moments = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     options = ["--save-every", "2", "--max-steps", "100000"]
     process = torchrun(2, train_arguments(files, broken, *options, "--config", config), restarts=10)
-    newest = -1
+    steps = []
     for kill in range(11):  # it does not recover from the last one
         if kill > 0:
             until(process, "small: ")
@@ -523,16 +496,14 @@ def test_killed_workers_are_started_again(files, config, tmp_path):
             until(process, "update ")
         time.sleep(moments.uniform(0, 0.5))
         os.kill(moments.choice(workers(process.pid)), signal.SIGKILL)
-        found = checkpoint.steps(broken)
-        step = int(found[-1].name.removeprefix("step-")) if found else -1
-        assert step >= newest
-        newest = step
+        steps.append(step_of(broken))
+    assert steps == sorted(steps)
     process.communicate(timeout=600)
     assert process.returncode != 0
-    step = int(checkpoint.newest(broken).name.removeprefix("step-"))
+    step = step_of(broken)
     assert step > 0
     for run, *more in ((broken, "--resume"), (whole, "--config", config)):
-        finish(torchrun(2, train_arguments(files, run, "--save-every", "2", "--max-steps", step + 2, *more)))
+        trained(2, run, "--save-every", "2", "--max-steps", step + 2, *more)
     assert_same_run(whole, broken)
 
 
@@ -549,9 +520,6 @@ def test_machines_that_count_their_starts_differently(files, config, tmp_path):
     run, said = tmp_path / "run", tmp_path / "said"
     arguments = train_arguments(files, run, "--save-every", "2", "--max-steps", "100000", "--config", config)
 
-    def newest():
-        return int(checkpoint.newest(run).name.removeprefix("step-")) if checkpoint.steps(run) else 0
-
     def wait_for(condition):
         deadline = time.monotonic() + 120
         while not condition():
@@ -562,15 +530,15 @@ def test_machines_that_count_their_starts_differently(files, config, tmp_path):
         machines = [torchrun(1, arguments, restarts=3, launch=launch, stderr=stderr) for _ in range(2)]
     try:
         for times, (failing, other) in enumerate((machines, machines[::-1]), 1):
-            step = newest()
-            wait_for(lambda step=step: newest() >= step + 4)
+            step = step_of(run)
+            wait_for(lambda step=step: step_of(run) >= step + 4)
             (stopped,) = workers(other.pid, 1)
             os.kill(stopped, signal.SIGSTOP)  # before it can fail because of the killed one
             os.kill(workers(failing.pid, 1)[0], signal.SIGKILL)
             wait_for(lambda times=times: said.read_text().count("closing signal SIGTERM") >= times)
             os.kill(stopped, signal.SIGCONT)
-        step = newest()
-        wait_for(lambda: newest() >= step + 4)
+        step = step_of(run)
+        wait_for(lambda: step_of(run) >= step + 4)
     finally:
         for machine in machines:
             machine.terminate()
