@@ -11,6 +11,7 @@ import http.server
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -19,8 +20,10 @@ import sys
 import tarfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from conftest import refused
 from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
 from test_cli import failure, snapshot
 
@@ -46,9 +49,8 @@ def sgml(part, language, kind):
     """Return a document in the form of the task's test sets, which is no well-formed XML: the outer element does not
     end."""
     lines = [f'<seg id="{number}"> {line}  &amp; </seg>' for number, line in enumerate(sentences(part, language), 1)]
-    return "\n".join(
-        [f'<{kind}set setid="newstest2014" srclang="any">', '<doc docid="a">', "<p>", *lines, "</p>", "</doc>"]
-    )
+    opening = f'<{kind}set setid="newstest2014" srclang="any">\n<doc docid="a">\n<p>'
+    return "\n".join([opening, *lines, "</p>\n</doc>"])
 
 
 def plain(part, language):
@@ -60,54 +62,58 @@ def plain(part, language):
     return "".join(f"{line}\n" for line in lines)
 
 
+def both(template, part):
+    """Return the files of a part in German and English, and in French and English."""
+    return {template.format(o, side): plain(part, side) for o in ("de", "fr") for side in (o, "en")}
+
+
 FILES = {
     "training-parallel-europarl-v7.tgz": {
-        f"training/europarl-v7.{other}-en.{language}": plain(0, language)
-        for other in ("cs", "de", "fr")
-        for language in (other, "en")
+        **both("training/europarl-v7.{}-en.{}", 0),
+        "training/europarl-v7.cs-en.cs": plain(0, "cs"),
     },
     "training-parallel-commoncrawl.tgz": {
-        **{f"commoncrawl.{o}-en.{language}": plain(1, language) for o in ("de", "fr") for language in (o, "en")},
+        **both("commoncrawl.{}-en.{}", 1),
         "commoncrawl.de-en.annotation": "no text",
     },
-    "training-parallel-un.tgz": {f"un/undoc.2000.fr-en.{language}": plain(2, language) for language in ("fr", "en")},
-    "training-parallel-nc-v9.tgz": {
-        f"training/news-commentary-v9.{o}-en.{language}": plain(3, language)
-        for o in ("de", "fr")
-        for language in (o, "en")
-    },
-    "training-giga-fren.tar": {
-        f"giga-fren.release2.fixed.{language}.gz": plain(4, language) for language in ("fr", "en")
-    },
+    "training-parallel-un.tgz": {f"un/undoc.2000.fr-en.{side}": plain(2, side) for side in ("fr", "en")},
+    "training-parallel-nc-v9.tgz": both("training/news-commentary-v9.{}-en.{}", 3),
+    "training-giga-fren.tar": {f"giga-fren.release2.fixed.{side}.gz": plain(4, side) for side in ("fr", "en")},
     "dev.tgz": {
-        **{f"dev/newstest2013.{language}": plain(5, language) for language in ("de", "en", "fr")},
-        **{f"dev/newstest2013-src.{language}.sgm": sgml(5, language, "src") for language in ("de", "en", "fr")},
+        **{f"dev/newstest2013.{side}": plain(5, side) for side in ("de", "en", "fr")},
+        **{f"dev/newstest2013-src.{side}.sgm": sgml(5, side, "src") for side in ("de", "en", "fr")},
         **{
-            f"dev/newstest2014-{o}en-{kind}.{language}.sgm": sgml(6, language, kind)
+            f"dev/newstest2014-{o}en-{kind}.{side}.sgm": sgml(6, side, kind)
             for o in ("de", "fr")
-            for language, kind in ((o, "src"), (o, "ref"), ("en", "src"), ("en", "ref"))
+            for side in (o, "en")
+            for kind in ("src", "ref")
         },
     },
 }
 
 
+def pack(path, files, url):
+    """Write an archive of the files' texts or bytes; return its entry for :data:`prepare.ARCHIVES`."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as tar:
+        for name, data in files.items():
+            data = data.encode() if isinstance(data, str) else data
+            data = gzip.compress(data) if name.endswith(".gz") else data
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return entry(url, path.read_bytes())
+
+
+def entry(url, data):
+    return prepare.Archive(url, len(data), hashlib.sha256(data).hexdigest())
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
     """Return the folder of the small archives, and their entries for :data:`prepare.ARCHIVES`."""
-    folder, known = tmp_path_factory.mktemp("archives"), []
+    folder = tmp_path_factory.mktemp("archives")
     assert {archive.name for archive in prepare.ARCHIVES} == FILES.keys()
-    for archive in prepare.ARCHIVES:
-        path = folder / archive.name
-        with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as tar:
-            for name, text in FILES[archive.name].items():
-                data = text.encode()
-                data = gzip.compress(data) if name.endswith(".gz") else data
-                member = tarfile.TarInfo(name)
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-        data = path.read_bytes()
-        known.append(prepare.Archive(archive.url, len(data), hashlib.sha256(data).hexdigest()))
-    return folder, known
+    return folder, [pack(folder / archive.name, FILES[archive.name], archive.url) for archive in prepare.ARCHIVES]
 
 
 @pytest.fixture
@@ -132,11 +138,10 @@ def test_the_text_of_a_corpus(known, tmp_path, capsys, other, parts):
             lines = [line for part in wanted for i, line in enumerate(plain(part, language).split("\n")[:-1]) if i != 3]
             assert side == [" ".join(line.split()) for line in lines]
     manifest = json.loads((out / "manifest.json").read_text())
-    assert set(manifest["files"]) == {f"{split}.{side}" for split in ("train", "dev", "test") for side in ("en", other)}
-    for name, digest in manifest["files"].items():
-        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    names = {f"{split}.{side}" for split in ("train", "dev", "test") for side in ("en", other)}
+    assert manifest["files"] == {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in names}
     assert sum(manifest["pairs"]["train"].values()) == number
-    assert {path.name for path in out.iterdir()} == {*manifest["files"], "manifest.json"}
+    assert {path.name for path in out.iterdir()} == {*names, "manifest.json"}
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
@@ -167,36 +172,19 @@ def test_every_archive_has_a_published_checksum():
     ],
 )
 def test_another_archive_is_refused(known, tmp_path, capsys, damage, message):
-    folder = tmp_path / "archives"
-    folder.mkdir()
-    for path in known.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder, text = tmp_path / "archives", tmp_path / "text"
+    shutil.copytree(known, folder)
     bad = folder / "training-parallel-commoncrawl.tgz"
     bad.write_bytes(damage(bad.read_bytes()))
     before = snapshot(folder)
-    assert re.search(message, failure(["prepare", "wmt14-en-de", tmp_path / "text", "--archives", folder], capsys))
-    assert not (tmp_path / "text").exists()
+    assert re.search(message, failure(["prepare", "wmt14-en-de", text, "--archives", folder], capsys))
+    assert not text.exists()
     assert snapshot(folder) == before
 
 
-def test_what_is_given_wrongly(known, tmp_path, capsys):
-    message = failure(["prepare", "wmt15", tmp_path / "text", "--archives", known], capsys)
-    assert "argument CORPUS: invalid choice: 'wmt15'" in message
-    (tmp_path / "text").mkdir()
-    message = failure(["prepare", "wmt14-en-de", tmp_path / "text", "--archives", known], capsys)
-    assert "text exists already: name another folder" in message
-
-
-def small_archive(folder, files):
-    """Write an archive of the corpus `wmt14-en-de`, of other content, into the folder; return its entry."""
-    path = folder / "training-parallel-nc-v9.tgz"
-    with tarfile.open(path, "w:gz") as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    data = path.read_bytes()
-    return prepare.Archive("https://x/training-parallel-nc-v9.tgz", len(data), hashlib.sha256(data).hexdigest())
+def test_an_existing_folder_is_left_alone(known, tmp_path, capsys):
+    message = failure(["prepare", "wmt14-en-de", tmp_path, "--archives", known], capsys)
+    assert f"{tmp_path} exists already: name another folder" in message
 
 
 @pytest.mark.parametrize(
@@ -210,22 +198,18 @@ def small_archive(folder, files):
 def test_archives_of_other_content(tmp_path, monkeypatch, german, message):
     """Archives of other content are refused, and no text is written from half of a corpus."""
     files = {"news-commentary-v9.de-en.en": b"one\ntwelve\n", "news-commentary-v9.de-en.de": german}
-    archive = small_archive(tmp_path, {name: data for name, data in files.items() if data is not None})
-    monkeypatch.setattr(prepare, "ARCHIVES", [archive])
-    with pytest.raises(prepare.InputError, match=message):
-        prepare.prepare("wmt14-en-de", tmp_path, tmp_path / "text")
+    name = "training-parallel-nc-v9.tgz"
+    files = {name: data for name, data in files.items() if data is not None}
+    monkeypatch.setattr(prepare, "ARCHIVES", [pack(tmp_path / name, files, f"https://x/{name}")])
+    refused(message, prepare.prepare, "wmt14-en-de", tmp_path, tmp_path / "text")
     assert not (tmp_path / "text").exists()
 
 
-def test_a_disk_that_is_full(known, tmp_path, monkeypatch):
+def test_a_disk_that_is_full(known, tmp_path):
     """A full disk is reported as such, not as an unreadable archive."""
-
-    def copy(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(shutil, "copyfileobj", copy)
-    with pytest.raises(prepare.InputError, match=r"cannot unpack .*europarl-v7.tgz: .*No space left on device"):
-        prepare.prepare("wmt14-en-de", known, tmp_path / "text")
+    message = r"cannot unpack .*europarl-v7.tgz: .*No space left on device"
+    with mock.patch("shutil.copyfileobj", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        refused(message, prepare.prepare, "wmt14-en-de", known, tmp_path / "text")
     assert not list(tmp_path.iterdir())
 
 
@@ -253,19 +237,20 @@ class Server(http.server.BaseHTTPRequestHandler):
         pass
 
 
+DATA = os.urandom(2500)
+
+
 @pytest.fixture
 def serve():
-    """Return a function that starts a server of `data` and returns its archive and the list of the offsets
-    requested."""
+    """Return a function that starts a server of DATA and returns its archive and the list of the offsets requested."""
     servers = []
 
-    def start(data, **behaviour):
+    def start(**behaviour):
         asked = []
-        handler = type("Handler", (Server,), {"data": data, "asked": asked, **behaviour})
+        handler = type("Handler", (Server,), {"data": DATA, "asked": asked, **behaviour})
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
         threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{servers[-1].server_port}/folder/dev.tgz"
-        return prepare.Archive(url, len(data), hashlib.sha256(data).hexdigest()), asked
+        return entry(f"http://127.0.0.1:{servers[-1].server_port}/folder/dev.tgz", DATA), asked
 
     yield start
     for server in servers:
@@ -273,30 +258,31 @@ def serve():
         server.server_close()
 
 
+@pytest.fixture
+def part(tmp_path):
+    """Return the file with the first 300 bytes that an interrupted download has left."""
+    (tmp_path / "dev.tgz.part").write_bytes(DATA[:300])
+    return tmp_path / "dev.tgz.part"
+
+
 def test_an_archive_is_fetched_once(serve, tmp_path):
-    archive, asked = serve(os.urandom(3 * 2**20 + 5))
+    archive, asked = serve()
     for _ in range(2):
         prepare.fetch(archive, tmp_path)
     assert asked == [0]
     assert {path.name for path in tmp_path.iterdir()} == {"dev.tgz", checkpoint.LOCK}
 
 
-def test_an_interrupted_download_goes_on(serve, tmp_path):
-    """A download continues from what an earlier run has left, and from where the connection breaks."""
-    data = os.urandom(2500)
-    archive, asked = serve(data, piece=1000)
-    (tmp_path / "dev.tgz.part").write_bytes(data[:300])
+@pytest.mark.parametrize(
+    ("behaviour", "offsets"), [({"piece": 1000}, [300, 1300, 2300]), ({"ranges": False}, [0])], ids=["pieces", "whole"]
+)
+def test_an_interrupted_download_goes_on(serve, tmp_path, part, behaviour, offsets):
+    """A download continues from what an earlier run has left, and from where the connection breaks. A server that knows
+    no ranges sends it whole."""
+    archive, asked = serve(**behaviour)
     prepare.fetch(archive, tmp_path)
-    assert asked == [300, 1300, 2300]
-    assert (tmp_path / "dev.tgz").read_bytes() == data
-
-
-def test_a_server_that_knows_no_ranges_sends_it_whole(serve, tmp_path):
-    data = os.urandom(2500)
-    archive, _ = serve(data, ranges=False)
-    (tmp_path / "dev.tgz.part").write_bytes(data[:300])
-    prepare.fetch(archive, tmp_path)
-    assert (tmp_path / "dev.tgz").read_bytes() == data
+    assert asked == offsets
+    assert (tmp_path / "dev.tgz").read_bytes() == DATA
 
 
 @pytest.mark.parametrize(
@@ -307,39 +293,33 @@ def test_a_server_that_knows_no_ranges_sends_it_whole(serve, tmp_path):
     ],
     ids=["page", "range"],
 )
-def test_an_answer_of_something_else_leaves_what_there_is(serve, tmp_path, behaviour, message):
+def test_an_answer_of_something_else_leaves_what_there_is(serve, tmp_path, part, behaviour, message):
     """The part is kept if a network's gate sends a page instead of the file, or if a range begins elsewhere."""
-    data = os.urandom(2500)
-    archive, asked = serve(data, **behaviour)
-    part = tmp_path / "dev.tgz.part"
-    part.write_bytes(data[:300])
-    with pytest.raises(prepare.InputError, match=f"cannot fetch http.*: the answer is something else, of {message}; r"):
-        prepare.fetch(archive, tmp_path)
+    archive, asked = serve(**behaviour)
+    message = f"cannot fetch http.*: the answer is something else, of {message}; r"
+    refused(message, prepare.fetch, archive, tmp_path)
     assert len(asked) == 1
-    assert part.read_bytes() == data[:300]
+    assert part.read_bytes() == DATA[:300]
 
 
 def test_two_do_not_download_into_one_folder(serve, tmp_path):
     """A second process is refused while the folder is locked, but may use an archive that is there."""
-    data = os.urandom(2500)
-    archive, asked = serve(data)
+    archive, asked = serve()
     with checkpoint.locked(tmp_path):
-        with pytest.raises(prepare.InputError, match=f"{tmp_path} is being written by process {os.getpid()} on .*: w"):
-            prepare.fetch(archive, tmp_path)
-        assert asked == []
-        (tmp_path / "dev.tgz").write_bytes(data)
+        message = f"{tmp_path} is being written by process {os.getpid()} on .*: w"
+        refused(message, prepare.fetch, archive, tmp_path)
+        (tmp_path / "dev.tgz").write_bytes(DATA)
         prepare.fetch(archive, tmp_path)
     assert asked == []
 
 
 def test_what_another_process_has_just_fetched_is_not_fetched_again(serve, tmp_path, monkeypatch):
     """An archive that was missing before the lock was free, and is there afterwards, is not fetched."""
-    data = os.urandom(2500)
-    archive, asked = serve(data)
+    archive, asked = serve()
 
     @contextlib.contextmanager
     def locked(folder):
-        (folder / "dev.tgz").write_bytes(data)
+        (folder / "dev.tgz").write_bytes(DATA)
         yield
 
     monkeypatch.setattr(checkpoint, "locked", locked)
@@ -355,74 +335,53 @@ def test_two_do_not_write_one_folder(tmp_path):
     (partial / "of a killed one").touch()
     with files.written_whole(out) as folder:
         (folder / "train.en").touch()
-        with pytest.raises(prepare.InputError, match=f"{out} is being written by another process: name another f"):
-            files.written_whole(out).__enter__()
+        message = f"{out} is being written by another process: name another f"
+        refused(message, files.written_whole(out).__enter__)
     assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
 
 
-@pytest.mark.parametrize("step", ["mkdir", "flock"])
-def test_the_other_finishes_while_the_second_begins(tmp_path, monkeypatch, step):
+@pytest.mark.parametrize("step", ["pathlib.Path.mkdir", "fcntl.flock"])
+def test_the_other_finishes_while_the_second_begins(tmp_path, step):
     """The second writer is refused if the first one finishes before the second makes its hidden folder, or just after
     it has opened the first one's."""
-    out, partial = tmp_path / "out", tmp_path / ".partial-out"
+    out, partial, original = tmp_path / "out", tmp_path / ".partial-out", pkgutil.resolve_name(step)
 
-    def finish():
+    def with_another(*args, **options):
+        patch.stop()
         partial.mkdir(exist_ok=True)
         (partial / "train.en").touch()
         partial.rename(out)
-
-    module, name, original = {
-        "mkdir": (checkpoint.Path, "mkdir", checkpoint.Path.mkdir),
-        "flock": (checkpoint.fcntl, "flock", checkpoint.fcntl.flock),
-    }[step]
-
-    def with_another(*args, **options):
-        monkeypatch.undo()
-        finish()
         return original(*args, **options)
 
-    monkeypatch.setattr(module, name, with_another)
-    with pytest.raises(prepare.InputError, match=r"exists already|is being written"):
-        files.written_whole(out).__enter__()
+    patch = mock.patch(step, with_another)
+    patch.start()
+    refused(r"exists already|is being written", files.written_whole(out).__enter__)
     assert list(tmp_path.rglob("*")) == [out, out / "train.en"]
 
 
-def test_a_server_that_sends_nothing(serve, tmp_path):
-    archive, asked = serve(b"x" * 100, piece=0)
-    with pytest.raises(
-        prepare.InputError, match=r"cannot fetch http.*: the connection ended at 0 of 100 bytes; run this"
-    ):
-        prepare.fetch(archive, tmp_path)
+def test_what_cannot_be_fetched(serve, tmp_path):
+    archive, asked = serve(piece=0)
+    message = r"cannot fetch http.*: the connection ended at 0 of 2500 bytes; run this"
+    refused(message, prepare.fetch, archive, tmp_path)
     assert asked == [0]
+    archive = prepare.Archive("http://127.0.0.1:1/dev.tgz", 5, "")  # where nobody answers
+    message = f"cannot fetch {archive.url}: .*refused.*; run this again to go on, or put the file into"
+    refused(message, prepare.fetch, archive, tmp_path)
 
 
 def test_a_download_of_something_else_is_removed(serve, tmp_path):
-    archive, _ = serve(b"x" * 100)
-    other = prepare.Archive(archive.url, 100, "0" * 64)
+    archive = dataclasses.replace(serve()[0], sha256="0" * 64)
     message = f"^{archive.url} has sha256 .* expected sha256 0000.*; run this again, or put the file into {tmp_path}$"
-    with pytest.raises(prepare.InputError, match=message):
-        prepare.fetch(other, tmp_path)
+    refused(message, prepare.fetch, archive, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.LOCK]
-
-
-def test_where_there_is_no_network(tmp_path):
-    archive = prepare.Archive("http://127.0.0.1:1/dev.tgz", 5, "")
-    with pytest.raises(
-        prepare.InputError,
-        match=r"cannot fetch http://127.0.0.1:1/dev.tgz: .*refused.*; run this again to go on, or put the file into",
-    ):
-        prepare.fetch(archive, tmp_path)
 
 
 # --- docs/reproduce.md ---
 
-SMALL = {
-    "--nproc-per-node 8": "--nproc-per-node 2",
-    "--preset base --vocab-size 32000": "--config small.json",
-    "--preset base": "--config small.json",
-    "--preset big": "--config small.json",
-    "--config big-fr.json": "--config small.json",
-}
+SMALL = {"--nproc-per-node 8": "--nproc-per-node 2"} | dict.fromkeys(
+    ("--preset base --vocab-size 32000", "--preset base", "--preset big", "--config big-fr.json"),
+    "--config small.json",
+)
 
 
 @functools.cache
@@ -474,10 +433,7 @@ def test_the_file_of_the_page_is_the_papers_big_model_of_french():
 
 def test_the_pages_commands_are_understood():
     """The page's commands parse, with their options, without running."""
-    found = set()
-    for command in commands():
-        words = shlex.split(command)
-        if "fastattn" in words:
-            options = cli.parser().parse_args(words[words.index("fastattn") + 1 :])
-            found.add(options.command)
+    words = [shlex.split(command) for command in commands()]
+    ours = [line[line.index("fastattn") + 1 :] for line in words if "fastattn" in line]
+    found = {cli.parser().parse_args(line).command for line in ours}
     assert found == {"prepare", "train", "average", "evaluate"}
