@@ -10,7 +10,7 @@ import torch
 from conftest import require, slow
 from oracle import attention as exact
 from oracle import visible
-from pairs import pairwise
+from pairs import in_turn, pairwise
 from test_attention import check
 
 require("triton", allow_module_level=True)
@@ -62,7 +62,7 @@ MASKS = {
 }
 
 
-@pairwise(mask=MASKS, window=[(-1, -1), (70, 10)], keys_own=[*slow(False), True])
+@pairwise(mask=MASKS, window=[(70, 10), *slow((-1, -1))], keys_own=[*slow(False), True])
 def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
     """Each visible pair is in a listed tile, full tiles hide nothing, no listed tile's mask hides everything."""
     b, h, m, n = 2, 2, 100, 300
@@ -165,17 +165,15 @@ def test_tiles_that_a_window_leaves(window, sizes, lower_right, keys_own):
                 assert begin <= other < end, (tile, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        pytest.param({"window": (200, 0), "lower_right": True}, marks=pytest.mark.slow),
-        pytest.param(
-            {"attn_mask": lambda: torch.randn(1, 2, 1, 300).masked_fill(torch.rand(2, 1, 300) < 0.5, -math.inf)},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"seed": SEED, "p": 0.3}, marks=pytest.mark.slow),
+        {"window": (200, 0), "lower_right": True},
+        {"attn_mask": lambda: torch.randn(1, 2, 1, 300).masked_fill(torch.rand(2, 1, 300) < 0.5, -math.inf)},
+        {"seed": SEED, "p": 0.3},
     ],
     ids=["plain", "window", "mask", "dropout"],
 )
@@ -227,11 +225,8 @@ def described(monkeypatch):
     return tensors
 
 
-@pytest.mark.parametrize("sizes", [*slow((64, 64)), (80, 24)], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [name if name == "bool" else pytest.param(name, marks=pytest.mark.slow) for name in DESCRIBED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "sizes"), in_turn(DESCRIBED, [(64, 64), (80, 24)]), ids=str)
 def test_tensor_descriptors(options, sizes, described):
     """Full tiles are read through tensor descriptors, forward and backward. Head sizes are padded, tiles reach beyond
     the last key and query, and keys that nothing sees hold NaN. The heads of a query and of a key lie within a row of
@@ -256,11 +251,7 @@ def test_tensor_descriptors(options, sizes, described):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "heads within rows",
-        "one for all heads",
-        *slow("odd rows", "every other column"),
-    ],
+    ["heads within rows", *slow("one for all heads", "odd rows", "every other column")],
 )
 def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
     """The gradients through descriptors are those through pointers, whatever the strides of the output's gradient."""
