@@ -17,7 +17,7 @@ from oracle import (
     largest,
     varlen_attention,
 )
-from pairs import pairwise
+from pairs import in_turn, pairwise
 
 import fastattn
 from fastattn import scaled_dot_product_attention, varlen_attn
@@ -79,9 +79,14 @@ def test_window_0_is_causal(backend):
     assert torch.equal(call(window_size=(-1, 0)), call(is_causal=True))
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}, *slow({})], ids=str
+    "options",
+    [
+        pytest.param({"window_size": (5, 5), "dropout_p": 0.3}, marks=pytest.mark.representative),
+        {"is_causal": True},
+        *slow({}),
+    ],
+    ids=str,
 )
 def test_seqused_k(backend, options):
     """Only the first seqused_k keys of each sequence take part; the diagonal ends at the last of them."""
@@ -113,8 +118,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("how", ["compiled", *slow("exported"), "vmap", "a parameter"])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "how"), in_turn(WRONG, ["compiled", "vmap", "a parameter", "exported"]))
 def test_a_traced_call_of_wrong_boundaries_is_refused(wrong, how):
     """A call traced with right boundaries refuses wrong ones. Python does not read them there, and the kernels' buffers
     are as large as the bounds say."""
