@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 import torch
+from pairs import in_turn
 from public_models import annotated, jadore
 from test_cli import failure
 
@@ -171,8 +172,7 @@ class Bare(torch.nn.Module):
             module.register_buffer(last, tensor)
 
 
-@pytest.mark.parametrize("name", ["jadore", "annotated"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("wrapper", "name"), in_turn(WRAPPERS, ["jadore", "annotated"]))
 def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
     """A wrapped checkpoint gives the model inside, under the names of torch's own wrappers and in nested
     dictionaries."""
