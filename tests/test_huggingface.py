@@ -419,6 +419,7 @@ def test_registering_again_changes_nothing():
     assert transformers.PreTrainedModel.get_correct_attn_implementation is method
 
 
+@pytest.mark.slow
 def test_an_accepted_model_compiles_whole():
     kind, config = MODELS["llama"]
     model = made(kind, config).eval()

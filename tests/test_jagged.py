@@ -85,6 +85,7 @@ def test_attention_drops_by_the_formula():
         torch.testing.assert_close(got, weights @ part)
 
 
+@pytest.mark.slow
 def test_compiled():
     torch.compiler.reset()
     q, x = heads(QUERIES), jagged(QUERIES, 16)

@@ -306,6 +306,7 @@ def test_a_refused_or_explained_first_call_binds_no_cache(static):
     assert cache.length == 4
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_cache_in_compiled_decoding():
     module, cache = MultiHeadAttention(8, 2, batch_first=True).eval(), KeyValueCache(8)
@@ -598,6 +599,7 @@ def test_packed_operands_drop_what_padded_ones_do(backend):
     assert not torch.allclose(ours, call()[0])
 
 
+@pytest.mark.slow
 def test_packed_operands_under_autocast_and_compiled():
     module, x = MultiHeadAttention(16, 4), torch.randn(7, 16)
 
