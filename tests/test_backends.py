@@ -540,6 +540,7 @@ def test_the_bindings_check_numbers_of_heads(heads):
         TABLE["cpu"].FUNCTIONS["attention"](args)
 
 
+@pytest.mark.slow
 def test_a_thread_of_little_stack(python):
     """Kernels run in a thread with a stack of 200 KiB, which suffices for torch's own operations."""
     require("cpu")
