@@ -84,7 +84,9 @@ def check_module(kind, training, sample):
 
 @pytest.mark.parametrize("training", [True, *slow(False)], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
-    "kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer], ids=lambda k: k.__name__
+    "kind",
+    [nn.MultiheadAttention, nn.TransformerDecoderLayer, *slow(nn.TransformerEncoderLayer)],
+    ids=lambda k: k.__name__,
 )
 def test_samples_of_modules(kind, training):
     info, device = databases()[0][kind], torch.get_default_device().type
