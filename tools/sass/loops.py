@@ -40,66 +40,39 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 def natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
-    """Return the body of each loop by its head, in a graph whose entry is 0."""
-    order = _postorder(follow)
-    rank = {node: number for number, node in enumerate(order)}
+    """Return the body of each loop by its head, in a graph whose entry is 0 and whose loops branch to lower places."""
+    places = _reached(follow)
     before = defaultdict(list)
-    for node in order:
-        for next_ in follow[node]:
-            before[next_].append(node)
-    parent = _dominators(order, rank, before)
-
-    def dominates(node: int, other: int) -> bool:
-        while rank[other] < rank[node]:
-            other = parent[other]
-        return node == other
-
+    for place in places:
+        for next_ in follow[place]:
+            before[next_].append(place)
     bodies: dict[int, set[int]] = {}
-    for node in order:
-        for head in follow[node]:
-            if dominates(head, node):
-                body, work = bodies.setdefault(head, {head}), [node]
-                while work:
-                    inside = work.pop()
-                    if inside not in body:
-                        body.add(inside)
-                        work += before[inside]
+    for head in sorted(places):
+        ends = [place for place in before[head] if place >= head]
+        if not ends:
+            continue
+        elsewhere = _reached(follow, without=head)
+        work = [place for place in ends if place not in elsewhere]  # the head dominates these
+        if work:
+            body = bodies[head] = {head}
+        while work:
+            place = work.pop()
+            if place not in body:
+                body.add(place)
+                work += before[place]
     return bodies
 
 
-def _postorder(follow: Sequence[Sequence[int]]) -> list[int]:
-    order, seen, stack = [], {0}, [(0, iter(follow[0]))]
-    while stack:
-        node, rest = stack[-1]
-        for next_ in rest:
-            if next_ not in seen:
-                seen.add(next_)
-                stack.append((next_, iter(follow[next_])))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
-
-
-def _dominators(order: list[int], rank: dict[int, int], before: dict[int, list[int]]) -> dict[int, int]:
-    """Return the immediate dominator of every node (Cooper, Harvey and Kennedy 2001)."""
-    parent = {0: 0}
-    is_changed = True
-    while is_changed:
-        is_changed = False
-        for node in reversed(order[:-1]):
-            known = [one for one in before[node] if one in parent]
-            nearest = known[0]
-            for one in known[1:]:
-                while one != nearest:
-                    if rank[one] < rank[nearest]:
-                        one = parent[one]
-                    else:
-                        nearest = parent[nearest]
-            if parent.get(node) != nearest:
-                parent[node], is_changed = nearest, True
-    return parent
+def _reached(follow: Sequence[Sequence[int]], without: int | None = None) -> set[int]:
+    """Return the places that the entry reaches by paths that avoid the place ``without``."""
+    seen: set[int] = set()
+    work = [0]
+    while work:
+        place = work.pop()
+        if place != without and place not in seen:
+            seen.add(place)
+            work += follow[place]
+    return seen
 
 
 def innermost(code: Sequence[Instruction], pipe: str) -> list[list[Instruction]]:
