@@ -225,18 +225,14 @@ def run(path, where, seconds):
     return failures
 
 
-def compile_part(part):
-    """Call the contestants of these cases once. Other processes use the device meanwhile; failures are printed."""
-    for case in list(cases())[part]:
+def call_once(case):
+    """Call each contestant of a case, whatever the others do."""
+    for name, make in contestants(case):
         try:
-            for name, make in contestants(case):
-                try:
-                    make()()
-                except Exception as error:
-                    print(f"{case.name}, {name}: {report.brief(error)}")
+            make()()
         except Exception as error:
-            print(f"{case.name}: {report.brief(error)}")
+            print(f"{case.name}, {name}: {report.brief(error)}")
 
 
 if __name__ == "__main__":
-    report.on_gpu(__doc__, run, compile_part)
+    report.on_gpu(__doc__, run, lambda: ((case.name, functools.partial(call_once, case)) for case in cases()))

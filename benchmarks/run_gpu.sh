@@ -62,7 +62,7 @@ part() {
   for script in benchmarks/gpu.py tools/tune.py; do
     ((SECONDS < compile_seconds)) || return 124
     TORCHINDUCTOR_COMPILE_THREADS=1 timeout --kill-after=3 $((compile_seconds - SECONDS)) \
-      "$python" "$script" - --compile "$1/$2"
+      "$python" "$script" - --compile "$1" "$2"
     statuses+=("$?")
   done
   combined "${statuses[@]}"

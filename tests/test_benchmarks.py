@@ -115,14 +115,7 @@ def clock(ratio):
     return {"before": lambda name: ratio, "now": lambda name: 1.0}
 
 
-@pytest.mark.parametrize(
-    ("ratio", "is_lost"),
-    [
-        (1.0, False),
-        (0.91, False),
-        (0.8, True),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "is_lost"), [(1.0, False), (0.91, False), (0.8, True)])
 def test_a_loss_is_found(ratio, is_lost):
     found = against.compare("case", clock(ratio), budget=0.0, rounds=(4, 4))
     assert (found.is_lost, found.noise) == (is_lost, "")

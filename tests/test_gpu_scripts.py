@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -127,13 +128,25 @@ def test_results_say_where_they_come_from(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.csv"), "--seconds", "5"])
     monkeypatch.setattr(report.subprocess, "run", mock.Mock(side_effect=FileNotFoundError))  # no git
     monkeypatch.setenv("FASTATTN_COMMIT", "that one")
-    report.on_gpu("", lambda *arguments: given.append(arguments), lambda part: None)
+    report.on_gpu("", lambda *arguments: given.append(arguments), lambda: ())
     [(path, where, seconds)] = given
     assert (path, seconds) == (tmp_path / "results.csv", 5)
     assert where.items() >= {"machine": "a GPU", "isa": "sm_90", "threads": "", "commit": "that one"}.items()
     assert where["torch"].startswith(f"{torch.__version__}, triton ")
     with pytest.raises(SystemExit, match="this case"):
-        report.on_gpu("", lambda *arguments: ["this case", "and that one"], lambda part: None)
+        report.on_gpu("", lambda *arguments: ["this case", "and that one"], lambda: ())
+
+
+def test_parts_to_compile(monkeypatch):
+    """All parts together are the whole, whatever fails, and nothing is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = []
+    calls = [(str(n), functools.partial(done.append, n)) for n in range(7)]
+    calls.insert(3, ("broken", mock.Mock(side_effect=MemoryError)))
+    for part in "123":
+        monkeypatch.setattr(sys, "argv", ["gpu", "results.csv", "--compile", part, "3"])
+        report.on_gpu("", lambda *arguments: pytest.fail("measured"), lambda: calls)
+    assert sorted(done) == list(range(7))
 
 
 def test_seconds_are_the_kernels_own(monkeypatch):
@@ -153,32 +166,6 @@ def test_seconds_are_the_kernels_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert timer.kernel_seconds(lambda: called.append(None), 4) == pytest.approx({"a": 5e-6, "b": 7e-6})
     assert len(called) == 1 + 4
-
-
-def test_parts_to_compile(monkeypatch, tmp_path, capsys):
-    """All parts together are the whole, and nothing is measured."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = []
-    for part in ("1/3", "2/3", "3/3"):
-        monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.csv"), "--compile", part])
-        report.on_gpu("", lambda *arguments: pytest.fail("measured"), lambda part: done.extend(range(7)[part]))
-    assert sorted(done) == list(range(7))
-    for wrong in ("0/3", "4/3", "3", "a/b"):
-        monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.csv"), "--compile", wrong])
-        with pytest.raises(SystemExit):
-            report.on_gpu("", lambda *arguments: [], lambda part: None)
-        assert f"such as 2/12, got '{wrong}'" in capsys.readouterr().err
-
-
-def test_a_script_compiles_its_part(gpu, monkeypatch):
-    """A contestant that fails does not stop the others."""
-    called = []
-    case = next(small(case) for case in gpu.cases() if case.operation == "attention")
-    monkeypatch.setattr(gpu, "cases", lambda: [case] * 5)
-    makes = {"a": lambda: functools.partial(called.append, "a"), "b": mock.Mock(side_effect=MemoryError)}
-    monkeypatch.setattr(gpu, "contestants", lambda case: makes.items())
-    gpu.compile_part(slice(1, None, 2))
-    assert called == ["a", "a"]
 
 
 @pytest.mark.slow
@@ -227,7 +214,8 @@ def test_tuner(monkeypatch, tmp_path):
     assert tune.TILES[0] in chosen
     assert tables() == before
     chosen.clear()
-    tune.compile_part(slice(1, None, 5))
+    for _, call in itertools.islice(tune.calls(), 1, None, 5):
+        call()
     assert tune.TILES[0] in chosen
     assert tables() == before
 

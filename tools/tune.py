@@ -123,18 +123,25 @@ def row_limits(kernel, columns):
 
 def best(table, key, values, measure, deadline):
     """Return [(milliseconds, value)] sorted, the present value among them, and {value: why it does not run}."""
-    present, timed, failed = table[key], [], {}
-    for value in dict.fromkeys((present, *values)):
+    timed, failed = [], {}
+    for value in dict.fromkeys((table[key], *values)):
         if timed and time.monotonic() > deadline:
             break
-        table[key] = value
         try:
-            timed.append((1000 * measure(), value))
+            timed.append((1000 * trial(table, key, value, measure), value))
         except Exception as error:  # mostly too little shared memory or too few registers
             failed[value] = report.brief(error)
             print(f"  {value}: {failed[value]}")
-    table[key] = present
     return sorted(timed, key=lambda pair: pair[0]), failed
+
+
+def trial(table, key, value, call):
+    """Return the result of a call with this value in the table."""
+    present, table[key] = table[key], value
+    try:
+        return call()
+    finally:
+        table[key] = present
 
 
 def seconds_of(call, kernel):
@@ -175,22 +182,12 @@ def run(path, where, seconds):
     return broken
 
 
-def compile_part(part):
-    """Call each of these candidates once, so that its kernels are in the caches."""
-    every = itertools.chain.from_iterable(
-        ((table, key, value, call) for value in dict.fromkeys((table[key], *values)))
-        for _, table, key, values, call, _ in candidates()
-    )
-    for table, key, value, call in itertools.islice(every, part.start, None, part.step):
-        present = table[key]
-        table[key] = value
-        try:
-            call()
-        except Exception as error:
-            print(f"{value}: {report.brief(error)}")
-        finally:
-            table[key] = present
+def calls():
+    """Yield every candidate and its call."""
+    for _, table, key, values, call, _ in candidates():
+        for value in dict.fromkeys((table[key], *values)):
+            yield str(value), functools.partial(trial, table, key, value, call)
 
 
 if __name__ == "__main__":
-    report.on_gpu(__doc__, run, compile_part)
+    report.on_gpu(__doc__, run, calls)

@@ -7,6 +7,7 @@ import csv
 import datetime
 import importlib
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -174,25 +175,31 @@ def commit() -> str:
 
 
 def on_gpu(
-    description: str, run: Callable[[Path, dict[str, Any], float], list[str]], compile_part: Callable[[slice], None]
+    description: str,
+    run: Callable[[Path, dict[str, Any], float], list[str]],
+    calls: Callable[[], Iterable[tuple[str, Callable[[], object]]]],
 ) -> None:
     """Parse a script's command line and call ``run(path, where, seconds)``.
 
     Args:
         run: measures for so many seconds and writes to `path`. It returns what of ours failed, and the script fails.
-        compile_part: makes the calls of a part of the work, whose compiled kernels a run finds in the caches on disk.
+        calls: returns names and calls whose compiled kernels a run finds in the caches on disk.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("results", type=Path)
     parser.add_argument("--seconds", type=float, default=120, help="begin nothing further after so long")
-    parser.add_argument(
-        "--compile", type=_part, metavar="K/N", help="measure nothing: compile the K-th of N parts for a later run"
-    )
+    text = "measure nothing: compile the K-th of N parts for a later run"
+    parser.add_argument("--compile", type=int, nargs=2, metavar=("K", "N"), help=text)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
     if options.compile:
-        compile_part(options.compile)
+        part, parts = options.compile
+        for name, call in itertools.islice(calls(), part - 1, None, parts):
+            try:
+                call()
+            except Exception as error:  # other processes use the device meanwhile
+                print(f"{name}: {brief(error)}")
         return
     major, minor = torch.cuda.get_device_capability()
     where = here() | {"machine": torch.cuda.get_device_name(), "isa": f"sm_{major}{minor}", "threads": ""}
@@ -200,14 +207,6 @@ def on_gpu(
     failures = run(options.results, where, options.seconds)
     if failures:
         sys.exit("\n".join(["failed:", *failures]))
-
-
-def _part(text: str) -> slice:
-    """Parse "2/12": every twelfth item, from the second on."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, such as 2/12, got {text!r}")
-    return slice(int(found[1]) - 1, None, int(found[2]))
 
 
 def brief(error: Exception) -> str:
