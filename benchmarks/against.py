@@ -16,7 +16,6 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -117,19 +116,8 @@ def built(ref: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", folder], check=True)
 
 
-@dataclass(frozen=True)
-class Change:
-    """A case of both commits: seconds by side, the other commit's time over ours, and what is said of it."""
-
-    name: str
-    seconds: Mapping[str, float]
-    ratio: float
-    is_lost: bool = False
-    noise: str = ""
-
-
-def compare(name: str, sides: Mapping[str, Callable[[str], float]], **options: Any) -> Change:
-    """Measure a case on both sides alternately, again if it is noisy or slower.
+def compare(name: str, sides: Mapping[str, Callable[[str], float]], **options: Any) -> Any:
+    """Measure a case on both sides alternately, again if it is noisy or slower. Return a `contest.Result`.
 
     Args:
         sides: "before" and "now", each returns the seconds of a case's sample.
@@ -149,16 +137,24 @@ def compare(name: str, sides: Mapping[str, Callable[[str], float]], **options: A
             break
     seconds = {side: timing.seconds(side) for side in functions}
     noise = f"quartiles {ratio.low:.2f} and {ratio.high:.2f}" if noisy == contest.ATTEMPTS else ""
-    return Change(name, seconds, ratio.median, lost == 2, noise)
+    return contest.Result(name, seconds, {"before": ratio}, noise=noise)
 
 
-def summary(changes: list[Change]) -> list[list[str]]:
+def times_as_fast(change: Any) -> float:
+    return change.ratios["before"].median
+
+
+def is_lost(change: Any) -> bool:
+    return not change.noise and times_as_fast(change) < KEPT
+
+
+def summary(changes: list[Any]) -> list[list[str]]:
     """Return rows of a table, slowest first, and the geometric mean."""
     rows = [["case", "before", "now", "times as fast", ""]]
-    for change in sorted(changes, key=lambda change: change.ratio):
+    for change in sorted(changes, key=times_as_fast):
         times = (f"{1e3 * change.seconds[side]:.4g} ms" for side in ("before", "now"))
-        rows.append([change.name, *times, f"{change.ratio:.2f}", "slower" if change.is_lost else change.noise])
-    quiet = [change.ratio for change in changes if not change.noise]
+        rows.append([change.name, *times, f"{times_as_fast(change):.2f}", "slower" * is_lost(change) or change.noise])
+    quiet = [times_as_fast(change) for change in changes if not change.noise]
     return [*rows, [f"geometric mean of {len(quiet)}", "", "", f"{geometric_mean(quiet):.3f}" if quiet else "", ""]]
 
 

@@ -35,7 +35,7 @@ class Found:
 
     def __init__(self) -> None:
         self.results: list[contest.Result] = []
-        self.changes: list[against.Change] = []
+        self.changes: list[contest.Result] = []
         self.rows: list[report.Row] = []
         self.missed: list[str] = []
         self.where = report.here()
@@ -134,8 +134,8 @@ def _compare(request, case: Case, budget: float, rounds: tuple[int, int]) -> Non
     request.config.stash[FOUND].changes.append(change)
     if change.noise:
         pytest.skip(f"noisy: {change.noise}")
-    if change.is_lost and not request.config.getoption("--report"):
-        pytest.fail(f"{case.name}: {change.ratio:.2f} times as fast as before, twice", pytrace=False)
+    if against.is_lost(change) and not request.config.getoption("--report"):
+        pytest.fail(f"{case.name}: {against.times_as_fast(change):.2f} times as fast as before, twice", pytrace=False)
 
 
 def pytest_sessionfinish(session):
