@@ -171,19 +171,13 @@ def instruction_sets(rows: list[Row]) -> str:
     return comparison({isa: groups[key] for isa in order for key in groups if key[1] == isa})
 
 
-def by_length(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[int, Row]]:
-    """Return rows of accuracy by (operation, dtype, output or gradients) and length."""
+def accuracy(rows: list[Row]) -> str:
+    """Return relative errors, fastattn's / torch's, with a column per length."""
+    rows = chosen(rows, "accuracy of ")
     found: dict[tuple[str, str, str], dict[int, Row]] = {}
     for row in rows:
         operation, length, part = row.case.removeprefix("accuracy of ").split(", ")
         found.setdefault((OPERATIONS[operation], row.dtype, part), {})[int(length)] = row
-    return found
-
-
-def accuracy(rows: list[Row]) -> str:
-    """Return relative errors, fastattn's / torch's, with a column per length."""
-    rows = chosen(rows, "accuracy of ")
-    found = by_length(rows)
     lengths = sorted({length for points in found.values() for length in points})
     lines = [["operation", "dtype", "of", *map(str, lengths)]]
     for key, points in found.items():
@@ -334,32 +328,6 @@ def bars(rows: list[Row]) -> Any:
     return picture
 
 
-def errors(rows: list[Row]) -> Any:
-    """Draw relative errors over the length of the sums (attention's keys, a row's columns)."""
-    found, picture = by_length(rows), figures.figure(11, 11)
-    dtypes = list(dict.fromkeys(dtype for _, dtype, _ in found))
-    panels = picture.subplots(len(OPERATIONS), len(dtypes), sharex=True, squeeze=False)
-    for row, operation in zip(panels, OPERATIONS.values(), strict=True):
-        for axes, dtype in zip(row, dtypes, strict=True):
-            for part, marker in (("output", "o-"), ("gradients", "s--")):
-                points = found.get((operation, dtype, part), {})
-                torchs, ours = ([r.theirs for r in points.values()], [r.value for r in points.values()])
-                axes.plot(list(points), torchs, marker, color="C1", markersize=7, label=f"torch, {part}")
-                axes.plot(list(points), ours, marker, color="C0", markersize=3, label=f"fastattn, {part}")
-            axes.set_xscale("log", base=4)
-            axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            axes.set_ylim(low / 3, high * 3)
-            axes.set_title(f"{operation}, {dtype}", fontsize=9)
-            axes.grid(alpha=0.3, which="both", linewidth=0.5)
-        row[0].set_ylabel("relative error (log)", fontsize=8)
-    ticks = sorted({length for points in found.values() for length in points})
-    panels[0][0].set_xticks(ticks, list(map(str, ticks)))
-    panels[0][0].legend(fontsize=7)
-    caption(picture, f"Over keys of attention, or columns of a row (log). {origin(rows)}")
-    return picture
-
-
 def losses(rows: list[Row]) -> Any:
     """Draw the validation loss over time of the machine that trained both programs last."""
     machine = max((row for row in rows if row.peer), key=lambda row: row.date).machine
@@ -379,7 +347,6 @@ def losses(rows: list[Row]) -> Any:
 
 PICTURES: dict[str, tuple[str, Callable[[list[Row]], Any]]] = {  # the cases that it shows, and how
     "speed": ("|".join(f"{re.escape(case.format(dtype))}$" for case in BARS.values() for dtype in DTYPES), bars),
-    "accuracy": ("accuracy of ", errors),
     "loss": (r"tiny for \d+ minutes: ", losses),
 }
 

@@ -198,11 +198,7 @@ def main() -> None:
     where, neighbours = report.here() | {"dtype": DTYPES[settings.precision]}, Neighbours()
     found = by_turns({kind: run(kind, minutes, settings) for kind in ("ours", "torch")})
     rows = rows_of(found, minutes, where)
-    print(
-        report.markdown(
-            [["case", "figure", "ratio"], *([r.case, f"{r.seconds} {r.value}", str(r.ratio)] for r in rows)]
-        )
-    )
+    print(*rows, sep="\n")
     if noise := neighbours.noise():
         sys.exit(f"not recorded, run it on a quiet machine: {noise}")
     report.append(RESULTS, rows)
