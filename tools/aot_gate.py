@@ -60,35 +60,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.cache import get_cache_manager
 
 from fake_gpu import SHARED_MEMORY, pretend
-from fastattn.backends.schema import (
-    AttentionArgs,
-    AttentionBackwardArgs,
-    DropoutAddLayerNormArgs,
-    DropoutAddLayerNormBackwardArgs,
-    DropoutArgs,
-    DropoutMaskArgs,
-    LayerNormArgs,
-    LayerNormBackwardArgs,
-    SoftmaxDropoutArgs,
-    SoftmaxDropoutBackwardArgs,
-    VarlenAttentionArgs,
-    VarlenAttentionBackwardArgs,
-)
-from fastattn.backends.triton.attention import (
-    attention,
-    attention_backward,
-    tiles,
-    varlen_attention,
-    varlen_attention_backward,
-)
-from fastattn.backends.triton.dropout import dropout, dropout_mask
-from fastattn.backends.triton.layer_norm import (
-    dropout_add_layer_norm,
-    dropout_add_layer_norm_backward,
-    layer_norm,
-    layer_norm_backward,
-)
-from fastattn.backends.triton.softmax_dropout import softmax_dropout, softmax_dropout_backward
+from fastattn.backends.schema import RECORDS
+from fastattn.backends.triton import FUNCTIONS
+from fastattn.backends.triton.attention import tiles
 from sass.code import disassemble
 from sass.counts import Loop, plain_loop, wide_share
 from sass.loops import inside
@@ -143,39 +117,45 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=f"cuda:{torch.cuda.current_device()}")
 
 
+def call(name: str, *arguments: Any) -> Any:
+    """Call a backend function with the fields of its record, in their order."""
+    return FUNCTIONS[name](RECORDS[name](*arguments))
+
+
+def _seed(threshold: int = 1) -> Tensor | None:
+    return empty(2, dtype=torch.int64) if threshold else None
+
+
 def _dropout(dtype: torch.dtype, rows: int, columns: int) -> None:
-    seed = empty(2, dtype=torch.int64)
-    dropout(DropoutArgs(empty(2, rows, columns, dtype=dtype), seed, 6554))
-    dropout(DropoutArgs(empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0), seed, 6554))
-    dropout_mask(DropoutMaskArgs((2, rows, columns), seed, 6554))
+    for input in empty(2, rows, columns, dtype=dtype), empty(columns, rows, 2, dtype=dtype).permute(2, 1, 0):
+        call("dropout", input, _seed(), 6554)
+    call("dropout_mask", (2, rows, columns), _seed(), 6554)
 
 
 def _layer_norm(dtype: torch.dtype, columns: int) -> None:
     input, parameter = empty(64, columns, dtype=dtype), empty(columns)
-    _, mean, rstd = layer_norm(LayerNormArgs(input, parameter, parameter, 1e-5))
-    layer_norm_backward(LayerNormBackwardArgs(input, input, mean, rstd, parameter, torch.float32, torch.float32))
+    _, mean, rstd = call("layer_norm", input, parameter, parameter, 1e-5)
+    call("layer_norm_backward", input, input, mean, rstd, parameter, torch.float32, torch.float32)
 
 
 def _dropout_add_layer_norm(dtype: torch.dtype, columns: int, threshold: int) -> None:
-    input, parameter, seed = empty(8, 64, columns, dtype=dtype), empty(columns), empty(2, dtype=torch.int64)
-    residual = empty(8, 64, columns)
+    input, parameter, residual = empty(8, 64, columns, dtype=dtype), empty(columns), empty(8, 64, columns)
+    rest = parameter, parameter, _seed(), threshold, 1e-5, True
     for out_dtype in dict.fromkeys((dtype, residual.dtype)):  # in this order
-        args = DropoutAddLayerNormArgs(input, residual, parameter, parameter, seed, threshold, 1e-5, True, out_dtype)
-        out, total, mean, rstd = dropout_add_layer_norm(args)
-        backward = DropoutAddLayerNormBackwardArgs(
-            out, total, total, mean, rstd, parameter, seed, threshold, dtype, torch.float32, torch.float32
-        )
-        dropout_add_layer_norm_backward(backward)
+        out, total, mean, rstd = call("dropout_add_layer_norm", input, residual, *rest, out_dtype)
+        dtypes = dtype, torch.float32, torch.float32
+        given = out, total, total, mean, rstd, parameter, _seed(), threshold
+        call("dropout_add_layer_norm_backward", *given, *dtypes)
 
 
 def _softmax_dropout(dtype: torch.dtype, columns: int, mask: torch.dtype | None, threshold: int) -> None:
-    input, seed = empty(2, 4, 64, columns, dtype=dtype), empty(2, dtype=torch.int64)
+    input = empty(2, 4, 64, columns, dtype=dtype)
     attn_mask = None if mask is None else empty(2, 1, 1, columns, dtype=mask)
     for right in (0, columns):  # causal; every row sees every column
-        args = SoftmaxDropoutArgs(input, attn_mask, None, seed, 0.125, 64, right, False, threshold)
-        out, stats = softmax_dropout(args)
+        fields = input, attn_mask, None, _seed(), 0.125, 64, right, False, threshold
+        out, stats = call("softmax_dropout", *fields)
         mask_grad = mask is not None and mask != torch.bool
-        softmax_dropout_backward(SoftmaxDropoutBackwardArgs(out, stats, args, mask_grad))
+        call("softmax_dropout_backward", out, stats, RECORDS["softmax_dropout"](*fields), mask_grad)
 
 
 def _attention(
@@ -186,17 +166,14 @@ def _attention(
     query, key = empty(32, 8, queries, size, dtype=dtype), empty(32, 2, keys, size, dtype=dtype)
     value = empty(32, 2, keys, value_size or size, dtype=dtype)
     attn_mask = None if mask is None else empty(32, 1, queries, mask_columns or keys, dtype=mask)
-    seed = empty(2, dtype=torch.int64) if threshold else None
-    lengths = None if plain else empty(32, dtype=torch.int64)
-    left = queries if plain else keys
-    args = AttentionArgs(query, key, value, attn_mask, lengths, seed, 0.125, left, 0, not plain, threshold)
+    lengths, left = (None, queries) if plain else (empty(32, dtype=torch.int64), keys)
+    fields = query, key, value, attn_mask, lengths, _seed(threshold), 0.125, left, 0, not plain, threshold
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
-        out, lse, stats = attention(args)
-        attention_backward(AttentionBackwardArgs(out, None if plain else lse, out, stats, args, is_float))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+    out, lse, stats = call("attention", *fields)
+    record = RECORDS["attention"](*fields)
+    call("attention_backward", out, None if plain else lse, out, stats, record, is_float)
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _plain_attention(dtype: torch.dtype, size: int, mask: torch.dtype | None, threshold: int) -> None:
@@ -222,17 +199,16 @@ def _few_queries(
     """Call with a cache, whose keys are split unless the batch is large enough to occupy any device."""
     query, key = empty(batch, 8, queries, size, dtype=dtype), empty(batch, 2, keys, size, dtype=dtype)
     attn_mask = None if mask is None else empty(batch, 1, 1, keys, dtype=mask)
-    seed = empty(2, dtype=torch.int64) if threshold else None
     lengths = empty(batch, dtype=torch.int64)
-    attention(AttentionArgs(query, key, key, attn_mask, lengths, seed, 0.125, keys, 0, True, threshold))
+    call("attention", query, key, key, attn_mask, lengths, _seed(threshold), 0.125, keys, 0, True, threshold)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
     query, key = empty(512, 4, size, dtype=dtype), empty(512, 2, size, dtype=dtype)
-    starts, seed = empty(9, dtype=torch.int64), empty(2, dtype=torch.int64) if threshold else None
-    args = VarlenAttentionArgs(query, key, key, starts, starts, None, seed, longest, 128, 0.125, 128, 0, threshold)
-    out, lse, stats = varlen_attention(args)
-    varlen_attention_backward(VarlenAttentionBackwardArgs(out, lse, out, stats, args))
+    starts = empty(9, dtype=torch.int64)
+    fields = query, key, key, starts, starts, None, _seed(threshold), longest, 128, 0.125, 128, 0, threshold
+    out, lse, stats = call("varlen_attention", *fields)
+    call("varlen_attention_backward", out, lse, out, stats, RECORDS["varlen_attention"](*fields))
 
 
 CASES: dict[str, list[tuple[Any, ...]]] = {
@@ -411,6 +387,10 @@ class Report:
             f"{self.conversions:12}  {instructions}"
         )
 
+    @functools.cached_property
+    def known(self) -> dict[str, str]:
+        return dict(self.variant)
+
     @property
     def kernel(self) -> str:
         return self.name.rpartition(".")[2]
@@ -418,7 +398,7 @@ class Report:
     @property
     def head(self) -> int:
         """The padded head size, 0 in row operations."""
-        return int(dict(self.variant).get("BLOCK_D", 0))
+        return int(self.known.get("BLOCK_D", 0))
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -432,13 +412,12 @@ class Report:
     @property
     def operands(self) -> str:
         """The dtype, padded head size and tile of this kernel, and the options that take registers."""
-        known = dict(self.variant)
         names = "problem.query.pointer", "input.pointer", "input", "mask.pointer"
-        dtype = [known[name].removeprefix("*") for name in names if "*" in known.get(name, "")][:1]
-        head = [f"head {known['BLOCK_D']}"] if "BLOCK_D" in known else []
-        tile = [f"{known['BLOCK_M']}x{known['BLOCK_N']}"] if {"BLOCK_M", "BLOCK_N"} <= known.keys() else []
-        dropout = ["dropout"] if any("dropout" in name for name in known) and self.is_dropping else []
-        mask = ["mask"] if "problem.mask.pointer" in known and head else []
+        dtype = [self.known[name].removeprefix("*") for name in names if "*" in self.known.get(name, "")][:1]
+        head = [f"head {self.head}"] if self.head else []
+        tile = [f"{self.known['BLOCK_M']}x{self.known['BLOCK_N']}"] if "BLOCK_N" in self.known else []
+        dropout = ["dropout"] if any("dropout" in name for name in self.known) and self.is_dropping else []
+        mask = ["mask"] if "problem.mask.pointer" in self.known and head else []
         described = ["descriptors"] if self.has_descriptors else []
         return " ".join(dtype + head + tile + dropout + mask + described)
 
@@ -458,21 +437,19 @@ class Report:
     @property
     def rows(self) -> int:
         """Rows per program: of keys in dK and dV, else of queries."""
-        return int(dict(self.variant).get("BLOCK_N" if "key_value" in self.name else "BLOCK_M", 0))
+        return int(self.known.get("BLOCK_N" if "key_value" in self.name else "BLOCK_M", 0))
 
     @property
     def is_regular(self) -> bool:
         """Whether operands have 16 bits, no mask, aligned rows of a power of 2, and are not packed."""
-        known = dict(self.variant)
-        wanted = {"ALIGNMENT": "8", "EVEN": "True", "BLOCK_DV": known.get("BLOCK_D", "")}
+        wanted = {"ALIGNMENT": "8", "EVEN": "True", "BLOCK_DV": self.known.get("BLOCK_D", "")}
         wanted |= {"problem.mask": "None", "problem.sequences.cu_seq_q": "None"}
-        return wanted.items() <= known.items()
+        return wanted.items() <= self.known.items()
 
     @property
     def is_wide(self) -> bool:
         """Whether the rows of a row operation are aligned for accesses of 128 bits."""
-        known = dict(self.variant)
-        return known.get("ALIGNED") == "True" and "mask.pointer" not in known and "attn_mask.pointer" not in known
+        return self.known.get("ALIGNED") == "True" and not {"mask.pointer", "attn_mask.pointer"} & self.known.keys()
 
     @property
     def is_tf32_allowed(self) -> bool:
@@ -507,7 +484,7 @@ class Report:
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory of {SHARED_MEMORY[self.capability]}")
         halves = any(re.search(r"\*b?fp?16", value) for _, value in self.variant)
-        if self.products == 0 and "PRECISION" in dict(self.variant):
+        if self.products == 0 and "PRECISION" in self.known:
             found.append("no matrix products found in Triton's IR")
         if self.products > 0 and (halves or self.is_tf32_allowed) and not self.matrix_instructions:
             found.append("no matrix instructions in the main loop")
