@@ -544,7 +544,7 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
     variant = [*_variant("", tuple(kernel.src.signature.values()), function.arg_names, (), kernel.src.constants)]
     binary = disassemble(kernel.asm["cubin"], TOOLS)
     plain = plain_loop(binary.instructions) or binary.instructions
-    loop = Loop(plain, capability, kernel.metadata.num_warps, _depth(function.__name__, dict(variant)))
+    loop = Loop(plain, capability, _depth(function.__name__, dict(variant)))
     looped = sorted({i.opcode for i in inside(binary.instructions)})
     products, conversions = _loops(kernel.asm["ttgir"])
     return Report(

@@ -44,7 +44,6 @@ class Instruction:
     predicate: str  # such as "@!P0", or ""
     opcode: str
     operands: str
-    descriptor: int = 0  # instruction descriptor of a fifth-generation tensor core (PTX ISA, tcgen05)
 
     @cached_property
     def base(self) -> str:
@@ -66,25 +65,12 @@ class Instruction:
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one warp (wgmma: a quarter of the warpgroup's). On a fifth-generation tensor core those of
-        the whole program, 0 if the descriptor is unknown."""
-        if self.is_fifth:
-            return self.rows * (self.descriptor >> 17 & 63) * 8 * 16
+        """Multiply-adds of one warp (wgmma: a quarter of the warpgroup's), 0 on a fifth-generation tensor core."""
         if shape := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
             rows, columns, depth = map(int, shape.groups())
             return rows * columns * depth // 4
         shape = re.match(r"HMMA\.(168(?:8|16))\b", self.opcode)
         return {"16816": 2048, "1688": 1024}[shape[1]] if shape else 0
-
-    @property
-    def is_fifth(self) -> bool:
-        """Whether it is a product on a fifth-generation tensor core, which one thread starts for the whole program."""
-        return self.base.startswith("UTC") and self.pipe == "tensor"
-
-    @property
-    def rows(self) -> int:
-        """Rows of a product on a fifth-generation tensor core."""
-        return (self.descriptor >> 24 & 31) * 16
 
     @property
     def bits(self) -> int:
@@ -94,13 +80,11 @@ class Instruction:
 
     @property
     def shared_bytes(self) -> float:
-        """Bytes of shared memory that a warp moves. Matrix instructions count as in ``multiply_adds``, without operands
-        in registers or tensor memory."""
-        if self.is_fifth:
-            return ((self.descriptor >> 17 & 63) * 8 + (self.rows if self.is_from_shared else 0)) * 32
+        """Bytes of shared memory that a warp moves. Operands in registers move none."""
         if self.base == "HGMMA":
             columns = int(re.search(r"x(\d+)x", self.opcode)[1])  # type: ignore[index]
-            return (columns + (64 if self.is_from_shared else 0)) * 32 / 4
+            is_from_shared = self.operands.split(", ")[1].startswith("gdesc")  # the first factor
+            return (columns + 64 * is_from_shared) * 32 / 4
         if self.base in ("LDSM", "STSM"):
             matrices = re.search(r"\.([24])$", self.opcode)
             return 128 * int(matrices[1] if matrices else 1)
@@ -108,26 +92,13 @@ class Instruction:
             return self.bits * 32 / 8
         return 0
 
-    @property
-    def is_from_shared(self) -> bool:
-        """Whether the first factor of wgmma or tcgen05 is in shared memory."""
-        return self.operands.split(", ")[0 if self.is_fifth else 1].startswith("gdesc")
-
 
 def parse(disassembly: str) -> list[Instruction]:
     """Return the instructions of one kernel, disassembled by ``cuobjdump --dump-sass``."""
-    found: list[Instruction] = []
-    constants: dict[str, int] = {}  # by uniform register
-    for address, predicate, opcode, operands in _INSTRUCTION.findall(disassembly):
-        operands = _ANNOTATIONS.sub("", operands)
-        if opcode == "UMOV" and (constant := re.fullmatch(r"(UR\d+), 0x([0-9a-f]+)", operands)):
-            constants[constant[1]] = int(constant[2], 16)
-        elif destination := re.match(r"UR\d+", operands):
-            constants.pop(destination[0], None)
-        register = re.search(r"\bidesc\[(UR\d+)\]", operands)
-        descriptor = constants.get(register[1], 0) if register else 0
-        found.append(Instruction(int(address, 16), predicate, opcode, operands, descriptor))
-    return found
+    return [
+        Instruction(int(address, 16), predicate, opcode, _ANNOTATIONS.sub("", operands))
+        for address, predicate, opcode, operands in _INSTRUCTION.findall(disassembly)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

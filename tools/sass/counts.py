@@ -15,13 +15,12 @@ from sass.code import Instruction
 from sass.loops import innermost
 
 # Multiply-adds of 16-bit operands per clock and SM, by compute capability: with operands in registers (mma.sync), and
-# in shared memory (wgmma, tcgen05). Sources: the CUDA programming guide and the data sheets of A100, H100 and B200;
-# mma.sync reaches 62 % of wgmma on H100 (arXiv 2402.13499) and is assumed on B200.
-TENSOR = {80: (1024, 1024), 90: (0.62 * 2048, 2048), 100: (1024, 4096)}
+# in shared memory (wgmma). Sources: the CUDA programming guide and the data sheets of A100 and H100; mma.sync reaches
+# 62 % of wgmma on H100 (arXiv 2402.13499).
+TENSOR = {80: (1024, 1024), 90: (0.62 * 2048, 2048)}
 SHARED_BYTES = 128  # of shared memory per clock and SM
 SHUFFLES = 32  # lanes per clock and SM, which take turns with shared memory
 SCHEDULERS = 4  # per SM; each issues one warp instruction per clock
-FULL_ROWS = 128  # of a tcgen05 product; fewer rows are assumed to take as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +29,12 @@ class Loop:
 
     body: list[Instruction]
     capability: int
-    warps: int  # per program
     depth: int = 0  # multiply-adds per score, that is per pair of a query and a key, in all products; 0: unknown
-
-    def multiply_adds(self, i: Instruction) -> float:
-        """Return one warp's part of an instruction's multiply-adds."""
-        return i.multiply_adds / self.warps if i.is_fifth else i.multiply_adds
 
     @property
     def scores(self) -> float:
         """Scores per thread and iteration, 0 if unknown."""
-        return sum(map(self.multiply_adds, self.body)) / (self.depth * 32) if self.depth else 0.0
+        return sum(i.multiply_adds for i in self.body) / (self.depth * 32) if self.depth else 0.0
 
     @property
     def pipes(self) -> dict[str, int]:
@@ -53,22 +47,14 @@ class Loop:
         tensor cores is unknown."""
         if self.capability not in TENSOR:
             return {}
+        from_registers, from_shared = TENSOR[self.capability]
+        work = ((i.multiply_adds, from_registers if i.base == "HMMA" else from_shared) for i in self.body)
+        shared = (32 / SHUFFLES if i.pipe == "shuffle" else i.shared_bytes / SHARED_BYTES for i in self.body)
         return {
-            "tensor": sum(map(self._tensor_clocks, self.body)),
-            "shared": sum(map(self._shared_clocks, self.body)),
+            "tensor": sum(count / rate for count, rate in work),
+            "shared": sum(shared),
             "issue": len(self.body) / SCHEDULERS,
         }
-
-    def _tensor_clocks(self, i: Instruction) -> float:
-        from_registers, from_shared = TENSOR[self.capability]
-        if i.is_fifth and i.rows:
-            return self.multiply_adds(i) / from_shared * max(1, FULL_ROWS / i.rows)
-        return self.multiply_adds(i) / (from_registers if i.base == "HMMA" else from_shared)
-
-    def _shared_clocks(self, i: Instruction) -> float:
-        if i.pipe == "shuffle":
-            return 32 / SHUFFLES
-        return i.shared_bytes / SHARED_BYTES / (self.warps if i.is_fifth else 1)
 
     @property
     def shared_share(self) -> float | None:
@@ -109,9 +95,8 @@ class Loop:
 
 def plain_loop(code: Sequence[Instruction]) -> list[Instruction]:
     """Return the loop with the fewest instructions per matrix product, which applies no mask; [] if there is none."""
-    found = [(sum(i.multiply_adds for i in body) / len(body), body) for body in innermost(code, "tensor")]
-    work, body = max(found, key=lambda one: one[0], default=(0, []))
-    return body if work else []
+    found = [(sum(i.pipe == "tensor" for i in body) / len(body), body) for body in innermost(code, "tensor")]
+    return max(found, key=lambda one: one[0], default=(0, []))[1]
 
 
 def order(body: Sequence[Instruction]) -> str:
