@@ -92,22 +92,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, head_dim=head_dim,
             value_head_dim=value_head_dim, num_kv_heads=num_kv_heads,
         )  # fmt: skip
-        # Some other implementations take the head sizes d_k and d_v as third and fourth arguments.
-        named = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
-        if named and bias not in (0, 1, dropout):
-            named += f", value_head_dim={bias}"
-        if head_dim is None and embed_dim % num_heads:
-            mend = "or give head_dim"
-            if num_heads % embed_dim == 0 or (named and num_heads > embed_dim):
-                mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim}{named})"
-            raise check.BadValue(
-                f"{_NAME}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; {mend}"
-            )
-        if named:
-            raise ValueError(
-                f"{_NAME}: dropout, the third argument, must be in [0, 1], got {dropout}; head sizes are named: "
-                f"{_NAME}({embed_dim}, {num_heads}{named})"
-            )
+        _check_heads(embed_dim, num_heads, dropout, bias, head_dim)
         check.threshold(_NAME, dropout, "dropout")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -122,14 +107,19 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if num_heads % self.num_kv_heads:
             raise ValueError(f"{_NAME}: num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+        self._make_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
+        self._reset_parameters()
+        never_skipped(self)
+
+    def _make_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
+        """Make uninitialised parameters. ``factory`` holds their device and dtype."""
         sizes = self._projection_sizes
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if self._qkv_same_embed_dim:
-            self.in_proj_weight = nn.Parameter(torch.empty(sum(sizes), embed_dim, **factory))
+            self.in_proj_weight = nn.Parameter(torch.empty(sum(sizes), self.embed_dim, **factory))
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 self.register_parameter(name, None)
         else:
-            self.q_proj_weight = nn.Parameter(torch.empty(sizes[0], embed_dim, **factory))
+            self.q_proj_weight = nn.Parameter(torch.empty(sizes[0], self.embed_dim, **factory))
             self.k_proj_weight = nn.Parameter(torch.empty(sizes[1], self.kdim, **factory))
             self.v_proj_weight = nn.Parameter(torch.empty(sizes[2], self.vdim, **factory))
             self.register_parameter("in_proj_weight", None)
@@ -138,15 +128,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = NonDynamicallyQuantizableLinear(
-            num_heads * self.value_head_dim, embed_dim, bias=bias, **factory
+            self.num_heads * self.value_head_dim, self.embed_dim, bias=bias, **factory
         )
         if add_bias_kv:
             self.bias_k = nn.Parameter(torch.empty(1, 1, sizes[1], **factory))
             self.bias_v = nn.Parameter(torch.empty(1, 1, sizes[2], **factory))
         else:
             self.bias_k = self.bias_v = None
-        self._reset_parameters()
-        never_skipped(self)
 
     @property
     def _projection_sizes(self) -> tuple[int, int, int]:
@@ -480,6 +468,26 @@ class MultiHeadAttention(nn.MultiheadAttention):
             row = learned.view(1, heads.size(1), 1, -1).expand(heads.size(0), -1, -1, -1)
             heads = torch.cat((heads, row.to(heads.dtype)), 2)
         return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
+
+
+def _check_heads(embed_dim: int, num_heads: int, dropout: float, bias: bool, head_dim: int | None) -> None:
+    """Raise BadValue or ValueError for heads that do not divide the features, and for misplaced head sizes."""
+    # Some other implementations take the head sizes d_k and d_v as third and fourth arguments.
+    named = f", head_dim={dropout}" if isinstance(dropout, int) and dropout > 1 else ""
+    if named and bias not in (0, 1, dropout):
+        named += f", value_head_dim={bias}"
+    if head_dim is None and embed_dim % num_heads:
+        mend = "or give head_dim"
+        if num_heads % embed_dim == 0 or (named and num_heads > embed_dim):
+            mend = f"embed_dim comes first: {_NAME}({num_heads}, {embed_dim}{named})"
+        raise check.BadValue(
+            f"{_NAME}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; {mend}"
+        )
+    if named:
+        raise ValueError(
+            f"{_NAME}: dropout, the third argument, must be in [0, 1], got {dropout}; head sizes are named: "
+            f"{_NAME}({embed_dim}, {num_heads}{named})"
+        )
 
 
 def _check_sizes(**sizes: int | None) -> None:

@@ -90,17 +90,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """
     _check_modules(model)
     config = model.config
-    for holds, what in (
-        (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first)"),
-        (config.positions == "sinusoidal", "has sinusoidal positions: this model has learned ones"),
-        (config.window_size == (-1, -1), "has no restricted self-attention: this model has a window_size"),
-        ({config.head_dim, config.value_head_dim} <= {None, config.d_model // config.num_heads},
-         "has heads of d_model / num_heads features: this model has other head_dim or value_head_dim"),
-        (config.norm_eps == 1e-5, f"adds 1e-5 in its norms: this model has norm_eps={config.norm_eps}"),
-    ):  # fmt: skip
-        if not holds:
-            raise InputError(f"Marian's architecture {what}")
-
+    _expect_marian(config)
     order = torch.arange(config.d_model, device="cpu").view(-1, 2).t().flatten()  # even features, then odd ones
     tied = config.tying != "none" and not config.scale_logits
     share = config.tying == "all" and tied  # transformers passes a shared matrix only to tied models
@@ -155,6 +145,20 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
             folder.mkdir(exist_ok=True)
             _write_json(folder, vocabulary)
             (folder / "sentencepiece.bpe.model").write_bytes(tokens)
+
+
+def _expect_marian(config: TransformerConfig) -> None:
+    """Raise InputError unless Marian's architecture can represent a model of this configuration."""
+    for holds, what in (
+        (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first)"),
+        (config.positions == "sinusoidal", "has sinusoidal positions: this model has learned ones"),
+        (config.window_size == (-1, -1), "has no restricted self-attention: this model has a window_size"),
+        ({config.head_dim, config.value_head_dim} <= {None, config.d_model // config.num_heads},
+         "has heads of d_model / num_heads features: this model has other head_dim or value_head_dim"),
+        (config.norm_eps == 1e-5, f"adds 1e-5 in its norms: this model has norm_eps={config.norm_eps}"),
+    ):  # fmt: skip
+        if not holds:
+            raise InputError(f"Marian's architecture {what}")
 
 
 def _write_json(folder: Path, files: dict[str, Any]) -> None:

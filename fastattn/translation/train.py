@@ -249,22 +249,9 @@ def train(
     for package in ("safetensors.torch", "sentencepiece", "tqdm"):
         require(package)
     with distributed.joined() as world, contextlib.ExitStack() as stack:
-
-        def begin() -> tuple[Path | None, TransformerConfig, TrainingConfig]:
-            if shard and world.size == 1:
-                raise InputError("a model is sharded among several processes: start them with torchrun")
-            if resume and config is not None:
-                raise InputError("a run is resumed with its own configuration: leave --config out")
-            again = bool(world.launch and checkpoint.steps(out)) and checkpoint.locked_by(out) == world.launch
-            if resume or again:
-                newest = checkpoint.newest(out)
-                stack.enter_context(checkpoint.locked(out, world.launch))
-                # After a restart the number of processes may differ, and with it the meaning of --accumulate.
-                return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
-            checkpoint.expect_new(out)
-            return None, *_configured(preset, config, accumulate, changes, world.size)
-
-        newest, model_config, training = world.on_main(begin)
+        newest, model_config, training = world.on_main(
+            lambda: _begin(world, stack, out, preset, config, accumulate, shard, resume, changes)
+        )
         if training.bleu_every is not None:
             require("sacrebleu")
         valid_digest = world.on_main(lambda: digest(*valid_files))
@@ -292,16 +279,8 @@ def train(
         to_translate = Sentences.of(tokenizer.encode(valid_pairs[0]) if training.bleu_every else [])
         world.main_first(lambda: _expect_positions(model_config, text, valid, to_translate))
 
-        def warn() -> None:
-            tokenize, warnings = choose(valid_pairs[1]) if training.bleu_every else ("", [])
-            if tokenize:
-                print(f"validation BLEU is of sacrebleu's tokenizer {tokenize}", file=sys.stderr, flush=True)
-            warnings += training_warnings(pairs_of(*train_files), valid_pairs, text, valid, tokenizer)
-            for warning in warnings:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
-
-        if newest is None:
-            world.on_main(warn)  # on a large text it takes longer than the timeout of a collective
+        if newest is None:  # on a large text warnings take longer than the timeout of a collective
+            world.on_main(lambda: _warn(train_files, valid_pairs, text, valid, tokenizer, training))
         if not shard:  # a sharded model is moved one layer at a time
             model = model.to(world.device)
         trainer = Trainer(model, text, training, world, shard)
@@ -313,6 +292,49 @@ def train(
             memory.keep_freed()  # set now, so that the memory of learning the vocabulary is not kept
         run.train()
         return world.on_main(lambda: checkpoint.find(out))
+
+
+def _begin(
+    world: distributed.World,
+    stack: contextlib.ExitStack,
+    out: Path,
+    preset: str | None,
+    config: Path | None,
+    accumulate: int | None,
+    shard: bool,
+    resume: bool,
+    changes: dict[str, Any],
+) -> tuple[Path | None, TransformerConfig, TrainingConfig]:
+    """Return the checkpoint to resume, whose folder ``stack`` then locks, and the configuration of the run."""
+    if shard and world.size == 1:
+        raise InputError("a model is sharded among several processes: start them with torchrun")
+    if resume and config is not None:
+        raise InputError("a run is resumed with its own configuration: leave --config out")
+    again = bool(world.launch and checkpoint.steps(out)) and checkpoint.locked_by(out) == world.launch
+    if resume or again:
+        newest = checkpoint.newest(out)
+        stack.enter_context(checkpoint.locked(out, world.launch))
+        # After a restart the number of processes may differ, and with it the meaning of --accumulate.
+        return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
+    checkpoint.expect_new(out)
+    return None, *_configured(preset, config, accumulate, changes, world.size)
+
+
+def _warn(
+    train_files: Files,
+    valid_pairs: tuple[list[str], list[str]],
+    text: ParallelText,
+    valid: ParallelText,
+    tokenizer: Tokenizer,
+    training: TrainingConfig,
+) -> None:
+    """Print what is unusual about the text of a run."""
+    tokenize, warnings = choose(valid_pairs[1]) if training.bleu_every else ("", [])
+    if tokenize:
+        print(f"validation BLEU is of sacrebleu's tokenizer {tokenize}", file=sys.stderr, flush=True)
+    warnings += training_warnings(pairs_of(*train_files), valid_pairs, text, valid, tokenizer)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _new_model(config: TransformerConfig, seed: int) -> Transformer:
