@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn_command
-from fastattn import bench, files
+from fastattn import bench
 from fastattn.bench import cases, contest, limits, peers, report, timer, training
 from fastattn.bench.cases import BASE, OPERATIONS, Case, Floor, listed, sweep
 from fastattn.bench.timer import Ratio, Timing, interleave
@@ -160,17 +159,6 @@ def test_work_is_counted_as_by_hand(case, flops, size):
     assert (case.flops, case.bytes) == (flops, size)
 
 
-@pytest.mark.parametrize(("backward", "products"), [(False, 2), (True, 6)])
-def test_flops_of_attention_agree_with_the_counter_of_torch(backward, products):
-    """torch's math path keeps the weights for its backward pass, which ours computes again: six products, not seven."""
-    case = Case("attention", (2, 3, 64, 16), backward=backward)
-    math = peers.available(case, everyone=True)["torch math"]
-    step = contest.step(case, math, OPERATIONS["attention"].operands(case)[0])
-    with FlopCounterMode(display=False) as counter:
-        step()
-    assert counter.get_total_flops() == case.flops * products // (7 if backward else 2)
-
-
 def test_names_of_cases_tell_them_apart():
     every = {*listed(), *sweep()}
     assert len({case.name for case in every}) == len(every)
@@ -311,25 +299,7 @@ def test_a_copy_is_not_the_limit_of_products_in_float64():
     assert contest.contestants(layer_norm).keys() == {"ours", "torch", "copy"}
 
 
-# --- limits and memory ---
-
-
-@pytest.mark.slow
-def test_limits_are_plausible():
-    """No matrix product is faster than the registers; bfloat16 has at least half of float32's speed. 10 % are noise.
-
-    The fastest of a few rounds counts, because other programs may slow down one of two that are compared.
-    """
-    a, fastest = torch.randn(1024, 1024), {}
-    for _ in range(10):
-        found = limits.measure(seconds=0.05)
-        if "float32" not in found:
-            pytest.skip("no compiled library, arithmetic limits are unknown")
-        found["product"] = 2 * 1024**3 / min(interleave({"product": lambda: a @ a}, budget=0.2).samples["product"])
-        fastest = {name: max(value, fastest.get(name, 0)) for name, value in found.items()}
-        if fastest["product"] < 1.1 * fastest["float32"] and fastest["bfloat16"] > 0.9 / 2 * fastest["float32"]:
-            return
-    raise AssertionError(fastest)
+# --- limits ---
 
 
 def test_copy_moves_the_bytes_asked_for():
@@ -339,8 +309,8 @@ def test_copy_moves_the_bytes_asked_for():
 # --- rows ---
 
 
-def test_rows_are_kept_whole(tmp_path, monkeypatch):
-    """Appended rows stand behind earlier ones; an interrupted write changes nothing."""
+def test_rows_are_kept(tmp_path):
+    """Appended rows stand behind earlier ones."""
     path, where = tmp_path / "results.csv", report.here()
     first = report.rows_of(result(2.0, share=0.5, limit="copy", own=0.5), "float32", where)
     report.append(path, first)
@@ -351,15 +321,6 @@ def test_rows_are_kept_whole(tmp_path, monkeypatch):
     ]
     assert first[0].theirs == 2
     assert first[0].machine == report.cpu_name()
-
-    def interrupted(part):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files, "flush", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            report.append(path, first)
-    assert report.read(path) == first
     report.append(path, [replace(first[0], ratio=1 / 3)])
     assert [row.ratio for row in report.newest(report.read(path))] == [2.0, 0.33333]  # five digits, newest last
     another = replace(first[0], torch="2.10.0")
@@ -377,16 +338,12 @@ def test_a_file_that_is_no_results_file_is_named(tmp_path, text):
 def test_a_commit_is_marked_where_code_differs_and_not_where_results_do(tmp_path, monkeypatch):
     """Each recording changes results, and would mark the next one."""
 
-    def git(*arguments):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *arguments], check=True)
-
     paths = ["fastattn/bench/report.py", "csrc/cpu/a.cpp", "benchmarks/b.py", "benchmarks/results.csv", "README.md"]
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "all")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *command], check=True)
     monkeypatch.setattr(report, "__file__", str(tmp_path / paths[0]))
     clean = report.commit()
     assert re.fullmatch("[0-9a-f]{12}", clean)
@@ -465,18 +422,14 @@ def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsy
     monkeypatch.setattr(contest, "run", run)
     output = tmp_path / "results.csv"
     assert command("--filter", "1x8x1x64 32 keys", "--output", output) == 0
-    machine, header, rule, *rows = capsys.readouterr().out.splitlines()
-    assert report.cpu_name() in machine
-    assert "100 GFLOP/s float32" in machine
+    machine, header, _, *rows = capsys.readouterr().out.splitlines()
+    assert machine.startswith(report.cpu_name())
+    assert machine.endswith("limits: 100 GFLOP/s float32")
     assert header.startswith("| case | ours | times torch | of the limit |")
-    assert set(rule) == {"|", "-", " "}
-    assert [row.split(" | ")[:4] for row in rows] == [
-        [f"| attention {dtype} 1x8x1x64 32 keys forward", "1000.00 ms", "2.00 (2.00-2.00)", "50%"]
-        for dtype in ("float32", "bfloat16")
-    ]
-    assert [row.case for row in report.read(output)] == [
-        "limit: float32", "attention float32 1x8x1x64 32 keys forward"
-    ]  # fmt: skip
+    names = [f"attention {dtype} 1x8x1x64 32 keys forward" for dtype in ("float32", "bfloat16")]
+    assert [row[:-2].split(" | ")[::6] for row in rows] == [[f"| {names[0]}", ""], [f"| {names[1]}", "busy"]]
+    assert " | 1000.00 ms | 2.00 (2.00-2.00) | 50% | " in rows[0]
+    assert [row.case for row in report.read(output)] == ["limit: float32", names[0]]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -82,21 +81,9 @@ def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
             assert "flex" in peers, case.name
 
 
-def test_a_case_that_fails_does_not_stop_the_rest(gpu, monkeypatch, tmp_path):
-    def broken(case):
-        raise MemoryError
-
-    cases = [small(case) for case in gpu.cases()][:2]
-    monkeypatch.setattr(gpu, "cases", lambda: cases)
-    monkeypatch.setattr(gpu, "small_cases", lambda: [])
-    monkeypatch.setattr(gpu, "contestants", broken)
-    failures = gpu.run(tmp_path / "results.csv", {}, seconds=1000)
-    assert failures == [f"{case.name}: MemoryError" for case in cases]
-
-
 @pytest.mark.slow
-def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
-    """Then two peers do not take part. If a backend of fastattn does not, the script fails."""
+def test_contestants_and_cases_that_fail_do_not_stop_the_rest(gpu, monkeypatch, tmp_path):
+    """Two peers need memory for the scores. If a backend of fastattn does not take part, the script fails."""
     case = next(small(case) for case in gpu.cases() if case.operation == "attention" and case.dropout)
     monkeypatch.setattr(gpu, "SCORES", 0)
     other = types.SimpleNamespace(reasons={"cuda": "its attention has no dropout", "triton": "cuda is faster"})
@@ -105,6 +92,10 @@ def test_scores_beyond_memory_are_left_to_others(gpu, monkeypatch):
     rows, failures = gpu.measure(case, {}, {"copy": 1.0, "product": 1.0})
     assert failures == [f"{case.name}, fastattn triton: RuntimeError no such kernel"]
     assert not {row.peer for row in rows} & {"math", "compiled", "fastattn triton"}
+    monkeypatch.setattr(gpu, "cases", lambda: [case, case])
+    monkeypatch.setattr(gpu, "small_cases", lambda: [])
+    monkeypatch.setattr(gpu, "contestants", mock.Mock(side_effect=MemoryError))
+    assert gpu.run(tmp_path / "results.csv", {}, seconds=1000) == [f"{case.name}: MemoryError"] * 2
 
 
 def test_calls_are_timed_as_replayed_graphs(monkeypatch):
@@ -213,11 +204,7 @@ def test_tuner(monkeypatch, tmp_path):
     assert all("out of resource" in failure for failure in failures)
     assert tune.TILES[0] in chosen
     assert tables() == before
-    chosen.clear()
-    for _, call in itertools.islice(tune.calls(), 1, None, 5):
-        call()
-    assert tune.TILES[0] in chosen
-    assert tables() == before
+    assert len(list(tune.calls())) >= 3 * 4 * 2 * 2 + 5 * 3
 
 
 def stages(out, *names, **variables):
@@ -225,19 +212,6 @@ def stages(out, *names, **variables):
     command = ["bash", ROOT / "benchmarks/run_gpu.sh", "--out", out, *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout + result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
-def test_stages_fail_one_by_one(tmp_path):
-    status, output = stages(tmp_path, "benchmarks", "tuning")
-    assert status == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["device"] is None
-    assert {name: stage["result"] for name, stage in summary["stages"].items()} == dict.fromkeys(
-        ["benchmarks", "tuning"], "failed"
-    )
-    assert "no CUDA device" in output
 
 
 def test_stages_by_name(tmp_path):
