@@ -6,7 +6,7 @@ Every table shows the newest row of each case. A missing row leaves a cell empty
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +290,12 @@ def gpu(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-# --- pictures ---
+# --- the picture ---
 
 
-def caption(picture: Any, text: str) -> None:
-    picture.supxlabel(text, fontsize=7, color="0.35", x=0.01, ha="left")
+def in_bars(rows: list[Row]) -> list[Row]:
+    names = {case.format(dtype) for case in BARS.values() for dtype in DTYPES}
+    return [row for row in rows if row.case in names]
 
 
 def bars(rows: list[Row]) -> Any:
@@ -324,31 +325,9 @@ def bars(rows: list[Row]) -> Any:
     panels[0].invert_yaxis()
     panels[0].legend(fontsize=8, loc="upper right")
     origins = "\n".join(origin(row for row in group if row.peer == "torch") for group in groups.values())
-    caption(picture, f"forward + backward where nothing else is said\n{origins}")
+    text = f"forward + backward where nothing else is said\n{origins}"
+    picture.supxlabel(text, fontsize=7, color="0.35", x=0.01, ha="left")
     return picture
-
-
-def losses(rows: list[Row]) -> Any:
-    """Draw the validation loss over time of the machine that trained both programs last."""
-    machine = max((row for row in rows if row.peer), key=lambda row: row.date).machine
-    rows = [row for row in rows if row.machine == machine]
-    figure = figures.figure(7, 4)
-    axes = figure.add_subplot()
-    for who, label in (("", "fastattn.Transformer"), ("torch's ", "torch.nn.Transformer")):
-        curve = chosen(rows, rf".*: {who}validation loss after")
-        minutes = [row.seconds / 60 for row in curve]
-        axes.plot(minutes, [row.value for row in curve], "o-", label=f"{label}, {curve[0].dtype}")
-    axes.set(xlabel="minutes of training", ylabel="validation loss (nats a token)", xlim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    caption(figure, origin(rows))
-    return figure
-
-
-PICTURES: dict[str, tuple[str, Callable[[list[Row]], Any]]] = {  # the cases that it shows, and how
-    "speed": ("|".join(f"{re.escape(case.format(dtype))}$" for case in BARS.values() for dtype in DTYPES), bars),
-    "loss": (r"tiny for \d+ minutes: ", losses),
-}
 
 
 # --- what stands where ---
@@ -373,19 +352,17 @@ def tables() -> dict[tuple[str, str], str]:
     }
 
 
-def source(rows: list[Row], draw: Callable[[list[Row]], Any]) -> str:
-    """Return the state of the rows and of the code that draws them. A picture keeps it."""
-    content = f"{rows}{inspect.getsource(caption)}{inspect.getsource(draw)}"
+def source(rows: list[Row]) -> str:
+    """Return the state of the picture's rows and of the code that draws them. The picture keeps it."""
+    content = f"{rows}{inspect.getsource(bars)}"
     return f"benchmarks/results.csv, SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def main() -> None:
     for (page, name), text in tables().items():
         report.insert(ROOT / page, name, text)
-    rows = report.newest(report.read(RESULTS))
-    for name, (pattern, draw) in PICTURES.items():
-        shown = chosen(rows, pattern)
-        figures.save(draw(shown), ROOT / f"docs/images/{name}.svg", source=source(shown, draw))
+    shown = in_bars(report.newest(report.read(RESULTS)))
+    figures.save(bars(shown), ROOT / "docs/images/speed.svg", source=source(shown))
 
 
 if __name__ == "__main__":

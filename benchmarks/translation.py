@@ -85,15 +85,14 @@ class OfLikeLengths(ParallelText):
         key = target * (2 * int(source.max()) + 1) + by_source
         order = torch.arange(len(key)) if shuffle is None else torch.randperm(len(key), generator=shuffle)
         order = order[key[order].argsort(stable=True)]
-        longest = torch.maximum(source, target)[order]
-        batches, first = [], 0
-        while first < len(order):
-            most = max(1, batch_tokens // int(longest[first]))
-            tokens = longest[first : first + most].cummax(0).values
-            tokens *= torch.arange(1, len(tokens) + 1)  # of a batch that ends here
-            count = max(1, int((tokens <= batch_tokens).sum()))
-            batches.append(order[first : first + count])
-            first += count
+        longest = torch.maximum(source, target)
+        batches, most = [order[:0]], 0
+        for index in order.split(1):
+            most = max(most, int(longest[index]))
+            if len(batches[-1]) and most * (len(batches[-1]) + 1) > batch_tokens:
+                batches.append(order[:0])
+                most = int(longest[index])
+            batches[-1] = torch.cat((batches[-1], index))
         if shuffle is not None:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=shuffle).tolist()]
         return iter(batches)
@@ -158,34 +157,27 @@ def run(kind: str, minutes: float, settings: TrainingConfig) -> Generator[None, 
         trainer.loss = TorchLoss(model, settings.label_smoothing)
     held_out_text = text.encoded(tokenizer, *dev, "validation")
     batches = [held_out_text.batch(index) for index in held_out_text.batches(settings.batch_tokens)]
-    seconds, tokens, curve = 0.0, 0.0, {}
+    seconds, tokens = 0.0, 0.0
     while seconds < 60 * minutes:
         start = time.monotonic()
         tokens += trainer.update()[3].item()
         seconds += time.monotonic() - start
-        if trainer.step % settings.save_every == 0 or seconds >= 60 * minutes:
-            loss = held_out(model, batches, trainer.autocast())["valid_loss"]
-            curve[trainer.step] = seconds, loss
-            print(f"{kind}: {trainer.step} updates, {seconds:.0f} s, validation loss {loss:.3f}", flush=True)
         yield
+    loss = held_out(model, batches, trainer.autocast())["valid_loss"]
     model.eval()
     translations = translate(model, tokenizer, test[0], Search(beam=1)) if kind == "ours" else None
     translations = translations or greedy(model, tokenizer, test[0])
-    return {"token": seconds / tokens, "curve": curve, "loss": loss, "bleu": scores(translations, test[1]).bleu}
+    return {"token": seconds / tokens, "loss": loss, "bleu": scores(translations, test[1]).bleu}
 
 
 def rows_of(found: dict[str, dict[str, Any]], minutes: float, where: dict[str, str]) -> list[report.Row]:
-    """Return a row per figure, compared with torch's, and one per point of the curves."""
+    """Return a row per figure, compared with torch's."""
     ours, torchs, head = found["ours"], found["torch"], f"tiny for {minutes:g} minutes: "
     rows = [report.Row(**where, case=f"{head}target token", peer="torch", seconds=ours["token"],
                        ratio=torchs["token"] / ours["token"])]  # fmt: skip
     for name, figure in (("validation loss", "loss"), ("BLEU", "bleu")):
         columns = {"case": head + name, "peer": "torch", "value": ours[figure]}
         rows.append(report.Row(**where, **columns, ratio=torchs[figure] / max(ours[figure], 1e-9)))
-    for who, result in (("", ours), ("torch's ", torchs)):
-        for updates, (seconds, loss) in result["curve"].items():
-            case = f"{head}{who}validation loss after {updates} updates"
-            rows.append(report.Row(**where, case=case, seconds=seconds, value=loss))
     return rows
 
 
