@@ -59,9 +59,6 @@ dist:  ## sdist and wheel in dist/, and whether an index would take them
 presets:  ## the table of presets in docs/training.md
 	python tools/presets.py
 
-launch-cost:  ## what a call on CUDA tensors costs the host, with no GPU
-	python tools/launch_cost.py
-
 torch-versions:  ## what depends on torch's version, on the oldest and the newest
 	python tools/torch_versions.py
 
@@ -71,4 +68,4 @@ report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"
 
 .PHONY: help install lint format test bench tables demo slow triton aot-gate compile-gate dry-launch planted-faults docs \
-	dist presets launch-cost torch-versions ci report
+	dist presets torch-versions ci report

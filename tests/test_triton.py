@@ -307,11 +307,3 @@ def test_dry_launch():
     )
     assert status == 0, output
     assert last_json(output)["specialisations"] <= 3 * one["specialisations"]
-
-
-@pytest.mark.slow
-def test_cost_of_a_call_on_the_host():
-    """The benchmark runs. Its figures are meaningful on a quiet machine only."""
-    status, output = program(str(TOOLS / "launch_cost.py"), "--repeats", "2")
-    assert status == 0, output
-    assert min(json.loads(output[output.index("{") :])["microseconds"].values()) > 0
