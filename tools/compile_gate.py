@@ -18,7 +18,6 @@ import native_build  # noqa: E402
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 SCALAR = re.compile(r"add_groups|merge|attend<.*(false|, 0)")  # kernels with few or with unaligned operands
-REGISTERS, WARPS = 65536, 64  # per multiprocessor, on each of these architectures
 
 
 @dataclasses.dataclass
@@ -33,12 +32,6 @@ class Kernel:
     wide_loads: int
     wide_stores: int
 
-    @property
-    def warps(self) -> int:
-        """Resident warps that registers allow; they are allocated by 8 per thread and by 4 warps."""
-        of_warp = -(-self.registers // 8) * 8 * 32
-        return min(WARPS, REGISTERS // of_warp // 4 * 4)
-
     def faults(self) -> list[str]:
         found = []
         if self.local:
@@ -49,7 +42,7 @@ class Kernel:
 
     def __str__(self) -> str:
         return (
-            f"sm_{self.architecture:4} {self.name:64} {self.registers:4} registers, {self.warps:2} of {WARPS} warps, "
+            f"sm_{self.architecture:4} {self.name:64} {self.registers:4} registers, "
             f"{self.shared:5} bytes shared, {self.wide_loads:2} wide loads, {self.wide_stores:2} wide stores"
             + "".join(f"; {fault.upper()}" for fault in self.faults())
         )

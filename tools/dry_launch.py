@@ -182,23 +182,9 @@ def packed_pair(length):
     return out
 
 
-CALLS = [
-    layer_norm,
-    dropout_add_layer_norm,
-    softmax_dropout,
-    dropout,
-    dropout_mask,
-    attention,
-    long_attention,
-    masked_attention,
-    decoding,
-    attention_weights,
-    varlen_attn,
-    torchs_attention,
-    flash_pair,
-    efficient_pair,
-    packed_pair,
-]
+OPERATIONS = [layer_norm, dropout_add_layer_norm, softmax_dropout, dropout, dropout_mask]
+ATTENTION = [attention, long_attention, masked_attention, decoding, attention_weights, varlen_attn]
+REGISTRY = [torchs_attention, flash_pair, efficient_pair, packed_pair]
 
 
 def multihead(length):
@@ -260,7 +246,7 @@ def main(lengths):
     found = {"started": {}}
     torch.nn.attention.activate_flash_attention_impl("fastattn")
     with Dry():
-        for call in CALLS:
+        for call in (*OPERATIONS, *ATTENTION, *REGISTRY):
             fake.started.clear()
             for length in lengths:
                 run(call, length)
