@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from fastattn import bench, info
-from fastattn.bench import contest
+from fastattn import info
+from fastattn.bench import contest, report
 from fastattn.bench.cases import Case
 from fastattn.errors import require
 from fastattn.translation import checkpoint, plots
@@ -21,13 +21,15 @@ UPDATES = 500
 SCORED = 100  # sentences of the test text
 SHOWN = 5
 
-CHECKS = [
-    Case("attention", (2, 4, 200, 64), backward=True, padding="lengths", causal=True, dropout=0.1),
-    Case("attention", (2, 4, 200, 64), torch.bfloat16, backward=True, padding="mask", dropout=0.1),
-    Case("softmax_dropout", (500, 300), backward=True, dropout=0.1),
-    Case("layer_norm", (500, 300), backward=True),
-    Case("dropout_add_layer_norm", (500, 300), torch.bfloat16, backward=True, dropout=0.1),
-    Case("dropout", (500, 300), backward=True, dropout=0.1),
+CASES = [
+    Case("attention", (1, 8, 1024, 64)),
+    Case("attention", (1, 8, 1024, 64), torch.bfloat16),
+    Case("attention", (2, 8, 512, 64), backward=True, padding="lengths", causal=True, dropout=0.1),
+    Case("attention", (2, 8, 512, 64), torch.bfloat16, backward=True, padding="mask", dropout=0.1),
+    Case("softmax_dropout", (4096, 512), backward=True, dropout=0.1),
+    Case("layer_norm", (4096, 512), backward=True),
+    Case("dropout_add_layer_norm", (4096, 512), torch.bfloat16, backward=True, dropout=0.1),
+    Case("dropout", (4096, 512), backward=True, dropout=0.1),
 ]
 
 
@@ -52,13 +54,13 @@ def run(out: Path | None = None) -> int:
 
     _title("Each operation against the reference")
     wrong = 0
-    for case in CHECKS:
+    for case in CASES:
         errors = contest.check(case)
         wrong += bool(errors)
         print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
 
     _title("Speed compared with torch's own operations")
-    print(bench.speed_table())
+    print(report.table(contest.run(case, budget=0.2, rounds=(4, 20), attempts=1) for case in CASES))
 
     _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two to three minutes on two free cores)")
     best = train(verses("train"), verses("dev"), folder, max_steps=UPDATES, save_every=UPDATES)

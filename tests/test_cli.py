@@ -491,7 +491,7 @@ def test_demo(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "SCORED", 20)
     run_command("demo", "--out", tmp_path / "out")
     printed = capsys.readouterr().out
-    assert printed.count("\nright ") == len(demo.CHECKS)
+    assert printed.count("\nright ") == len(demo.CASES)
     assert "WRONG" not in printed
     assert re.search(r"^\| layer_norm float32 4096x512 forward\+backward \| [\d.]+ ", printed, re.MULTILINE)
     bundled, own = (float(bleu) for bleu in re.findall(r"BLEU ([\d.]+) on 20 sentences of the test text", printed))

@@ -13,25 +13,11 @@ import re
 import torch
 
 from fastattn.bench import contest, report
-from fastattn.bench.cases import Case, listed, sweep
+from fastattn.bench.cases import listed, sweep
 from fastattn.errors import InputError
 from fastattn.files import check_file
 
-__all__ = ["main", "speed_table"]
-
-
-def speed_table() -> str:
-    """Return a small Markdown table of speeds compared with torch; takes a few seconds."""
-    dtypes = (torch.float32, torch.bfloat16)
-    cases = [
-        *(Case("attention", (1, 8, 1024, 64), dtype) for dtype in dtypes),
-        *(Case("attention", (1, 8, 512, 64), dtype, True, causal=True, dropout=0.1) for dtype in dtypes),
-        Case("softmax_dropout", (4096, 512), backward=True, dropout=0.1),
-        Case("dropout_add_layer_norm", (4096, 512), backward=True, dropout=0.1),
-        Case("dropout", (4096, 512), backward=True, dropout=0.1),
-        Case("layer_norm", (4096, 512), backward=True),
-    ]
-    return report.table(contest.run(case, budget=0.2, rounds=(4, 20), attempts=1) for case in cases)
+__all__ = ["main"]
 
 
 def main(args: argparse.Namespace) -> int:
