@@ -17,11 +17,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from against import Worker
-from profiled import shares
 from torch.nn import functional as F
 
 from fastattn import Transformer, TransformerConfig
@@ -81,23 +79,19 @@ def decoder(folder: Path, program: str, kind: str) -> Callable[[int, int], int]:
 
 
 def serve(folder: Path, program: str, kind: str, seconds: float) -> None:
-    """Answer requests: seconds per token of the case in each line, or with "shares of CASE" the shares of a step."""
+    """Answer each line, the name of a case, with its seconds per token."""
     decode = decoder(folder, program, kind)
     for line in sys.stdin:
-        batch, beam = CASES[line.strip().removeprefix("shares of ")]
-        if line.startswith("shares of "):
-            reply: dict[str, Any] = shares(lambda batch=batch, beam=beam: decode(batch, beam), 1)
-        else:
-            decode(batch, beam)
-            tokens, start = 0, time.perf_counter()
-            while time.perf_counter() - start < seconds:
-                tokens += decode(batch, beam)
-            reply = {"seconds": (time.perf_counter() - start) / tokens}
-        print(json.dumps(reply), flush=True)
+        batch, beam = CASES[line.strip()]
+        decode(batch, beam)
+        tokens, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            tokens += decode(batch, beam)
+        print(json.dumps({"seconds": (time.perf_counter() - start) / tokens}), flush=True)
 
 
 def measure(folder: Path, rounds: int, seconds: float, where: dict[str, str]) -> list[report.Row]:
-    """Return a row per case and precision, and the shares of a step."""
+    """Return a row per case and precision."""
     rows = []
     for kind in ["fp32"] if precision.resolve("auto") == "fp32" else ["bf16", "fp32"]:
         programs = {"ours": ("fastattn", kind)} | ({"theirs": ("ctranslate2", RIVALS[kind])} if HAS_RIVAL else {})
@@ -112,8 +106,6 @@ def measure(folder: Path, rounds: int, seconds: float, where: dict[str, str]) ->
             ours, *theirs = map(statistics.median, times.values())
             peer = {"peer": f"ctranslate2 {RIVALS[kind]}", "ratio": theirs[0] / ours} if theirs else {}
             rows.append(report.Row(**columns, case=f"decoding, {case}", seconds=ours, **peer))
-            for part, share in workers["ours"].ask(f"shares of {case}").items():
-                rows.append(report.Row(**columns, case=f"decoding, {case}: {part}", share=share))
         for worker in workers.values():
             worker.close()
     return rows
@@ -136,7 +128,7 @@ def main() -> None:
         write_model(Path(folder))
         rows = measure(Path(folder), options.rounds, options.seconds, where)
     for row in rows:
-        print(row.case, row.dtype, row.seconds or row.share, row.peer, row.ratio or "")
+        print(row.case, row.dtype, row.seconds, row.peer, row.ratio or "")
     if noise := neighbours.noise():  # children that have ended count as ours
         sys.exit(f"not recorded, run it on a quiet machine: {noise}")
     return report.append(options.results, rows)

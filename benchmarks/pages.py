@@ -342,7 +342,7 @@ def tables() -> dict[tuple[str, str], str]:
         (training, "translation"): listing(rows, r"tiny for 20 minutes: (target token|validation loss|BLEU)$"),
         (performance, "machines"): machines(rows, TORCH),
         (performance, "step"): "\n\n".join(part(rows, STEP) for part in (origins, shares, listing)),
-        (performance, "decoding"): "\n\n".join(part(rows, "decoding, ") for part in (origins, shares, listing)),
+        (performance, "decoding"): "\n\n".join(part(rows, "decoding, ") for part in (origins, listing)),
         (performance, "instruction-sets"): instruction_sets(rows),
         (performance, "newest-torch"): machines(rows, NEWEST_TORCH),
         (training, "hour"): listing(rows, "tiny for 60 minutes"),

@@ -6,13 +6,15 @@ A patched model is compared with the same model before patching, and our base mo
 import copy
 import dataclasses
 import functools
+import time
+from collections import Counter
 
-import profiled
 import pytest
 import torch
 import torch.nn.functional as F
 from public_models import jadore
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fastattn
 from fastattn.bench import contest, report
@@ -56,6 +58,34 @@ def beside_jadore():
 STEPS = dict(zip(PROGRAMS, (patched_jadore, patched_encoder, beside_jadore, beside_jadore), strict=True))
 
 
+# Beginnings of the names of torch's operations. All others are the rest.
+PARTS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("fastattn_cpu::attention", "fastattn_cpu::varlen_attention"),
+    "softmax and sums of the loss": ("fastattn_cpu::softmax_dropout",),
+    "dropout, residual, LayerNorm": ("fastattn_cpu::",),
+    "copies, most of them casts of autocast's": ("aten::copy_", "aten::cat"),
+    "embeddings": ("aten::embedding", "aten::index_select"),
+}
+REST = "other elementwise operations, Python"
+
+
+def shares(call, repeats):
+    """Return the share of each of PARTS in the time of some calls. An operation counts without those that it calls."""
+    call()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        total = 1e6 * (time.perf_counter() - started)
+    spent = Counter()
+    for event in found.key_averages():
+        part = next((part for part, names in PARTS.items() if event.key.startswith(names)), REST)
+        spent[part] += event.self_cpu_time_total
+    spent[REST] = total - sum(spent[part] for part in PARTS)  # the time between operations too
+    return {part: spent[part] / total for part in (*PARTS, REST)}
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_step(name, judge):
     torch.manual_seed(0)
@@ -71,7 +101,7 @@ def test_step(name, judge):
     result = contest.measured(name, functions, budget=10.0, rounds=(4, 8))
     rows = []
     if STEPS[name] is beside_jadore:  # matrix products are torch's in both: they are the limit
-        spent = profiled.shares(functions["ours"], 2)
+        spent = shares(functions["ours"], 2)
         products = spent["matrix products"]
         result = dataclasses.replace(result, share=Ratio(products, products, products), limit="matrix products")
         rows = [report.Row(case=f"{name}: {part}", share=share) for part, share in spent.items()]

@@ -98,19 +98,6 @@ def test_contestants_and_cases_that_fail_do_not_stop_the_rest(gpu, monkeypatch, 
     assert gpu.run(tmp_path / "results.csv", {}, seconds=1000) == [f"{case.name}: MemoryError"] * 2
 
 
-def test_calls_are_timed_as_replayed_graphs(monkeypatch):
-    module, called = load("benchmarks/gpu.py"), []
-    for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph", "Event"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    torch.cuda.Event.return_value.elapsed_time.return_value = 6.0
-    call = functools.partial(called.append, None)
-    assert module.replay(call, 2) == 6.0 / 1000 / 2
-    assert len(called) == 3 + 2  # before the capture, and in it
-    assert module.replay(call, 2) == 6.0 / 1000 / 2
-    assert len(called) == 3 + 2
-    assert torch.cuda.CUDAGraph.return_value.replay.call_count == 2
-
-
 def test_results_say_where_they_come_from(monkeypatch, tmp_path):
     require("triton")
     for name, value in (("is_available", True), ("get_device_name", "a GPU"), ("get_device_capability", (9, 0))):
