@@ -180,20 +180,8 @@ def _affine(columns: int, dtype: torch.dtype) -> list[Tensor]:
     return [1 + random(1, columns, dtype=dtype) / 8, random(2, columns, dtype=dtype)]
 
 
-def _softmax_dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
-    return fastattn.softmax_dropout(x, case.dropout, seed=seed)
-
-
-def _dropout(case: Case, x: Tensor, seed: Tensor | None = None) -> Tensor:
-    return fastattn.dropout(x, case.dropout, seed=seed)
-
-
 def _layer_norm_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return [random(0, *case.shape, dtype=case.dtype), *_affine(case.shape[1], case.dtype)], {}
-
-
-def _layer_norm(case: Case, x: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None = None) -> Tensor:
-    return fastattn.layer_norm(x, case.shape[1:], weight, bias)
 
 
 def _residual_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
@@ -202,10 +190,8 @@ def _residual_operands(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return [random(0, *case.shape, dtype=case.dtype), residual, *_affine(case.shape[1], case.dtype)], {}
 
 
-def _dropout_add_layer_norm(
-    case: Case, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None = None
-) -> Tensor:
-    return fastattn.dropout_add_layer_norm(x, residual, weight, bias, case.dropout, seed=seed)
+def _dropout_add_layer_norm(case: Case, *operands: Tensor, **seed: Tensor) -> Tensor:
+    return fastattn.dropout_add_layer_norm(*operands, case.dropout, **seed)
 
 
 def _residual_bytes(case: Case) -> int:
@@ -233,10 +219,12 @@ def _training_flops(case: Case) -> int:
 
 OPERATIONS = {
     "attention": Operation(_attention_operands, _attention),
-    "softmax_dropout": Operation(_input, _softmax_dropout),
-    "layer_norm": Operation(_layer_norm_operands, _layer_norm),
+    "softmax_dropout": Operation(_input, lambda case, x, **seed: fastattn.softmax_dropout(x, case.dropout, **seed)),
+    "layer_norm": Operation(
+        _layer_norm_operands, lambda case, x, *affine, seed=None: fastattn.layer_norm(x, case.shape[1:], *affine)
+    ),
     "dropout_add_layer_norm": Operation(_residual_operands, _dropout_add_layer_norm),
-    "dropout": Operation(_input, _dropout),
+    "dropout": Operation(_input, lambda case, x, **seed: fastattn.dropout(x, case.dropout, **seed)),
 }
 FLOPS = {"attention": _attention_flops, "training_step": _training_flops}
 BYTES = {

@@ -15,7 +15,7 @@ import fastattn
 
 from . import limits, peers, training
 from .cases import OPERATIONS, Case, Floor
-from .timer import Measure, Ratio, Timing, interleave, noise_of, wall_clock
+from .timer import Ratio, Timing, interleave, noise_of
 
 CHECKED_SCORES = 1 << 22
 """Attention is checked on as many heads of the first batch as have this many scores in all (one head at least)."""
@@ -118,11 +118,10 @@ def measured(
     budget: float,
     rounds: tuple[int, int] = (6, 100),
     attempts: int = ATTEMPTS,
-    measure: Measure = wall_clock,
 ) -> Result:
     """Time functions, of which one is "ours", up to `attempts` times while they are noisy."""
     for _ in range(attempts):
-        result = summarise(name, interleave(functions, budget=budget, rounds=rounds, measure=measure))
+        result = summarise(name, interleave(functions, budget=budget, rounds=rounds))
         if not result.noise:
             break
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,15 +59,6 @@ class TorchTransformer(nn.Module):
         return F.linear(self.features(source, target, tgt_key_padding_mask=target == PAD), self.embedding.weight)
 
 
-def _config(case: Case, **own: Any) -> fastattn.TransformerConfig:
-    return fastattn.TransformerConfig(**BASE, dropout=case.dropout, **own)
-
-
-def _ours(case: Case) -> nn.Module:
-    """Make our model, with dropout where torch.nn.Transformer has it: attention weights and feed-forward included."""
-    return fastattn.Transformer(_config(case, attention_dropout=case.dropout, ffn_dropout=case.dropout))
-
-
 def _step(case: Case, model: nn.Module, device: str = "cpu") -> Callable[[], tuple[Tensor, tuple[Tensor, ...]]]:
     generator = torch.Generator().manual_seed(1)
     sentences, length = case.shape
@@ -89,8 +81,11 @@ def _step(case: Case, model: nn.Module, device: str = "cpu") -> Callable[[], tup
 
 
 def _models(case: Case) -> dict[str, nn.Module]:
+    """Make both models, ours with dropout where torch.nn.Transformer has it: attention weights, feed-forward."""
     torch.manual_seed(0)
-    return {"ours": _ours(case), "torch": TorchTransformer(_config(case), case.shape[1])}
+    config = fastattn.TransformerConfig(**BASE, dropout=case.dropout)
+    own = replace(config, attention_dropout=case.dropout, ffn_dropout=case.dropout)
+    return {"ours": fastattn.Transformer(own), "torch": TorchTransformer(config, case.shape[1])}
 
 
 def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
