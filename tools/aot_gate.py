@@ -49,6 +49,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -211,79 +212,49 @@ def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: in
     call("varlen_attention_backward", out, lse, out, stats, RECORDS["varlen_attention"](*fields))
 
 
+HALF, SINGLE = torch.bfloat16, torch.float32
+SIZES, MASKS, THRESHOLDS = (64, 128, 256), (None, torch.bool, torch.float32), (0, 6554)
+USUAL = [*product((HALF, SINGLE), SIZES)]
+OPERANDS: list[tuple[Any, ...]] = [
+    *product((HALF,), SIZES),
+    # Head sizes that are not powers of 2; then also rows that do not begin at multiples of 16 bytes.
+    *((HALF, 80), (HALF, 192, 128)),
+    *product((torch.float16,), (59, 100, 250)),
+    *product((SINGLE,), (*SIZES, 59, 100, 250)),
+    *((SINGLE, size, size, True) for size in (64, 128)),
+]
+LONG = (*product((64, 128), MASKS), (256, None), (80, None))
+FEW = ((None,), (torch.bool,), (torch.float32,), (None, 6554), (None, 0, 1, 1, 8192))
 CASES: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
+        *((_attention, *o[:2], mask, p, *o[2:]) for o, mask, p in product(OPERANDS, MASKS, THRESHOLDS)),
+        *((_plain_attention, *o, mask, p) for o, mask, p in product(USUAL, MASKS, THRESHOLDS)),
+        *((_attention, torch.float16, size, None, p) for size, p in product((64, 128), THRESHOLDS)),
+        *((_attention_of_columns, *o, p) for o, p in product(USUAL[:4], THRESHOLDS)),
+        *((_long_attention, HALF, *o, p) for o, p in product(LONG, THRESHOLDS)),
+        *((_few_queries, *o, *few) for o, few in product((*USUAL, *product((torch.float16,), (59, 100, 250))), FEW)),
+        (_few_queries, HALF, 128, torch.bool, 0, 1, 64, 8192),
         *(
-            (_attention, *operands[:2], mask, threshold, *operands[2:])
-            for operands in (
-                *((torch.bfloat16, size) for size in (64, 128, 256)),
-                # Head sizes that are not powers of 2; then also rows that do not begin at multiples of 16 bytes.
-                (torch.bfloat16, 80),
-                (torch.bfloat16, 192, 128),
-                *((torch.float16, size) for size in (59, 100, 250)),
-                *((torch.float32, size) for size in (64, 128, 256)),
-                *((torch.float32, size) for size in (59, 100, 250)),
-                *((torch.float32, size, size, True) for size in (64, 128)),
-            )
-            for mask in (None, torch.bool, torch.float32)
-            for threshold in (0, 6554)
-        ),
-        *(
-            (_plain_attention, dtype, size, mask, threshold)
-            for dtype in (torch.bfloat16, torch.float32)
-            for size in (64, 128, 256)
-            for mask in (None, torch.bool, torch.float32)
-            for threshold in (0, 6554)
-        ),
-        *((_attention, torch.float16, size, None, threshold) for size in (64, 128) for threshold in (0, 6554)),
-        *(
-            (_attention_of_columns, *operands, threshold)
-            for operands in (*((torch.bfloat16, size) for size in (64, 128, 256)), (torch.float32, 64))
-            for threshold in (0, 6554)
-        ),
-        *(
-            (_long_attention, torch.bfloat16, size, mask, threshold)
-            for size, mask in (
-                *((size, mask) for size in (64, 128) for mask in (None, torch.bool, torch.float32)),
-                (256, None),
-                (80, None),
-            )
-            for threshold in (0, 6554)
-        ),
-        *(
-            (_few_queries, *operands, mask, *others)
-            for operands in (
-                *((dtype, size) for dtype in (torch.bfloat16, torch.float32) for size in (64, 128, 256)),
-                *((torch.float16, size) for size in (59, 100, 250)),
-            )
-            for mask, *others in ((None,), (torch.bool,), (torch.float32,), (None, 6554), (None, 0, 1, 1, 8192))
-        ),
-        (_few_queries, torch.bfloat16, 128, torch.bool, 0, 1, 64, 8192),
-        *(
-            (_varlen_attention, *operands, *others)
-            for operands in (
-                *((dtype, size) for dtype in (torch.bfloat16, torch.float32) for size in (64, 128, 256)),
-                *((torch.float16, size) for size in (59, 80, 250)),
-            )
-            for others in ((0,), (6554,), (0, 1))
+            (_varlen_attention, *o, *others)
+            for o, others in product((*USUAL, *product((torch.float16,), (59, 80, 250))), ((0,), (6554,), (0, 1)))
         ),
     ],
     "dropout": [
-        (_dropout, torch.bfloat16, 64, 512),
+        (_dropout, HALF, 64, 512),
         (_dropout, torch.float32, 64, 4096),
         (_dropout, torch.float32, 7, 33),
-        (_dropout, torch.bfloat16, 64, 16),
+        (_dropout, HALF, 64, 16),
     ],
     "layer_norm": [
-        *((_layer_norm, torch.bfloat16, columns) for columns in (16, 77, 512, 8192, 16384, 32768)),
+        *((_layer_norm, HALF, columns) for columns in (16, 77, 512, 8192, 16384, 32768)),
         *((_layer_norm, torch.float32, columns) for columns in (1024, 16384)),
-        *((_dropout_add_layer_norm, torch.bfloat16, columns, 6554) for columns in (16, 77, 512, 8192, 16384, 32768)),
-        (_dropout_add_layer_norm, torch.bfloat16, 512, 0),
+        *((_dropout_add_layer_norm, HALF, columns, 6554) for columns in (16, 77, 512, 8192, 16384, 32768)),
+        (_dropout_add_layer_norm, HALF, 512, 0),
     ],
     "softmax_dropout": [
-        *((_softmax_dropout, torch.bfloat16, columns, None, 6554) for columns in (16, 77, 512, 8192, 16384, 32768)),
-        (_softmax_dropout, torch.bfloat16, 512, torch.bool, 0),
-        (_softmax_dropout, torch.bfloat16, 16384, torch.float32, 6554),
+        *((_softmax_dropout, HALF, columns, None, 6554) for columns in (16, 77, 512, 8192, 16384, 32768)),
+        (_softmax_dropout, HALF, 512, torch.bool, 0),
+        (_softmax_dropout, HALF, 16384, torch.float32, 6554),
         *((_softmax_dropout, torch.float32, columns, torch.float32, 6554) for columns in (512, 1024)),
     ],
 }
@@ -292,23 +263,14 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 # Cases that take a minute, for every change: the usual calls, and the tiles that are hardest for dropout.
 SAMPLE: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
-        *(
-            (function, torch.bfloat16, size, mask, threshold)
-            for function, size, mask in (
-                *((_long_attention, size, None) for size in (64, 128)),
-                (_plain_attention, 64, torch.bool),
-            )
-            for threshold in (0, 6554)
-        ),
-        *((_varlen_attention, torch.bfloat16, 128, threshold) for threshold in (0, 6554)),
-        (_few_queries, torch.bfloat16, 64, None),
+        *((_long_attention, HALF, size, None, p) for size, p in product((64, 128), THRESHOLDS)),
+        *((_plain_attention, HALF, 64, torch.bool, p) for p in THRESHOLDS),
+        *((_varlen_attention, HALF, 128, p) for p in THRESHOLDS),
+        (_few_queries, HALF, 64, None),
     ],
     "dropout": CASES["dropout"][:1],
-    "layer_norm": [(_layer_norm, torch.bfloat16, 512), (_dropout_add_layer_norm, torch.bfloat16, 512, 6554)],
-    "softmax_dropout": [
-        (_softmax_dropout, torch.bfloat16, 512, None, 6554),
-        (_softmax_dropout, torch.bfloat16, 512, torch.bool, 0),
-    ],
+    "layer_norm": [(_layer_norm, HALF, 512), (_dropout_add_layer_norm, HALF, 512, 6554)],
+    "softmax_dropout": [(_softmax_dropout, HALF, 512, None, 6554), (_softmax_dropout, HALF, 512, torch.bool, 0)],
 }
 
 
