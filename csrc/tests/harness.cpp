@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <thread>
-#include <utility>
 
 namespace fastattn::testing {
 namespace {
@@ -23,11 +22,9 @@ struct Format {
 };
 
 Format format_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::bfloat16: return {7, -126, 127};
-    case Dtype::float16: return {10, -14, 15};
-    default: return {23, -126, 127};
-  }
+  return dtype == Dtype::bfloat16  ? Format{7, -126, 127}
+         : dtype == Dtype::float16 ? Format{10, -14, 15}
+                                   : Format{23, -126, 127};
 }
 
 void on_crash(int) {
@@ -35,6 +32,13 @@ void on_crash(int) {
   const auto ignored = write(2, message, sizeof message - 1) + write(2, current, strlen(current)) + write(2, "\n", 1);
   (void)ignored;
   _exit(1);
+}
+
+void run_workers(int workers, void (*body)(void*, int), void* argument) {
+  std::vector<std::thread> others;
+  for (int worker = 1; worker < workers; ++worker) others.emplace_back(body, argument, worker);
+  body(argument, 0);
+  for (std::thread& other : others) other.join();
 }
 
 }  // namespace
@@ -52,113 +56,118 @@ double Random::normal() {  // the sum of twelve uniform numbers has variance 1
   return sum;
 }
 
-const char* name_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32: return "float32";
-    case Dtype::bfloat16: return "bfloat16";
-    case Dtype::float16: return "float16";
-    default: return "bool";
-  }
-}
-
-double round_to(Dtype dtype, double value) {
-  if (value == 0 || !isfinite(value)) return value;
-  const Format format = format_of(dtype);
-  const int exponent = ilogb(value) > format.minimum ? ilogb(value) : format.minimum;
-  const double step = ldexp(1, exponent - format.bits), rounded = nearbyint(value / step) * step;
-  return ilogb(rounded) > format.maximum ? copysign(INFINITY, rounded) : rounded;
+std::ostream& operator<<(std::ostream& out, Dtype dtype) {
+  static const char* const names[] = {"float32", "bfloat16", "float16", "bool"};
+  return out << names[(int)dtype];
 }
 
 double unit_roundoff(Dtype dtype) { return ldexp(1, -format_of(dtype).bits - 1); }
 
 Dtype any_float(Random& random) { return random.pick({Dtype::float32, Dtype::bfloat16, Dtype::float16}); }
 
-int64_t any_window(Random& random, int64_t reach) {
-  return random.chance(40) ? reach : min(random.pick<int64_t>({0, 3, 20, 40}), reach);
-}
+double kept_scale(int threshold) { return threshold < 65536 ? 65536.0 / (65536 - threshold) : 0; }
 
 Buffer::Buffer(Dtype type, int64_t elements, bool at_end) : dtype(type), count(elements) {
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (size_t)count * (size_t)size_of(dtype);
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (size_t)(count * size_of(dtype));
   const size_t pages = (size + page - 1) / page * page;
   mapped_ = pages + 2 * page;
   mapping_ = mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapping_ == MAP_FAILED) abort();
   char* first = (char*)mapping_ + page;
-  if (pages && mprotect(first, pages, PROT_READ | PROT_WRITE)) abort();
+  if (mapping_ == MAP_FAILED || (pages && mprotect(first, pages, PROT_READ | PROT_WRITE))) abort();
   data = at_end ? first + pages - size : first;
   fill_nan();
 }
 
-Buffer::Buffer(Buffer&& other) noexcept
-    : dtype(other.dtype), count(other.count), data(other.data), mapping_(other.mapping_), mapped_(other.mapped_) {
-  other.mapping_ = nullptr;
-}
-
-Buffer::~Buffer() {
-  if (mapping_) munmap(mapping_, mapped_);
-}
+Buffer::~Buffer() { munmap(mapping_, mapped_); }
 
 double Buffer::get(int64_t index) const {
-  const char* at = (const char*)data + (size_t)index * (size_t)size_of(dtype);
-  if (dtype == Dtype::boolean) return *(const uint8_t*)at;
-  if (dtype == Dtype::float32) {
-    float value;
-    memcpy(&value, at, sizeof value);
-    return value;
-  }
-  uint16_t bits;
-  memcpy(&bits, at, sizeof bits);
+  if (dtype == Dtype::boolean) return ((const uint8_t*)data)[index];
+  if (dtype == Dtype::float32) return ((const float*)data)[index];
   const Format format = format_of(dtype);
-  const int exponent = (bits & 0x7fff) >> format.bits, mantissa = bits & ((1 << format.bits) - 1);
-  double value = ldexp(exponent ? mantissa + (1 << format.bits) : mantissa,
-                       (exponent ? exponent - 1 : 0) + format.minimum - format.bits);
+  const int bits = ((const uint16_t*)data)[index], mantissa = bits & ((1 << format.bits) - 1);
+  const int exponent = (bits & 0x7fff) >> format.bits, normal = exponent != 0;
+  double value = ldexp(mantissa + (normal << format.bits), exponent - normal + format.minimum - format.bits);
   if (exponent == 2 * format.maximum + 1) value = mantissa ? NAN : INFINITY;
   return bits & 0x8000 ? -value : value;
 }
 
 void Buffer::set(int64_t index, double value) {
-  char* at = (char*)data + (size_t)index * (size_t)size_of(dtype);
-  const double rounded = round_to(dtype, value);
   if (dtype == Dtype::boolean) {
-    *(uint8_t*)at = (uint8_t)value;
-    return;
-  }
-  if (dtype == Dtype::float32) {
-    const float narrow = (float)rounded;
-    memcpy(at, &narrow, sizeof narrow);
-    return;
-  }
-  const Format format = format_of(dtype);
-  const double magnitude = fabs(rounded);
-  uint16_t bits;
-  if (isnan(rounded)) {
-    bits = 0x7fff;
-  } else if (isinf(rounded)) {
-    bits = (uint16_t)((2 * format.maximum + 1) << format.bits);
+    ((uint8_t*)data)[index] = (uint8_t)value;
+  } else if (dtype == Dtype::float32) {
+    ((float*)data)[index] = (float)value;
   } else {  // The count of the format's steps is its bits: an overflow of the mantissa increments the exponent.
-    const int exponent = magnitude == 0 || ilogb(magnitude) < format.minimum ? format.minimum : ilogb(magnitude);
-    bits = (uint16_t)(((exponent - format.minimum) << format.bits) + (int)ldexp(magnitude, format.bits - exponent));
+    const Format format = format_of(dtype);
+    const double magnitude = fabs(value), infinity = (2 * format.maximum + 1) << format.bits;
+    const int exponent = magnitude < ldexp(1, format.minimum) ? format.minimum : ilogb(magnitude);
+    const double steps = nearbyint(ldexp(magnitude, format.bits - exponent));
+    const double bits = ((exponent - format.minimum) * ldexp(1, format.bits)) + steps;
+    const int sign = signbit(value) ? 0x8000 : 0;
+    ((uint16_t*)data)[index] = (uint16_t)(sign | (isnan(value) ? 0x7fff : (int)min(bits, infinity)));
   }
-  if (signbit(rounded)) bits |= 0x8000;
-  memcpy(at, &bits, sizeof bits);
 }
 
-void Buffer::fill_nan() { memset(data, 0xff, (size_t)count * (size_t)size_of(dtype)); }
+void Buffer::fill_nan() { memset(data, 0xff, (size_t)(count * size_of(dtype))); }
 
-std::vector<char> Buffer::bytes() const {
-  const char* first = (const char*)data;
-  return std::vector<char>(first, first + (size_t)count * (size_t)size_of(dtype));
+std::string Buffer::bytes() const { return std::string((const char*)data, (size_t)(count * size_of(dtype))); }
+
+Operand::Operand(Random& random, Dtype dtype, int64_t batches, int64_t heads, int64_t rows, int64_t columns,
+                 bool heads_inside, double scale, double mean) {
+  const int64_t padding = random.between(0, 5), padded = columns + padding, count = batches * heads * rows * padded;
+  row = heads_inside ? heads * padded : padded;
+  head = heads_inside ? padded : rows * padded;
+  batch = batches == 1 ? 0 : heads * rows * padded;
+  buffer = std::make_unique<Buffer>(dtype, count ? count - padding : 0, random.chance(50));
+  zeros.assign((size_t)buffer->count, NAN);
+  for (int64_t i = 0; i < buffer->count; ++i) {
+    if (i % padded >= columns) continue;
+    buffer->set(i, random.normal() * scale + mean);
+    zeros[(size_t)i] = 0;
+  }
 }
 
-void begin_case(const std::string& name) {
-  static const bool installed = [] {
-    struct sigaction action = {};
-    action.sa_handler = on_crash;
-    sigaction(SIGSEGV, &action, nullptr);
-    sigaction(SIGBUS, &action, nullptr);
-    return true;
-  }();
-  (void)installed;
+RandomMask::RandomMask(Random& random, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
+  mask.dtype = random.chance(50) ? Dtype::boolean : any_float(random);
+  int64_t* sizes[4] = {&mask.columns, &mask.rows, &mask.heads, &mask.batches};
+  int64_t* strides[4] = {&mask.column, &mask.row, &mask.head, &mask.batch};
+  const int64_t shape[4] = {columns, rows, heads, batches};
+  int64_t count = 1;
+  for (int d = 0; d < 4; ++d) {
+    const bool full = random.chance(d == 0 ? 90 : 60) && shape[d] != 1;
+    *sizes[d] = full ? shape[d] : 1;
+    *strides[d] = full ? count : 0;
+    count *= *sizes[d];
+  }
+  buffer = std::make_unique<Buffer>(mask.dtype, count, random.chance(50));
+  mask.data = buffer->data;
+  const int hidden = (int)random.pick({0, 10, 50, 95});
+  const bool has_tails = mask.columns > 1 && random.chance(50);
+  finite_extremes = random.chance(20) && is_float();
+  int64_t shown = mask.columns;  // columns shown in some rows; later columns are hidden
+  for (int64_t i = 0; i < count; ++i) {
+    if (has_tails && i % (32 * mask.columns) == 0) shown = random.between(0, mask.columns);
+    const bool hide = random.chance(hidden) || i % mask.columns >= shown ||
+                      (hidden > 10 && mask.columns > 1 && i % mask.columns < mask.columns / 2);
+    if (is_float())
+      buffer->set(i, !hide ? random.normal() : finite_extremes ? -65504 : -INFINITY);
+    else
+      buffer->set(i, hide ? 0 : (double)random.between(1, 255));
+  }
+}
+
+double RandomMask::operator()(int64_t b, int64_t h, int64_t i, int64_t j) const {
+  const double value = buffer ? buffer->get(at(b, h, i, j)) : 1;
+  return is_float() ? value : value != 0 ? 0 : -INFINITY;
+}
+
+std::string RandomMask::name() const {
+  std::ostringstream name;
+  if (buffer) name << mask.dtype;
+  return "mask " + (buffer ? name.str() : "none");
+}
+
+void begin_named_case(const std::string& name) {
+  signal(SIGSEGV, on_crash), signal(SIGBUS, on_crash);
   snprintf(current, sizeof current, "%s", name.c_str());
 }
 
@@ -183,32 +192,20 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
   }
 }
 
-static void run_workers(int workers, void (*body)(void*, int), void* argument) {
-  std::vector<std::thread> others;
-  for (int worker = 1; worker < workers; ++worker) others.emplace_back(body, argument, worker);
-  body(argument, 0);
-  for (std::thread& other : others) other.join();
-}
-
-void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel) {
-  std::vector<std::vector<char>> first;
+void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel,
+                    bool again) {
+  std::vector<std::string> first;
+  for (const Buffer* output : outputs) first.push_back(output->bytes());
   for (const int threads : {1, 2, 5}) {
     for (Buffer* output : outputs) output->fill_nan();
     kernel(Parallel{threads, run_workers});
     for (size_t i = 0; i < outputs.size(); ++i) {
-      if (threads == 1)
-        first.push_back(outputs[i]->bytes());
-      else if (outputs[i]->bytes() != first[i])
-        fail("output " + std::to_string(i) + " differs between 1 and " + std::to_string(threads) + " threads");
+      if (threads == 1 && !again) first[i] = outputs[i]->bytes();
+      if (outputs[i]->bytes() != first[i])
+        fail("output " + std::to_string(i) + " differs between runs, the latest on " + std::to_string(threads) +
+             " threads");
     }
   }
-}
-
-void expect_again(Buffer& out, const std::function<void(const Parallel&)>& kernel) {
-  const std::vector<char> before = out.bytes();
-  out.fill_nan();
-  kernel(Parallel{2, run_workers});
-  if (out.bytes() != before) fail("the output alone differs");
 }
 
 }  // namespace fastattn::testing

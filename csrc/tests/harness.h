@@ -3,15 +3,18 @@
 #include <stdint.h>
 
 #include <functional>
+#include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
-#include "../common/arithmetic.h"
+#include "../common/operands.h"
 #include "../common/philox.h"
-#include "../common/types.h"
 #include "../cpu/kernels.h"
 
 namespace fastattn::testing {
+
+constexpr double kEpsilon = 0x1p-23;
 
 // A generator, splitmix64, which gives the same cases on every run.
 struct Random {
@@ -27,10 +30,10 @@ struct Random {
   }
 };
 
-const char* name_of(Dtype);
-double round_to(Dtype, double);  // Nearest value, ties to even.
-double unit_roundoff(Dtype);     // Half the distance from 1 to the next number.
+std::ostream& operator<<(std::ostream&, Dtype);
+double unit_roundoff(Dtype);  // Half the distance from 1 to the next number.
 Dtype any_float(Random&);
+double kept_scale(int threshold);  // The factor of the elements that dropout keeps.
 
 // Elements that end, or begin, at an inaccessible page and are NaN (all bits set) at first.
 class Buffer {
@@ -38,12 +41,11 @@ class Buffer {
   Buffer(Dtype dtype, int64_t count, bool at_end = true);
   ~Buffer();
   Buffer(const Buffer&) = delete;
-  Buffer(Buffer&&) noexcept;
 
   double get(int64_t index) const;
-  void set(int64_t index, double value);  // rounds
+  void set(int64_t index, double value);  // Rounds to nearest, ties to even.
   void fill_nan();
-  std::vector<char> bytes() const;
+  std::string bytes() const;
 
   Dtype dtype;
   int64_t count;
@@ -54,8 +56,62 @@ class Buffer {
   size_t mapped_;
 };
 
-// Begin a case. Failures in it, crashes included, print its name.
-void begin_case(const std::string& name);
+// Normal numbers (batch, head, row, column). Columns are dense. Padding follows each row, or each row of a head if the
+// heads are inside the rows. It is NaN. The batch has stride 0 if there is one, as packed sequences need.
+struct Operand {
+  Operand(Random&, Dtype, int64_t batches, int64_t heads, int64_t rows, int64_t columns, bool heads_inside = false,
+          double scale = 1, double mean = 0);
+  int64_t at(int64_t b, int64_t h, int64_t i, int64_t j) const { return b * batch + h * head + i * row + j; }
+  double operator()(int64_t b, int64_t h, int64_t i, int64_t j) const { return buffer->get(at(b, h, i, j)); }
+  double operator()(int64_t i, int64_t j) const { return (*this)(0, 0, i, j); }
+  Heads heads() const { return {buffer->data, batch, head, row}; }
+
+  int64_t batch, head, row;
+  std::unique_ptr<Buffer> buffer;
+  std::vector<double> zeros;  // 0 for every element, NaN for the padding
+};
+
+// A mask that may be boolean or broadcast. It may hide nearly everything, or the tails of all rows. Without a shape it
+// is absent and hides nothing.
+struct RandomMask {
+  RandomMask() = default;
+  RandomMask(Random&, int64_t batches, int64_t heads, int64_t rows, int64_t columns);
+  int64_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return b * mask.batch + h * mask.head + i * mask.row + j * mask.column;
+  }
+  double operator()(int64_t b, int64_t h, int64_t i, int64_t j) const;  // the addend of a score
+  bool is_float() const { return buffer && mask.dtype != Dtype::boolean; }
+  std::string name() const;
+
+  Mask mask = {};
+  bool finite_extremes = false;  // Hides by -65504 instead of -inf.
+  std::unique_ptr<Buffer> buffer;
+};
+
+// Whether query i of `queries` sees key j of `keys` through the window of a problem.
+template <class Problem>
+bool in_window(const Problem& p, int64_t queries, int64_t keys, int64_t i, int64_t j) {
+  const int64_t offset = j - i - (p.lower_right ? keys - queries : 0);
+  return j < keys && -p.window_left <= offset && offset <= p.window_right;
+}
+
+// Draw both sides of a problem's window: narrow, or wide enough to hide nothing.
+template <class Problem>
+void draw_window(Random& random, Problem& p, int64_t queries, int64_t keys) {
+  const auto side = [&](int64_t reach) {
+    return random.chance(40) ? reach : min(random.pick<int64_t>({0, 3, 20, 40}), reach);
+  };
+  p.window_left = side(p.lower_right ? keys : queries), p.window_right = side(p.lower_right ? queries : keys);
+}
+
+// Begin a case. Failures in it, crashes included, print its name: the words and the instruction set.
+void begin_named_case(const std::string& name);
+template <class... Words>
+void begin_case(const Words&... words) {
+  std::ostringstream name;
+  ((name << words << ' '), ...) << "on " << kInstructionSets[instruction_set()];
+  begin_named_case(name.str());
+}
 void fail(const std::string& what);
 int failures();
 
@@ -63,22 +119,21 @@ int failures();
 // NaN; then `got` must be.
 void expect_close(const char* what, const Buffer& got, const std::vector<double>& want, double slack);
 
-// Run the kernel on 1, 2 and 5 threads, with outputs of NaN before each run. All runs must write the same bits.
-void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel);
+// Run a kernel on 1, 2 and 5 threads, with outputs of NaN before each run. All runs must write the same bits, and the
+// bits before the first run if `again`.
+void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel,
+                    bool again);
 
-// Run the kernel of a problem in a workspace between guard pages.
+// Run the kernel of a problem in this way, in a workspace between guard pages.
 template <class Problem>
-void run_kernel(const Problem& problem, const Parallel& parallel) {
-  const Kernel<Problem>& kernel = kernel_of(problem);
-  Buffer workspace(Dtype::float32, round_up(kernel.workspace(problem, parallel), 64) / 4);
-  kernel.run(problem, parallel, (char*)workspace.data);
+void run_kernel(const Problem& problem, const std::vector<Buffer*>& outputs, bool again = false) {
+  const auto run = [&](const Parallel& parallel) {
+    const Kernel<Problem>& kernel = kernel_of(problem);
+    Buffer workspace(Dtype::float32, round_up(kernel.workspace(problem, parallel), 64) / 4);
+    kernel.run(problem, parallel, (char*)workspace.data);
+  };
+  run_on_threads(outputs, run, again);
 }
-
-// Return a side of a window: a narrow one, or `reach`, which is wide enough to hide nothing.
-int64_t any_window(Random&, int64_t reach);
-
-// Run the kernel again with `out` as its only output. It must write the same bits as before.
-void expect_again(Buffer& out, const std::function<void(const Parallel&)>& kernel);
 
 // One function per kernel file. It runs so many random problems on the instruction set in use.
 void test_attention(int cases);

@@ -88,33 +88,26 @@ inline unsigned reduce_or(unsigned mask, unsigned value, const char* file, int l
   return all;
 }
 
-// Return the lane that a shuffle reads: `source` within groups of `width`, else the lane itself.
-inline unsigned within(unsigned source, unsigned width) {
-  return source / width == lane() / width && source < 32 ? source : lane();
-}
+// Return the lane that a shuffle reads: `source` if it is in the warp, else the lane itself.
+inline unsigned within(unsigned source) { return source < 32 ? source : lane(); }
+
+inline unsigned mask_of(unsigned mask = 0xffffffff) { return mask; }
 
 }  // namespace emulation
 
-#define __syncthreads() ((void)emulation::meet(emulation::Collective::barrier, 0, 0, 0, __FILE__, __LINE__))
-#define __syncwarp(...)                                                                                        \
-  ((void)emulation::meet(emulation::Collective::warp_barrier, emulation::mask_of(__VA_ARGS__), 0, 0, __FILE__, \
-                         __LINE__))
-#define __shfl_sync(mask, value, source) emulation::shuffle(mask, value, (unsigned)(source) % 32, __FILE__, __LINE__)
-#define __shfl_xor_sync(mask, value, bits) \
-  emulation::shuffle(mask, value, emulation::lane() ^ (unsigned)(bits), __FILE__, __LINE__)
+#define MEET(kind, mask, value) emulation::meet(emulation::Collective::kind, mask, value, 0, __FILE__, __LINE__)
+#define SHUFFLE(mask, value, source) emulation::shuffle(mask, value, source, __FILE__, __LINE__)
+#define __syncthreads() ((void)MEET(barrier, 0, 0))
+#define __syncwarp(...) ((void)MEET(warp_barrier, emulation::mask_of(__VA_ARGS__), 0))
+#define __shfl_sync(mask, value, source) SHUFFLE(mask, value, (unsigned)(source) % 32)
+#define __shfl_xor_sync(mask, value, bits) SHUFFLE(mask, value, emulation::lane() ^ (unsigned)(bits))
 #define __shfl_down_sync(mask, value, step) \
-  emulation::shuffle(mask, value, emulation::within(emulation::lane() + (unsigned)(step), 32), __FILE__, __LINE__)
-#define __shfl_up_sync(mask, value, step) \
-  emulation::shuffle(mask, value, emulation::within(emulation::lane() - (unsigned)(step), 32), __FILE__, __LINE__)
+  SHUFFLE(mask, value, emulation::within(emulation::lane() + (unsigned)(step)))
+#define __shfl_up_sync(mask, value, step) SHUFFLE(mask, value, emulation::within(emulation::lane() - (unsigned)(step)))
 #define __reduce_or_sync(mask, value) emulation::reduce_or(mask, value, __FILE__, __LINE__)
-#define __ballot_sync(mask, predicate) \
-  ((unsigned)emulation::meet(emulation::Collective::vote, mask, (predicate) ? 1 : 0, 0, __FILE__, __LINE__))
+#define __ballot_sync(mask, predicate) ((unsigned)MEET(vote, mask, (predicate) ? 1 : 0))
 #define __any_sync(mask, predicate) (__ballot_sync(mask, predicate) != 0)
 #define __all_sync(mask, predicate) (__ballot_sync(mask, !(predicate)) == 0)
-
-namespace emulation {
-inline unsigned mask_of(unsigned mask = 0xffffffff) { return mask; }
-}  // namespace emulation
 
 template <class T>
 T __ldg(const T* address) {

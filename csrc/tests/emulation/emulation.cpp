@@ -23,19 +23,22 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int kWarp = 32;
 
-struct Fiber {
+// The operation at which a fiber waits.
+struct Operation {
+  Collective kind;
+  unsigned mask, source;
+  uint64_t value;
+  const char* file;
+  int line;
+};
+
+struct Fiber : Operation {
   jmp_buf at;  // the place where it goes on
   ucontext_t entry;
   std::unique_ptr<char[]> stack;
   bool started = false;   // Its stack is in use, so it goes on by longjmp, which is faster than a context switch.
   bool finished = false;  // It has finished its thread of the present block.
   bool waiting = false;
-
-  Collective kind;  // the operation at which it waits
-  unsigned mask, source;
-  uint64_t value;
-  const char* file;
-  int line;
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;  // kept from launch to launch
@@ -149,13 +152,8 @@ bool go_on(int index) {
 }
 
 const char* name_of(Collective kind) {
-  switch (kind) {
-    case Collective::barrier: return "__syncthreads";
-    case Collective::warp_barrier: return "__syncwarp";
-    case Collective::shuffle: return "a shuffle";
-    case Collective::vote: break;
-  }
-  return "a vote";
+  static const char* const names[] = {"__syncthreads", "__syncwarp", "a shuffle", "a vote"};
+  return names[(int)kind];
 }
 
 // The threads that `fiber`, number `index`, waits for: the threads in [first, last) for which has(thread).
@@ -258,8 +256,7 @@ uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, c
     if (present < kWarp && mask >> present)
       stop("%s at %s:%d: mask %#x names lanes that the block does not have", name_of(kind), file, line, mask);
   }
-  fiber.kind = kind, fiber.mask = mask, fiber.value = value, fiber.source = source, fiber.file = file,
-  fiber.line = line;
+  (Operation&)fiber = {kind, mask, source, value, file, line};
   fiber.waiting = true;
   release(current);
   if (fiber.waiting) to_scheduler(fiber);
