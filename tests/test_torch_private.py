@@ -1,6 +1,6 @@
 """Tests of the private parts of torch that fastattn uses, one each. A failure here means that torch has changed."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +13,6 @@ from fastattn import _torch_private
 
 pytestmark = pytest.mark.torch_version
 X = torch.ones(3)
-
-
-def test_nobody_observes_a_plain_call():
-    assert not _torch_private.is_observed()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert not _torch_private.is_observed()
 
 
 def inside_dispatch_mode(ask):
@@ -35,70 +29,72 @@ def inside_forward_ad(ask):
         ask(X)
 
 
-def test_several_gradients_at_once_are_noticed():
-    found = []
+def inside_autocast(device):
+    def run(ask):
+        torch.set_autocast_enabled(device, True)
+        try:
+            ask(X)
+        finally:
+            torch.set_autocast_enabled(device, False)
 
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            found.append(_torch_private.is_batched_gradient(grad))
-            return 2 * grad
-
-    x = torch.ones(3, requires_grad=True)
-    torch.autograd.grad(Double.apply(x), x, torch.eye(3), is_grads_batched=True)
-    torch.autograd.grad(Double.apply(x), x, torch.ones(3))
-    assert found == [True, False]
+    return run
 
 
-OBSERVERS = {
+def inside_onnx_export(ask):
+    """Ask while the exporter's flag is set, which the public function reports too."""
+    from torch.onnx._internal.exporter import _flags
+
+    assert _flags.set_onnx_exporting_flag(lambda: (ask(X), torch.onnx.is_in_onnx_export())[1])()
+
+
+SURROUNDINGS = {
     "a dispatch mode": inside_dispatch_mode,
     "vmap": lambda ask: torch.func.vmap(ask)(X),
     "grad": lambda ask: torch.func.grad(lambda x: ask(x).sum())(X),
-    "forward-mode differentiation": inside_forward_ad,
+    "a dual level": inside_forward_ad,
+    "jvp": lambda ask: torch.func.jvp(ask, (X,), (X,)),
     "torch.compile": lambda ask: torch.compile(ask, backend="eager", fullgraph=True)(X),
+    "jit.trace": lambda ask: torch.jit.trace(ask, (X,)),
+    "make_fx": lambda ask: make_fx(ask)(X),
+    "make_fx before dispatch": lambda ask: make_fx(ask, pre_dispatch=True)(X),
+    "ONNX export": inside_onnx_export,
+    "autocast": inside_autocast("cpu"),
+    "autocast on CUDA": inside_autocast("cuda"),
 }
+NOTICED = {
+    "is_observed": ["a dispatch mode", "vmap", "grad", "a dual level", "torch.compile"],
+    "is_transformed": ["vmap", "grad"],
+    "is_forward_mode": ["a dual level", "jvp"],
+    "is_traced": ["jit.trace"],
+    "is_proxied": ["make_fx", "make_fx before dispatch"],
+    "is_onnx_export": ["ONNX export"],
+    "is_autocast_enabled": ["autocast", "autocast on CUDA"],
+}
+IGNORED = [("is_observed", "autocast"), ("is_forward_mode", "grad")]
 
 
-@pytest.mark.parametrize("name", OBSERVERS)
-def test_observers_are_noticed(name):
+def answers(question, run):
+    """Return what the question answers about each tensor that `run` passes."""
     found = []
 
     def ask(x):
-        found.append(_torch_private.is_observed())
+        found.append(question(x))
         return x * 2
 
     torch.compiler.reset()
-    OBSERVERS[name](ask)
-    assert found == [True], f"torch no longer says that {name} is active: it would not see fastattn's calls"
-    assert not _torch_private.is_observed()
+    run(ask)
+    return found
 
 
-@pytest.mark.parametrize("name", ["vmap", "grad"])
-def test_transforms_are_noticed(name):
-    found = []
-
-    def ask(x):
-        found.append(_torch_private.is_transformed())
-        return x * 2
-
-    OBSERVERS[name](ask)
-    assert found == [True]
-    assert not _torch_private.is_transformed()
-
-
-def test_onnx_export_is_noticed():
-    """The exporter's flag and the public function both report the export."""
-    assert not _torch_private.is_onnx_export()
-    assert not torch.onnx.is_in_onnx_export()
-    from torch.onnx._internal.exporter import _flags
-
-    ask = _flags.set_onnx_exporting_flag(lambda: (_torch_private.is_onnx_export(), torch.onnx.is_in_onnx_export()))
-    assert ask() == (True, True)
-    assert not _torch_private.is_onnx_export()
+@pytest.mark.parametrize(
+    ("name", "around"), [*((name, around) for name in NOTICED for around in NOTICED[name]), *IGNORED]
+)
+def test_surroundings_are_noticed(name, around):
+    question = getattr(_torch_private, name)
+    assert not question()
+    found = answers(lambda _: question(), SURROUNDINGS[around])
+    assert found[0] == ((name, around) not in IGNORED), f"torch no longer says that {around} is active"
+    assert not question()
 
 
 def test_an_autograd_function_is_noticed():
@@ -122,14 +118,22 @@ def test_an_autograd_function_is_noticed():
     assert found == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_autocast_is_noticed(device):
-    assert not _torch_private.is_autocast_enabled()
-    torch.set_autocast_enabled(device, True)
-    try:
-        assert _torch_private.is_autocast_enabled()
-    finally:
-        torch.set_autocast_enabled(device, False)
+def test_batched_tensors_are_noticed():
+    """Batched tensors are noticed also below another transform's wrapping, and several gradients at once."""
+    vmap, grad = torch.func.vmap, torch.func.grad
+    for run, wanted in {
+        lambda ask: vmap(ask)(X): True,
+        lambda ask: vmap(grad(lambda x: ask(x).sum()))(X): True,
+        lambda ask: grad(lambda x: ask(x).sum())(X): False,
+        lambda ask: vmap(lambda x: ask(X) + x)(X): False,
+        lambda ask: ask(X): False,
+    }.items():
+        assert answers(_torch_private.is_batched, run) == [wanted]
+    found, x = [], X.clone().requires_grad_()
+    (out := x * 2).register_hook(lambda grad: found.append(_torch_private.is_batched_gradient(grad)))
+    torch.autograd.grad(out, x, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(out, x, X)
+    assert found == [True, False]
 
 
 def test_a_bound_overload_is_the_op():
@@ -166,20 +170,21 @@ def test_a_bound_apply_is_the_functions():
         assert not apply(leaf, 2)[0].requires_grad
 
 
-@pytest.fixture(scope="module")
-def op():
-    """Register an op whose autograd is a Function, as ops/register.py registers fastattn's."""
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_function_at_the_autograd_key_runs_once_and_inside_transforms():
+    """The op's autograd is a Function, as ops/register.py registers fastattn's. Below autograd the op is not
+    differentiated again."""
     library = torch.library.Library("fastattn_test_private", "DEF")
     library.define("double(Tensor x) -> Tensor")
     library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
-    calls = []
+    double, calls = torch.ops.fastattn_test_private.double.default, []
 
     class Function(_torch_private.SingleLevelFunction):
         @staticmethod
         def forward(x):
             calls.append(x)
             with _torch_private.below_autograd():
-                return torch.ops.fastattn_test_private.double(x)
+                return double(x)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -196,23 +201,13 @@ def op():
             return apply(x)
 
     library.impl("double", differentiate, "Autograd")
-    yield torch.ops.fastattn_test_private.double.default, calls
-    library._destroy()
-
-
-def test_below_autograd_the_op_is_not_differentiated_again(op):
-    double, calls = op
-    calls.clear()
     assert torch.equal(double(X.clone().requires_grad_()), X * 2)
     assert len(calls) == 1
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_function_at_the_autograd_key_runs_inside_transforms(op):
-    double, _ = op
-    assert torch.equal(torch.func.grad(lambda x: double(x).square().sum())(X), X * 8)
-    assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: double(x).square()))(X), X * 8)
-    assert torch.equal(torch.func.grad(lambda x: torch.func.vmap(double)(x).square().sum())(X), X * 8)
+    grad, vmap = torch.func.grad, torch.func.vmap
+    assert torch.equal(grad(lambda x: double(x).square().sum())(X), X * 8)
+    assert torch.equal(vmap(grad(lambda x: double(x).square()))(X), X * 8)
+    assert torch.equal(grad(lambda x: vmap(double)(x).square().sum())(X), X * 8)
+    library._destroy()
 
 
 def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
@@ -229,30 +224,6 @@ def test_torchs_encoder_layer_calls_what_is_never_skipped(monkeypatch):
         _torch_private.may_be_skipped(layer.self_attn)
         layer(x)
     assert len(calls) == 1
-
-
-def test_forward_mode_is_noticed():
-    found = []
-    torch.func.jvp(lambda x: (found.append(_torch_private.is_forward_mode()), x)[1], (X,), (X,))
-    inside_forward_ad(lambda x: found.append(_torch_private.is_forward_mode()))
-    torch.func.grad(lambda x: (found.append(_torch_private.is_forward_mode()), x.sum())[1])(X)
-    assert found == [True, True, False]
-
-
-def test_batched_tensors_are_noticed():
-    """Batched tensors are noticed also below another transform's wrapping."""
-    found = []
-
-    def ask(x):
-        found.append(_torch_private.is_batched(x))
-        return x.sum()
-
-    torch.func.vmap(ask)(X)
-    torch.func.vmap(torch.func.grad(ask))(X)
-    torch.func.grad(ask)(X)
-    torch.func.vmap(lambda x: ask(X) + x)(X)
-    ask(X)
-    assert found == [True, True, False, False, False]
 
 
 def test_fused_attention_of_the_cpu():
@@ -278,21 +249,6 @@ def test_scripting_is_refused():
         torch.jit.script(double)
 
 
-def test_tracing_is_noticed():
-    found = []
-    torch.jit.trace(lambda x: (found.append(_torch_private.is_traced()), x * 2)[1], (X,))
-    assert found[0]
-    assert not _torch_private.is_traced()
-
-
-@pytest.mark.parametrize("pre_dispatch", [False, True])
-def test_make_fx_is_noticed(pre_dispatch):
-    found = []
-    make_fx(lambda x: (found.append(_torch_private.is_proxied()), x * 2)[1], pre_dispatch=pre_dispatch)(X)
-    assert found == [True]
-    assert not _torch_private.is_proxied()
-
-
 def test_jagged_tensors():
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(5, 3, 4)], layout=torch.jagged)
     assert _torch_private.ragged_dim(nested) == 1
@@ -307,19 +263,12 @@ def test_flash_attention_is_enabled_unless_excluded():
 
 
 def test_a_cache_key_tag_holds_in_every_thread():
-    found = []
-
-    def ask():
-        found.append(torch.compiler.config.cache_key_tag)
-
     tag = _torch_private.CacheKeyTag(" ours")
-    for end in (tag.remove, lambda: None):
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        ask()
-        end()
-    assert found == [" ours", " ours", "", ""]
+    with ThreadPoolExecutor(1) as thread:
+        for wanted, end in ((" ours", tag.remove), ("", lambda: None)):
+            assert thread.submit(lambda: torch.compiler.config.cache_key_tag).result() == wanted
+            assert torch.compiler.config.cache_key_tag == wanted
+            end()
 
 
 def test_an_attention_implementation_is_forgotten():
@@ -342,12 +291,7 @@ def test_compiled_code_is_forgotten():
 
 def test_tracers_are_recognised():
     kinds = []
-
-    def note(x):
-        kinds.append(type(x))
-        return x * 2
-
-    op = _torch_private.Implementations({("relu", "AutogradCPU"): note}, {})
+    op = _torch_private.Implementations({("relu", "AutogradCPU"): lambda x: kinds.append(type(x)) or x * 2}, {})
     try:
         torch.compile(torch.relu, backend="aot_eager")(X)
     finally:
@@ -394,38 +338,26 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_are_noticed(kind):
-    module = torch.nn.Linear(2, 2)
-    assert not _torch_private.has_hooks(module)
-    handle = HOOKS[kind](module)
-    assert _torch_private.has_hooks(module)
-    handle.remove()
-    assert not _torch_private.has_hooks(module)
-
-
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.modules.linear.NonDynamicallyQuantizableLinear])
 def test_a_plain_linear_module_is_known(kind, monkeypatch):
     """Hooks, another forward, compilation or another class make a call of it worth making."""
     for hook in HOOKS.values():
         module = kind(2, 2)
-        assert _torch_private.is_plain_linear(module)
-        handle = hook(module)
-        assert not _torch_private.is_plain_linear(module)
-        handle.remove()
-        assert _torch_private.is_plain_linear(module)
-    module.forward = module.forward
-    assert not _torch_private.is_plain_linear(module)
-    module = kind(2, 2)
-    module.compile(backend="eager")
-    assert not _torch_private.is_plain_linear(module)
-    module = kind(2, 2)
-    torch.nn.utils.parametrizations.weight_norm(module)
-    assert not _torch_private.is_plain_linear(module)
-    module = kind(2, 2)
+        for hooked in (False, True, False):
+            handle = hook(module) if hooked else None
+            assert _torch_private.has_hooks(module) == hooked
+            assert _torch_private.is_plain_linear(module) != hooked
+            if handle:
+                handle.remove()
     forward = torch.nn.Linear.forward
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x))
-    assert not _torch_private.is_plain_linear(module)
+    for change in (
+        lambda module: setattr(module, "forward", module.forward),
+        lambda module: module.compile(backend="eager"),
+        torch.nn.utils.parametrizations.weight_norm,
+        lambda _: monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x)),
+    ):
+        change(module := kind(2, 2))
+        assert not _torch_private.is_plain_linear(module)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -435,15 +367,7 @@ def test_checkpointed_functions_are_wrapped(use_reentrant, monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(module.CheckpointFunction, "apply", module.CheckpointFunction.apply)
     calls = []
-
-    def wrap(function):
-        def call(*args):
-            calls.append("wrapped")
-            return function(*args)
-
-        return call
-
-    _torch_private.wrap_checkpointed.__wrapped__(wrap)
+    _torch_private.wrap_checkpointed.__wrapped__(lambda run: lambda *args: calls.append("wrapped") or run(*args))
     x = X.clone().requires_grad_()
     out = module.checkpoint(lambda t: t.sin().sin(), x, use_reentrant=use_reentrant)
     calls.clear()
