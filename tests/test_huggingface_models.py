@@ -4,6 +4,7 @@ An architecture is a configuration class and the first of its models that runs o
 the names of a configuration's fields make it small. The tests download nothing."""
 
 import collections
+import contextlib
 import copy
 import importlib
 import inspect
@@ -53,7 +54,7 @@ RULES = [
     (r"base_channels", lambda *_: 32),
     (r".*channel_multiplier", lambda *_: 1),
     (
-        r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|hidden_dim|dim|emb_dim)",
+        r"(.*_)?(hidden_size|d_model|n_embd|embedding_size|(embed|embedding|hidden|emb)_dim|dim)",
         lambda hidden, *_: hidden,
     ),
     (r"(.*_)?(image|input|img)_size", lambda *_: 32),
@@ -65,7 +66,6 @@ RULES = [
     (r"sliding_window", lambda *_: 5),
     (r".*_token_(id|index)", lambda *_: 90),
 ]
-RULES = [(re.compile(names), size) for names, size in RULES]
 
 
 def small(kind, sizes):
@@ -80,7 +80,8 @@ def small(kind, sizes):
             fields[name] = small(type(value), sizes)
         elif name in names and not isinstance(value, bool):
             known = (name, aliases.get(name, name))
-            most = next((size(*sizes) for rule, size in RULES if any(map(rule.fullmatch, known))), None)
+            fits = (size(*sizes) for rule, size in RULES if any(re.fullmatch(rule, alias) for alias in known))
+            most = next(fits, None)
             if name == "depths":
                 fields[name] = [1] * len(value)
             elif name == "layer_types" and isinstance(value, list) and sizes != SIZES[0]:
@@ -152,18 +153,15 @@ def inputs(model, variant):
     hidden = of(config, "hidden_size", "d_model", default=32)
     bins = of(config, "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", default=80)
     steps = 2 * of(config, "max_source_positions", default=32)
-    features = (3, bins, steps) if variant == "transposed" else (3, steps, bins)
-    found = {}
-    if "input_ids" in names:
-        found["input_ids"] = ids
-    if "pixel_values" in names and ("input_ids" not in names or variant == "more"):
-        found["pixel_values"] = normal(3, *([frames] if variant == "video" else []), *image)
-    if "pixel_values_videos" in names and ("input_ids" not in names or variant == "more"):
-        found["pixel_values_videos"] = normal(3, frames, *image)
-    if "input_features" in names and ("input_ids" not in names or variant == "more"):
-        found["input_features"] = normal(*features)
-    if "input_values" in names and ("input_ids" not in names or variant == "more"):
-        found["input_values"] = normal(*((3, 1, 4000) if variant == "transposed" else (3, 4000)))
+    shapes = {
+        "pixel_values": (3, *([frames] if variant == "video" else []), *image),
+        "pixel_values_videos": (3, frames, *image),
+        "input_features": (3, bins, steps) if variant == "transposed" else (3, steps, bins),
+        "input_values": (3, 1, 4000) if variant == "transposed" else (3, 4000),
+    }
+    found = {"input_ids": ids} if "input_ids" in names else {}
+    if not found or variant == "more":
+        found |= {name: normal(*shape) for name, shape in shapes.items() if name in names}
     if "grid_thw" in names:
         patch = image[0] * of(config, "temporal_patch_size", default=1) * of(config, "patch_size", default=8) ** 2
         found = {next(iter(names)): normal(16, patch), "grid_thw": torch.tensor([[1, 4, 4]])}
@@ -181,13 +179,8 @@ def inputs(model, variant):
     for name in ("inputs_embeds", "hidden_states"):
         if name in names and not found:
             found[name] = normal(3, LENGTH, hidden)
-    if "decoder_input_ids" in names:
-        found["decoder_input_ids"] = ids.flip(1)
-    if "bbox" in names:
-        found["bbox"] = torch.zeros(3, LENGTH, 4, dtype=torch.long)
-    if "use_cache" in names:
-        found["use_cache"] = False
-    return found
+    others = {"decoder_input_ids": ids.flip(1), "bbox": torch.zeros(3, LENGTH, 4, dtype=torch.long), "use_cache": False}
+    return found | {name: value for name, value in others.items() if name in names}
 
 
 def padded(model, given, mask):
@@ -204,12 +197,11 @@ def padded(model, given, mask):
 
 
 def floats(output):
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
         output = [value for name, value in output.items() if "attentions" not in name]
-    values = output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in floats(value)]
+    if isinstance(output, list | tuple):
+        return [tensor for value in output for tensor in floats(value)]
+    return [output] if isinstance(output, torch.Tensor) and output.is_floating_point() else []
 
 
 def outputs_and_gradients(model, given, mask):
@@ -230,68 +222,65 @@ def outputs_and_gradients(model, given, mask):
 
 def difference(found, wanted):
     """Return the largest difference, relative to each tensor's largest element."""
-    errors = [0.0]
-    for got, expected in zip(found, wanted, strict=True):
-        if expected.numel():
-            errors.append(((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item())
-    return max(errors)
+    pairs = [pair for pair in zip(found, wanted, strict=True) if pair[1].numel()]
+    return max([((got - e).abs().max() / e.abs().max().clamp(min=1e-30)).item() for got, e in pairs], default=0.0)
 
 
-def built(kind, config, implementation):
+def built(kind, config, implementation="eager"):
+    """Return a model whose weights are such that no attention is uniform and no parameter is 0."""
     torch.manual_seed(1)
-    return kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
-
-
-def vary(model):
-    """Change the weights so that no attention is uniform and no parameter is 0."""
+    model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
                 parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def parameters(kind, settings):
+    """Return the number of the model's parameters, or 0 if it computes with its weights while it is made."""
+    try:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in kind(copy.deepcopy(settings)).parameters())
+    except Exception:
+        return 0
 
 
 def runnable(config, kinds):
     """Return the first of the models that runs when it is small, with its configuration and inputs, or why none
     does."""
     reasons = []
-    for sizes in SIZES:
+
+    @contextlib.contextmanager
+    def noted(name):
+        """Note why a trial fails."""
         try:
-            settings = small(config, sizes)
+            yield
         except Exception as error:
-            reasons.append(f"{config.__name__}: {error!r:.200}")
-            continue
-        for kind in kinds[:3]:
-            try:
-                with torch.device("meta"):
-                    count = sum(parameter.numel() for parameter in kind(copy.deepcopy(settings)).parameters())
-            except Exception:
-                count = 0  # the model computes with its weights while it is made
-            if count > MOST_PARAMETERS:
-                reasons.append(f"{kind.__name__}: {count} parameters")
-                continue
-            try:
-                model = built(kind, settings, "eager")
-            except Exception as error:
-                reasons.append(f"{kind.__name__}: {error!r:.200}")
-                continue
-            vary(model)
-            tried = []
-            for variant in VARIANTS:
-                try:
+            reasons.append(f"{name}: {error!r:.200}")
+
+    for sizes in SIZES:
+        settings = None
+        with noted(config.__name__):
+            settings = small(config, sizes)
+        for kind in kinds[:3] if settings else ():
+            model, tried = None, []
+            with noted(kind.__name__):
+                if (count := parameters(kind, settings)) > MOST_PARAMETERS:
+                    raise ValueError(f"{count} parameters")
+                model = built(kind, settings)
+            for variant in VARIANTS if model else ():
+                with noted(kind.__name__):
                     given = inputs(model, variant)
                     shapes = {name: getattr(value, "shape", ()) for name, value in given.items()}
-                    if shapes in tried:
-                        continue
-                    tried.append(shapes)
-                    wanted = outputs_and_gradients(model, given, None)
-                except Exception as error:
-                    reasons.append(f"{kind.__name__}: {error!r:.200}")
-                    continue
-                if all(tensor.isfinite().all() for tensor in wanted):
-                    return kind, settings, model, given
-                reasons.append(f"{kind.__name__}: not finite")
+                    if shapes not in tried:
+                        tried.append(shapes)
+                        wanted = outputs_and_gradients(model, given, None)
+                        if all(tensor.isfinite().all() for tensor in wanted):
+                            return kind, settings, given
+                        raise ValueError("not finite")
     return reasons[0]
 
 
@@ -300,9 +289,8 @@ def compare(config, kinds, calls):
     found = runnable(config, kinds)
     if isinstance(found, str):
         return "not built", found
-    kind, settings, _, given = found
-    eager = built(kind, settings, "eager")  # a forward pass may change a model: BigBirdPegasus replaces its attention
-    vary(eager)
+    kind, settings, given = found
+    eager = built(kind, settings)  # a forward pass may change a model: BigBirdPegasus replaces its attention
     try:
         ours = built(kind, settings, "fastattn")
     except ValueError as error:  # its module has its own table of attention classes
@@ -345,17 +333,11 @@ def calls(monkeypatch):
     """Yield the set of the names of fastattn's functions that transformers has called."""
     made = set()
 
-    def recorded(name):
-        genuine = getattr(huggingface, name)
-
-        def function(*arguments, **settings):
-            made.add(name)
-            return genuine(*arguments, **settings)
-
-        return function
+    def recorded(name, genuine):
+        return lambda *arguments, **settings: made.add(name) or genuine(*arguments, **settings)
 
     for name in ("attention", "attention_mask"):
-        monkeypatch.setattr(huggingface, name, recorded(name))
+        monkeypatch.setattr(huggingface, name, recorded(name, getattr(huggingface, name)))
     huggingface.register()
     yield made
     monkeypatch.undo()
