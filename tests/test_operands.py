@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import fastattn
 from fastattn import (
@@ -51,58 +52,53 @@ def jagged_module(offsets):
     return call
 
 
+MASK, SEED = torch.randn(L, L) > 0, torch.tensor([3, 4])
 MODULE = fastattn.MultiHeadAttention(E, 2, batch_first=True)
 
 # Calls by the argument that is changed: the call, the argument, and a function that changes it.
 CHANGED = {
-    "attention, mask": (lambda mask: dense(attn_mask=mask), torch.randn(L, L) > 0, torch.logical_not),
-    "attention, expanded mask": (
-        lambda mask: dense(attn_mask=mask.expand(1, L, L, L)), torch.randn(L, L) > 0, torch.logical_not,
-    ),
+    "attention, mask": (lambda mask: dense(attn_mask=mask), MASK, torch.logical_not),
+    "attention, expanded mask": (lambda mask: dense(attn_mask=mask.expand(1, L, L, L)), MASK, torch.logical_not),
     "attention, lengths": (lambda lengths: dense(key_lengths=lengths), torch.tensor([5]), lambda t: t + 2),
-    "attention, seed": (lambda seed: dense(dropout_p=0.5, seed=seed), torch.tensor([3, 4]), lambda t: t + 1),
+    "attention, seed": (lambda seed: dense(dropout_p=0.5, seed=seed), SEED, lambda t: t + 1),
     "softmax_dropout, mask": (
-        lambda mask: lambda leaf: softmax_dropout(leaf @ leaf.mT, attn_mask=mask), torch.randn(L, L) > 0,
-        torch.logical_not,
+        lambda mask: lambda leaf: softmax_dropout(leaf @ leaf.mT, attn_mask=mask), MASK, torch.logical_not,
     ),
     "packed, offsets": (lambda offsets: packed(offsets=offsets), OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "packed, used": (lambda used: packed(seqused_k=used), torch.tensor([3, 5]), lambda t: t - 1),
-    "packed, seed": (lambda seed: packed(dropout_p=0.5, seed=seed), torch.tensor([3, 4]), lambda t: t + 1),
+    "packed, seed": (lambda seed: packed(dropout_p=0.5, seed=seed), SEED, lambda t: t + 1),
     "jagged heads, offsets": (jagged_heads, OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "jagged module, offsets": (jagged_module, OFFSETS.clone(), lambda t: t - (t == 4).long()),
-    "dropout, seed": (lambda seed: lambda leaf: dropout(leaf, seed=seed), torch.tensor([3, 4]), lambda t: t + 1),
+    "dropout, seed": (lambda seed: lambda leaf: dropout(leaf, seed=seed), SEED, lambda t: t + 1),
     "dropout_add_layer_norm, seed": (
-        lambda seed: lambda leaf: dropout_add_layer_norm(leaf, leaf, dropout_p=0.5, seed=seed), torch.tensor([3, 4]),
-        lambda t: t + 1,
+        lambda seed: lambda leaf: dropout_add_layer_norm(leaf, leaf, dropout_p=0.5, seed=seed), SEED, lambda t: t + 1,
     ),
 }  # fmt: skip
+
+
+COPIES = {"in place": torch.Tensor.copy_, "through numpy": lambda changed, new: np.copyto(changed.numpy(), new.numpy())}
+
+
+def gradient(out, leaf):
+    return torch.autograd.grad(out.square().sum(), leaf)[0]
 
 
 @pytest.mark.parametrize("case", CHANGED)
 def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case):
     """The gradient is that of the argument at the call. Autograd does not notice a change through numpy, and torch's
-    function is safe because it copies a mask."""
+    function is safe because it copies a mask. An argument made in inference mode serves too."""
     call, argument, change = CHANGED[case]
     leaf = operand(1, L, L, E)
-    (wanted,) = torch.autograd.grad(call(argument)(leaf).square().sum(), leaf)
-    for copy in (torch.Tensor.copy_, lambda changed, new: np.copyto(changed.numpy(), new.numpy())):
+    wanted = gradient(call(argument)(leaf), leaf)
+    for copy in COPIES.values():
         changed = argument.clone()
         out = call(changed)(leaf)
         copy(changed, change(changed))
-        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-        assert torch.equal(grad, wanted)
+        assert torch.equal(gradient(out, leaf), wanted)
         assert not torch.equal(changed, argument)
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_arguments_made_in_inference_mode_serve_in_training(backend, case):
-    call, argument, _ = CHANGED[case]
-    leaf = operand(1, L, L, E)
     with torch.inference_mode():
         made = argument.clone()
-    assert made.is_inference()
-    grads = [torch.autograd.grad(call(given)(leaf).square().sum(), leaf)[0] for given in (argument, made)]
-    assert torch.equal(*grads)
+    assert torch.equal(gradient(call(made)(leaf), leaf), wanted)
 
 
 @pytest.mark.torch_version
@@ -113,10 +109,10 @@ def test_arguments_may_change_before_the_backward_pass_of_a_transform(case):
     call, argument, change = CHANGED[case]
     leaf, changed = operand(1, L, L, E).detach(), argument.clone()
     found = []
-    for given, fill in ((argument, None), (changed, change)):
+    for given in (argument, changed):
         out, pull = torch.func.vjp(lambda leaf, given=given: call(given)(leaf), leaf)
-        if fill:
-            given.copy_(fill(given))
+        if given is changed:
+            changed.copy_(change(changed))
         found += pull(torch.ones_like(out))
     assert torch.equal(*found)
 
@@ -140,7 +136,7 @@ def test_float_masks_of_modules_that_torch_copies(kind, inference, need_weights)
         if change:
             for mask in masks.values():
                 mask.numpy().fill(0)
-        grads.append(torch.autograd.grad(out.square().sum(), module.in_proj_weight)[0])
+        grads.append(gradient(out, module.in_proj_weight))
     torch.testing.assert_close(*grads)
 
 
@@ -189,14 +185,13 @@ LAZY = {
 }
 
 
+CASES = [*((name, negated) for name in LAZY), ("dropout", zeros), ("layer_norm", zeros)]
+QUICK = [("softmax_dropout", negated), ("layer_norm", negated), ("dropout", zeros)]
+
+
 @pytest.mark.parametrize(
     ("name", "lazy"),
-    [
-        *(pytest.param(name, negated, marks=pytest.mark.representative) for name in ("softmax_dropout", "layer_norm")),
-        *((name, negated) for name in LAZY if name not in ("softmax_dropout", "layer_norm")),
-        pytest.param("dropout", zeros, marks=pytest.mark.representative),
-        ("layer_norm", zeros),
-    ],
+    [pytest.param(*case, marks=[pytest.mark.representative] if case in QUICK else []) for case in CASES],
 )
 def test_lazy_operands(backend, name, lazy):
     """Lazy operands give the results of plain ones. A kernel that reads their memory would miss the sign, or find
@@ -216,43 +211,31 @@ def test_lazy_operands(backend, name, lazy):
 def test_gradients_per_sample(module):
     """Gradients per sample are torch's. ``call_for_per_sample_grads`` replaces parameters by objects that know only
     torch's own functions."""
-    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
-
-    x = torch.randn(3, L, E)
-    norm = getattr(fastattn, module)(E)
-    torch.nn.init.normal_(norm.weight)
-    torchs = torch.nn.LayerNorm(E)
-    torchs.load_state_dict(norm.state_dict())
-    norm.eval()
-    call_for_per_sample_grads(norm)(*(x,) * (2 if module == "DropoutAddLayerNorm" else 1)).square().sum().backward()
-    for n, sample in enumerate(x * (2 if module == "DropoutAddLayerNorm" else 1)):
-        torchs.zero_grad()
-        torchs(sample).square().sum().backward()
-        for name in ("weight", "bias"):
-            torch.testing.assert_close(getattr(norm, name).grad_sample[n], getattr(torchs, name).grad)
+    x, found = torch.randn(3, L, E), []
+    operands = (x,) * (2 if module == "DropoutAddLayerNorm" else 1)
+    for norm, given in ((getattr(fastattn, module)(E).eval(), operands), (torch.nn.LayerNorm(E), (sum(operands),))):
+        torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+        call_for_per_sample_grads(norm)(*given).square().sum().backward()
+        found.append([norm.weight.grad_sample, norm.bias.grad_sample])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("how", ["in place", "through numpy"])
+@pytest.mark.parametrize("how", COPIES)
 def test_a_mask_may_change_before_a_compiled_backward_pass(how):
     """The gradient is that of the mask at the call. If the traced backward pass recomputed the copy, it would read the
     changed mask."""
     leaf, mask = operand(1, 2, L, E), torch.randn(L, L) > 0
-    (wanted,) = torch.autograd.grad(dense(attn_mask=mask.clone())(leaf).square().sum(), leaf)
+    wanted = gradient(dense(attn_mask=mask.clone())(leaf), leaf)
     compiled = torch.compile(lambda leaf, mask: dense(attn_mask=mask)(leaf), backend="aot_eager_decomp_partition")
     out = compiled(leaf, mask)
-    if how == "in place":
-        mask.logical_not_()
-    else:
-        np.logical_not(mask.numpy(), out=mask.numpy())
-    (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-    torch.testing.assert_close(grad, wanted)
+    COPIES[how](mask, ~mask)
+    torch.testing.assert_close(gradient(out, leaf), wanted)
 
 
 def test_gradients_per_sample_of_a_patched_model():
     """Gradients per sample survive patching, since a patched norm passes such a parameter to torch's function, as the
     program does."""
-    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
     class Block(torch.nn.Sequential):
         """Layers that torch's own per-sample gradients serve."""
