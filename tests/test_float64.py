@@ -31,12 +31,27 @@ MASKS = {
     "mask": lambda: {"attn_mask": visible()},
     "float mask": lambda: {"attn_mask": double(2, 1, 17, 23).masked_fill(~visible(), -torch.inf)},
     "float32 mask": lambda: {"attn_mask": torch.randn(4, 1, 23), "is_causal": True},
+    "least value": lambda: {"attn_mask": torch.arange(17.0).eq(4).double()[:, None] * torch.finfo(torch.float64).min},
     "transposed mask": lambda: {"attn_mask": double(2, 4, 23, 17).mT},
     "transposed bool mask": lambda: {"attn_mask": (torch.rand(23, 2) > 0.3).T[:, None, None]},
     "lengths": lambda: {"key_lengths": torch.tensor([5, 0])},
     "window": lambda: {"window_size": (3, 2)},
     "all": lambda: {"attn_mask": visible(), "is_causal": True, "key_lengths": torch.tensor([20, 11])},
 }
+
+
+CLOSE = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 4e-5)}
+
+
+def assert_close(found, wanted, **options):
+    """Assert that (outputs, gradients) are equal except for roundings.
+
+    Products of other batches may sum up to 23 terms in another order. In float64 the error is 23 * 2**-53 = 3e-15, for
+    sums of numbers up to about 30: 1e-13. In float32 it is 23 * 2**-24 * 30 = 4e-5. bfloat16 is rounded from float32,
+    and may round to the neighbour, at most 2**-7 away."""
+    for got, expected in zip(sum(map(tuple, found), ()), sum(map(tuple, wanted), ()), strict=True):
+        rtol, atol = CLOSE[got.dtype]
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, **options)
 
 
 def agrees(monkeypatch, module, function, operands):
@@ -47,13 +62,14 @@ def agrees(monkeypatch, module, function, operands):
     found = gradients(function, operands)
     assert answers == [True, True]
     monkeypatch.setattr(module, "is_torchs", lambda *args: False)
-    for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, gradients(function, operands)), ()), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    assert_close(found, gradients(function, operands))
 
 
 @pytest.mark.torch_version
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(monkeypatch, name):
+    """A row at the mask's least value has the formulas' gradient too. torch's backward pass reads only its log-sum-exp,
+    which holds nothing of the sum."""
     options = MASKS[name]()
     agrees(
         monkeypatch,
@@ -61,15 +77,6 @@ def test_attention(monkeypatch, name):
         lambda q, k, v: scaled_dot_product_attention(q, k, v, enable_gqa=True, **options),
         (double(2, 17, 4, 8).transpose(1, 2), double(2, 2, 23, 8), double(2, 2, 23, 8)),
     )
-
-
-def test_a_row_at_the_masks_least_value(monkeypatch):
-    """A row at the mask's least value has the formulas' gradient. torch's backward pass reads only its log-sum-exp,
-    which holds nothing of the sum."""
-    mask = double(17, 23)
-    mask[4] = torch.finfo(torch.float64).min
-    operands = double(2, 4, 17, 8), double(2, 4, 23, 8), double(2, 4, 23, 8)
-    agrees(monkeypatch, attention_module, lambda *t: scaled_dot_product_attention(*t, attn_mask=mask), operands)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -80,7 +87,7 @@ def test_a_mask_that_holds_nan_or_infinity(monkeypatch, value):
     found = scaled_dot_product_attention(*operands, attn_mask=mask)
     monkeypatch.setattr(attention_module, "is_torchs", lambda *args: False)
     wanted = scaled_dot_product_attention(*operands, attn_mask=mask)
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, equal_nan=True)  # roundings, as in `agrees`
+    assert_close([[found]], [[wanted]], equal_nan=True)
     assert wanted.isnan().any(-1).sum() == 2 * 4  # the row of each head that holds it
 
 
@@ -90,81 +97,52 @@ def test_statistics_that_overflow_are_nan(columns):
     rows 0."""
     rows = double(3, columns)
     rows[1] *= 1e200
-    (out,), (grad,) = gradients(lambda x: layer_norm(x, (columns,)), (rows,))
-    (wanted,), (wanted_grad,) = gradients(lambda x: F.layer_norm(x, (columns,)), (rows,))
-    for got, expected in ((out, wanted), (grad, wanted_grad)):
+    ours, torchs = (gradients(lambda x, norm=norm: norm(x, (columns,)), (rows,)) for norm in (layer_norm, F.layer_norm))
+    for got, expected in zip(sum(ours, ()), sum(torchs, ()), strict=True):
         assert got[1].isnan().all()
-        torch.testing.assert_close(got[::2], expected[::2], rtol=1e-13, atol=1e-13)
+        assert_close([[got[::2]]], [[expected[::2]]])
     infinite = layer_norm(rows, (columns,), eps=torch.inf)
     assert (infinite[::2] == 0).all()
     assert infinite[1].isnan().all()
 
 
-PARTS = [1, 3, 5, 11, 19]
-
-
-@pytest.fixture(params=PARTS, ids=["a head", "within a group", "a group", "a sequence", "two sequences"])
+@pytest.fixture(params=[1, 3, 5, 11, 19], ids=["a head", "within a group", "a group", "a sequence", "two sequences"])
 def in_parts(request, monkeypatch):
-    """Return a function that runs another with `request.param` matrices at a time.
+    """Return a function that asserts that results and gradients computed with `request.param` matrices at a time are
+    those of the whole. A sequence has 8 matrices, one per head, in two groups."""
 
-    A sequence has 8 matrices, one per head, in two groups."""
-    parts, probabilities = [], attention_module._probabilities
-
-    def compute(args, take):
-        parts.append(take)
-        return probabilities(args, take)
-
-    def run(function):
+    def check(function, operands):
+        whole, parts, probabilities = gradients(function, operands), [], attention_module._probabilities
         monkeypatch.setattr(attention_module, "CACHED", request.param * 17 * 23)
-        monkeypatch.setattr(attention_module, "_probabilities", compute)
-        found = function()
+        monkeypatch.setattr(
+            attention_module, "_probabilities", lambda args, take: parts.append(take) or probabilities(args, take)
+        )
+        assert_close(gradients(function, operands), whole)
         assert len(parts) >= 4  # both passes together
-        monkeypatch.undo()
-        return found
 
-    return run
-
-
-def assert_parts_are_the_whole(found, whole):
-    """Assert equality except for roundings.
-
-    Products of other batches may sum up to 23 terms in another order. In float64 the error is 23 * 2**-53 = 3e-15, for
-    sums of numbers up to about 30: 1e-13. In float32 it is 23 * 2**-24 * 30 = 4e-5. bfloat16 is rounded from float32,
-    and may round to the neighbour, at most 2**-7 away."""
-    for got, wanted in zip(sum(map(tuple, found), ()), sum(map(tuple, whole), ()), strict=True):
-        close = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 4e-5)}[got.dtype]
-        torch.testing.assert_close(got, wanted, rtol=close[0], atol=close[1])
+    return check
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mask", [None, (3, 1, 17, 23), (8, 1, 23), (3, 8, 17, 1), (17, 23)])
 def test_parts_are_the_whole(in_parts, mask, dtype):
-    operands = (
-        double(3, 8, 17, 8),
-        double(3, 2, 23, 8),
-        double(3, 2, 23, 5),
-        *(() if mask is None else (double(*mask),)),
-    )
-    operands = tuple(operand.to(dtype) for operand in operands)
+    shapes = [(3, 8, 17, 8), (3, 2, 23, 8), (3, 2, 23, 5), *([mask] if mask else [])]
+    options = {"dropout_p": 0.3, "seed": SEED, "key_lengths": torch.tensor([23, 9, 0]), "return_lse": True}
 
-    def attend(query, key, value, attn_mask=None):
+    def attend(*operands):
         with backend("reference"):
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.3, enable_gqa=True, key_lengths=torch.tensor([23, 9, 0]), seed=SEED,
-                return_lse=True,
-            )  # fmt: skip
+            return scaled_dot_product_attention(*operands, enable_gqa=True, **options)
 
-    assert_parts_are_the_whole(in_parts(lambda: gradients(attend, operands)), gradients(attend, operands))
+    in_parts(attend, [double(*shape).to(dtype) for shape in shapes])
 
 
 def test_packed_parts_are_the_whole(in_parts):
     offsets = torch.tensor([0, 17, 34, 51])
     operands = double(51, 8, 8), double(51, 2, 8), double(51, 2, 8)
-
-    def attend(*packed):
-        return varlen_attn(*packed, offsets, offsets, 17, 17, dropout_p=0.3, seed=SEED, enable_gqa=True)
-
-    assert_parts_are_the_whole(in_parts(lambda: gradients(attend, operands)), gradients(attend, operands))
+    in_parts(
+        lambda *packed: varlen_attn(*packed, offsets, offsets, 17, 17, dropout_p=0.3, seed=SEED, enable_gqa=True),
+        operands,
+    )
 
 
 @pytest.mark.torch_version
@@ -195,8 +173,7 @@ def test_derivatives_of_parts(monkeypatch):
     taken, parts = [], attention_module._parts
     monkeypatch.setattr(attention_module, "CACHED", 1)
     monkeypatch.setattr(attention_module, "_parts", lambda *operands: taken.append(parts(*operands)) or taken[-1])
-    for got, wanted in zip(derivatives(), whole, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)  # as in assert_parts_are_the_whole
+    assert_close([derivatives()], [whole])
     assert torch.autograd.gradgradcheck(attend, mask.requires_grad_())
     taken.clear()
     torch.autograd.grad(loss(mask), mask, create_graph=True)
@@ -204,20 +181,18 @@ def test_derivatives_of_parts(monkeypatch):
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("affine", ["weight and bias", "bias", "neither"])
-def test_layer_norm(monkeypatch, affine):
-    parameters = {"weight and bias": (double(32), double(32)), "bias": (double(32),), "neither": ()}[affine]
-    given = (lambda *p: (None, *p)) if affine == "bias" else lambda *p: p
-    agrees(monkeypatch, layer_norm_module, lambda x, *p: layer_norm(x, 32, *given(*p)), (double(5, 7, 32), *parameters))
-
-
-def test_dropout_add_layer_norm(monkeypatch):
-    agrees(
-        monkeypatch,
-        layer_norm_module,
-        lambda x, r, w, b: dropout_add_layer_norm(x, r, w, b, 0.3, seed=SEED),
-        (double(5, 32), double(5, 32), double(32), double(32)),
-    )
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x, w, b: layer_norm(x, 32, w, b), [(32,), (32,)]),
+        (lambda x, b: layer_norm(x, 32, None, b), [(32,)]),
+        (lambda x: layer_norm(x, 32), []),
+        (lambda x, *parameters: dropout_add_layer_norm(x, *parameters, 0.3, seed=SEED), [(5, 7, 32), (32,), (32,)]),
+    ],
+    ids=["weight and bias", "bias", "neither", "dropout and addition"],
+)
+def test_layer_norm(monkeypatch, function, shapes):
+    agrees(monkeypatch, layer_norm_module, function, (double(5, 7, 32), *(double(*shape) for shape in shapes)))
 
 
 def test_double_backward_and_forward_mode_remain():
@@ -255,5 +230,4 @@ def test_a_gradient_whose_columns_are_not_dense():
     q, k, v = (double(2, 2, 5, 4).requires_grad_() for _ in range(3))
     out, grad = scaled_dot_product_attention(q, k, v), double(2, 2, 5, 8)[..., ::2]
     found = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-    for got, wanted in zip(found, torch.autograd.grad(out, (q, k, v), grad.contiguous()), strict=True):
-        assert torch.equal(got, wanted)
+    assert all(map(torch.equal, found, torch.autograd.grad(out, (q, k, v), grad.contiguous())))
