@@ -1,6 +1,7 @@
 """Checkpoints of two public programs: imported models compute what the programs compute, and give the same words."""
 
 import argparse
+import functools
 
 import pytest
 import torch
@@ -70,27 +71,29 @@ def word_files(name, folder, tied=False):
 CASES = [("jadore", False), ("jadore", True), ("annotated", False)]
 
 
+def source_ids(name, words):
+    return [SOURCE[name].index(word if word in SOURCE[name] else "<unk>") for word in [*words, "</s>"]]
+
+
 @pytest.mark.parametrize(("name", "tied"), CASES)
 @torch.no_grad()
 def test_logits(tmp_path, name, tied):
     """Logits of a teacher-forced batch of one are the program's, for the words of the target side. Other words are
     never produced."""
     logits = program(name, tmp_path / "model", tied)
-    files = word_files(name, tmp_path, tied)
-    model, tokenizer = import_model(tmp_path / "model", *files, heads=4)
+    model, tokenizer = import_model(tmp_path / "model", *word_files(name, tmp_path, tied), heads=4)
     assert model.config.tying == ("all" if tied else "none")
     assert not model.training
     target = SOURCE[name] if tied else TARGET[name]
     pieces = [piece.removeprefix("▁") for piece in tokenizer.pieces(list(range(tokenizer.vocab_size)))]
     ours = [pieces.index({"<blank>": "<pad>"}.get(word, word)) for word in target]
+    others = sorted(set(range(len(pieces))) - set(ours))
+    said = [target.index(word) for word in ("<s>", "x", *target[5:8], "<unk>")]
     for words in SENTENCES:
-        theirs = [SOURCE[name].index(word if word in SOURCE[name] else "<unk>") for word in [*words, "</s>"]]
-        said = [target.index(word) for word in ("<s>", "x", *target[5:8], "<unk>")]
-        wanted = logits(torch.tensor([theirs]), torch.tensor([said]))[0]
-        source = tokenizer.encode([" ".join(words)])[0]
-        found = model(torch.tensor([[*source, pieces.index("</s>")]]), torch.tensor([[ours[word] for word in said]]))[0]
+        wanted = logits(torch.tensor([source_ids(name, words)]), torch.tensor([said]))[0]
+        source = [*tokenizer.encode([" ".join(words)])[0], pieces.index("</s>")]
+        found = model(torch.tensor([source]), torch.tensor([[ours[word] for word in said]]))[0]
         torch.testing.assert_close(found[:, ours], wanted, rtol=1e-4, atol=1e-4)
-        others = sorted(set(range(len(pieces))) - set(ours))
         assert (found[:, others] < -1e8).all()
 
 
@@ -108,31 +111,19 @@ def test_translations(tmp_path, name, tied, capsys):
     never = [target.index("<blank>"), target.index("<s>")]
     wanted = []
     for words in SENTENCES:
-        source = [SOURCE[name].index(word if word in SOURCE[name] else "<unk>") for word in [*words, "</s>"]]
-        said = [target.index("<s>")]
-        while len(said) <= len(source) + 4 and (len(said) == 1 or said[-1] != target.index("</s>")):
+        source, said = source_ids(name, words), [target.index("<s>")]
+        while len(said) <= len(source) + 4 and target[said[-1]] != "</s>":
             scores = logits(torch.tensor([source]), torch.tensor([said]))[0, -1]
             scores[never] = -torch.inf
             said.append(int(scores.argmax()))
         wanted.append([target[word] for word in said[1:] if target[word] != "</s>"])
-    search = Search(beam=1, extra_tokens=4)
-    found = translate(model, tokenizer, [" ".join(words) for words in SENTENCES], search)
+    found = translate(model, tokenizer, [" ".join(words) for words in SENTENCES], Search(beam=1, extra_tokens=4))
     assert [line.replace("⁇", "<unk>").split() for line in found] == wanted
     assert len({tuple(words) for words in wanted}) > 2
 
 
-class AsLightning(torch.nn.Module):
-    """Module that trains a model and has a loss with its own weights."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
-
-
-def as_compiled(model):
-    """Give the model the names that torch.compile gives, without compiling."""
-    return torch.compile(model, backend="eager")
+# Gives the model the names that torch.compile gives, without compiling.
+as_compiled = functools.partial(torch.compile, backend="eager")
 
 
 def within(model):
@@ -146,7 +137,10 @@ WRAPPERS = {
     "_orig_mod.": as_compiled,
     "_orig_mod.module.": lambda model: as_compiled(torch.nn.DataParallel(model)),
     "module._orig_mod.": lambda model: torch.nn.DataParallel(as_compiled(model)),
-    "model._orig_mod.": lambda model: AsLightning(as_compiled(model)),
+    # a module that trains a model and has a loss with its own weights
+    "model._orig_mod.": lambda model: torch.nn.ModuleDict(
+        {"model": as_compiled(model), "loss": torch.nn.CrossEntropyLoss(weight=torch.ones(3))}
+    ),
     "encoder._orig_mod.": within,
     "an average": torch.optim.swa_utils.AveragedModel,
 }
@@ -166,9 +160,8 @@ class Bare(torch.nn.Module):
             module = self
             *parts, last = name.split(".")
             for part in parts:
-                if not hasattr(module, part):
-                    module.add_module(part, torch.nn.Module())
-                module = getattr(module, part)
+                module._modules.setdefault(part, torch.nn.Module())
+                module = module._modules[part]
             module.register_buffer(last, tensor)
 
 
@@ -184,19 +177,16 @@ def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
     wrapped = WRAPPERS[wrapper](Bare(weights)).state_dict()
     assert wrapped.keys() != weights.keys()
     for around in AROUND.values():
-        beside = {"settings": saved["settings"]} if name == "jadore" else {}
-        within = around(wrapped)
-        torch.save({**beside, "model": within} if beside else within, tmp_path / "wrapped")
+        inside = around(wrapped)
+        torch.save({**saved, "model": inside} if name == "jadore" else inside, tmp_path / "wrapped")
         found, same = import_model(tmp_path / "wrapped", *files, heads=4)
         assert (found.config, same.model) == (wanted.config, tokenizer.model)
-        for parameter, other in zip(found.parameters(), wanted.parameters(), strict=True):
-            assert torch.equal(parameter, other)
+        assert all(map(torch.equal, found.parameters(), wanted.parameters()))
 
 
 def test_several_models_in_a_file(tmp_path, capsys):
     """If a file holds a trained model and its moving average, the user must say which one is meant."""
     program("annotated", path := tmp_path / "model")
-    words = word_files("annotated", tmp_path)
     weights = torch.load(path)
     averaged = {f"module.{name}": tensor for name, tensor in weights.items()}
     for saved, places in (
@@ -204,7 +194,7 @@ def test_several_models_in_a_file(tmp_path, capsys):
         ({**weights, **averaged, "n_averaged": torch.tensor(3)}, "the top level, module"),
     ):
         torch.save(saved, path)
-        message = failure(["import", path, tmp_path / "out", "--words", *words], capsys)
+        message = failure(["import", path, tmp_path / "out", "--words", *word_files("annotated", tmp_path)], capsys)
         assert message.endswith(f"{path} holds 2 models, at {places}: save the one to import alone")
 
 
@@ -219,36 +209,37 @@ def test_weights_without_their_settings(tmp_path, capsys):
     assert import_model(path, *words)[0].config.num_heads == 3
 
 
-def test_what_is_not_imported(tmp_path, capsys):
-    def said(path, words, *more):
-        return failure(["import", path, tmp_path / "out", "--words", *words, *more], capsys)
+NO_FILES = ["hello", "no file", "k", "\x80", "(dp0\n"]  # torch's unpickler raises another error for each
 
+
+def test_what_is_not_imported(tmp_path, capsys):
+    def saved(name, content):
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8") if isinstance(content, str) else torch.save(content, path)
+        return path
+
+    program("annotated", other := tmp_path / "other")
+    others = word_files("annotated", tmp_path)
     program("jadore", path := tmp_path / "model")
-    files = word_files("jadore", tmp_path)
-    assert "source.txt has 9 words but" in said(path, [files[0], files[0]])
-    (tmp_path / "bare").write_text("one\ntwo\n")
-    assert "bare lacks <blank> or <pad>: expected all pieces of the program" in said(
-        path, [files[0], tmp_path / "bare"]
-    )
-    (tmp_path / "twice").write_text("one\none\n")
-    assert "twice has 1 words more than once" in said(path, [tmp_path / "twice", files[1]])
-    spaced = tmp_path / "spaced"
-    spaced.write_text(files[0].read_text(encoding="utf-8").replace("three", "three four"), encoding="utf-8")
-    assert "the word 'four' cannot be a piece" in said(path, [spaced, files[1]])
-    assert f"cannot read {tmp_path / 'none'}: No such file" in said(tmp_path / "none", files)
-    for text in ("hello", "no file", "k", "\x80", "(dp0\n"):  # torch's unpickler raises another error for each
-        spaced.write_text(text)
-        assert "it is no file of torch.save" in said(spaced, files)
-    saved = torch.load(path, weights_only=False)
-    saved["model"]["encoder.layer_norm.weight"] = torch.full((24,), 1.5)
-    torch.save(saved, path)
-    assert "the model normalises the embeddings of its encoder, as later versions of the program do" in said(
-        path, files
-    )
-    torch.save({"weights": torch.ones(3)}, path)
-    assert "is of neither program" in said(path, files)
-    program("annotated", path)
-    assert "num_heads is 7, expected a divisor of d_model=24" in said(
-        path, word_files("annotated", tmp_path), "--heads", "7"
-    )
+    (folder := tmp_path / "words").mkdir()
+    files = source, target = word_files("jadore", folder)
+    spaced = source.read_text(encoding="utf-8").replace("three", "three four")
+    later = torch.load(path, weights_only=False)
+    later["model"]["encoder.layer_norm.weight"] = torch.full((24,), 1.5)
+    for model, words, message in (
+        (path, [source, source], "source.txt has 9 words but"),
+        (
+            path,
+            [source, saved("bare", "one\ntwo\n")],
+            "bare lacks <blank> or <pad>: expected all pieces of the program",
+        ),
+        (path, [saved("twice", "one\none\n"), target], "twice has 1 words more than once"),
+        (path, [saved("spaced", spaced), target], "the word 'four' cannot be a piece"),
+        (tmp_path / "none", files, f"cannot read {tmp_path / 'none'}: No such file"),
+        *((saved(repr(text), text), files, "it is no file of torch.save") for text in NO_FILES),
+        (saved("later", later), files, "the model normalises the embeddings of its encoder, as later versions"),
+        (saved("weights", {"weights": torch.ones(3)}), files, "is of neither program"),
+        (other, [*others, "--heads", "7"], "num_heads is 7, expected a divisor of d_model=24"),
+    ):
+        assert message in failure(["import", model, tmp_path / "out", "--words", *words], capsys)
     assert not (tmp_path / "out").exists()
