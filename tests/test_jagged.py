@@ -64,13 +64,18 @@ def test_attention(queries, keys, options):
             torch.testing.assert_close(got.unbind()[n], e)
 
 
+def same_values(found, wanted):
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.values(), expected.values())
+
+
 @pytest.mark.parametrize("keys", [QUERIES, KEYS], ids=["self", "cross"])
 def test_attention_is_torchs(keys):
     q = heads(QUERIES)
     k = q if keys is QUERIES else heads(keys)
     ours, theirs = attention(q, k, k), F.scaled_dot_product_attention(q, k, k)
     assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours.values(), theirs.values())
+    same_values([ours], [theirs])
     assert (ours + q).shape == q.shape
     assert ours.transpose(1, 2).flatten(2).shape == theirs.transpose(1, 2).flatten(2).shape
 
@@ -85,28 +90,20 @@ def test_attention_drops_by_the_formula():
         torch.testing.assert_close(got, weights @ part)
 
 
+def each_operation(q, x):
+    return attention(q, q, q), layer_norm(x, (16,)), dropout(x, 0.5, seed=SEED)
+
+
 @pytest.mark.slow
-def test_compiled():
+def test_compiled_and_without_gradients():
     torch.compiler.reset()
-    q, x = heads(QUERIES), jagged(QUERIES, 16)
-
-    def call(q, x):
-        return attention(q, q, q), layer_norm(x, (16,))
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(compiled(q, x), call(q, x), strict=True):
-        torch.testing.assert_close(got.values(), wanted.values())
+    operands = heads(QUERIES), jagged(QUERIES, 16)
+    wanted = each_operation(*operands)
+    same_values(torch.compile(each_operation, fullgraph=True, backend="aot_eager")(*operands), wanted)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same_values(each_operation(*operands), wanted)
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode):
-    q, x = heads(QUERIES), jagged(QUERIES, 16)
-    wanted = attention(q, q, q), layer_norm(x, (16,)), dropout(x, 0.5, seed=SEED)
-    with mode():
-        got = attention(q, q, q), layer_norm(x, (16,)), dropout(x, 0.5, seed=SEED)
-    for a, e in zip(got, wanted, strict=True):
-        assert torch.equal(a.values(), e.values())
 
 
 def test_autocast():
@@ -121,8 +118,7 @@ def test_layer_norm():
     x, weight, bias = jagged(QUERIES, 16), torch.randn(16), torch.randn(16)
     ours, theirs = layer_norm(x, (16,), weight, bias), F.layer_norm(x, (16,), weight, bias)
     assert (ours + x).shape == x.shape
-    torch.testing.assert_close(ours.values(), theirs.values())
-    torch.testing.assert_close(*(gradients(out, [x])[0].values() for out in (ours, theirs)))
+    same_values([ours, *gradients(ours, [x])], [theirs, *gradients(theirs, [x])])
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -137,15 +133,12 @@ def test_dropout(inplace):
 
 X = torch.randn(2, 3, 4, 8)
 NESTED = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
-JAGGED = heads(QUERIES).detach()
+JAGGED, OTHER = heads(QUERIES).detach(), heads(KEYS).detach()
 REFUSED = {
     "a mask": (lambda: attention(JAGGED, JAGGED, JAGGED, torch.ones(5, 5)), "attn_mask .* key_lengths"),
     "lengths": (lambda: attention(JAGGED, JAGGED, JAGGED, key_lengths=torch.ones(3).int()), "key_lengths"),
-    "two diagonals": (
-        lambda: attention(JAGGED, heads(KEYS), heads(KEYS), is_causal=True),
-        'causal_variant="lower_right"',
-    ),
-    "key and value": (lambda: attention(JAGGED, JAGGED, heads(KEYS)), "key and value"),
+    "two diagonals": (lambda: attention(JAGGED, OTHER, OTHER, is_causal=True), 'causal_variant="lower_right"'),
+    "key and value": (lambda: attention(JAGGED, JAGGED, OTHER), "key and value"),
     "no heads": (lambda: attention(*[jagged(QUERIES, 8)] * 3), "unflatten"),
     "beside dense": (lambda: attention(JAGGED, X, X), "query .* make all operands jagged"),
     "dense query": (lambda: attention(X, JAGGED, JAGGED), "key .* make all operands jagged"),
@@ -205,8 +198,7 @@ def test_nested_arguments_are_refused_by_name(name, layout):
         SECONDARY[name](nested)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    call, words = REFUSED[name]
+@pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
