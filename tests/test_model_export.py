@@ -55,50 +55,76 @@ def random_model(config):
     return model
 
 
-def adapted(model):
-    model.output = Lora(model.output)
+def doubled(module, args, out):
+    return out * 2
 
 
-def hooked(model):
-    model.encoder.layers[1].self_attention.out_proj.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def hooked_elsewhere(model):
-    model.source_embedding.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def parametrised(model):
-    nn.utils.parametrizations.weight_norm(model.decoder.layers[0].feed_forward.outer)
-
-
-def quantised(model):
-    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
+CHANGES = {
+    "adapted": lambda model: setattr(model, "output", Lora(model.output)),
+    "hooked": lambda model: model.encoder.layers[1].self_attention.out_proj.register_forward_hook(doubled),
+    "hooked elsewhere": lambda model: model.source_embedding.register_forward_hook(doubled),
+    "parametrised": lambda model: nn.utils.parametrizations.weight_norm(model.decoder.layers[0].feed_forward.outer),
+    "quantised": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True),
+}
+EXPORTS = {"ctranslate2": to_ctranslate2, "huggingface": to_huggingface}
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@pytest.mark.parametrize(
-    "change", [adapted, hooked, hooked_elsewhere, parametrised, quantised], ids=lambda change: change.__name__
-)
-@pytest.mark.parametrize("export", [to_ctranslate2, to_huggingface], ids=lambda export: export.__name__)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("export", EXPORTS)
 def test_modules_that_do_more_than_their_parameters_say_are_refused(ctranslate2, verses, tmp_path, export, change):
     """The export is written from the parameters and would leave the rest out."""
-    model = random_model(SMALL)
-    change(model)
+    CHANGES[change](model := random_model(SMALL))
     with pytest.raises(InputError, match="an export holds parameters alone"):
-        export(model, verses[2], tmp_path / "model")
+        EXPORTS[export](model, verses[2], tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("export", "change", "words"),
+    [
+        ("ctranslate2", {"window_size": (2, 2)}, "window_size"),
+        ("ctranslate2", {"value_head_dim": 5}, "this model has two"),
+        ("huggingface", {"norm_first": True}, "normalises after each sub-layer"),
+        ("huggingface", {"positions": "learned"}, "has sinusoidal positions"),
+        ("huggingface", {"window_size": (3, 3)}, "no restricted self-attention"),
+        ("huggingface", {"head_dim": 5, "value_head_dim": 5}, "heads of d_model / num_heads features"),
+        ("huggingface", {"norm_eps": 1e-6}, "norm_eps=1e-06"),
+    ],
+)
+def test_what_the_other_program_cannot_hold_is_refused(ctranslate2, verses, tmp_path, export, change, words):
+    with pytest.raises(InputError, match=words):
+        EXPORTS[export](Transformer(dataclasses.replace(SMALL, **change)), verses[2], tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def translator(ctranslate2, tmp_path):
+    """Return a function that exports a model and returns CTranslate2's translator of it."""
+
+    def export(model, tokenizer):
+        to_ctranslate2(model, tokenizer, tmp_path / "model")
+        return ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
+
+    return export
+
+
+def greedy(translator, tokenizer, sources, length):
+    """Return CTranslate2's greedy translations, cut off after `length` pieces."""
+    pieces = [tokenizer.pieces(ids) for ids in tokenizer.encode(sources)]
+    results = translator.translate_batch(pieces, beam_size=1, max_decoding_length=length)
+    return [tokenizer.join(result.hypotheses[0]) for result in results]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ctranslate2_scores_as_we_do(ctranslate2, verses, tmp_path, variant):
+def test_ctranslate2_scores_as_we_do(translator, verses, variant):
     """CTranslate2 computes fastattn's log P for every token of real sentences."""
     sources, targets, tokenizer = verses
     model = random_model(VARIANTS[variant])
-    to_ctranslate2(model, tokenizer, tmp_path / "model")
-    translator = ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
     source_ids, target_ids = tokenizer.encode(sources[:10]), tokenizer.encode(targets[:10])
     pieces = ([tokenizer.pieces(ids) for ids in side] for side in (source_ids, target_ids))
-    for found, source, target in zip(translator.score_batch(*pieces), source_ids, target_ids, strict=True):
+    results = translator(model, tokenizer).score_batch(*pieces)
+    for found, source, target in zip(results, source_ids, target_ids, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*source, 2]]), torch.tensor([[1, *target]]))[0]
         wanted = logits.double().log_softmax(-1).gather(1, torch.tensor([*target, 2])[:, None])[:, 0]
@@ -106,50 +132,33 @@ def test_ctranslate2_scores_as_we_do(ctranslate2, verses, tmp_path, variant):
 
 
 @pytest.mark.parametrize("variant", ["paper", *slow("pre-norm")])
-def test_ctranslate2_translates_as_we_do(ctranslate2, verses, tmp_path, variant):
+def test_ctranslate2_translates_as_we_do(translator, verses, variant):
     """CTranslate2's greedy translations of 60 sentences, cut off after 40 pieces, begin fastattn's. A random model
     ends sentences at once or never."""
     sources, tokenizer = verses[0][:60], verses[2]
     model = random_model(VARIANTS[variant])
-    to_ctranslate2(model, tokenizer, tmp_path / "model")
-    translator = ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
-    pieces = [tokenizer.pieces(ids) for ids in tokenizer.encode(sources)]
-    results = translator.translate_batch(pieces, beam_size=1, max_decoding_length=40)
+    theirs = greedy(translator(model, tokenizer), tokenizer, sources, 40)
     ours = candidates(model, tokenizer, sources, Search(beam=1))
-    agree = sum(
-        translations[0].text.startswith(tokenizer.join(result.hypotheses[0]))
-        for translations, result in zip(ours, results, strict=True)
-    )
-    assert agree == len(sources)
+    assert all(mine[0].text.startswith(their) for mine, their in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.slow
-def test_ctranslate2_translates_as_the_bundled_model(ctranslate2, tmp_path):
+def test_ctranslate2_translates_as_the_bundled_model(translator):
     """Greedy translations of 200 sentences in float32 agree from their beginning to their end."""
     model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
-    to_ctranslate2(model, tokenizer, tmp_path / "model")
-    translator = ctranslate2.Translator(str(tmp_path / "model"), compute_type="float32", inter_threads=1)
     sources = read_lines(VERSES / "test.en")[:200]
-    pieces = [tokenizer.pieces(ids) for ids in tokenizer.encode(sources)]
-    results = translator.translate_batch(pieces, beam_size=1, max_decoding_length=400)
-    theirs = [tokenizer.join(result.hypotheses[0]) for result in results]
+    theirs = greedy(translator(model, tokenizer), tokenizer, sources, 400)
     assert translate(model, tokenizer, sources, Search(beam=1)) == theirs
 
 
-@pytest.mark.parametrize(
-    ("change", "words"), [({"window_size": (2, 2)}, "window_size"), ({"value_head_dim": 5}, "this model has two")]
-)
-def test_what_ctranslate2_cannot_hold_is_refused(ctranslate2, verses, tmp_path, change, words):
-    model = Transformer(dataclasses.replace(SMALL, **change))
-    with pytest.raises(InputError, match=words):
-        to_ctranslate2(model, verses[2], tmp_path / "model")
-    assert not any(tmp_path.iterdir())
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 @pytest.mark.parametrize("variant", ["tied, logits scaled", *slow("paper", "logits scaled", "untied", "biases")])
-def test_marian_computes_and_translates_as_we_do(verses, tmp_path, variant):
+def test_marian_computes_and_translates_as_we_do(transformers, verses, tmp_path, variant):
     """Logits of real sentences, padded, agree, and so do greedy translations of 40 and the ids of the tokenizer."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
     sources, targets, tokenizer = verses
     model = random_model(VARIANTS[variant])
     to_huggingface(model, tokenizer, tmp_path / "model")
@@ -182,10 +191,9 @@ PARTS = [
 
 
 @pytest.mark.parametrize("alphabet", ["latin", "cyrillic"])
-def test_transformers_reads_every_text_as_text(verses, tmp_path, alphabet):
+def test_transformers_reads_every_text_as_text(transformers, verses, tmp_path, alphabet):
     """Ids agree for the names of pieces, language codes, odd spaces and unknown characters, on both sides, each with
     its normalization. Decoded texts agree too. The Cyrillic vocabulary has no character of "</s>"."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
     pairs = [(text, text) for text in ("\u043c\u0438\u0440", "\u0436\u0434\u0430\u0442\u044c \u043c\u0438\u0440\u0430")]
     if alphabet == "latin":
         pairs = [*zip(verses[0], verses[1], strict=True), ("a </s> b", "</s>pad \u2585")]
@@ -201,22 +209,6 @@ def test_transformers_reads_every_text_as_text(verses, tmp_path, alphabet):
         known = [ids for ids in wanted if UNK_ID not in ids]
         ended = [[1, *ids, 2, 0] for ids in known]
         assert words.batch_decode(ended, skip_special_tokens=True) == tokenizer.decode(known)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"norm_first": True}, "normalises after each sub-layer"),
-        ({"positions": "learned"}, "has sinusoidal positions"),
-        ({"window_size": (3, 3)}, "no restricted self-attention"),
-        ({"head_dim": 5, "value_head_dim": 5}, "heads of d_model / num_heads features"),
-        ({"norm_eps": 1e-6}, "norm_eps=1e-06"),
-    ],
-)
-def test_what_marian_cannot_hold_is_refused(verses, tmp_path, change, words):
-    with pytest.raises(InputError, match=words):
-        to_huggingface(Transformer(dataclasses.replace(SMALL, **change)), verses[2], tmp_path / "model")
-    assert not any(tmp_path.iterdir())
 
 
 FILES = {
