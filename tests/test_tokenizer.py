@@ -45,6 +45,12 @@ def sentencepieces(lines, vocab_size, rule):
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
+def normalized(lines, rule):
+    """Return the lines as sentencepiece normalises them."""
+    normalizer = sentencepiece.SentencePieceNormalizer(rule_name=rule, add_dummy_prefix=False, escape_whitespaces=False)
+    return [normalizer.normalize(line) for line in lines]
+
+
 def all_pieces(tokenizer):
     return tokenizer.pieces(list(range(tokenizer.vocab_size)))
 
@@ -62,15 +68,12 @@ def test_a_vocabulary_of_one_rule_is_sentencepieces(rule):
 @pytest.mark.parametrize("rule", config.NORMALIZATIONS)
 def test_each_side_has_its_rule(rule):
     """The default keeps the target's characters; the source is as sentencepiece normalises it."""
-    normalizer = sentencepiece.SentencePieceNormalizer(rule_name=rule, add_dummy_prefix=False, escape_whitespaces=False)
-    normalized = [normalizer.normalize(line) for line in TEXT]
-    tokenizer = Tokenizer.of_pairs(
-        zip(TEXT, TEXT, strict=True), 250, rule, config.TrainingConfig().target_normalization
-    )
+    keeping = config.TrainingConfig().target_normalization
+    tokenizer = Tokenizer.of_pairs(zip(TEXT, TEXT, strict=True), 250, rule, keeping)
     targets = tokenizer.encode(TEXT, target=True)
     assert tokenizer.decode(targets) == TEXT
-    assert tokenizer.decode(tokenizer.encode(TEXT)) == normalized
-    assert (normalized != TEXT) == (rule != "identity")
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == normalized(TEXT, rule)
+    assert (normalized(TEXT, rule) != TEXT) == (rule != "identity")
     assert not any(UNK_ID in ids for ids in (*targets, *tokenizer.encode(TEXT)))
     again = Tokenizer(*tokenizer.models)
     assert (again.encode(TEXT), again.encode(TEXT, target=True)) == (tokenizer.encode(TEXT), targets)
@@ -176,11 +179,8 @@ def run(files, tmp_path_factory):
 
 def test_a_run_encodes_each_side_by_its_rule(files, run):
     """The run's folder has each side encoded by its rule, and its checkpoints name the rules."""
-    normalizer = sentencepiece.SentencePieceNormalizer(
-        rule_name="nfkc", add_dummy_prefix=False, escape_whitespaces=False
-    )
     model, tokenizer = checkpoint.load(run)
-    wanted = [normalizer.normalize(line) for line in read_lines(files[0])], read_lines(files[1])
+    wanted = normalized(read_lines(files[0]), "nfkc"), read_lines(files[1])
     for side, lines in zip(SIDES, wanted, strict=True):
         sentences = Sentences.mapped(run / "text" / side)
         padded, _ = sentences.padded(torch.arange(len(sentences)))
