@@ -201,8 +201,8 @@ void test_attention(int cases) {
     if (!p.packed && random.chance(50)) p.mask = RandomMask(random, a.batch, a.num_heads, a.seqlen_q, a.seqlen_k);
     a.mask = p.mask.mask;
     begin_case("attention", a.dtype, p.packed ? "packed" : "dense", a.batch, a.num_heads, a.num_kv_heads, a.seqlen_q,
-               a.seqlen_k, a.head_dim, a.value_head_dim, p.mask.name(), "window", a.window_left, a.window_right,
-               "threshold", a.threshold, "scale", a.scale, "case", c);
+               a.seqlen_k, a.head_dim, a.value_head_dim, p.mask, "window", a.window_left, a.window_right, "threshold",
+               a.threshold, "scale", a.scale, "case", c);
     test_problem(random, p);
   }
 }

@@ -34,13 +34,6 @@ void on_crash(int) {
   _exit(1);
 }
 
-void run_workers(int workers, void (*body)(void*, int), void* argument) {
-  std::vector<std::thread> others;
-  for (int worker = 1; worker < workers; ++worker) others.emplace_back(body, argument, worker);
-  body(argument, 0);
-  for (std::thread& other : others) other.join();
-}
-
 }  // namespace
 
 uint64_t Random::next() {
@@ -160,12 +153,6 @@ double RandomMask::operator()(int64_t b, int64_t h, int64_t i, int64_t j) const 
   return is_float() ? value : value != 0 ? 0 : -INFINITY;
 }
 
-std::string RandomMask::name() const {
-  std::ostringstream name;
-  if (buffer) name << mask.dtype;
-  return "mask " + (buffer ? name.str() : "none");
-}
-
 void begin_named_case(const std::string& name) {
   signal(SIGSEGV, on_crash), signal(SIGBUS, on_crash);
   snprintf(current, sizeof current, "%s", name.c_str());
@@ -178,6 +165,13 @@ void fail(const std::string& what) {
 
 int failures() { return failed; }
 
+void run_workers(int workers, void (*body)(void*, int), void* argument) {
+  std::vector<std::thread> others;
+  for (int worker = 1; worker < workers; ++worker) others.emplace_back(body, argument, worker);
+  body(argument, 0);
+  for (std::thread& other : others) other.join();
+}
+
 void expect_close(const char* what, const Buffer& got, const std::vector<double>& want, double slack) {
   if ((int64_t)want.size() != got.count) return fail(std::string(what) + " has the wrong size: an error of the test");
   const double smallest = ldexp(1, format_of(got.dtype).minimum - format_of(got.dtype).bits);
@@ -189,22 +183,6 @@ void expect_close(const char* what, const Buffer& got, const std::vector<double>
     snprintf(message, sizeof message, "%s[%lld] = %.9g, expected %.9g, slack %.2g", what, (long long)i, value, wanted,
              slack);
     return fail(message);
-  }
-}
-
-void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel,
-                    bool again) {
-  std::vector<std::string> first;
-  for (const Buffer* output : outputs) first.push_back(output->bytes());
-  for (const int threads : {1, 2, 5}) {
-    for (Buffer* output : outputs) output->fill_nan();
-    kernel(Parallel{threads, run_workers});
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      if (threads == 1 && !again) first[i] = outputs[i]->bytes();
-      if (outputs[i]->bytes() != first[i])
-        fail("output " + std::to_string(i) + " differs between runs, the latest on " + std::to_string(threads) +
-             " threads");
-    }
   }
 }
 

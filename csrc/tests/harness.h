@@ -2,7 +2,6 @@
 #pragma once
 #include <stdint.h>
 
-#include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -81,12 +80,15 @@ struct RandomMask {
   }
   double operator()(int64_t b, int64_t h, int64_t i, int64_t j) const;  // the addend of a score
   bool is_float() const { return buffer && mask.dtype != Dtype::boolean; }
-  std::string name() const;
 
   Mask mask = {};
   bool finite_extremes = false;  // Hides by -65504 instead of -inf.
   std::unique_ptr<Buffer> buffer;
 };
+
+inline std::ostream& operator<<(std::ostream& out, const RandomMask& m) {
+  return m.buffer ? out << "mask " << m.mask.dtype : out << "no mask";
+}
 
 // Whether query i of `queries` sees key j of `keys` through the window of a problem.
 template <class Problem>
@@ -119,20 +121,26 @@ int failures();
 // NaN; then `got` must be.
 void expect_close(const char* what, const Buffer& got, const std::vector<double>& want, double slack);
 
-// Run a kernel on 1, 2 and 5 threads, with outputs of NaN before each run. All runs must write the same bits, and the
-// bits before the first run if `again`.
-void run_on_threads(const std::vector<Buffer*>& outputs, const std::function<void(const Parallel&)>& kernel,
-                    bool again);
+void run_workers(int workers, void (*body)(void*, int), void* argument);  // a Parallel's
 
-// Run the kernel of a problem in this way, in a workspace between guard pages.
+// Run the kernel of a problem on 1, 2 and 5 threads, with outputs of NaN before each run, in a workspace between guard
+// pages. All runs must write the same bits, and the bits before the first run if `again`.
 template <class Problem>
 void run_kernel(const Problem& problem, const std::vector<Buffer*>& outputs, bool again = false) {
-  const auto run = [&](const Parallel& parallel) {
-    const Kernel<Problem>& kernel = kernel_of(problem);
+  const Kernel<Problem>& kernel = kernel_of(problem);
+  std::vector<std::string> first;
+  for (const Buffer* output : outputs) first.push_back(output->bytes());
+  for (const int threads : {1, 2, 5}) {
+    for (Buffer* output : outputs) output->fill_nan();
+    const Parallel parallel = {threads, run_workers};
     Buffer workspace(Dtype::float32, round_up(kernel.workspace(problem, parallel), 64) / 4);
     kernel.run(problem, parallel, (char*)workspace.data);
-  };
-  run_on_threads(outputs, run, again);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (threads == 1 && !again) first[i] = outputs[i]->bytes();
+      if (outputs[i]->bytes() != first[i])
+        fail("output " + std::to_string(i) + " on " + std::to_string(threads) + " threads differs from the run before");
+    }
+  }
 }
 
 // One function per kernel file. It runs so many random problems on the instruction set in use.

@@ -34,7 +34,7 @@ void test_softmax_dropout(int cases) {
     std::vector<int64_t> lengths;
     for (int64_t b = 0; b < s.batch; ++b) lengths.push_back(random.between(0, s.columns));
     if (random.chance(40)) s.key_lengths = lengths.data();
-    begin_case("softmax_dropout", s.dtype, s.batch, s.heads, s.rows, s.columns, mask.name(), "window", s.window_left,
+    begin_case("softmax_dropout", s.dtype, s.batch, s.heads, s.rows, s.columns, mask, "window", s.window_left,
                s.window_right, "threshold", p.threshold, "scale", s.scale, "case", c);
 
     const auto operand = [&] {
