@@ -134,28 +134,17 @@ class SizesOfTerms(torch.autograd.Function):
         return weights * (grad_weights.abs() + rows)
 
 
+def add_float_mask(scores, attn_mask):
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return scores
+    return scores + attn_mask.to(torch.promote_types(scores.dtype, attn_mask.dtype))
+
+
 def attention(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-    *,
-    causal_variant="upper_left",
-    key_lengths=None,
-    window_size=(-1, -1),
-    seed=None,
-    dtype=torch.float64,
-    softmax=softmax,
-):
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *, seed=None,
+    dtype=torch.float64, softmax=softmax, **window,
+):  # fmt: skip
     """Return (out, lse, weights after dropout)."""
-    if query.dim() == 2:
-        inner = locals()
-        tensors = [inner.pop(name).unsqueeze(0) for name in ("query", "key", "value")]
-        return tuple(t.squeeze(0) for t in attention(*tensors, **inner))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if enable_gqa:
@@ -163,20 +152,15 @@ def attention(
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (t.expand(*batch, *t.shape[-2:]) for t in (query, key, value))
-    shape = (*batch, query.shape[-2], key.shape[-2])
 
-    seen = visible(shape, attn_mask, is_causal, causal_variant, key_lengths, window_size)
+    seen = visible((*batch, query.shape[-2], key.shape[-2]), attn_mask, is_causal, **window)
     unused = ~seen.any(dim=-2)[..., None]  # keys that no query sees may hold NaN
-    scores = scale * (query @ key.masked_fill(unused, 0).mT)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask.to(torch.promote_types(dtype, attn_mask.dtype))
+    scores = add_float_mask(scale * (query @ key.masked_fill(unused, 0).mT), attn_mask)
     if dtype.itemsize == 2:
         scores = scores.float()  # as PyTorch programs do: products in 16 bits, softmax in float32
     weights, lse = softmax(scores.masked_fill(~seen, -math.inf))
-    if dropout_p > 0:
-        weights = weights * dropout_factor(shape, dropout_p, seed).to(weights.dtype)
-    out = weights.to(dtype) @ value.masked_fill(unused, 0)
-    return out, lse, weights
+    weights = dropout(weights, dropout_p, seed, weights.dtype)
+    return weights.to(dtype) @ value.masked_fill(unused, 0), lse, weights
 
 
 def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, seqused_k=None, seed=None, **options):
@@ -185,46 +169,24 @@ def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, dropout_p=0.0, sequs
     outs, lses = [], []
     for n in range(len(cu_seq_q) - 1):
         q = query[cu_seq_q[n] : cu_seq_q[n + 1]].transpose(0, 1)
-        k = key[cu_seq_k[n] : cu_seq_k[n + 1]].transpose(0, 1)
-        v = value[cu_seq_k[n] : cu_seq_k[n + 1]].transpose(0, 1)
-        lengths = None if seqused_k is None else seqused_k[n : n + 1]
-        options_n = {"causal_variant": "lower_right", "key_lengths": lengths, **options}
-        if dropout_p > 0:  # n dummy sequences put this one's heads at their z
-            q, k, v = (torch.cat([t.new_zeros(n, *t.shape), t[None]]) for t in (q, k, v))
-            if lengths is not None:
-                options_n["key_lengths"] = torch.cat([lengths.new_zeros(n), lengths])
-            out, lse, _ = attention(q, k, v, dropout_p=dropout_p, seed=seed, **options_n)
-            out, lse = out[n], lse[n]
-        else:
-            out, lse, _ = attention(q, k, v, **options_n)
-        outs.append(out.transpose(0, 1))
-        lses.append(lse.transpose(0, 1))
+        k, v = (t[cu_seq_k[n] : cu_seq_k[n + 1]].transpose(0, 1) for t in (key, value))
+        # n dummy sequences put this one's heads at their z
+        q, k, v = (torch.cat([t.new_zeros(n, *t.shape), t[None]]) for t in (q, k, v))
+        lengths = None if seqused_k is None else torch.cat([seqused_k.new_zeros(n), seqused_k[n : n + 1]])
+        options = {"causal_variant": "lower_right", **options, "key_lengths": lengths}
+        out, lse, _ = attention(q, k, v, dropout_p=dropout_p, seed=seed, **options)
+        outs.append(out[n].transpose(0, 1))
+        lses.append(lse[n].transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
 
 
 def softmax_dropout(
-    input,
-    dropout_p=0.0,
-    attn_mask=None,
-    is_causal=False,
-    scale=1.0,
-    *,
-    seed=None,
-    dtype=torch.float64,
-    softmax=softmax,
+    input, dropout_p=0.0, attn_mask=None, is_causal=False, scale=1.0, *, seed=None, dtype=torch.float64, softmax=softmax
 ):
-    shape = input.shape
-    seen = visible((1, 1, *shape), None, is_causal).reshape(shape)
-    scores = scale * input.to(dtype)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        seen = seen & attn_mask
-    elif attn_mask is not None:
-        seen = seen & (attn_mask > -math.inf)
-        scores = scores + attn_mask.to(torch.promote_types(dtype, attn_mask.dtype))
+    seen = visible((1, 1, *input.shape), attn_mask, is_causal).reshape(input.shape)
+    scores = add_float_mask(scale * input.to(dtype), attn_mask)
     weights, _ = softmax(scores.masked_fill(~seen, -math.inf))
-    if dropout_p > 0:
-        weights = weights * dropout_factor(shape, dropout_p, seed).to(weights.dtype)
-    return weights.to(dtype)
+    return dropout(weights, dropout_p, seed, weights.dtype).to(dtype)
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, dtype=torch.float64):
@@ -238,7 +200,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, dtype=
 
 def dropout_add_layer_norm(input, residual, weight=None, bias=None, p=0.0, eps=1e-5, *, seed=None, dtype=torch.float64):
     """Return (LN(residual + dropout(input)), the sum)."""
-    total = residual.to(dtype) + (dropout(input, p, seed, dtype) if p > 0 else input.to(dtype))
+    total = residual.to(dtype) + dropout(input, p, seed, dtype)
     return layer_norm(total, total.shape[-1:], weight, bias, eps, dtype), total
 
 
