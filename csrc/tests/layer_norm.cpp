@@ -9,30 +9,8 @@ FASTATTN_KERNEL(LayerNormBackward, layer_norm_backward)
 }  // namespace fastattn
 
 namespace fastattn::testing {
-namespace {
-
-// Rows of +-`size` have a variance that overflows float32. Their rstd and the normalised rows are NaN, not 0.
-void test_overflow(Dtype dtype, int64_t columns, double size) {
-  constexpr int64_t kRows = 3;
-  begin_case("layer_norm of +-", size, dtype, columns);
-  Buffer input(dtype, kRows * columns), out(dtype, kRows * columns);
-  Buffer means(Dtype::float32, kRows), rstds(Dtype::float32, kRows);
-  for (int64_t i = 0; i < input.count; ++i) input.set(i, i % 2 == 0 ? size : -size);
-  LayerNorm p = {};
-  p.matrices = 1, p.rows = kRows, p.columns = columns, p.eps = 1e-5f;
-  p.input = input.data, p.input_dtype = p.dtype = p.out_dtype = dtype, p.input_row = columns;
-  p.out = out.data, p.mean = (float*)means.data, p.rstd = (float*)rstds.data;
-  run_kernel(p, {&out, &means, &rstds});
-  expect_close("rstd", rstds, std::vector<double>(kRows, NAN), 0);
-  expect_close("out", out, std::vector<double>((size_t)out.count, NAN), 0);
-}
-
-}  // namespace
 
 void test_layer_norm(int cases) {
-  for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16})
-    for (const int64_t columns : {5, 700})
-      for (const double size : {1e20, 3e38}) test_overflow(dtype, columns, size);
   Random random = {2};
   for (int c = 0; c < cases; ++c) {
     const bool large = c % 50 == 0, fused = random.chance(60);
