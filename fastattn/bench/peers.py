@@ -46,14 +46,22 @@ os.environ.update(_HELD_TO.get(os.environ.get("FASTATTN_CPU_ISA", ""), {}))
 
 
 def _attention(case: Case, query: Tensor, key: Tensor, value: Tensor, **mask: Tensor) -> Tensor:
-    attn_mask = _attn_mask(key, **mask)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, case.causal)
+    attn_mask, is_causal = _attn_mask(key, **mask), case.causal
+    if attn_mask is not None and is_causal:  # torch's function refuses both
+        attn_mask = attn_mask & ~_future(query, key)
+        is_causal = False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, case.dropout, is_causal)
 
 
 def _attn_mask(key: Tensor, attn_mask: Tensor | None = None, key_lengths: Tensor | None = None) -> Tensor | None:
     if key_lengths is None:
         return attn_mask
     return (torch.arange(key.size(-2), device=key.device) < key_lengths[:, None])[:, None, None]
+
+
+def _future(query: Tensor, key: Tensor) -> Tensor:
+    """Return bool (Lq, Lk), True where a key comes after its query."""
+    return torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=key.device).triu(1)
 
 
 def _attention_formula(case: Case, query: Tensor, key: Tensor, value: Tensor, **mask: Tensor) -> Tensor:
@@ -63,8 +71,7 @@ def _attention_formula(case: Case, query: Tensor, key: Tensor, value: Tensor, **
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     if case.causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
+        scores = scores.masked_fill(_future(query, key), -torch.inf)
     return F.dropout(F.softmax(scores, -1), case.dropout) @ value
 
 
