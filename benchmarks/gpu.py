@@ -4,6 +4,7 @@ Calls are captured into CUDA graphs and replayed, so launches do not count. Smal
 where the host bounds them. Shares are those of a large copy's and a large product's speed, measured in the same run.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,7 +18,7 @@ import fastattn
 from fastattn.bench import contest, report, training
 from fastattn.bench.cases import OPERATIONS, Case
 from fastattn.bench.peers import PEERS
-from fastattn.bench.timer import interleave
+from fastattn.bench.timer import Ratio, interleave
 
 DEVICE = "cuda"
 LARGE = 2**29  # bytes of the limits' operands
@@ -77,8 +78,8 @@ def contestants(case):
     if case.operation == "training_step":
         for name in ("ours", "torch"):
             yield name, lambda name=name: training.contestants(case, DEVICE)[name]
-        yield "compiled", lambda: training.compiled(case, DEVICE)["torch"]
-        yield "fastattn compiled", lambda: training.compiled(case, DEVICE)["ours"]
+        yield "compiled", lambda: training.contestants(case, DEVICE, compiled=True)["torch"]
+        yield "fastattn compiled", lambda: training.contestants(case, DEVICE, compiled=True)["ours"]
         return
     tensors, others = operands(case)
     seed = {"seed": torch.tensor([1, 2], device=DEVICE)} if case.dropout else {}
@@ -193,17 +194,14 @@ def measure(case, where, rates=None):
     if "ours" not in functions:
         return [], failures
     timing = interleave(functions, budget=BUDGET, measure=time_call)
-    ours, note = timing.seconds("ours"), ""
-    if rates:
-        shares = {"copy": case.bytes / ours / rates["copy"], "product": case.flops / ours / rates["product"]}
-        note = max(shares, key=shares.get)
-    columns = where | {"dtype": "bfloat16", "case": case.name if rates else f"{case.name}, from Python"}
-    figures = {"seconds": ours, "share": shares[note] if rates else None, "note": note}
     ratios = {name: timing.ratio(name, "ours") for name in functions if name != "ours"}
-    return [
-        report.Row(**columns, peer=name, ratio=ratio.median, low=ratio.low, high=ratio.high, **figures)
-        for name, ratio in ratios.items()
-    ], failures
+    result = contest.Result(f"{case.name}, from Python", {"ours": timing.seconds("ours")}, ratios)
+    if rates:
+        amounts = {"copy": case.bytes, "product": case.flops}
+        shares = {name: amounts[name] / result.seconds["ours"] / rates[name] for name in amounts}
+        limit = max(shares, key=shares.get)
+        result = dataclasses.replace(result, name=case.name, share=Ratio.of([shares[limit]]), limit=limit)
+    return report.rows_of(result, "bfloat16", where), failures
 
 
 def run(path, where, seconds):

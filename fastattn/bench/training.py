@@ -88,13 +88,9 @@ def _models(case: Case) -> dict[str, nn.Module]:
     return {"ours": fastattn.Transformer(own), "torch": TorchTransformer(config, case.shape[1])}
 
 
-def contestants(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
-    return {name: _step(case, model, device) for name, model in _models(case).items()}
-
-
-def compiled(case: Case, device: str) -> dict[str, Callable[[], Any]]:
-    """Return the contestants with torch.compile."""
+def contestants(case: Case, device: str = "cpu", *, compiled: bool = False) -> dict[str, Callable[[], Any]]:
     models = _models(case)
     for model in models.values():
-        model.compile(dynamic=False)
+        if compiled:
+            model.compile(dynamic=False)
     return {name: _step(case, model, device) for name, model in models.items()}
