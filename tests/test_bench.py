@@ -365,7 +365,7 @@ def test_a_commit_is_marked_where_code_differs_and_not_where_results_do(tmp_path
 )
 def test_no_share_of_a_limit_is_above_it(share, limit, shown):
     assert report.share(share, limit) == shown
-    assert f"| {shown} |" in report.table([result(2.0, share=share, limit=limit)], whole=True)
+    assert f"| {shown} |" in report.table([result(2.0, share=share, limit=limit)])
 
 
 def test_limits_that_other_programs_disturbed_have_no_rows(monkeypatch):

@@ -55,7 +55,7 @@ def _measure(args: argparse.Namespace) -> list[report.Row]:
     print(report.origin([report.Row(**where)]) + report.limit_words(rows), flush=True)
     for number, case in enumerate(chosen):
         result = contest.run(case, budget=args.seconds or 1.0, everyone=args.peers)
-        lines = report.table([result], whole=True).splitlines()
+        lines = report.table([result]).splitlines()
         print(*lines[2 if number else 0 :], sep="\n", flush=True)
         if not result.noise:
             rows += report.rows_of(result, str(case.dtype).removeprefix("torch."), where)

@@ -214,26 +214,18 @@ def brief(error: Exception) -> str:
     return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def table(results: Iterable[Result], *, whole: bool = False) -> str:
-    """Return a Markdown table of results. Columns without an entry are left out, unless `whole`."""
+def table(results: Iterable[Result]) -> str:
+    """Return a Markdown table of results."""
     rows = [("case", "ours", "times torch", "of the limit", "of own plain time", "other peers", "noisy")]
     for result in results:
         torchs, plain = result.ratios["torch"], result.ratios.get("plain")
-        rows.append(
-            (
-                result.name,
-                duration(result.seconds["ours"]),
-                f"{torchs.median:.2f} ({torchs.low:.2f}-{torchs.high:.2f})",
-                share(result.share.median if result.share else None, result.limit),
-                f"{1 / plain.median:.2f}" if plain else "",
-                ", ".join(
-                    f"{n} {ratio.median:.2f}" for n, ratio in result.ratios.items() if n not in ("torch", "plain")
-                ),
-                result.noise,
-            )
-        )
-    keep = [column for column in range(len(rows[0])) if whole or any(row[column] for row in rows[1:])]
-    return markdown([row[column] for column in keep] for row in rows)
+        times = f"{torchs.median:.2f} ({torchs.low:.2f}-{torchs.high:.2f})"
+        limit = share(result.share.median if result.share else None, result.limit)
+        others = [f"{n} {ratio.median:.2f}" for n, ratio in result.ratios.items() if n not in ("torch", "plain")]
+        own = f"{1 / plain.median:.2f}" if plain else ""
+        ours = duration(result.seconds["ours"])
+        rows.append((result.name, ours, times, limit, own, ", ".join(others), result.noise))
+    return markdown(rows)
 
 
 def markdown(rows: Iterable[Iterable[str]]) -> str:
