@@ -221,7 +221,7 @@ def tool(path, script):
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "result"), [("", "out of time"), ("echo FAILED tests/test_x.py", "failed")])
 def test_how_stages_end(tmp_path, fault, result):
-    """The summary has the end of each stage, and exists while the last stage runs.
+    """The summary has the end of each stage.
 
     Stand-ins replace the tools. One shard of the tests takes too long, and may have reported a failing test before. One
     of the sanitizer's tools finds something; the others pass."""
@@ -238,7 +238,7 @@ except KeyboardInterrupt:
         f"""case "$FASTATTN_TEST_SHARD $*" in
         "3/12 -m pytest"*) {shard} ;;
         *"-m pytest"*) exit 0 ;;
-        *gpu.py*) cp {out}/summary.json {tmp_path}/before.json ;;
+        *gpu.py*) exit 0 ;;
         *) exec {sys.executable} "$@" ;; esac""",
     )
     tool(tmp_path / "bin/timeout", f'[[ $1 != --signal=INT ]] || set -- "${{@:1:2}}" 3 "${{@:4}}"\n{TIMEOUT} "$@"')
@@ -249,7 +249,5 @@ except KeyboardInterrupt:
     assert "shard 3: interrupted" in (out / "tests.log").read_text()
     assert (out / "sanitizer.log").read_text().split() == ["racecheck", "memcheck"]
     ends = {"tests": result, "sanitizer": "failed", "benchmarks": "passed"}
-    for summary in (out / "summary.json", tmp_path / "before.json"):
-        found = json.loads(summary.read_text())["stages"]
-        assert {name: stage["result"] for name, stage in found.items()} == {name: ends[name] for name in found}
-        assert len(found) == (3 if summary.parent == out else 2)
+    found = json.loads((out / "summary.json").read_text())["stages"]
+    assert {name: stage["result"] for name, stage in found.items()} == ends
