@@ -92,7 +92,8 @@ void Buffer::set(int64_t index, double value) {
   } else {  // The count of the format's steps is its bits: an overflow of the mantissa increments the exponent.
     const Format format = format_of(dtype);
     const double magnitude = fabs(value), infinity = (2 * format.maximum + 1) << format.bits;
-    const int exponent = magnitude < ldexp(1, format.minimum) ? format.minimum : ilogb(magnitude);
+    const bool normal = isfinite(magnitude) && magnitude >= ldexp(1, format.minimum);
+    const int exponent = normal ? ilogb(magnitude) : format.minimum;
     const double steps = nearbyint(ldexp(magnitude, format.bits - exponent));
     const double bits = ((exponent - format.minimum) * ldexp(1, format.bits)) + steps;
     const int sign = signbit(value) ? 0x8000 : 0;
