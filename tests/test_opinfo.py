@@ -12,7 +12,7 @@ import fastattn
 pytestmark = pytest.mark.torch_version
 FUNCTIONS = {name: f"nn.functional.{name}" for name in ("scaled_dot_product_attention", "layer_norm", "dropout")}
 OPERATIONS = pytest.mark.parametrize("name", FUNCTIONS)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16, torch.float64)], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, *slow(torch.float16)], ids=str)
 
 
 @pytest.fixture(scope="module")
