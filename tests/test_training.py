@@ -736,7 +736,9 @@ def test_draws_follow_the_distribution(top_k, top_p, kept):
 def test_samples_depend_on_seed_and_sentence_alone(verses, model):
     def found(order, **changes):
         lines = [verses[0][i] for i in order]
-        return candidates(model, verses[2], lines, Search(temperature=1.0, n_best=3, **{"seed": 5, **changes}))
+        return candidates(
+            model, verses[2], lines, Search(temperature=1.0, n_best=3, extra_tokens=9, **{"seed": 5, **changes})
+        )
 
     together = found(range(6))
     for translations in together:
@@ -751,11 +753,13 @@ def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(verses,
     def found(search):
         return candidates(model, verses[2], verses[0][:4], search)
 
-    greedy, sampled = found(Search(beam=1)), found(Search(temperature=3.0, top_k=1))
+    greedy, sampled = (
+        found(search) for search in (Search(beam=1, extra_tokens=9), Search(temperature=3.0, top_k=1, extra_tokens=9))
+    )
     assert texts(sampled) == texts(greedy)
     assert [found[0].score for found in sampled] == pytest.approx([found[0].score for found in greedy], abs=1e-4)
     for temperature in (1e-30, 1e-46, 1e-300):  # float32 rounds the last two to 0
-        assert texts(found(Search(temperature=temperature))) == texts(greedy)
+        assert texts(found(Search(temperature=temperature, extra_tokens=9))) == texts(greedy)
 
 
 def test_the_largest_draw_is_a_token(monkeypatch, verses, model):
@@ -775,10 +779,10 @@ def test_a_long_sentence_shares_its_batch_with_few(monkeypatch, verses, model):
     sources, _, tokenizer = verses
     lines = [" ".join(sources[:8]), *sources[:5]]
     assert len(tokenizer.encode(lines[:1])[0]) >= 500
-    together = translate(model, tokenizer, lines, Search(beam=2))
+    together = translate(model, tokenizer, lines, Search(beam=2, extra_tokens=9))
     monkeypatch.setattr("fastattn.translation.search.MOST_TOKENS", 1000)
     with mock.patch("fastattn.translation.search.beam_search", side_effect=beam_search) as search:
-        assert translate(model, tokenizer, lines, Search(beam=2)) == together
+        assert translate(model, tokenizer, lines, Search(beam=2, extra_tokens=9)) == together
     first, *others = (call.args[1].shape for call in search.call_args_list)
     assert first[0] == 1
     assert len(others) < len(lines) - 1
@@ -799,10 +803,10 @@ def test_the_largest_of_long_rows(size, k):
 
 def test_sentences_do_not_influence_one_another(verses, model):
     sources, _, tokenizer = verses
-    together = translate(model, tokenizer, sources[:6], Search(batch_size=6))
+    together = translate(model, tokenizer, sources[:6], Search(batch_size=6, extra_tokens=9))
     assert any(together)
     for size, order in ((4, random.Random(1).sample(range(6), 6)), (1, range(6))):
-        found = translate(model, tokenizer, [sources[i] for i in order], Search(batch_size=size))
+        found = translate(model, tokenizer, [sources[i] for i in order], Search(batch_size=size, extra_tokens=9))
         assert found == [together[i] for i in order]
 
 
