@@ -52,6 +52,10 @@ def jagged_module(offsets):
     return call
 
 
+def padded_module(padding):
+    return lambda leaf: MODULE(leaf[0], leaf[0], leaf[0], key_padding_mask=padding)[0]
+
+
 MASK, SEED = torch.randn(L, L) > 0, torch.tensor([3, 4])
 MODULE = fastattn.MultiHeadAttention(E, 2, batch_first=True)
 
@@ -67,6 +71,7 @@ CHANGED = {
     "packed, offsets": (lambda offsets: packed(offsets=offsets), OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "packed, used": (lambda used: packed(seqused_k=used), torch.tensor([3, 5]), lambda t: t - 1),
     "packed, seed": (lambda seed: packed(dropout_p=0.5, seed=seed), SEED, lambda t: t + 1),
+    "module, float padding": (padded_module, torch.linspace(-1, 1, L * L).view(L, L), torch.zeros_like),
     "jagged heads, offsets": (jagged_heads, OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "jagged module, offsets": (jagged_module, OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "dropout, seed": (lambda seed: lambda leaf: dropout(leaf, seed=seed), SEED, lambda t: t + 1),
@@ -221,16 +226,23 @@ def test_gradients_per_sample(module):
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("how", COPIES)
-def test_a_mask_may_change_before_a_compiled_backward_pass(how):
-    """The gradient is that of the mask at the call. If the traced backward pass recomputed the copy, it would read the
-    changed mask."""
-    leaf, mask = operand(1, 2, L, E), torch.randn(L, L) > 0
-    wanted = gradient(dense(attn_mask=mask.clone())(leaf), leaf)
-    compiled = torch.compile(lambda leaf, mask: dense(attn_mask=mask)(leaf), backend="aot_eager_decomp_partition")
-    out = compiled(leaf, mask)
-    COPIES[how](mask, ~mask)
-    torch.testing.assert_close(gradient(out, leaf), wanted)
+@pytest.mark.parametrize("compiler", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("case", [case for case in CHANGED if not case.startswith("jagged")])
+def test_arguments_may_change_before_a_compiled_backward_pass(case, compiler):
+    """The gradient is that of the argument at the call. A compiler may remove a copy, or make it again in the backward
+    pass; both would read the changed argument. A view of it shares its memory."""
+    call, argument, change = CHANGED[case]
+    leaf = operand(1, L, L, E)
+    wanted = gradient(call(argument)(leaf), leaf)
+    torch.compiler.reset()  # dynamo compiles a function only a few times
+    compiled = torch.compile(lambda leaf, changed: call(changed)(leaf), backend=compiler, fullgraph=True)
+    with torch.compiler.config.patch(force_disable_caches=True):  # their keys do not have the code of ops
+        for is_view in (False, True):
+            for copy in COPIES.values():
+                changed = argument.clone()
+                out = compiled(leaf, changed[:] if is_view else changed)
+                copy(changed, change(changed))
+                torch.testing.assert_close(gradient(out, leaf), wanted)
 
 
 def test_gradients_per_sample_of_a_patched_model():

@@ -16,6 +16,7 @@ from fastattn.backends.visibility import visibility
 from fastattn.nn.cache import KeyValueCache
 from fastattn.ops import check
 from fastattn.ops.attention import attention_weights, dense_args, scaled_dot_product_attention, varlen_attn
+from fastattn.ops.copies import expanded_copy
 from fastattn.ops.jagged import is_jagged, to_padded, with_values
 
 _NAME = "MultiHeadAttention"
@@ -537,7 +538,7 @@ def _check_mask(label: str, mask: Tensor) -> None:
 
 
 def _owned(mask: Tensor) -> Tensor:
-    return check.expanded_clone(mask) if torch.is_grad_enabled() else mask
+    return expanded_copy(mask) if torch.is_grad_enabled() else mask
 
 
 def _both(first: Tensor, second: Tensor) -> Tensor:

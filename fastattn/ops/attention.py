@@ -25,6 +25,7 @@ from fastattn.backends.schema import (
 )
 from fastattn.backends.visibility import add_mask, blind_queries, packed_visibility, softmax, unused_keys, visibility
 from fastattn.ops import check
+from fastattn.ops.copies import owned
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
 from fastattn.ops.register import Op, fast_path, save_call, saved_call
 from fastattn.ops.sharding import Shards, attend, is_sharded
@@ -538,7 +539,7 @@ def _cumulative(
             raise check.BadValue(
                 f"{name}: {longest_label} must be at least the longest sequence, {most}, got {longest}"
             )
-    return check.owned(offsets)
+    return owned(offsets)
 
 
 def _brief(values: Tensor) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from fastattn._torch_private import is_batched, is_proxied, is_traced, refuse_scripting
+from fastattn.ops.copies import owned
 
 TORCHSCRIPT = (
     "fastattn does not support torch.jit (TorchScript), which PyTorch has deprecated: use torch.compile to make a "
@@ -160,25 +161,6 @@ def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tens
     if threshold == 0:
         return None
     return new_seed(device) if seed is None else owned(seed)
-
-
-def owned(given: Tensor) -> Tensor:
-    """Return integers as contiguous int64, in memory of their own if a backward pass may read them.
-
-    The caller may change lengths, boundaries and seeds between the forward and the backward pass.
-    """
-    if given.dtype == torch.int64 and given.is_contiguous():
-        return given.clone() if torch.is_grad_enabled() else given
-    return given.to(torch.int64).contiguous()
-
-
-def expanded_clone(tensor: Tensor) -> Tensor:
-    """Return a copy whose expanded dimensions (stride 0) stay expanded."""
-    strides = tensor.stride()
-    if 0 not in strides:
-        return tensor.clone()
-    kept = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
-    return kept.clone().expand(tensor.shape)
 
 
 def new_seed(device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn._torch_private import max_length, ragged_dim
-from fastattn.ops.check import is_readable, owned
+from fastattn.ops.check import is_readable
+from fastattn.ops.copies import owned
 
 
 def is_jagged(tensor: object) -> bool:

@@ -28,13 +28,14 @@ from fastattn._torch_private import (
 from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.common import is_recorded
 from fastattn.backends.schema import RECORDS, SCHEMAS, TENSORS, AnyArgs, flatten, unflatten
-from fastattn.ops.check import expanded_clone, unscriptable
+from fastattn.ops.check import unscriptable
+from fastattn.ops.copies import copy_op, expanded_copy
 
 __all__ = ["decompositions"]
 
 PLAIN = frozenset((Tensor, Parameter))  # other subclasses may intercept calls
 _library = torch.library.Library("fastattn", "DEF")
-_decompositions: dict[OperatorBase, Callable[..., Any]] = {}
+_decompositions: dict[OperatorBase, Callable[..., Any]] = {copy_op: Tensor.clone}
 _flops: dict[Any, Callable[..., int]] = {}
 Args = TypeVar("Args", bound=AnyArgs)
 Results = TypeVar("Results")
@@ -217,7 +218,7 @@ def _autograd_function(
             ctx.set_materialize_grads(False)
             if setup_context is not None:
                 if any(map(_needs_copy, tensors)):
-                    args = args._make(expanded_clone(arg) if _needs_copy(arg) else arg for arg in args)
+                    args = args._make(expanded_copy(arg) if _needs_copy(arg) else arg for arg in args)
                 setup_context(ctx, args, output)
 
         @staticmethod
