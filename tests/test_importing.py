@@ -184,6 +184,19 @@ def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
         assert all(map(torch.equal, found.parameters(), wanted.parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_become_float32(tmp_path, dtype):
+    program("annotated", path := tmp_path / "model")
+    weights = {name: tensor.to(dtype) for name, tensor in torch.load(path).items()}
+    models = []
+    for given in (weights, {name: tensor.float() for name, tensor in weights.items()}):
+        torch.save(given, path)
+        models.append(import_model(path, *word_files("annotated", tmp_path))[0])
+    found, wanted = (list(model.parameters()) for model in models)
+    assert all(parameter.dtype == torch.float32 for parameter in found)
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_several_models_in_a_file(tmp_path, capsys):
     """If a file holds a trained model and its moving average, the user must say which one is meant."""
     program("annotated", path := tmp_path / "model")

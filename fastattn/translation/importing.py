@@ -43,7 +43,8 @@ def import_model(
     Args:
         path: the program's file: jadore801120's dictionary of "settings" and "model", or The Annotated Transformer's
             state dict. The weights may be in nested dictionaries, under a prefix. They may have the names that
-            DataParallel, DistributedDataParallel, FSDP and torch.compile give them.
+            DataParallel, DistributedDataParallel, FSDP and torch.compile give them. They may have another dtype than
+            float32, which they become.
         source_words, target_words: text, one word per line in the order of the program's ids.
         heads: number of attention heads, which The Annotated Transformer's checkpoint does not hold; by default 8, as
             in the program.
@@ -60,6 +61,7 @@ def import_model(
         places = ", ".join(place.rstrip(".") or "the top level" for place, *_ in models)
         raise InputError(f"{path} holds {len(models)} models, at {places}: save the one to import alone")
     ((_, kind, weights, settings),) = models
+    weights = {name: tensor.float() for name, tensor in weights.items()}
     if kind == JADORE and settings is None:
         raise InputError(
             f"{path} holds the weights of jadore801120's program without its settings: expected the program's "
