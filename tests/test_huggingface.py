@@ -3,9 +3,8 @@ downloads."""
 
 import copy
 import functools
-import gc
-import re
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def pair(name):
             parameter.normal_(0.0, 0.3)
     ours = copy.deepcopy(eager)
     ours.set_attn_implementation("fastattn")
-    assert ours.config._attn_implementation == "fastattn"
+    assert ours.config._attn_implementation == ("fastattn_masked" if name in LACKING_SDPA else "fastattn")
     return eager, ours
 
 
@@ -166,62 +165,101 @@ def test_a_causal_mask_of_layers_that_are_not_causal(name, padding):
 OPERAND = torch.randn(2, 4, 5, 8)
 
 
-def attend(config=None, mask=None, operand=OPERAND, **options):
+def attend(mask=None, operand=OPERAND, **options):
     """Return what a layer, which is causal, computes by the registered function."""
-    layer = torch.nn.Module()
-    if config is not None:
-        layer.config, layer.is_causal = config, True
-    return huggingface.attention(layer, operand, operand, operand, mask, **options)[0]
+    return huggingface.attention(torch.nn.Module(), operand, operand, operand, mask, **options)[0]
 
 
-@pytest.mark.parametrize(("name", "causal"), [("bert", True), ("nllb_moe", False)])
-def test_a_causal_layer_without_a_mask(name, causal):
-    """A layer's ``is_causal`` counts without a mask only if its model supports sdpa. In "eager" nothing reads it, and
-    it is True by mistake in some layers (BridgeTower)."""
-    wanted = F.scaled_dot_product_attention(*[OPERAND] * 3, is_causal=causal).transpose(1, 2)
-    torch.testing.assert_close(attend({**MODELS, **LACKING_SDPA}[name][1]), wanted)
+class Layer(torch.nn.Module):
+    """Attention of a user, which neither is causal nor says so, and has no ``config``."""
+
+    def __init__(self, settings):
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, query, key, mask):
+        query, key = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in (query, key))
+        functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        function = functions.get_interface(self.settings._attn_implementation, eager_attention)
+        return function(self, query, key, key, mask, dropout=0.0, scaling=1.0)[0].flatten(2)
 
 
-def mask(config, **settings):
-    """Return the mask of four queries without padding."""
-    from transformers.masking_utils import causal_mask_function
-
-    return huggingface.attention_mask(
-        batch_size=2, q_length=4, kv_length=4, mask_function=causal_mask_function, config=config, **settings
-    )
+def eager_attention(module, query, key, value, attention_mask, scaling, **others):
+    scores = query @ key.mT * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
 
 
-def test_whose_configuration_gets_the_mask_of_eager():
-    """A configuration derived from a model's counts as the model's. One that belongs to no model may belong to any."""
+class TwoConfig(transformers.PreTrainedConfig):
+    sub_configs: ClassVar = {"text_config": transformers.BertConfig}
 
-    class Derived(transformers.NllbMoeConfig):
-        pass
-
-    class Unknown(transformers.PreTrainedConfig):
-        pass
-
-    wanted = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 4, 4)
-    for config in (LACKING_SDPA["nllb_moe"][1], Derived(), Unknown()):
-        assert torch.equal(mask(config), wanted)
-    assert mask(MODELS["llama"][1]) is None
-    assert mask(MODELS["llama"][1], allow_is_causal_skip=False).dtype == torch.bool
+    def __init__(self, **settings):
+        self.text_config = transformers.BertConfig(**SIZES)
+        super().__init__(**settings)
 
 
-def test_a_class_of_the_user_without_sdpa():
-    """A user's class without sdpa gives eager's masks to all models of its configuration, Llama's, while the class
-    exists."""
+class WithoutSdpa(transformers.PreTrainedModel):
+    """A user's model, whose layers use the configuration of a part that has one."""
 
-    class WithoutSdpa(transformers.LlamaModel):
-        _supports_sdpa = False
+    _supports_sdpa = False
 
-    config = MODELS["llama"][1]
-    assert WithoutSdpa.config_class is transformers.LlamaConfig
-    assert mask(config).is_floating_point()
-    wanted = F.scaled_dot_product_attention(*[OPERAND] * 3).transpose(1, 2)
-    torch.testing.assert_close(attend(config), wanted)
-    del WithoutSdpa
-    gc.collect()
-    assert mask(config) is None
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = Layer(getattr(config, "text_config", config))
+
+    def forward(self, query, key, make):
+        return self.layer(query, key, make(self.config, query, key) if make else None)
+
+
+def bidirectional(config, query, key):
+    return transformers.masking_utils.create_bidirectional_mask(config, query, None, encoder_hidden_states=key)
+
+
+def causal(config, query, key):
+    return transformers.masking_utils.create_causal_mask(config, query, None, None)
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize(
+    ("make", "length"), [(None, 5), (None, 7), (bidirectional, 5), (bidirectional, 7), (causal, 5)]
+)
+@pytest.mark.parametrize("config", [transformers.BertConfig, TwoConfig])
+def test_only_masks_hide_keys_in_a_user_s_model_without_sdpa(config, make, length, is_causal):
+    """The layers have no ``config``, and an ``is_causal`` that may be missing or wrong. One configuration gives them
+    the implementation by a part that no model checks."""
+    query, key = torch.randn(2, 5, 32), torch.randn(2, length, 32)
+    found = []
+    for name in ("eager", "fastattn"):
+        model = WithoutSdpa._from_config(config(), attn_implementation=name)
+        if is_causal is not None:
+            model.layer.is_causal = is_causal
+        found.append(model(query, key, make))
+    close(*found)
+
+
+def test_a_user_s_class_without_sdpa_is_masked_alone():
+    """A class without sdpa leaves other models of its configuration as they are, and may be defined again."""
+    kind, config = MODELS["llama"]
+    for supports, name in ((False, "fastattn_masked"), (True, "fastattn")) * 2:
+        derived = type("Derived", (kind,), {"_supports_sdpa": supports})
+        assert made(derived, config).config._attn_implementation == name
+        assert made(kind, config).config._attn_implementation == "fastattn"
+
+
+def test_a_configuration_shared_with_a_model_without_sdpa():
+    class Outer(transformers.PreTrainedModel):
+        _supports_sdpa = True
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.inner = WithoutSdpa(config)
+
+    model = made(Outer, transformers.BertConfig())
+    assert model.config._attn_implementation == "fastattn_masked"
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation("fastattn")
+    assert model.config._attn_implementation == "fastattn_masked"
 
 
 @PADDED
@@ -352,7 +390,7 @@ class DerivedConfig(transformers.BloomConfig):
 BLOOM = {"vocab_size": 60, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 XGLM = {"vocab_size": 60, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}
 GEMMA2 = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 50.0}
-ATTENDS_ITSELF = '(?i)is not for {}.*PreTrainedModel, .*; use attn_implementation="eager"'
+ATTENDS_ITSELF = '(?i)is not for {}.*, which computes attention itself; make the model with attn_implementation="eager"'
 REFUSED = {
     "bloom": (transformers.BloomForCausalLM, transformers.BloomConfig(**BLOOM), ATTENDS_ITSELF),
     "bloom, derived": (transformers.BloomForCausalLM, DerivedConfig(**BLOOM), ATTENDS_ITSELF),
@@ -363,31 +401,38 @@ REFUSED = {
         ATTENDS_ITSELF,
     ),
     "mpnet": (transformers.MPNetModel, transformers.MPNetConfig(**SIZES), ATTENDS_ITSELF),
+    "falcon": (
+        transformers.FalconForCausalLM,
+        transformers.FalconConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        ATTENDS_ITSELF,
+    ),
     "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**GEMMA2), "does not know softcap"),
 }
 
 
 @pytest.mark.parametrize("compiled", [False, *slow(True)])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_attends_by_itself_is_refused(name, compiled):
-    """A model that attends by itself is refused. It would add the mask, bools or None, to its scores: Bloom would see
-    the future."""
+def test_a_model_that_cannot_be_served_is_refused(name, compiled):
+    """A model that attends by itself is refused when it is made, an option when it is used."""
     kind, config, words = REFUSED[name]
-    model = made(kind, config)
-    call = torch.compile(model, backend="eager") if compiled else model
+
+    def used():
+        model = made(kind, config)
+        return (torch.compile(model, backend="eager") if compiled else model)(IDS)
+
     with pytest.raises(ValueError, match=words.format(name.partition(",")[0])):
-        call(IDS)
+        used()
 
 
 TABLES = {
-    "Falcon": (
-        transformers.FalconForCausalLM,
-        transformers.FalconConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-        'use attn_implementation="eager" for this model',
-    ),
-    "GIT": (
-        *LACKING_SDPA["git"],
-        'make it with attn_implementation="eager", then model.set_attn_implementation("fastattn")',
+    "GIT": LACKING_SDPA["git"],
+    "SAM": (
+        transformers.SamModel,
+        transformers.SamConfig(
+            vision_config={**VISION, "output_channels": 8, "mlp_dim": 32, "global_attn_indexes": [0]},
+            prompt_encoder_config={"hidden_size": 8, "image_size": 8, "patch_size": 4, "image_embedding_size": 2},
+            mask_decoder_config={"hidden_size": 8, "num_attention_heads": 2, "mlp_dim": 8},
+        ),
     ),
 }
 
@@ -395,9 +440,9 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_a_model_with_its_own_table_of_attention_classes_is_refused(name):
     """A model that looks the implementation up in a table of its module is refused by name when it is made, by every
-    way to make it. The error names a remedy, of which other tests show that it works."""
-    kind, config, remedy = TABLES[name]
-    words = rf'"fastattn" is not for {{}}, .* own table .*; {re.escape(remedy)}'
+    way to make it."""
+    kind, config = TABLES[name]
+    words = '"fastattn" is not for {}, .* own table .*; make the model with attn_implementation="eager"'
     with pytest.raises(ValueError, match=words.format(kind.__name__)):
         made(kind, config)
     named = copy.deepcopy(config)
@@ -407,10 +452,18 @@ def test_a_model_with_its_own_table_of_attention_classes_is_refused(name):
             cls(named)
 
 
-def test_a_table_of_the_user_is_no_table_of_attention_classes(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "SECONDS", {"eager": 1.0}, raising=False)
+def test_a_table_of_the_user(monkeypatch):
+    """A table that makes attention is known by its entry for "eager", a class or a function. Its other values may be
+    anything. Another dictionary with that key is no such table."""
     kind, config = MODELS["llama"]
-    assert made(type("Derived", (kind,), {"__module__": __name__}), config)
+    derived = type("Derived", (kind,), {"__module__": __name__})
+    for entry in (Layer, lambda config: Layer(config)):
+        monkeypatch.setattr(sys.modules[__name__], "TABLE", {"eager": entry, "sdpa": None}, raising=False)
+        with pytest.raises(ValueError, match="own table"):
+            made(derived, config)
+    for entry in (1.0, made(kind, config)):
+        monkeypatch.setattr(sys.modules[__name__], "TABLE", {"eager": entry})
+        assert made(derived, config)
 
 
 def test_registering_again_changes_nothing():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from fastattn.ops.attention import attention_weights, scaled_dot_product_attenti
 __all__ = ["register"]
 
 NAME = "fastattn"
+MASKED = "fastattn_masked"  # what a model with _supports_sdpa = False gets for NAME: its masks alone hide keys.
 OLDEST = (5, 8)  # the first version whose mask functions get the queries' length and offset.
 # Arguments that models pass to every attention function and that change nothing, or nothing beyond the mask.
 _WITHOUT_EFFECT = frozenset(
@@ -28,7 +27,6 @@ _WITHOUT_EFFECT = frozenset(
 
 # Model types whose layers have is_causal = False although the model makes a causal mask.
 _CAUSAL_BY_MASK = frozenset(("aimv2_text_model",))
-_LACKS_SDPA: MutableMapping[type, bool | None] = WeakKeyDictionary()  # by class of configuration
 
 
 def register() -> None:
@@ -39,13 +37,13 @@ def register() -> None:
 
     It takes padding, causal masks, sliding windows, caches, grouped heads, position biases and the user's own masks. It
     returns the weights if the model passes ``output_attentions`` on. A query that sees no key, for example padding on
-    the left, gives 0. Models with ``_supports_sdpa = False`` get the masks of "eager", under which such a query gives
-    the mean, as in "eager".
+    the left, gives 0. A model with ``_supports_sdpa = False`` gets the masks of "eager", under which such a query gives
+    the mean, as in "eager". Its configuration then says "fastattn_masked".
 
     Options that change the mathematics and are not supported (soft-capping, attention sinks, sparse indices, paged
-    caches) raise ValueError by name in the forward pass. So does a model that is not built on that interface. A model
-    whose module has its own table of attention classes, such as Falcon or GIT, raises ValueError when it is made. If
-    other parts of it use the interface, the error names ``set_attn_implementation``, which serves those.
+    caches) raise ValueError by name in the forward pass. A model that computes attention itself, such as Bloom, or
+    whose module has its own table of attention classes, such as GIT, raises ValueError when it is made. If other parts
+    of it use the attention interface, ``set_attn_implementation`` serves those.
 
     Raises:
         ImportError: transformers is missing, or older than 5.8.
@@ -61,50 +59,70 @@ def register() -> None:
             f"got {transformers.__version__}; pip install --upgrade transformers"
         )
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
-    _refuse_own_tables(PreTrainedModel)
+    AttentionInterface.register(MASKED, masked_attention)
+    AttentionMaskInterface.register(MASKED, eager_mask)
+    _decide_by_model(PreTrainedModel)
 
 
-def _refuse_own_tables(kind: Any) -> None:
-    """Make models whose module has its own table of attention classes refuse "fastattn" when they are made.
+def _decide_by_model(kind: Any) -> None:
+    """Make a model without sdpa take ``MASKED`` for "fastattn", and one that cannot be served refuse both.
 
-    Transformers accepts each registered name; then such a model looks it up in its table, KeyError: 'fastattn'. No hook
-    gets the model before: registries know only names, patch mappings only classes. So this wraps the method that
-    decides whether a model supports a name.
+    Only the model's class says what it supports: mask functions get a configuration, attention functions a layer, whose
+    model neither names. No hook of transformers gets the model before. So this wraps the method that decides whether a
+    model supports a name.
     """
     genuine = kind.get_correct_attn_implementation
     if genuine.__module__ == __name__:  # registered before
         return
 
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        owner = _with_own_table(type(self), kind) if is_init_check and requested_attention == NAME else None
-        if owner is not None:
-            remedy = 'use attn_implementation="eager" for this model'
-            if owner._can_set_attn_implementation():
-                remedy = (
-                    'make it with attn_implementation="eager", then model.set_attn_implementation("fastattn") serves '
-                    "its other parts"
+        if requested_attention in (NAME, MASKED):
+            models = (part for part in self.modules() if isinstance(part, kind) and part.config is self.config)
+            if not all(model._supports_sdpa for model in models):
+                requested_attention = MASKED
+                _mask_parts(self.config)
+            reason = _why_not(type(self), kind, requested_attention) if is_init_check else ""
+            if reason:
+                raise ValueError(
+                    f'attn_implementation="{NAME}" is not for {type(self).__name__}, {reason}; make the model with '
+                    f'attn_implementation="eager"; model.set_attn_implementation("{NAME}") then serves those of its '
+                    f"parts that use transformers' attention interface"
                 )
-            raise ValueError(
-                f'attn_implementation="fastattn" is not for {type(self).__name__}, whose module has its own table of '
-                f"attention classes; {remedy}"
-            )
         return genuine(self, requested_attention, is_init_check)
 
     kind.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def _with_own_table(model: type, kind: type) -> Any:
-    """Return the first base, a subclass of ``kind``, whose module has a table of attention classes, or None."""
+def _mask_parts(config: Any) -> None:
+    """Replace "fastattn" by ``MASKED`` in the configuration's parts, to which their model may give masks of its own."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            if part._attn_implementation == NAME:
+                part._attn_implementation = {"": MASKED}  # a string would change the parts of the part, too
+            _mask_parts(part)
+
+
+def _why_not(model: type, kind: type, name: str) -> str:
+    """Return why a model class, derived from ``kind``, cannot be made with this implementation, or ""."""
 
     def is_table(value: Any) -> bool:
-        is_without = isinstance(value, dict) and "eager" in value and NAME not in value
-        return is_without and all(isinstance(v, type) and issubclass(v, torch.nn.Module) for v in value.values())
+        if not isinstance(value, dict) or dict.__contains__(value, name):
+            return False
+        maker = dict.get(value, "eager")  # of attention, a class or a function; a module has been made
+        return callable(maker) and not isinstance(maker, torch.nn.Module)
 
-    bases = (base for base in model.__mro__ if issubclass(base, kind) and base.__module__ in sys.modules)
-    return next((base for base in bases if any(map(is_table, vars(sys.modules[base.__module__]).values()))), None)
+    bases: list[Any] = [base for base in model.__mro__ if issubclass(base, kind) and base is not kind]
+    if any(base.__module__.startswith("transformers") and not base._can_set_attn_implementation() for base in bases):
+        return "which computes attention itself"
+    modules = (sys.modules[base.__module__] for base in bases if base.__module__ in sys.modules)
+    if any(is_table(value) for module in modules for value in vars(module).values()):
+        return "whose module has its own table of attention classes"
+    return ""
 
 
 def attention_mask(
@@ -116,77 +134,26 @@ def attention_mask(
     It is None if nothing is hidden, or if the layers' ``is_causal`` has the effect of the causal mask. The padding of a
     layer without another mask is a view of ``attention_mask``, which is neither copied nor read. So the host does not
     wait for the device; the kernels skip the excluded keys.
-
-    A configuration of a model with ``_supports_sdpa = False``, or of no known model, gets the mask of "eager". It is a
-    float mask, 0 or the dtype's minimum, and always made for causal layers. Such models may add the mask to scores of
-    their own. Transformers never reads their layers' ``is_causal``.
-
-    Raises:
-        ValueError: the model uses only the mask interface, computes attention itself, and adds the mask to its scores.
     """
-    config = settings.get("config")
-    name = _attends_itself(type(config))
-    if name:
-        raise ValueError(
-            f'attn_implementation="fastattn" is not for {name}, which is not built on transformers\' attention '
-            f'interface; use attn_implementation="eager" for this model'
-        )
-    from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-    make: Any = sdpa_mask
-    if _lacks_sdpa(type(config)) is not False:
-        make = eager_mask
-    elif mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
         if attention_mask is None:
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length]
         if padding.size(1) == kv_length:
             return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+    config = settings.get("config")
     if (
         getattr(config, "use_bidirectional_attention", None) is True
         or getattr(config, "model_type", None) in _CAUSAL_BY_MASK
     ):
         settings["allow_is_causal_skip"] = False
-    return make(
+    return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
         attention_mask=attention_mask, kv_offset=kv_offset, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **settings,
     )  # fmt: skip
-
-
-@torch.compiler.assume_constant_result
-def _attends_itself(config: type) -> str:
-    """Return the name of a transformers model with this configuration that calls no attention function, or ""."""
-    bases = (base for model in _models(config) for base in model.__mro__ if base.__module__.startswith("transformers"))
-    for base in bases:
-        if getattr(base, "config_class", None) is not None and not base._can_set_attn_implementation():
-            return base.__name__
-    return ""
-
-
-@torch.compiler.assume_constant_result
-def _lacks_sdpa(config: type, as_its_mask: bool = False) -> bool | None:
-    """Return whether a model with this configuration has ``_supports_sdpa = False``, None where no model has it.
-
-    Args:
-        config: class of the configuration.
-        as_its_mask: return the result by which the last mask was made. A search takes 10 to 40 us, too much per layer.
-    """
-    if not as_its_mask or config not in _LACKS_SDPA:
-        models = _models(config)
-        _LACKS_SDPA[config] = not all(model._supports_sdpa for model in models) if models else None
-    return _LACKS_SDPA[config]
-
-
-def _models(config: type) -> list[Any]:
-    """Return the imported model classes of this configuration, or of its nearest base that has some."""
-    from transformers import PreTrainedModel
-
-    kinds: list[Any] = [PreTrainedModel]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    found = ([kind for kind in kinds if kind.config_class is base] for base in config.__mro__)
-    return next(filter(None, found), [])
 
 
 def attention(
@@ -202,8 +169,7 @@ def attention(
         query: (B, Hq, L, E); key: (B, Hk, S, E); value: (B, Hk, S, Ev), Hk dividing Hq.
         attention_mask: bool (True = takes part) or float, broadcastable to (B, Hq, L, S). If given, it decides by
             itself which keys a query sees. Without it, a causal layer sees the keys up to the query's own position,
-            and a single query sees all keys. Without it, a layer of a model with ``_supports_sdpa = False`` sees all
-            keys, as in "eager".
+            and a single query sees all keys.
         dropout: probability of dropping a weight while ``module`` is in training.
         scaling: 1 / sqrt(E) by default.
         position_bias: float, broadcastable to (B, Hq, L, S), added to the scores; may require grad.
@@ -230,8 +196,6 @@ def attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(query.size(2) > 1 and attention_mask is None and causal)
-    if causal and hasattr(module, "config"):
-        causal = not _lacks_sdpa(type(module.config), True)  # without a mask, layers of "eager" see all keys
     window = (-1, -1)
     if causal and sliding_window is not None:
         window = (sliding_window - 1, -1)
@@ -243,6 +207,17 @@ def attention(
     out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, **settings)
     weights = attention_weights(query, key, attention_mask, dropout, causal, **settings) if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def masked_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    is_causal: bool | None = None, **settings: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute attention as ``attention``, but never causal by itself: without a mask each query sees all keys.
+
+    "eager" too ignores ``is_causal``, so models that are tested with it alone may have it wrong.
+    """
+    return attention(module, query, key, value, attention_mask, is_causal=False, **settings)
 
 
 def _add(position_bias: Tensor, mask: Tensor | None) -> Tensor:
