@@ -168,12 +168,13 @@ def _attention(
     value = empty(32, 2, keys, value_size or size, dtype=dtype)
     attn_mask = None if mask is None else empty(32, 1, queries, mask_columns or keys, dtype=mask)
     lengths, left = (None, queries) if plain else (empty(32, dtype=torch.int64), keys)
-    fields = query, key, value, attn_mask, lengths, _seed(threshold), 0.125, left, 0, not plain, threshold
+    half = dtype.itemsize == 2
+    fields = query, key, value, attn_mask, lengths, _seed(threshold), 0.125, left, 0, not plain, threshold, half
     is_float = mask is not None and mask != torch.bool
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    out, lse, stats = call("attention", *fields)
+    out, lse, stats, residual = call("attention", *fields)
     record = RECORDS["attention"](*fields)
-    call("attention_backward", out, None if plain else lse, out, stats, record, is_float)
+    call("attention_backward", out, None if plain else lse, out, stats, residual, record, is_float)
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -201,15 +202,16 @@ def _few_queries(
     query, key = empty(batch, 8, queries, size, dtype=dtype), empty(batch, 2, keys, size, dtype=dtype)
     attn_mask = None if mask is None else empty(batch, 1, 1, keys, dtype=mask)
     lengths = empty(batch, dtype=torch.int64)
-    call("attention", query, key, key, attn_mask, lengths, _seed(threshold), 0.125, keys, 0, True, threshold)
+    call("attention", query, key, key, attn_mask, lengths, _seed(threshold), 0.125, keys, 0, True, threshold, False)
 
 
 def _varlen_attention(dtype: torch.dtype, size: int, threshold: int, longest: int = 128) -> None:
     query, key = empty(512, 4, size, dtype=dtype), empty(512, 2, size, dtype=dtype)
     starts = empty(9, dtype=torch.int64)
-    fields = query, key, key, starts, starts, None, _seed(threshold), longest, 128, 0.125, 128, 0, threshold
-    out, lse, stats = call("varlen_attention", *fields)
-    call("varlen_attention_backward", out, lse, out, stats, RECORDS["varlen_attention"](*fields))
+    half = dtype.itemsize == 2
+    fields = query, key, key, starts, starts, None, _seed(threshold), longest, 128, 0.125, 128, 0, threshold, half
+    out, lse, stats, residual = call("varlen_attention", *fields)
+    call("varlen_attention_backward", out, lse, out, stats, residual, RECORDS["varlen_attention"](*fields))
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32

@@ -51,16 +51,16 @@ def attention(kind, size, threshold):
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(DEVICE)
         shape, name = (int(lengths.sum()), heads, size), "varlen_attention"
         longest = int(lengths.max())
-        rest = starts, starts, None, seed, longest, longest, size**-0.5, longest, longest, threshold
+        rest = starts, starts, None, seed, longest, longest, size**-0.5, longest, longest, threshold, True
     else:
         shape, name = (batch, heads, length, size), "attention"
         mask = torch.ones(batch, 1, 1, length, device=DEVICE, dtype=torch.bool) if kind == "masked" else None
-        rest = mask, None, seed, size**-0.5, length, length, False, threshold
+        rest = mask, None, seed, size**-0.5, length, length, False, threshold, True
     *operands, out, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(5))
     stats = torch.ones(2, *shape[:-1], device=DEVICE)  # arbitrary, because times do not depend on values
     args = RECORDS[name](*operands, *rest)
     mask_grad = {} if kind == "irregular" else {"mask_grad": False}
-    backward_args = RECORDS[f"{name}_backward"](grad, None, out, stats, args, **mask_grad)
+    backward_args = RECORDS[f"{name}_backward"](grad, None, out, stats, torch.zeros_like(out), args, **mask_grad)
 
     def forward():
         FUNCTIONS[name](args)

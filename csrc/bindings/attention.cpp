@@ -7,11 +7,12 @@
 namespace fastattn {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                             const std::optional<Tensor>& attn_mask,
-                                             const std::optional<Tensor>& key_lengths,
-                                             const std::optional<Tensor>& seed, double scale, int64_t window_left,
-                                             int64_t window_right, bool lower_right, int64_t threshold) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const std::optional<Tensor>& attn_mask,
+                                                     const std::optional<Tensor>& key_lengths,
+                                                     const std::optional<Tensor>& seed, double scale,
+                                                     int64_t window_left, int64_t window_right, bool lower_right,
+                                                     int64_t threshold, bool keep_residual) {
   const Backend backend(query);
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
   Attention a = {};
@@ -19,7 +20,9 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   a.mask = mask_of(attn_mask);
   a.key_lengths = data_of<int64_t>(key_lengths);
   const Tensor out = empty_heads(query, a.value_head_dim, backend.device);
-  return run_attention(backend, a, out, {2, a.batch, a.num_heads, a.seqlen_q});
+  const Tensor residual =
+      keep_residual ? empty_heads(query, a.value_head_dim, backend.device) : empty({0}, a.dtype, backend.device);
+  return run_attention(backend, a, out, residual, {2, a.batch, a.num_heads, a.seqlen_q});
 }
 
 // Run a whole public call, without checks in Python, gradient or statistics. For a call that is not plain, return an

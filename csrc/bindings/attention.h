@@ -54,27 +54,31 @@ inline void set_stats(Attention& a, const Tensor& stats) {
   a.row_sum = a.row_max + stats.stride(0);
 }
 
-// Run the forward pass. `stats_sizes` is 2, followed by the sizes of the LSE.
-inline std::tuple<Tensor, Tensor, Tensor> run_attention(const Backend& backend, Attention& a, const Tensor& out,
-                                                        std::initializer_list<int64_t> stats_sizes) {
+// Run the forward pass. `stats_sizes` is 2, followed by the sizes of the LSE. `residual` is like `out`, or empty.
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> run_attention(const Backend& backend, Attention& a, const Tensor& out,
+                                                                const Tensor& residual,
+                                                                std::initializer_list<int64_t> stats_sizes) {
   const Tensor stats = empty(stats_sizes, Dtype::float32, backend.device);
   const Tensor lse = empty(Sizes(stats_sizes.begin() + 1, stats_sizes.size() - 1), Dtype::float32, backend.device);
   a.out = heads_of(out);
+  if (residual.dim() > 1) a.residual = heads_of(residual);
   a.lse = lse.mutable_data_ptr<float>();
   set_stats(a, stats);
   backend.run(a);
-  return {out, lse, stats};
+  return {out, lse, stats, residual};
 }
 
 // Run the backward pass into the gradients.
 template <class Problem>  // a template, so that a library without the kernel compiles
 void run_attention_backward(const Backend& backend, Problem& a, const Tensor& grad_out,
                             const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
-                            const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
-  const Tensor dout = with_dense_columns(grad_out), o = with_dense_columns(out);
+                            const Tensor& residual, const Tensor& grad_query, const Tensor& grad_key,
+                            const Tensor& grad_value) {
+  const Tensor dout = with_dense_columns(grad_out), o = with_dense_columns(out), rest = with_dense_columns(residual);
   const Tensor rows = dense(stats);
   const std::optional<Tensor> dlse = dense(grad_lse);
   a.out = heads_of(o);
+  if (rest.dim() > 1) a.residual = heads_of(rest);
   set_stats(a, rows);
   a.grad_out = heads_of(dout);
   a.grad_lse = data_of<float>(dlse);

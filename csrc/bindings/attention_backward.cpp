@@ -6,9 +6,10 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
-    const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed, double scale, int64_t window_left,
-    int64_t window_right, bool lower_right, int64_t threshold, bool mask_grad) {
+    const Tensor& residual, const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed,
+    double scale, int64_t window_left, int64_t window_right, bool lower_right, int64_t threshold, bool,
+    bool mask_grad) {
   const Backend backend(query);
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
   AttentionBackward a = {};
@@ -26,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   } else {
     grad_mask = empty({0}, a.dtype, backend.device);
   }
-  run_attention_backward(backend, a, grad_out, grad_lse, out, stats, grad_query, grad_key, grad_value);
+  run_attention_backward(backend, a, grad_out, grad_lse, out, stats, residual, grad_query, grad_key, grad_value);
   return {grad_query, grad_key, grad_value, grad_mask};
 }
 

@@ -15,6 +15,7 @@ struct Attention {
   int64_t seqlen_q, seqlen_k;  // per sequence; for packed sequences bounds of the longest
   int head_dim, value_head_dim;
   Heads query, key, value, out;
+  Heads residual;  // of out's type: the result before it was rounded, minus out; its data are null if unwanted or 0
   const int64_t *cu_seq_q, *cu_seq_k;  // (batch + 1,), offsets into the rows of packed sequences; null if dense
   const int64_t* key_lengths;          // (batch,), within [0, keys of the sequence]; null for all keys
   Mask mask;
@@ -27,7 +28,8 @@ struct Attention {
 };
 
 // The gradients, with dO the gradient of the output:
-//   dV_j = sum_i P_ij dO_i,  dP_ij = dO_i . v_j,  delta_i = dO_i . out_i - grad_lse_i,  dS_ij = P_ij (dP_ij - delta_i),
+//   dV_j = sum_i P_ij dO_i,  dP_ij = dO_i . v_j,  delta_i = dO_i . (out_i + residual_i) - grad_lse_i,
+//   dS_ij = P_ij (dP_ij - delta_i),
 //   dQ_i = scale sum_j dS_ij k_j,  dK_j = scale sum_i dS_ij q_i,  grad_mask_ij = dS_ij.
 struct AttentionBackward : Attention {
   Heads grad_out;

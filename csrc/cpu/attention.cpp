@@ -84,6 +84,8 @@ struct Forward {
   struct Panel {
     Unit* query;                     // (width, kBlockM)
     float *out, *row_max, *row_sum;  // (value_width, kBlockM), (kBlockM), (kBlockM)
+    // (kBlockM): sums of the weights that dropout keeps, exact and as the product with V has rounded them.
+    float *kept_sum, *rounded_sum;
   };
 
   struct Scratch {
@@ -120,6 +122,7 @@ struct Forward {
       arena->take(kBlockM * width, &panel.query);
       arena->take(kBlockM * value_width, &panel.out);
       arena->take(kBlockM, &panel.row_max, &panel.row_sum);
+      arena->take(kPairs ? kBlockM : 0, &panel.kept_sum, &panel.rounded_sum);
     }
     s.totals = results.take_totals(kTaskPanels * kBlockM, arena);
     return s;
@@ -180,6 +183,7 @@ struct Forward {
     const Sequence s = find_sequence(a, index / a.num_heads);
     if (s.seqlen_q <= 0 || s.length() <= 0) return next;
     next.add(query_row<T>(a.out, s, head, 0), a.out.row, s.seqlen_q, a.value_head_dim);
+    if (a.residual.data) next.add(query_row<T>(a.residual, s, head, 0), a.residual.row, s.seqlen_q, a.value_head_dim);
     next.add(key_row<T>(a.value, s, kv_head, 0), a.value.row, s.length(), a.value_head_dim);
     next.add(key_row<T>(a.key, s, kv_head, 0), a.key.row, s.length(), a.head_dim);
     next.add(query_row<T>(a.query, s, head, 0), a.query.row, s.seqlen_q, a.head_dim);
@@ -200,6 +204,10 @@ struct Forward {
   // Clear the statistics. The accumulator needs no clearing, because the first tile overwrites it.
   void clear_stats(const Panel& panel) const {
     clear_row(panel.row_sum, kBlockM);
+    if constexpr (kPairs) {
+      clear_row(panel.kept_sum, kBlockM);
+      clear_row(panel.rounded_sum, kBlockM);
+    }
     for (int i = 0; i < kBlockM; ++i) panel.row_max[i] = -kInfinity;
   }
 
@@ -272,37 +280,59 @@ struct Forward {
       const vf row_max = select(top[0] == splat(-kInfinity), vf{}, top[0]);
       const vf rescale = exp2((old_max - row_max) * kLog2e);
       store(scratch.rescale + v * kLanes, rescale);
-      vf sum[2] = {};
+      vf sum[2] = {}, kept_sum = {}, rounded_sum = {};
       const auto probability = [&](int key, vf* total) {
         const vf p = exp2((load(score + key * kBlockM) - row_max) * kLog2e);
         *total += p;
-        return dropout ? keep_bits((uint32_t)(kept[key] >> (v * kLanes)) & first_lanes(kLanes), p) : p;
+        if constexpr (!dropout) return p;
+        const vf weight = keep_bits((uint32_t)(kept[key] >> (v * kLanes)) & first_lanes(kLanes), p);
+        if constexpr (kPairs) kept_sum += weight;
+        return weight;
+      };
+      const auto put = [&](int key, vf even, vf odd, bool both) {
+        if constexpr (kPairs) {
+          const vf pairs = make_pairs(even, odd, Unit{});
+          rounded_sum = add_pairs(pairs, rounded_sum, Unit{});
+          store(score + key / 2 * kBlockM, pairs);
+        } else {
+          store(score + key * kBlockM, even);
+          if (both) store(score + (key + 1) * kBlockM, odd);
+        }
       };
       for (j = 0; j + 2 <= t.keys; j += 2) {
         const vf even = probability(j, &sum[0]), odd = probability(j + 1, &sum[1]);
-        if constexpr (kPairs) {
-          store(score + j / 2 * kBlockM, make_pairs(even, odd, Unit{}));
-        } else {
-          store(score + j * kBlockM, even);
-          store(score + (j + 1) * kBlockM, odd);
-        }
+        put(j, even, odd, true);
       }
-      if (j < t.keys) {
-        const vf last = probability(j, &sum[0]);
-        if constexpr (kPairs)
-          store(score + j / 2 * kBlockM, make_pairs(last, vf{}, Unit{}));
-        else
-          store(score + j * kBlockM, last);
-      }
+      if (j < t.keys) put(j, probability(j, &sum[0]), vf{}, false);
       for (int k = units_of<Unit>(t.keys); k < depth_of<Unit>(t.keys); ++k) store(score + k * kBlockM, vf{});
-      store(panel.row_sum + v * kLanes, fma(load(panel.row_sum + v * kLanes), rescale, sum[0] + sum[1]));
+      const auto add = [&](float* total, vf added) { store(total, fma(load(total), rescale, added)); };
+      add(panel.row_sum + v * kLanes, sum[0] + sum[1]);
+      if constexpr (kPairs) add(panel.rounded_sum + v * kLanes, rounded_sum);
+      if constexpr (kPairs && dropout) add(panel.kept_sum + v * kLanes, kept_sum);
     }
+  }
+
+  // Return the factors of a vector of queries by which the exact weights add up to more than the rounded ones that have
+  // multiplied V. They make the result exact for a constant V, whatever is added to V, and the backward pass relies on
+  // that: there dP - delta cancels such a constant.
+  FASTATTN_INLINE vf correction(const Panel& panel, int query) const {
+    if constexpr (!kPairs) return splat(1.0f);
+    const vf exact = load((a.threshold ? panel.kept_sum : panel.row_sum) + query);
+    const vf rounded_sum = load(panel.rounded_sum + query);
+    return select(rounded_sum == vf{}, splat(1.0f), exact / rounded_sum);
   }
 
   void finish_panel(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, int64_t row,
                     const Scratch& scratch, const Panel& panel) const {
     const int count = (int)min(kBlockM, s.seqlen_q - query);
     if (first && last && results.splits.count == 1) return write_panel(s, head, query, count, panel);
+    for (int first_query = 0; kPairs && first_query < count; first_query += kLanes) {
+      const vf factor = correction(panel, first_query);
+      for (int d = 0; d < value_width; ++d) {
+        float* x = panel.out + d * kBlockM + first_query;
+        store(x, load(x) * factor);
+      }
+    }
     transpose(panel.out, kBlockM, value_width, (int)round_up(count, kLanes), scratch.out, value_width);
     for (int i = 0; i < count; ++i)
       results.put(s, head, query + i, split, first, last, scratch.totals, row + i,
@@ -311,21 +341,25 @@ struct Forward {
 
   void write_panel(const Sequence& s, int64_t head, int64_t query, int count, const Panel& panel) const {
     for (int first = 0; first < count; first += kLanes) {
-      const vf row_sum = load(panel.row_sum + first), factor = dropout_scale(a.threshold) / row_sum;
+      const vf row_sum = load(panel.row_sum + first);
+      const vf factor = correction(panel, first) * dropout_scale(a.threshold) / row_sum;
       T* to = query_row<T>(a.out, s, head, query + first);
-      for (int d = 0; d < a.value_head_dim; d += kLanes, to += kLanes) {
+      T* residual = results.residual_row(s, head, query + first);
+      for (int d = 0; d < a.value_head_dim; d += kLanes, to += kLanes, residual += residual ? kLanes : 0) {
         vf x[kLanes];
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i)
           x[i] = Results<T>::normalised(load(panel.out + (d + i) * kBlockM + first), row_sum, factor);
         transpose(x);
+        const auto write = [&](int i, int n) {
+          Results<T>::write_vector(to + i * a.out.row, residual ? residual + i * a.residual.row : nullptr, x[i], n);
+        };
         if (first + kLanes <= count && d + kLanes <= a.value_head_dim) {
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) store(to + i * a.out.row, x[i]);
+          for (int i = 0; i < kLanes; ++i) write(i, kLanes);
           continue;
         }
-        for (int i = 0; i < min(kLanes, count - first); ++i)
-          store(to + i * a.out.row, x[i], min(kLanes, a.value_head_dim - d));
+        for (int i = 0; i < min(kLanes, count - first); ++i) write(i, min(kLanes, a.value_head_dim - d));
       }
     }
     for (int i = 0; i < count; ++i) results.write_stats(s, head, query + i, panel.row_max[i], panel.row_sum[i]);

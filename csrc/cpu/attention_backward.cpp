@@ -6,6 +6,7 @@
 //         for each block of kBlockN keys that the panel sees, ascending:
 //           S (key, query) = K Q';  dP = V dO';  P = exp(S - row_max) / row_sum;  dS = P (dP - delta);
 //           dV (key, Ev) += P dO;  dK (key, E) += dS Q;  dQ' (E, query) += K' dS;
+//         dQ' += c (dLSE - sum of dS), c near the mean of the keys;
 //         write dQ of the panel, or store it as the split's partial dQ (gradients.h).
 //     write dK and dV of the split.
 //   for each query, if the keys are split: dQ is the sum of its partial dQ, in the order of the splits.
@@ -30,11 +31,11 @@ void run(const AttentionBackward& a, const Parallel& parallel, char* workspace) 
   Arena arena = {(uintptr_t)workspace};
   const int workers = useful_workers(a, parallel, 5);
   const QueryGradients<T> query_gradients(a, &arena);
+  const BlockMask mask(a, &arena);
+  mask.read(a, parallel, workers);
   if (FewQueriesBackward<T>::serves(a)) {
-    run_tasks(FewQueriesBackward<T>{a, query_gradients}, parallel, workers, arena);
+    run_tasks(FewQueriesBackward<T>{a, mask, query_gradients}, parallel, workers, arena);
   } else {
-    const BlockMask mask(a, &arena);
-    mask.read(a, parallel, workers);
     run_tasks(Backward<T>{a, mask, query_gradients}, parallel, workers, arena);
     if (a.grad_mask) run_tasks(MaskGradient<T>{a, mask}, parallel, workers, arena);
   }
@@ -46,11 +47,11 @@ int64_t workspace(const AttentionBackward& a, const Parallel& parallel) {
   Arena arena = {0};
   const int workers = useful_workers(a, parallel, 5);
   const QueryGradients<T> query_gradients(a, &arena);
+  const BlockMask mask(a, &arena);
   if (FewQueriesBackward<T>::serves(a)) {
-    take_scratch(FewQueriesBackward<T>{a, query_gradients}, workers, &arena);
+    take_scratch(FewQueriesBackward<T>{a, mask, query_gradients}, workers, &arena);
     return (int64_t)arena.at;
   }
-  const BlockMask mask(a, &arena);
   Arena again = arena;  // the mask's gradient uses the same memory afterwards
   take_scratch(Backward<T>{a, mask, query_gradients}, workers, &arena);
   if (a.grad_mask) take_scratch(MaskGradient<T>{a, mask}, workers, &again);
@@ -77,6 +78,7 @@ struct Backward {
     float *grad_query, *query_total;                        // (width, kBlockM). Totals: sums of the chunks so far.
     float *grad_key, *grad_value;                           // (keys, width), (keys, value_width).
     float *key_total, *value_total;
+    float* mean;             // (width), near the mean of the keys
     Unit *key_left, *pairs;  // key_left: K as A of a product over keys.
   };
 
@@ -97,6 +99,7 @@ struct Backward {
       arena->take(kBlockM / 2 * value_width, &s.grad_right);
       arena->take(kBlockM / 2 * kBlockN, &s.probability_left, &s.grad_left, &s.grad_score_right);
     }
+    arena->take(width, &s.mean);
     arena->take(kBlockM * width, &s.grad_query);
     arena->take(splits.keys > kChunk ? kBlockM * width : 0, &s.query_total);
     arena->take(splits.keys * width, &s.grad_key);
@@ -114,6 +117,7 @@ struct Backward {
     const Sequence s = find_sequence(a, index / splits.count / a.num_kv_heads);
     const int64_t begin = split * splits.keys, end = min(begin + splits.keys, s.length());
     const int64_t rows = max(min(begin + splits.keys, s.seqlen_k) - begin, 0);
+    mean_of_keys<T>(a, mask, s, kv_head, scratch.tile.mask.keys, scratch.mean);
     for (int64_t key = begin; key < end; key += kBlockN) pack_keys(s, kv_head, key, end, key - begin, scratch);
     clear_row(scratch.grad_key, rows * width);
     clear_row(scratch.grad_value, rows * value_width);
@@ -152,6 +156,7 @@ struct Backward {
     next.add(key_row<T>(a.value, s, kv_head, 0), a.value.row, s.length(), a.value_head_dim);
     next.add(key_row<T>(a.key, s, kv_head, 0), a.key.row, s.length(), a.head_dim);
     next.add(query_row<T>(a.out, s, head, 0), a.out.row, s.seqlen_q, a.value_head_dim);
+    if (a.residual.data) next.add(query_row<T>(a.residual, s, head, 0), a.residual.row, s.seqlen_q, a.value_head_dim);
     next.add(query_row<T>(a.grad_out, s, head, 0), a.grad_out.row, s.seqlen_q, a.value_head_dim);
     next.add(query_row<T>(a.query, s, head, 0), a.query.row, s.seqlen_q, a.head_dim);
     return next;
@@ -173,6 +178,11 @@ struct Backward {
     const int count = (int)min(kBlockM, s.seqlen_q - query);
     const int64_t first = max(s.begin(query) / kBlockN * kBlockN, begin);
     const int64_t last = min(s.end(query + count - 1), end);
+    clear_row(scratch.tile.missing, kBlockM);
+    for (int i = 0; a.grad_lse && split == 0 && i < count; ++i) {
+      const int64_t row = stats_offset(a, s, head, query + i);
+      if (a.row_sum[row] != 0) scratch.tile.missing[i] = a.grad_lse[row];
+    }
     bool started = false, several = false;
     for (int64_t key = first; key < last; key += kBlockN) {
       const Tile t(a, s, mask, head, query, key);
@@ -186,7 +196,7 @@ struct Backward {
     }
     if (!started) clear_row(scratch.grad_query, width * kBlockM);
     if (several) end_chunk(false, width * kBlockM, scratch.grad_query, scratch.query_total);
-    put_panel(s, head, query, count, split, several ? scratch.query_total : scratch.grad_query, scratch.tile.score);
+    put_panel(s, head, query, count, split, several ? scratch.query_total : scratch.grad_query, scratch);
   }
 
   void pack_queries(const Sequence& s, int64_t head, int64_t query, int count, const Scratch& scratch) const {
@@ -207,23 +217,25 @@ struct Backward {
   void add_tile(const Sequence& s, int64_t head, const Tile& t, int64_t row, const Scratch& scratch, bool first,
                 Prefetcher* next) const {
     const auto keys = tiles.find_keys(s, head / group_of(a), t.key, row, scratch.tile);
-    tiles.compute(s, head, t, keys, scratch.tile, next, [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both) {
+    const auto use = [&](int j, int v, vf p0, vf ds0, vf p1, vf ds1, bool both, vf missing) {
       const int at = j * kBlockM + v * kLanes;
       if constexpr (kPairs) {
+        const vf pairs = make_pairs(ds0, ds1, Unit{});
         store((bfloat16*)scratch.probability_left + at, p0);
         store((bfloat16*)scratch.grad_left + at, ds0);
-        store_unit(scratch.grad_score_right + j / 2 * kBlockM + v * kLanes, make_pairs(ds0, ds1, Unit{}));
-        if (!both) return;
-        store((bfloat16*)scratch.probability_left + at + kBlockM, p1);
-        store((bfloat16*)scratch.grad_left + at + kBlockM, ds1);
+        store_unit(scratch.grad_score_right + j / 2 * kBlockM + v * kLanes, pairs);
+        if (both) store((bfloat16*)scratch.probability_left + at + kBlockM, p1);
+        if (both) store((bfloat16*)scratch.grad_left + at + kBlockM, ds1);
+        return subtract_pairs(pairs, missing, Unit{});
       } else {
         store(scratch.tile.score + at, p0);
         store(scratch.tile.grad_score + at, ds0);
-        if (!both) return;
-        store(scratch.tile.score + at + kBlockM, p1);
-        store(scratch.tile.grad_score + at + kBlockM, ds1);
+        if (both) store(scratch.tile.score + at + kBlockM, p1);
+        if (both) store(scratch.tile.grad_score + at + kBlockM, ds1);
+        return missing - ds0 - ds1;
       }
-    });
+    };
+    tiles.compute(s, head, t, keys, scratch.tile, next, use);
     const int queries = depth_of<Unit>(t.queries), count = depth_of<Unit>(t.keys);
     if constexpr (kUsesAmx<Unit>) {
       for (int j = units_of<Unit>(t.keys); j < count; ++j) clear_row(scratch.grad_score_right + j * kBlockM, kBlockM);
@@ -255,13 +267,16 @@ struct Backward {
                                  Product<Unit>{rows, depth, left, right + n, c + n, columns}, next);
   }
 
-  // Put dQ of a panel. `rows` is memory for (kBlockM, kBlockN).
+  // Put dQ of a panel.
   void put_panel(const Sequence& s, int64_t head, int64_t query, int count, int64_t split, const float* grad_query,
-                 float* rows) const {
+                 const Scratch& scratch) const {
+    float* rows = scratch.tile.score;  // (kBlockM, kBlockN)
     for (int d = 0; d < width; d += kBlockN) {
       const int columns = min(width - d, kBlockN);
       transpose(grad_query + d * kBlockM, kBlockM, columns, (int)round_up(count, kLanes), rows, kBlockN);
-      for (int i = 0; i < count; ++i) query_gradients.put(s, head, query + i, split, rows + i * kBlockN, d, columns);
+      for (int i = 0; i < count; ++i)
+        query_gradients.put(s, head, query + i, split, {rows + i * kBlockN, scratch.mean + d, scratch.tile.missing[i]},
+                            d, columns);
     }
   }
 };

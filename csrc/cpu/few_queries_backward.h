@@ -5,6 +5,7 @@
 //     for each block of kBlockN keys of the split, ascending:
 //       S (rows, keys) = Q K';  dP = dO V';  P = exp(S - row_max) / row_sum;  dS = P (dP - delta);
 //       dQ (rows, E) += dS K;  dK (keys, E) = dS' Q;  dV (keys, Ev) = P' dO;  write dK and dV of the block;
+//     dQ += (dLSE - sum of dS) c, c near the mean of the keys;
 //     write dQ, or store it as the split's partial dQ (gradients.h).
 //
 // A task has all queries of the heads that share the key/value head, so dK and dV need no sum over tasks.
@@ -21,6 +22,7 @@ struct FewQueriesBackward {
   using Unit = float;
 
   const AttentionBackward& a;
+  const BlockMask& mask;
   const QueryGradients<T>& query_gradients;
   // Elements per row of keys and of values, rounded up to whole vectors.
   const int width = query_gradients.width, value_width = (int)round_up(a.value_head_dim, kLanes);
@@ -30,7 +32,9 @@ struct FewQueriesBackward {
     float *query, *grad, *grad_query;  // (rows, width), (rows, value_width), (rows, width)
     float* query_total;                // (rows, width), sum of the chunks of keys so far
     float *row_max, *inv_sum, *delta;  // (rows)
+    float *missing, *mean;             // (rows), (width): dLSE minus all dS, and a row near the mean of the keys
     float *probability, *grad_score;   // (rows, kBlockN)
+    uint8_t* seen;                     // (kBlockN)
   };
 
   static bool serves(const AttentionBackward& a) {
@@ -45,7 +49,9 @@ struct FewQueriesBackward {
     arena->take(rows * width, &s.query, &s.grad_query);
     arena->take(rows * value_width, &s.grad);
     arena->take(query_gradients.splits.keys > kChunk ? rows * width : 0, &s.query_total);
-    arena->take(rows, &s.row_max, &s.inv_sum, &s.delta);
+    arena->take(rows, &s.row_max, &s.inv_sum, &s.delta, &s.missing);
+    arena->take(width, &s.mean);
+    arena->take(kBlockN, &s.seen);
     arena->take(rows * kBlockN, &s.probability, &s.grad_score);
     return s;
   }
@@ -58,7 +64,8 @@ struct FewQueriesBackward {
     const int64_t stored = min(begin + splits.keys, s.seqlen_k);
     const int64_t first_visible = s.begin(0), end_visible = min(end, s.end(s.seqlen_q - 1));
     const QueryRows rows(a, s, kv_head);
-    for (int r = 0; r < rows.count; ++r) pack_query(s, rows.head(r), rows.query(r), r, scratch);
+    for (int r = 0; r < rows.count; ++r) pack_query(s, rows.head(r), rows.query(r), r, split, scratch);
+    mean_of_keys<T>(a, mask, s, kv_head, scratch.seen, scratch.mean);
     bool several = false;
     for (int64_t key = begin; key < stored; key += kBlockN) {
       const int64_t last = key + kBlockN > first_visible ? min(key + kBlockN, end_visible) : key;
@@ -84,21 +91,23 @@ struct FewQueriesBackward {
     if (several) end_chunk(false, rows.count * width, scratch.grad_query, scratch.query_total);
     const float* total = several ? scratch.query_total : scratch.grad_query;
     for (int r = 0; r < rows.count; ++r)
-      query_gradients.put(s, rows.head(r), rows.query(r), split, total + r * width, 0, width);
+      query_gradients.put(s, rows.head(r), rows.query(r), split, {total + r * width, scratch.mean, scratch.missing[r]},
+                          0, width);
   }
 
-  void pack_query(const Sequence& s, int64_t head, int64_t query, int r, const Scratch& scratch) const {
+  void pack_query(const Sequence& s, int64_t head, int64_t query, int r, int64_t split, const Scratch& scratch) const {
     const int64_t row = stats_offset(a, s, head, query);
     clear_row(scratch.grad_query + r * width, width);
     clear_row(scratch.query + r * width, width);
     clear_row(scratch.grad + r * value_width, value_width);
-    scratch.inv_sum[r] = 0;
+    scratch.inv_sum[r] = scratch.missing[r] = 0;
     if (a.row_sum[row] == 0) return;  // the query sees nothing; it and its dO may hold NaN
     pack_row(query_row<T>(a.query, s, head, query), a.head_dim, scratch.query + r * width, width);
     pack_row(query_row<T>(a.grad_out, s, head, query), a.value_head_dim, scratch.grad + r * value_width, value_width);
     scratch.row_max[r] = a.row_max[row];
     scratch.inv_sum[r] = 1 / a.row_sum[row];
     scratch.delta[r] = delta_of<T>(a, s, head, query);
+    scratch.missing[r] = split == 0 ? grad_lse_of(a, s, head, query) : 0;
   }
 
   // Replace the scores and dP of row r and the keys [key, key + keys) by P and dS, in place.
@@ -107,13 +116,17 @@ struct FewQueriesBackward {
     float *probability = scratch.probability + r * kBlockN, *grad_score = scratch.grad_score + r * kBlockN;
     mask_row(a, s, head, query, key, keys, probability);
     const float inv_sum = scratch.inv_sum[r];
+    vf total = {};
     for (int j = 0; j < kBlockN; j += kLanes) {
       const uint32_t valid = inv_sum == 0 ? 0 : first_lanes(min(kLanes, max(keys - j, 0)));
       const vf p = keep_bits(valid, exp2((load(probability + j) - scratch.row_max[r]) * kLog2e) * splat(inv_sum));
-      const vf ds = p * (load(grad_score + j) - scratch.delta[r]);
+      const vf ds =
+          select(p == vf{}, vf{}, p * (load(grad_score + j) - scratch.delta[r]));  // hidden values may hold NaN
       store(probability + j, p);
-      store(grad_score + j, select(p == vf{}, vf{}, ds));  // hidden values may hold NaN
+      store(grad_score + j, ds);
+      total += ds;
     }
+    scratch.missing[r] -= sum(total);
   }
 
   // Write the gradients of `count` keys or values: factor * sum_r weight_rj row_r.

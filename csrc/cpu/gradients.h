@@ -3,7 +3,16 @@
 //   for each chunk of keys of a task, in order: add dQ of the chunk to the task's total;
 //   after the task's last chunk: write dQ, or store it as the split's partial dQ;
 //   for each query, if the keys are split: dQ is the sum of its partial dQ, in the order of the splits.
+//
+// The dS of a query add up to its dLSE, so for any row c
+//
+//   dQ = scale sum_j dS_j k_j = scale (sum_j dS_j (k_j - c) + dLSE c) = scale (sum_j dS_j k_j + (dLSE - sum_j dS_j) c).
+//
+// In the last form, with c near the mean of the keys, the rounding errors of delta and dS do not multiply that mean. It
+// may be much larger than the keys' deviations, which are all that the gradient depends on.
 #pragma once
+#include "mask.h"
+#include "pack.h"
 #include "tasks.h"
 
 namespace fastattn {
@@ -14,6 +23,14 @@ template <class T>
 FASTATTN_INLINE void write_gradient(const float* sum, float factor, int length, T* out) {
   for_each_vector(length, [&](int64_t d, int lanes) { store(out + d, load(sum + d) * factor, lanes); });
 }
+
+// A sum of dS_j k_j, and what is missing in it: a factor of `mean`.
+struct Sums {
+  const float *sum, *mean;  // both in whole vectors
+  float missing;
+
+  vf at(int64_t d) const { return fma(load(mean + d), splat(missing), load(sum + d)); }
+};
 
 // End a chunk: total += sum, then sum = 0. The first chunk overwrites the total.
 inline void end_chunk(bool first, int64_t count, float* sum, float* total) {
@@ -28,15 +45,47 @@ inline bool is_end_of_chunk(int64_t key, int64_t begin, int64_t end) {
   return (key + kBlockN - begin) % kChunk == 0 && key + kBlockN < end;
 }
 
-// Return rowsum(dO * O) - dLSE of a query.
+inline float grad_lse_of(const AttentionBackward& a, const Sequence& s, int64_t head, int64_t query) {
+  return a.grad_lse ? a.grad_lse[stats_offset(a, s, head, query)] : 0.0f;
+}
+
+// Return rowsum(dO * O) - dLSE of a query, where O is the result before it was rounded.
 template <class T>
 float delta_of(const AttentionBackward& a, const Sequence& s, int64_t head, int64_t query) {
   const T* grad = query_row<T>(a.grad_out, s, head, query);
   const T* out = query_row<T>(a.out, s, head, query);
+  const T* residual = a.residual.data ? query_row<T>(a.residual, s, head, query) : nullptr;
   vf total = {};
-  for_each_vector(a.value_head_dim,
-                  [&](int64_t d, int lanes) { total = fma(load(grad + d, lanes), load(out + d, lanes), total); });
-  return sum(total) - (a.grad_lse ? a.grad_lse[stats_offset(a, s, head, query)] : 0.0f);
+  for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
+    const vf rest = residual ? load(residual + d, lanes) : vf{};
+    total = fma(load(grad + d, lanes), load(out + d, lanes) + rest, total);
+  });
+  return sum(total) - grad_lse_of(a, s, head, query);
+}
+
+constexpr int kMeanKeys = 16;  // the mean of so few keys is near enough to that of all
+
+// Compute the mean of the first kMeanKeys keys that some query sees, 0 where it is not finite. It is the same for all
+// splits. `seen` is memory for (kBlockN), `mean` for (head_dim) in whole vectors.
+template <class T>
+void mean_of_keys(const AttentionBackward& a, const BlockMask& mask, const Sequence& s, int64_t kv_head, uint8_t* seen,
+                  float* mean) {
+  const int64_t group = group_of(a), end = s.end(s.seqlen_q - 1);
+  const T* row[kMeanKeys];
+  int keys = 0;
+  for (int64_t key = s.begin(0) / kBlockN * kBlockN; key < end && keys < kMeanKeys; key += kBlockN) {
+    const int count = (int)min(kBlockN, end - key);
+    const uint8_t* visible = mask.visible_keys(a, s, kv_head * group, (kv_head + 1) * group, key, count, seen);
+    for (int j = 0; j < count && keys < kMeanKeys; ++j) {
+      if (!visible || visible[j]) row[keys++] = key_row<T>(a.key, s, kv_head, key + j);
+    }
+  }
+  for_each_vector(a.head_dim, [&](int64_t d, int lanes) {
+    vf total = {};
+    for (int j = 0; j < keys; ++j) total += load(row[j] + d, lanes);
+    const vf x = total * (1.0f / (float)max(keys, 1));
+    store(mean + d, select(x - x == vf{}, x, vf{}));
+  });
 }
 
 // The gradients of the queries, and the splits of the keys.
@@ -56,12 +105,13 @@ struct QueryGradients {
   }
 
   // Put `columns` columns of a split's gradient, from `first` on. There are at most `width`.
-  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, const float* from, int first,
-           int columns) const {
-    if (splits.count > 1)
-      memcpy(partial_row(split, s, head, query) + first, from, (size_t)columns * sizeof(float));
-    else
+  void put(const Sequence& s, int64_t head, int64_t query, int64_t split, Sums from, int first, int columns) const {
+    if (splits.count > 1) {
+      float* to = partial_row(split, s, head, query) + first;
+      for (int d = 0; d < columns; d += kLanes) store(to + d, from.at(d));
+    } else {
       write(s, head, query, from, first, min(a.head_dim - first, columns));
+    }
   }
 
   void add_splits(const Parallel& parallel, int workers) const {
@@ -72,15 +122,15 @@ struct QueryGradients {
         const float* part = partial_row(split, s, head, query);
         for (int d = 0; d < width; d += kLanes) store(total + d, load(total + d) + load(part + d));
       }
-      write(s, head, query, total, 0, a.head_dim);
+      write(s, head, query, {total, total, 0}, 0, a.head_dim);
     });
   }
 
   // A query that sees nothing gets 0, because its sum may hold NaN from keys that other queries see.
-  void write(const Sequence& s, int64_t head, int64_t query, const float* from, int first, int columns) const {
+  void write(const Sequence& s, int64_t head, int64_t query, Sums from, int first, int columns) const {
     T* to = query_row<T>(a.grad_query, s, head, query) + first;
-    if (a.row_sum[stats_offset(a, s, head, query)] != 0) return write_gradient(from, a.scale, columns, to);
-    for_each_vector(columns, [&](int64_t d, int lanes) { store(to + d, vf{}, lanes); });
+    const bool empty = a.row_sum[stats_offset(a, s, head, query)] == 0;
+    for_each_vector(columns, [&](int64_t d, int lanes) { store(to + d, empty ? vf{} : from.at(d) * a.scale, lanes); });
   }
 
   float* partial_row(int64_t split, const Sequence& s, int64_t head, int64_t query) const {

@@ -60,16 +60,18 @@ struct MaskGradient {
     const int64_t kv_head = head / group_of(a);
     Prefetcher none = {};
     tiles.pack_queries(s, head, query, scratch.tile);
+    clear_row(scratch.tile.missing, kBlockM);
     for (int64_t key = 0; key < s.length(); key += kBlockN) {
       const Tile t(a, s, mask, head, query, key);
       if (t.empty()) continue;
       tiles.pack_keys(s, kv_head, key, t.keys, 0, scratch.tile);
       tiles.compute(s, head, t, tiles.find_keys(s, kv_head, key, 0, scratch.tile), scratch.tile, &none,
-                    [&](int j, int v, vf, vf ds0, vf, vf ds1, bool both) {
+                    [&](int j, int v, vf, vf ds0, vf, vf ds1, bool both, vf missing) {
                       float* at = scratch.sums + (a.mask.columns == 1 ? 0 : key + j) * kBlockM + v * kLanes;
                       store(at, load(at) + ds0);
                       if (a.mask.columns > 1) at += kBlockM;
                       if (both) store(at, load(at) + ds1);
+                      return missing;
                     });
     }
   }

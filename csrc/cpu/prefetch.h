@@ -13,7 +13,7 @@ struct Prefetcher {
   struct Operand {
     const char* data;
     int64_t stride, rows, bytes;  // stride in bytes, rows, bytes per row
-  } operand[8];
+  } operand[9];
   int left = 0;  // operands left; the last one comes first
   int64_t row = 0, byte = 0;
 

@@ -110,6 +110,14 @@ FASTATTN_INLINE vf multiply_add(vf a, vf b, vf c, Pair) {
   return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 }
 
+// Return c plus, or minus, the two numbers of each lane.
+FASTATTN_INLINE vf add_pairs(vf pairs, vf c, Pair) {
+  return multiply_add(pairs, (vf)splat_bits(0x3f803f80), c, Pair{});
+}
+FASTATTN_INLINE vf subtract_pairs(vf pairs, vf c, Pair) {
+  return multiply_add(pairs, (vf)splat_bits(0xbf80bf80), c, Pair{});
+}
+
 // Round the two numbers of each lane to a pair.
 FASTATTN_INLINE vf make_pairs(vf even, vf odd, Pair) {
   static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

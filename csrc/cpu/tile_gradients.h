@@ -27,9 +27,10 @@ struct TileGradients {
   struct Scratch {
     Unit *query_rows, *query, *grad_rows, *grad;  // Panel of Q and of dO: (kBlockM, units) and (units, kBlockM).
     float *row_max, *inv_sum, *delta;             // (kBlockM).
-    float *score, *grad_score;                    // (kBlockN, kBlockM).
-    Unit *key_rows, *value_rows;                  // (keys, units), (keys, value_units).
-    uint8_t* packed;                              // (keys / kBlockN): 1 if the rows of the block are packed.
+    float* missing;               // (kBlockM): dLSE, minus all dS as they were multiplied (gradients.h).
+    float *score, *grad_score;    // (kBlockN, kBlockM).
+    Unit *key_rows, *value_rows;  // (keys, units), (keys, value_units).
+    uint8_t* packed;              // (keys / kBlockN): 1 if the rows of the block are packed.
     MaskBuffers mask;
   };
 
@@ -42,7 +43,7 @@ struct TileGradients {
     Scratch s;
     arena->take(kBlockM * units, &s.query_rows, &s.query);
     arena->take(kBlockM * value_units, &s.grad_rows, &s.grad);
-    arena->take(kBlockM, &s.row_max, &s.inv_sum, &s.delta);
+    arena->take(kBlockM, &s.row_max, &s.inv_sum, &s.delta, &s.missing);
     arena->take(kBlockM * kBlockN, &s.score, &s.grad_score);
     // Keys that no query sees are packed as zeros. With an upper-left diagonal only the window's right side hides any.
     const bool hidden =
@@ -125,12 +126,14 @@ struct TileGradients {
     }
   }
 
-  // Call use(key, vector, P, dS, next key's P, next key's dS, has_next) for every two keys and every vector of queries.
+  // Call use(key, vector, P, dS, next key's P, next key's dS, has_next, missing) for every two keys and every vector of
+  // queries. It returns `missing` less the dS.
   template <bool dropout, class Use>
   FASTATTN_INLINE void gradients(const Tile& t, float scale, const Scratch& scratch, const Use& use) const {
     for (int v = 0; v < t.vectors; ++v) {
       const vf row_max = load(scratch.row_max + v * kLanes), inv_sum = load(scratch.inv_sum + v * kLanes);
       const vf delta = load(scratch.delta + v * kLanes);
+      vf missing = load(scratch.missing + v * kLanes);
       vf p[2], ds[2];
       const auto one = [&](int j, int which) {
         const int at = j * kBlockM + v * kLanes;
@@ -149,12 +152,13 @@ struct TileGradients {
       for (; j + 2 <= t.keys; j += 2) {
         one(j, 0);
         one(j + 1, 1);
-        use(j, v, p[0], ds[0], p[1], ds[1], true);
+        missing = use(j, v, p[0], ds[0], p[1], ds[1], true, missing);
       }
       if (j < t.keys) {
         one(j, 0);
-        use(j, v, p[0], ds[0], vf{}, vf{}, false);
+        missing = use(j, v, p[0], ds[0], vf{}, vf{}, false, missing);
       }
+      store(scratch.missing + v * kLanes, missing);
     }
   }
 };

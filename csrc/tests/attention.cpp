@@ -79,7 +79,8 @@ void test_problem(Random& random, Problem& p) {
   };
   const double scale = random.chance(5) ? 100 : 1;  // of queries and keys
   Operand query = of_queries(a.head_dim, scale), key = of_keys(a.head_dim, scale), value = of_keys(a.value_head_dim);
-  Operand out = of_queries(a.value_head_dim), grad_out = of_queries(a.value_head_dim);
+  Operand out = of_queries(a.value_head_dim), residual = of_queries(a.value_head_dim);
+  Operand grad_out = of_queries(a.value_head_dim);
   Operand grad_query = of_queries(a.head_dim), grad_key = of_keys(a.head_dim), grad_value = of_keys(a.value_head_dim);
   spoil_unseen(p, key, value);
   a.query = query.heads(), a.key = key.heads(), a.value = value.heads(), a.out = out.heads();
@@ -89,9 +90,15 @@ void test_problem(Random& random, Problem& p) {
   Buffer grad_lse(Dtype::float32, rows);
   a.lse = (float*)lse.data, a.row_max = (float*)row_max.data, a.row_sum = (float*)row_sum.data;
   for (int64_t i = 0; i < rows; ++i) grad_lse.set(i, random.normal());
-  run_kernel(a, {out.buffer.get(), &lse, &row_max, &row_sum});
+  const bool keeps_residual = a.dtype != Dtype::float32 && random.chance(70);
+  if (keeps_residual) {
+    a.residual = residual.heads();
+    run_kernel(a, {out.buffer.get(), residual.buffer.get(), &lse, &row_max, &row_sum});
+  } else {
+    run_kernel(a, {out.buffer.get(), &lse, &row_max, &row_sum});
+  }
   Attention alone = a;
-  alone.lse = alone.row_max = alone.row_sum = nullptr;
+  alone.lse = alone.row_max = alone.row_sum = nullptr, alone.residual.data = nullptr;
   run_kernel(alone, {out.buffer.get()}, true);
 
   AttentionBackward g = {};
@@ -104,7 +111,8 @@ void test_problem(Random& random, Problem& p) {
   if (wants_mask) g.grad_mask = grad_mask.data;
   run_kernel(g, {grad_query.buffer.get(), grad_key.buffer.get(), grad_value.buffer.get(), &grad_mask});
 
-  Expected want_out(out), want_lse(lse), want_query(grad_query), want_key(grad_key), want_value(grad_value);
+  Expected want_out(out), want_residual(residual), want_lse(lse), want_query(grad_query), want_key(grad_key),
+      want_value(grad_value);
   Expected want_mask(grad_mask);
   const double scale_of_kept = kept_scale(a.threshold);
   const int64_t group = a.num_heads / a.num_kv_heads;
@@ -127,7 +135,10 @@ void test_problem(Random& random, Problem& p) {
         for (const double score : s) total += top == -INFINITY ? 0 : exp(score - top);
         want_lse.values[(size_t)p.row(b, h, i)] = total == 0 ? -INFINITY : top + log(total);
         Sum delta;
-        for (int64_t d = 0; d < a.value_head_dim; ++d) delta.add(grad_out(b, h, row, d) * out(b, h, row, d));
+        for (int64_t d = 0; d < a.value_head_dim; ++d) {
+          delta.add(grad_out(b, h, row, d) * out(b, h, row, d));
+          if (keeps_residual) delta.add(grad_out(b, h, row, d) * residual(b, h, row, d));
+        }
         if (g.grad_lse) delta.value -= grad_lse.get(p.row(b, h, i));
         for (int64_t j = 0; j < p.keys(b); ++j) {
           const double probability = total == 0 ? 0 : exp(s[(size_t)j] - top) / total;
@@ -153,11 +164,21 @@ void test_problem(Random& random, Problem& p) {
             want_mask.add(p.mask.at(b, h, i, j), ds, ds_size * (double)(a.batch * a.num_heads * a.seqlen_q));
         }
       }
+  if (keeps_residual)
+    for (int64_t b = 0; b < a.batch; ++b)
+      for (int64_t h = 0; h < a.num_heads; ++h)
+        for (int64_t i = 0; i < p.queries(b); ++i)
+          for (int64_t d = 0; d < a.value_head_dim; ++d) {
+            const int64_t row = p.first_query(b) + i;
+            want_residual.add(residual.at(b, h, row, d),
+                              want_out.values[(size_t)out.at(b, h, row, d)] - out(b, h, row, d), 0);
+          }
   // P and dS are rounded at most to the operands' dtype, scores to float32.
   const double operand_error = a.dtype == Dtype::bfloat16 ? unit_roundoff(Dtype::bfloat16) : 0;
   const double score_error = kEpsilon * (a.head_dim + 8) * greatest;
   const double error = operand_error + 4 * score_error + 64 * kEpsilon;
   expect_close("out", *out.buffer, want_out.values, want_out.size * error);
+  if (keeps_residual) expect_close("residual", *residual.buffer, want_residual.values, want_out.size * error);
   expect_close("lse", lse, want_lse.values, 2 * score_error + 8 * kEpsilon);
   expect_close("grad_query", *grad_query.buffer, want_query.values, want_query.size * error);
   expect_close("grad_key", *grad_key.buffer, want_key.values, want_key.size * error);

@@ -104,7 +104,7 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether a backend other than the reference serves attention of these, or a backend is forced."""
     args = AttentionArgs(
         query=query, key=key, value=value, attn_mask=None, key_lengths=None, seed=None, scale=1.0, window_left=0,
-        window_right=0, lower_right=False, threshold=0,
+        window_right=0, lower_right=False, threshold=0, keep_residual=False,
     )  # fmt: skip
     order = _ORDER.get(query.device.type)
     return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal("attention", args) is None)

@@ -37,6 +37,7 @@ class AttentionArgs(NamedTuple):
     window_right: int
     lower_right: bool
     threshold: int  # 0 to 65536; a weight is kept iff its 16-bit value is at least the threshold
+    keep_residual: bool = False  # False unless the operands have 16 bits; a gradient may be wanted
 
 
 class AttentionBackwardArgs(NamedTuple):
@@ -46,6 +47,7 @@ class AttentionBackwardArgs(NamedTuple):
     grad_lse: Tensor | None
     out: Tensor
     stats: Tensor
+    residual: Tensor
     forward: AttentionArgs
     mask_grad: bool  # whether the gradient of attn_mask is needed
 
@@ -66,6 +68,7 @@ class VarlenAttentionArgs(NamedTuple):
     window_left: int
     window_right: int
     threshold: int
+    keep_residual: bool = False
 
 
 class VarlenAttentionBackwardArgs(NamedTuple):
@@ -75,6 +78,7 @@ class VarlenAttentionBackwardArgs(NamedTuple):
     grad_lse: Tensor | None
     out: Tensor
     stats: Tensor
+    residual: Tensor
     forward: VarlenAttentionArgs
 
 
@@ -194,13 +198,16 @@ AnyArgs = (
 #   P = exp(s - row_max) / row_sum. Both are 0 for a fully masked row. lse does not suffice: in a row all at finfo.min,
 #   rounding loses the log of the sum. torch's kernels, to which the reference leaves float64, return only lse. Without
 #   such a row stats is then lse and 1, which gives the same P.
+# - residual has out's dtype and layout: the result before it was rounded to 16 bits, minus out; 0 where out is not
+#   finite. The backward pass needs it for the row sums of dO * O. Without keep_residual it is an empty tensor (0,),
+#   which the backward pass reads as 0.
 # - sum is an empty tensor of shape (0,) without keep_sum: it is not read, and writing it takes a third of the time.
 # - Gradients have their operand's dtype. A gradient that is not needed is an empty tensor of shape (0,).
 _STEMS: dict[str, dict[str, tuple[Any, str]]] = {
     "attention": {
-        "attention": (AttentionArgs, "out lse stats"),
+        "attention": (AttentionArgs, "out lse stats residual"),
         "attention_backward": (AttentionBackwardArgs, "grad_query grad_key grad_value grad_attn_mask"),
-        "varlen_attention": (VarlenAttentionArgs, "out lse stats"),
+        "varlen_attention": (VarlenAttentionArgs, "out lse stats residual"),
         "varlen_attention_backward": (VarlenAttentionBackwardArgs, "grad_query grad_key grad_value"),
     },
     "softmax_dropout": {

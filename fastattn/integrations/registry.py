@@ -253,7 +253,13 @@ def _grads(
         name, query, key, value, batch, None, dropout_p, is_causal, scale, variant, None, window_size, seed
     )
     args = AttentionBackwardArgs(
-        grad_out=grad_out, grad_lse=None, out=out, stats=_statistics(lse), forward=forward, mask_grad=False
+        grad_out=grad_out,
+        grad_lse=None,
+        out=out,
+        stats=_statistics(lse),
+        residual=out.new_empty(0),
+        forward=forward,
+        mask_grad=False,
     )
     *grads, _ = attention.attention_backward_op(args)
     return tuple(grads)
@@ -318,7 +324,9 @@ def _flash_attention_backward(
         window_size, True, None, seed,
     )  # fmt: skip
     stats = _statistics(lse.T.contiguous())
-    args = VarlenAttentionBackwardArgs(grad_out=grad_out, grad_lse=None, out=out, stats=stats, forward=forward)
+    args = VarlenAttentionBackwardArgs(
+        grad_out=grad_out, grad_lse=None, out=out, stats=stats, residual=out.new_empty(0), forward=forward
+    )
     grads = attention.varlen_attention_backward_op(args)
     return tuple(_as(t, grad) for t, grad in zip((query, key, value), grads, strict=True))
 

@@ -27,7 +27,7 @@ from fastattn.backends.visibility import add_mask, blind_queries, packed_visibil
 from fastattn.ops import check
 from fastattn.ops.copies import owned
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
-from fastattn.ops.register import Op, fast_path, save_call, saved_call
+from fastattn.ops.register import Op, fast_path, may_want_gradient, save_call, saved_call
 from fastattn.ops.sharding import Shards, attend, is_sharded
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
@@ -126,7 +126,7 @@ def scaled_dot_product_attention(
     args = dense_args(
         name, q, k, v, batch, attn_mask, dropout_p, is_causal, scale, causal_variant, key_lengths, window_size, seed
     )
-    out, lse, _ = attention_op(args)
+    out, lse, _, _ = attention_op(args)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         rank = max(query.dim(), key.dim(), value.dim())
         out, lse = _as_given(out, batch, rank), _as_given(lse, batch, rank)
@@ -285,7 +285,7 @@ def varlen_attn(
         name, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout_p, is_causal, scale, window_size, enable_gqa,
         seqused_k, seed,
     )  # fmt: skip
-    out, lse, _ = varlen_attention_op(args)
+    out, lse, _, _ = varlen_attention_op(args)
     return (out, lse) if return_lse else out
 
 
@@ -415,7 +415,12 @@ def dense_args(
         query=q, key=k, value=v, attn_mask=attn_mask, key_lengths=key_lengths,
         seed=check.draw_seed(seed, threshold, q.device), scale=scale, window_left=window_left,
         window_right=window_right, lower_right=lower_right, threshold=threshold,
+        keep_residual=_keep_residual(q, k, v, attn_mask),
     )  # fmt: skip
+
+
+def _keep_residual(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> bool:
+    return q.dtype in check.HALVES and torch.is_grad_enabled() and may_want_gradient(q, k, v, attn_mask)
 
 
 def packed_args(
@@ -460,6 +465,7 @@ def packed_args(
         query=q, key=k, value=v, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=used,
         seed=check.draw_seed(seed, threshold, q.device), max_q=max_q, max_k=max_k, scale=scale,
         window_left=window_left, window_right=window_right, threshold=threshold,
+        keep_residual=_keep_residual(q, k, v),
     )  # fmt: skip
 
 
@@ -550,11 +556,15 @@ def _brief(values: Tensor) -> str:
 # Fake, autograd, decomposition
 
 
-def _fake_attention(args: AttentionArgs | VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _fake_attention(args: AttentionArgs | VarlenAttentionArgs) -> Results:
     query, size = args.query, args.value.size(-1)
     rows, dtype = query.shape[:-1], stat_dtype(query.dtype)
     out = empty_heads(query, size) if query.dim() == 4 else query.new_empty((*rows, size))
-    return out, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype)
+    residual = torch.empty_like(out) if args.keep_residual else out.new_empty(0)
+    return out, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype), residual
 
 
 def _fake_attention_backward(args: AttentionBackwardArgs) -> tuple[Tensor, ...]:
@@ -592,26 +602,26 @@ def _backward_flops(args: AttentionBackwardArgs | VarlenAttentionBackwardArgs) -
 attention_backward_op = Op("attention_backward", _fake_attention_backward, flops=_backward_flops)
 
 
-def _setup(ctx: Any, args: AttentionArgs | VarlenAttentionArgs, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    out, _, stats = results
-    ctx.mark_non_differentiable(stats)
-    save_call(ctx, args, out, stats)
+def _setup(ctx: Any, args: AttentionArgs | VarlenAttentionArgs, results: Results) -> None:
+    out, _, stats, residual = results
+    ctx.mark_non_differentiable(stats, residual)
+    save_call(ctx, args, out, stats, residual)
 
 
 def _attention_backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _stats: None, _residual: None
 ) -> tuple[Tensor | None, ...]:
-    forward, out, stats = saved_call(ctx)
+    forward, out, stats, residual = saved_call(ctx)
     mask_grad = ctx.needs_input_grad[3]
     args = AttentionBackwardArgs(
         grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, out=out, stats=stats,
-        forward=forward, mask_grad=mask_grad,
+        residual=residual, forward=forward, mask_grad=mask_grad,
     )  # fmt: skip
     *grads, grad_mask = attention_backward_op.on(ctx.backend, args)
     return *grads, grad_mask if mask_grad else None
 
 
-def _decompose_attention(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+def _decompose_attention(args: AttentionArgs) -> Results:
     """Compute attention by torch's function, which takes one mask.
 
     If unused, the log-sum-exp is removed as dead code.
@@ -633,7 +643,8 @@ def _decompose_attention(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     if visible is not None:
         out = out.masked_fill(blind_queries(visible), 0.0)
     _, stats = softmax(add_mask(q.to(wide) @ k.to(wide).mT * args.scale, attn_mask), visible)
-    return out.to(dtype), stats[0] + stats[1].log(), stats
+    out = out.to(dtype)
+    return out, stats[0] + stats[1].log(), stats, torch.zeros_like(out) if args.keep_residual else out.new_empty(0)
 
 
 attention_op = Op("attention", _fake_attention, _setup, _attention_backward, _decompose_attention, _flops)
@@ -647,23 +658,27 @@ varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_atte
 
 
 def _varlen_attention_backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _stats: None, _residual: None
 ) -> tuple[Tensor, ...]:
-    forward, out, stats = saved_call(ctx)
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    args = VarlenAttentionBackwardArgs(grad_out=grad_out, grad_lse=grad_lse, out=out, stats=stats, forward=forward)
+    forward, out, stats, residual = saved_call(ctx)
+    args = VarlenAttentionBackwardArgs(
+        grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, out=out, stats=stats,
+        residual=residual, forward=forward,
+    )  # fmt: skip
     return varlen_attention_backward_op.on(ctx.backend, args)
 
 
-def _decompose_varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+def _decompose_varlen_attention(args: VarlenAttentionArgs) -> Results:
     """Compute one attention over all tokens, with a mask that keeps the sequences apart."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (args.query, args.key, args.value))
     all_tokens = AttentionArgs(
         query=q, key=k, value=v, attn_mask=packed_visibility(args)[None, None], key_lengths=None, seed=None,
         scale=args.scale, window_left=q.size(2), window_right=k.size(2), lower_right=False, threshold=0,
+        keep_residual=False,
     )  # fmt: skip
-    out, lse, stats = _decompose_attention(all_tokens)
-    return out[0].transpose(0, 1), lse[0].T, stats[:, 0].mT
+    out, lse, stats, _ = _decompose_attention(all_tokens)
+    out = out[0].transpose(0, 1)
+    return out, lse[0].T, stats[:, 0].mT, torch.zeros_like(out) if args.keep_residual else out.new_empty(0)
 
 
 varlen_attention_op = Op(

@@ -173,7 +173,7 @@ def _keeps_sums(lse: Tensor) -> bool:
 
 
 @_in_own_dtype
-def attention(args: AttentionArgs, first_matrix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def attention(args: AttentionArgs, first_matrix: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query, key, value, attn_mask = args.query, args.key, args.value, args.attn_mask
     if (call := _torchs(args)) is not None:
         operands, options, empty = call
@@ -183,7 +183,7 @@ def attention(args: AttentionArgs, first_matrix: int = 0) -> tuple[Tensor, Tenso
             out, maximum, total = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, 0.0), total * ~empty
             lse = lse.masked_fill(empty, -torch.inf)
         if empty is None or _keeps_sums(maximum):
-            return _in_layout_of(out, query), lse.contiguous(), torch.stack((maximum, total))
+            return _in_layout_of(out, query), lse.contiguous(), torch.stack((maximum, total)), query.new_empty(0)
     found = []
     for first, take in _parts(query, key, value, attn_mask):
         _, _, v, probabilities, stats = _probabilities(args, take)
@@ -193,12 +193,15 @@ def attention(args: AttentionArgs, first_matrix: int = 0) -> tuple[Tensor, Tenso
     empty = total == 0  # log has no derivative at 0, and values that only other rows see may hold NaN
     out = out.masked_fill(empty.unsqueeze(-1), 0.0)
     lse = (maximum + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
-    return _in_layout_of(out, query), lse, torch.stack((maximum, total))
+    rounded, residual = _in_layout_of(out, query), query.new_empty(0)
+    if args.keep_residual:  # this backend's own backward pass recomputes the result instead
+        residual = _in_layout_of((out - rounded).masked_fill(~rounded.isfinite(), 0.0).detach(), query)
+    return rounded, lse, torch.stack((maximum, total)), residual
 
 
 @_in_own_dtype
 def attention_backward(args: AttentionBackwardArgs, first_matrix: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_out, grad_lse, out, stats, forward, mask_grad = args
+    grad_out, grad_lse, out, stats, _, forward, mask_grad = args
     query, key, value, attn_mask = forward.query, forward.key, forward.value, forward.attn_mask
     if grad_lse is None and not mask_grad:
         call = _torchs(forward, grad_out)
@@ -256,6 +259,7 @@ def _sequences(args: VarlenAttentionArgs) -> list[tuple[slice, slice, AttentionA
             query=_as_batch(args.query, queries), key=_as_batch(args.key, keys), value=_as_batch(args.value, keys),
             attn_mask=None, key_lengths=None, seed=args.seed, scale=args.scale, window_left=args.window_left,
             window_right=args.window_right, lower_right=True, threshold=args.threshold,
+            keep_residual=args.keep_residual,
         )  # fmt: skip
         sequences.append((queries, keys, call))
     return sequences
@@ -266,16 +270,19 @@ def _as_batch(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[rows].transpose(0, 1).unsqueeze(0)
 
 
-def varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+def varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend within each sequence; query (Tq, Hq, E), out (Tq, Hq, Ev), lse (Tq, Hq), stats (2, Tq, Hq)."""
     tokens, heads, _ = args.query.shape
     out = args.query.new_zeros(tokens, heads, args.value.size(2))
     stats = args.query.new_zeros(2, tokens, heads, dtype=stat_dtype(args.query.dtype))
     lse = torch.full_like(stats[0], -torch.inf)
+    residual = torch.zeros_like(out) if args.keep_residual else out.new_empty(0)
     for s, (rows, _, call) in enumerate(_sequences(args)):
-        o, row_lse, row_stats = attention(call, s * heads)
+        o, row_lse, row_stats, row_residual = attention(call, s * heads)
         out[rows], lse[rows], stats[:, rows] = o[0].transpose(0, 1), row_lse[0].T, row_stats[:, 0].mT
-    return out, lse, stats
+        if args.keep_residual:
+            residual[rows] = row_residual[0].transpose(0, 1)
+    return out, lse, stats, residual
 
 
 def varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,6 +295,7 @@ def varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor
             grad_lse=None if args.grad_lse is None else args.grad_lse[queries].T.unsqueeze(0),
             out=_as_batch(args.out, queries),
             stats=args.stats[:, queries].mT.unsqueeze(1),
+            residual=args.residual,
             forward=call,
             mask_grad=False,
         )

@@ -38,26 +38,26 @@ from fastattn.backends.triton.philox import dropout_of
 from fastattn.backends.triton.visibility import Window
 
 
-def attention(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
-    return _Call(args).forward()
+def attention(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _Call(args).forward(args.keep_residual)
 
 
 def attention_backward(args: AttentionBackwardArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call, attn_mask = _Call(args.forward), args.forward.attn_mask
     grad_heads = call.grad_heads(args.grad_out)
-    grads, rows = call.backward(grad_heads, args.grad_lse, args.out, args.stats)
+    grads, rows = call.backward(grad_heads, args.grad_lse, args.out, args.stats, args.residual)
     if attn_mask is None or not args.mask_grad:
         return *grads, args.out.new_empty(0)
     return *grads, call.grad_mask(attn_mask, grad_heads, args.stats, rows)
 
 
-def varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
-    return _Call(args).forward()
+def varlen_attention(args: VarlenAttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _Call(args).forward(args.keep_residual)
 
 
 def varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call(args.forward)
-    return call.backward(call.grad_heads(args.grad_out), args.grad_lse, args.out, args.stats)[0]
+    return call.backward(call.grad_heads(args.grad_out), args.grad_lse, args.out, args.stats, args.residual)[0]
 
 
 class _Call:
@@ -193,17 +193,19 @@ class _Call:
             for tensor, *_ in operands
         )
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output in query's layout, the LSE (B, Hq, Lq) and the statistics (2, B, Hq, Lq), both float32."""
+    def forward(self, keep_residual: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return out and, at the end, residual in query's layout; LSE (B, Hq, Lq), stats (2, B, Hq, Lq) in float32."""
         query, _, value = self.operands
         out, shape = _empty(query, value.size(-1)), tuple(query.shape[:-1])
+        residual = _empty(query, value.size(-1)) if keep_residual else query.new_empty(0)
         stats = query.new_empty((2, *shape), dtype=torch.float32)
         lse = query.new_empty(shape, dtype=torch.float32)
         tile = self._tile("forward" if self.seqlen_q > 16 else "forward_few")
         tiles_q, tiles_k = cdiv(self.seqlen_q, tile.block_m), cdiv(self.seqlen_k, tile.block_n)
         programs = tiles_q * self.num_heads * self.batch
         num_splits = tiles.num_splits(programs, tiles_k, self.device)
-        result = Result(heads_of(out), lse, stats[0], stats[1], *_dense_rows(lse))
+        residual_heads = heads_of(residual) if keep_residual else None
+        result = Result(heads_of(out), residual_heads, lse, stats[0], stats[1], *_dense_rows(lse))
         constants = self._constants(tile, result.out)
         lists = self.lists(tile, keys_own=False)
         if num_splits == 1:
@@ -212,11 +214,11 @@ class _Call:
                 forward_kernel, (programs, 1), self.device, *descriptors, self.problem, *lists, result, Splits(0, 0),
                 tiles_q, PRESCALED=self.is_prescaled, **constants,
             )  # fmt: skip
-            return out, lse, stats
+            return out, lse, stats, residual
         split_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
         split_stats = stats.new_empty((2, num_splits, *shape))
         split_heads = heads_of(split_out[0])._replace(pointer=split_out)
-        split_result = Result(split_heads, None, split_stats[0], split_stats[1], *_dense_rows(lse))
+        split_result = Result(split_heads, None, None, split_stats[0], split_stats[1], *_dense_rows(lse))
         splits = Splits(split_out.stride(0), split_stats.stride(1))
         launch(
             forward_kernel, (programs, num_splits), self.device, None, None, self.problem, *lists, split_result,
@@ -228,7 +230,7 @@ class _Call:
             num_splits, result, tiles_q, BLOCK_M=16,
             **{name: constants[name] for name in ("BLOCK_DV", "EVEN", "ALIGNMENT", "LOWER_RIGHT")},
         )  # fmt: skip
-        return out, lse, stats
+        return out, lse, stats, residual
 
     def grad_heads(self, grad_out: Tensor) -> Heads:
         """Return the output's gradient, copied if it is less aligned than the operands."""
@@ -238,11 +240,11 @@ class _Call:
         return heads
 
     def backward(
-        self, grad_heads: Heads, grad_lse: Tensor | None, out: Tensor, stats: Tensor
+        self, grad_heads: Heads, grad_lse: Tensor | None, out: Tensor, stats: Tensor, residual: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
         """Return the gradients of query, key and value, and the row statistics that the mask's gradient needs."""
         grad_query, grad_key, grad_value = (_empty(tensor, tensor.size(-1)) for tensor in self.operands)
-        out_heads = heads_of(out)
+        out_heads, residual_heads = heads_of(out), heads_of(residual) if residual.dim() > 1 else None
         query_heads, key_heads, value_heads = heads_of(grad_query), heads_of(grad_key), heads_of(grad_value)
         statistics = Statistics(stats[0], stats[1], *_dense_rows(stats[0]))
         rows = self._rows(stats)
@@ -254,8 +256,9 @@ class _Call:
         lse_rows = None if grad_lse is None else Heads(grad_lse, *_row_strides(grad_lse))
         launch(
             grad_query_kernel, (tiles_q * self.num_heads * self.batch,), self.device, *descriptors, self.problem,
-            *self.lists(tile, keys_own=False), out_heads, grad_heads, lse_rows, statistics, query_heads, rows,
-            tiles_q, **modes, **self._constants(tile, out_heads, grad_heads, query_heads),
+            *self.lists(tile, keys_own=False), out_heads, residual_heads, grad_heads, lse_rows, statistics, query_heads,
+            rows, tiles_q, **modes,
+            **self._constants(tile, out_heads, residual_heads or out_heads, grad_heads, query_heads),
         )  # fmt: skip
 
         tile = self._tile("grad_key_value")

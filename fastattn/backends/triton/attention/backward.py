@@ -1,13 +1,17 @@
 """Attention's backward pass, FlashAttention's (Dao et al. 2022). P is recomputed from the statistics.
 
     grad_query_kernel, per tile of BLOCK_M queries: delta = rowsum(dO * O) - dLSE; for full, then partial key tiles:
-        S = Q K^T; P; dP = dO V^T; dS = P * (dP - delta); dQ += dS K
+        S = Q K^T; P; dP = dO V^T; dS = P * (dP - delta); dQ += round(dS) K
     grad_key_value_kernel, per tile of BLOCK_N keys: for full, then partial: for query heads of the group: query tiles:
         S^T = K Q^T; P^T; dP^T = V dO^T; dV += dropout(P)^T dO; dK += dS^T Q
     grad_mask_kernel, per tile of the mask: for each sequence, head and tile that broadcasts to it: sum += dS
 
 Operands as in forward.py. dO: as out; dLSE, row_max, row_sum: (B, Hq, Lq) or (Tq, Hq), float32, natural units; Rows:
 three float32 values per query. Gradients have their operand's dtype; sums are float32.
+
+In 16 bits two identities cancel large numbers, and rounding must not break them. delta = sum_j P_ij dP_ij holds for the
+result before its rounding, O + residual. sum_j dS_ij = dLSE_i does not hold for the rounded dS, so what keys have in
+common would remain in dQ: dQ += (dLSE_i - sum_j round(dS_ij)) mean(K), with the mean of any keys that the rows see.
 """
 
 from __future__ import annotations
@@ -94,8 +98,8 @@ def _probabilities(x, shift, inverse_sum, magnitude, PRESCALED: tl.constexpr, FO
 
 @kernel
 def grad_query_kernel(
-    key_descriptor, value_descriptor, problem, lists, seen, out, grad_out, grad_lse, stats, grad_query, rows,
-    tiles,
+    key_descriptor, value_descriptor, problem, lists, seen, out, residual, grad_out, grad_lse, stats, grad_query,
+    rows, tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
     ALIGNMENT: tl.constexpr, LOWER_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, FOLD_SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -114,16 +118,21 @@ def grad_query_kernel(
     queries = head_of(problem.query, b, h, sequence.first_query)
     q = load_tile(queries, first_i, inside, problem.head_dim, BLOCK_M, BLOCK_D, EVEN, ALIGNMENT)
     outs = head_of(out, b, h, sequence.first_query)
-    o = load_tile(outs, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT)
+    o = load_tile(outs, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT).to(tl.float32)
+    if residual is not None:
+        outs = head_of(residual, b, h, sequence.first_query)
+        o += load_tile(outs, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT)
     grads = head_of(grad_out, b, h, sequence.first_query)
     do = load_tile(grads, first_i, inside, problem.value_head_dim, BLOCK_M, BLOCK_DV, EVEN, ALIGNMENT)
 
     at = row_offsets(stats, b, h, sequence.first_query, i)
     shift, inverse_sum = _normaliser(stats, at, inside, PRESCALED, FOLD_SUM)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    delta = tl.sum(do.to(tl.float32) * o, 1)
+    missing = tl.zeros((BLOCK_M,), tl.float32)  # dLSE - the sum of the rounded dS
     if grad_lse is not None:
         at_lse = row_offsets(grad_lse, b, h, sequence.first_query, i)
-        delta -= tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
+        missing = tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
+        delta -= missing
     delta = tl.where(inverse_sum == 0, 0.0, delta)  # 0 for rows that see nothing
     at = row_offsets(rows, b, h, sequence.first_query, i)
     tl.store(rows.delta + at, delta, mask=inside)
@@ -164,7 +173,25 @@ def grad_query_kernel(
             if PARTIAL:
                 ds = tl.where(x == -INFINITY, 0.0, ds)
             order_products(q)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            rounded = ds.to(k.dtype)
+            if k.dtype != tl.float32:
+                missing -= tl.sum(rounded.to(tl.float32), 1)
+            dq = tl.dot(rounded, k, dq, input_precision=PRECISION)
+    if q.dtype != tl.float32:
+        # The mean of the keys of one tile that the rows visit serves.
+        b, h = rematerialise(own_b, problem.group), rematerialise(own_h, problem.group)
+        plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
+        first_j = 0
+        if plan[0] > 0:
+            first_j = tile(plan, 0, lists, 0) * BLOCK_N
+        elif plan[1] > 0:
+            first_j = tile(plan, 0, lists, 1) * BLOCK_N
+        seen_j = seen_keys(seen, b, h, tile_q, first_j + tl.arange(0, BLOCK_N), sequence)
+        keys = head_of(problem.key, b, h // problem.group, sequence.first_key)
+        k = load_tile(keys, first_j, seen_j, problem.head_dim, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT)
+        number = tl.maximum(tl.sum(seen_j.to(tl.int32), 0), 1)
+        mean = tl.sum(k.to(tl.float32), 0) / number
+        dq += missing[:, None] * mean[None, :]
     first_i = rematerialise(first_i, problem.group)
     i = first_i + tl.arange(0, BLOCK_M)
     sees_nothing = shift == INFINITY if FOLD_SUM else inverse_sum == 0

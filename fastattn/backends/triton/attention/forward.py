@@ -2,18 +2,22 @@
 
     for each tile of BLOCK_M queries, head, sequence (programs; split-KV: times splits of the keys):
         for full tiles, then for partial tiles of BLOCK_N keys (of this split):
-            S = Q K^T, masked if partial; P = exp(S - m); acc = acc * rescale + dropout(P) V
+            S = Q K^T, masked if partial; P = exp(S - m); acc = acc * rescale + round(dropout(P)) V
     merge_kernel, after split-KV, for each tile of 16 queries, head, sequence: for each split: acc += weight * out
 
 query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev), out (B, Hq, Lq, Ev): one dtype, 16-bit or float32.
 Packed operands are (T, H, D). LSE, row_max, row_sum: (B, Hq, Lq) or (Tq, Hq), float32, natural units. Each split
 writes out, row_max and row_sum in float32, with the splits as the first dimension. Sums are float32.
+
+P is rounded to 16 bits for its product with V. acc is divided by the sum of the rounded P, so that a constant that all
+values have in common passes exactly. ``residual``, as out, is what the rounding of out to 16 bits takes away.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -49,7 +53,8 @@ from fastattn.backends.triton.philox import keep
 class Result(NamedTuple):
     """The tensors that a kernel writes; statistics are float32, natural units."""
 
-    out: Heads  # Heads
+    out: Heads
+    residual: Heads | None  # None: not wanted, or in split-KV, whose merge computes it
     lse: Tensor | None  # None in split-KV, whose merge computes it
     row_max: Tensor
     row_sum: Tensor
@@ -63,6 +68,13 @@ class Splits(NamedTuple):
 
     out: int
     rows: int
+
+
+@triton.jit
+def _residual(acc, dtype: tl.constexpr):
+    """Return what rounding to ``dtype`` takes away from the result, 0 where it is not finite."""
+    residual = acc - acc.to(dtype).to(tl.float32)
+    return tl.where(tl.abs(residual) < INFINITY, residual, 0.0)
 
 
 @kernel
@@ -87,6 +99,7 @@ def forward_kernel(
 
     row_max = tl.full((BLOCK_M,), -INFINITY, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    kept_sum, rounded_sum = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -127,18 +140,30 @@ def forward_kernel(
                 values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
                 value_descriptor, b, h // problem.group,
             )  # fmt: skip
-            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+            rounded = p.to(v.dtype)
+            if v.dtype != tl.float32:
+                rounded_sum = rounded_sum * rescale + tl.sum(rounded.to(tl.float32), 1)
+                if problem.dropout is not None:
+                    kept_sum = kept_sum * rescale + tl.sum(p, 1)
+            acc = tl.dot(rounded, v, acc * rescale[:, None], input_precision=PRECISION)
 
     dropout_scale = 1.0 if problem.dropout is None else problem.dropout.scale
     # Rows that see nothing give 0. Their acc may be NaN: they were multiplied with values that only other rows see.
     empty = row_sum == 0
-    acc = tl.where(empty[:, None], 0.0, acc * (dropout_scale / tl.where(empty, 1.0, row_sum))[:, None])
+    normaliser = dropout_scale / tl.where(empty, 1.0, row_sum)
+    if q.dtype != tl.float32:
+        kept_sum = row_sum if problem.dropout is None else kept_sum
+        normaliser *= kept_sum / tl.where(rounded_sum == 0, 1.0, rounded_sum)
+    acc = tl.where(empty[:, None], 0.0, acc * normaliser[:, None])
     first_i = rematerialise(first_i, problem.group)
     i = first_i + tl.arange(0, BLOCK_M)
     inside = i < sequence.seqlen_q
     base, row = head_of(result.out, own_b, own_h, sequence.first_query)
     base += split * tl.cast(splits.out, tl.int64)
     store_tile((base, row), first_i, inside, problem.value_head_dim, acc, ALIGNMENT)
+    if result.residual is not None:
+        head = head_of(result.residual, own_b, own_h, sequence.first_query)
+        store_tile(head, first_i, inside, problem.value_head_dim, _residual(acc, q.dtype), ALIGNMENT)
     m = tl.where(row_max == -INFINITY, 0.0, row_max)
     natural_max = m if PRESCALED else m * LN2
     # The change of units rounds the maximum, so the sum is corrected by the same amount.
@@ -190,6 +215,10 @@ def merge_kernel(
     acc *= tl.where(total == 0, 0.0, 1 / total)[:, None]
     head = head_of(result.out, b, h, sequence.first_query)
     store_tile(head, first_i, inside, problem.value_head_dim, acc, ALIGNMENT)
+    if result.residual is not None:
+        residual = _residual(acc, result.out.pointer.dtype.element_ty)
+        head = head_of(result.residual, b, h, sequence.first_query)
+        store_tile(head, first_i, inside, problem.value_head_dim, residual, ALIGNMENT)
     tl.store(result.row_max + at, highest, mask=inside)
     tl.store(result.row_sum + at, total, mask=inside)
     tl.store(result.lse + at, highest + tl.log(total), mask=inside)
