@@ -63,7 +63,7 @@ from triton.runtime.cache import get_cache_manager
 from fake_gpu import SHARED_MEMORY, pretend
 from fastattn.backends.schema import RECORDS
 from fastattn.backends.triton import FUNCTIONS
-from fastattn.backends.triton.attention import tiles
+from fastattn.backends.triton.attention import scores, tiles
 from sass.code import disassemble
 from sass.counts import Loop, plain_loop, wide_share
 from sass.loops import inside
@@ -106,8 +106,9 @@ MOST_BARRIERS = {80: 2, 90: 6}
 # Waits for all of wgmma's products. The last product needs none, because it overlaps with the next tile's first.
 MOST_DRAINS = {"forward_kernel": 1, "grad_query_kernel": 2, "grad_key_value_kernel": 2}
 
-# Matrix products per loop iteration along the head size of queries and keys, and along that of values.
-PRODUCTS = {"forward_kernel": (1, 1), "grad_query_kernel": (2, 1), "grad_key_value_kernel": (2, 2)}
+# Matrix products per loop iteration along the head size of queries and keys, and along that of values; with operands of
+# 16 bits also products with ones, which have few columns.
+PRODUCTS = {"forward_kernel": (1, 1, 1), "grad_query_kernel": (2, 1, 1), "grad_key_value_kernel": (2, 2, 0)}
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -540,10 +541,13 @@ def examine(function: Any, kernel: Any, capability: int) -> Report:
     )
 
 
-def _depth(kernel: str, constants: dict[str, str]) -> int:
+def _depth(kernel: str, variant: dict[str, str]) -> int:
     """Return the multiply-adds per score of attention's kernels, 0 of other kernels."""
-    of_keys, of_values = PRODUCTS.get(kernel, (0, 0))
-    return of_keys * int(constants["BLOCK_D"]) + of_values * int(constants["BLOCK_DV"]) if of_keys else 0
+    if kernel not in PRODUCTS:
+        return 0
+    of_keys, of_values, of_ones = PRODUCTS[kernel]
+    ones = 0 if variant["problem.query.pointer"] == "*fp32" else of_ones * scores.SUMS.value
+    return of_keys * int(variant["BLOCK_D"]) + of_values * int(variant["BLOCK_DV"]) + ones
 
 
 def _variant(

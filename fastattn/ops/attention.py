@@ -419,8 +419,10 @@ def dense_args(
     )  # fmt: skip
 
 
-def _keep_residual(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> bool:
-    return q.dtype in check.HALVES and torch.is_grad_enabled() and may_want_gradient(q, k, v, attn_mask)
+def _keep_residual(*tensors: Tensor | None) -> bool:
+    """Return whether the backward pass may ask for the residual of a call with these operands, the first a query."""
+    query = tensors[0]
+    return query is not None and query.dtype in check.HALVES and may_want_gradient(*tensors)
 
 
 def packed_args(

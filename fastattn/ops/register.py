@@ -178,8 +178,15 @@ def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
 
 
 def may_want_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether gradients of these may be needed. If a call is observed, the observer decides that later."""
-    return is_observed() or is_recorded(*tensors)
+    """Return whether gradients of these may be needed.
+
+    A transform, or what traces a call, may decide that later. torch.compile has decided: it traces again if it changes.
+    """
+    if is_recorded(*tensors):
+        return True
+    return torch.is_grad_enabled() and (
+        is_transformed() or (is_observed() and not torch.compiler.is_dynamo_compiling())
+    )
 
 
 def save_call(ctx: Any, args: Any, *results: Tensor) -> None:

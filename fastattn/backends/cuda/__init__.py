@@ -61,7 +61,7 @@ def _beyond_decoding(args: AttentionArgs) -> str | None:
         return f"it takes up to 2**29 keys, not {args.key.size(2)}"
     if args.threshold != 0:
         return "its attention has no dropout"
-    if is_recorded(args.query, args.key, args.value, args.attn_mask):
+    if args.keep_residual or is_recorded(args.query, args.key, args.value, args.attn_mask):
         return "its attention has no gradient"
     if is_transformed():  # inside vmap a tensor's requires_grad does not show whether a gradient is needed
         return "its attention is not for functorch's transforms"

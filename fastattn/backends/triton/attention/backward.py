@@ -37,9 +37,12 @@ from fastattn.backends.triton.attention.operands import (
 from fastattn.backends.triton.attention.scores import (
     INFINITY,
     LOG2E,
+    SUMS,
+    add_rounded,
     dropped,
     exponential,
     licm_spills,
+    load_mask,
     mask_scores,
     order_products,
     partial_stages,
@@ -128,18 +131,18 @@ def grad_query_kernel(
     at = row_offsets(stats, b, h, sequence.first_query, i)
     shift, inverse_sum = _normaliser(stats, at, inside, PRESCALED, FOLD_SUM)
     delta = tl.sum(do.to(tl.float32) * o, 1)
-    missing = tl.zeros((BLOCK_M,), tl.float32)  # dLSE - the sum of the rounded dS
+    dlse = tl.zeros((BLOCK_M,), tl.float32)
     if grad_lse is not None:
         at_lse = row_offsets(grad_lse, b, h, sequence.first_query, i)
-        missing = tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
-        delta -= missing
+        dlse = tl.load(grad_lse.pointer + at_lse, mask=inside, other=0.0)
+        delta -= dlse
     delta = tl.where(inverse_sum == 0, 0.0, delta)  # 0 for rows that see nothing
     at = row_offsets(rows, b, h, sequence.first_query, i)
     tl.store(rows.delta + at, delta, mask=inside)
     tl.store(rows.shift + at, shift, mask=inside)
     tl.store(rows.inverse_sum + at, inverse_sum, mask=inside)
 
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    dq, rounded_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M, SUMS), tl.float32)
     plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
     for PARTIAL in tl.static_range(2):
         for n in tl.range(plan[PARTIAL], disable_licm=(PARTIAL == 1) | licm_spills(BLOCK_D, BLOCK_DV, q.dtype)):
@@ -158,11 +161,13 @@ def grad_query_kernel(
                 values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
                 value_descriptor, b, h // problem.group,
             )  # fmt: skip
+            if PARTIAL:
+                own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
+                visible, value = load_mask(problem, b, h, own_i[:, None], j[None, :], sequence)
             order_products(q)
             x = scores(q, k, problem.magnitude, PRESCALED, PRECISION)
             if PARTIAL:
-                own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
-                x = mask_scores(x, problem, b, h, own_i[:, None], j[None, :], sequence)
+                x = mask_scores(x, visible, value)
             p = _probabilities(x, shift[:, None], inverse_sum[:, None], problem.magnitude, PRESCALED, FOLD_SUM)
             order_products(q)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -175,7 +180,7 @@ def grad_query_kernel(
             order_products(q)
             rounded = ds.to(k.dtype)
             if k.dtype != tl.float32:
-                missing -= tl.sum(rounded.to(tl.float32), 1)
+                rounded_sums = add_rounded(rounded, rounded_sums)
             dq = tl.dot(rounded, k, dq, input_precision=PRECISION)
     if q.dtype != tl.float32:
         # The mean of the keys of one tile that the rows visit serves.
@@ -191,7 +196,8 @@ def grad_query_kernel(
         k = load_tile(keys, first_j, seen_j, problem.head_dim, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT)
         number = tl.maximum(tl.sum(seen_j.to(tl.int32), 0), 1)
         mean = tl.sum(k.to(tl.float32), 0) / number
-        dq += missing[:, None] * mean[None, :]
+        mean = tl.where(tl.abs(mean) < INFINITY, mean, 0.0)
+        dq += (dlse - tl.max(rounded_sums, 1))[:, None] * mean[None, :]
     first_i = rematerialise(first_i, problem.group)
     i = first_i + tl.arange(0, BLOCK_M)
     sees_nothing = shift == INFINITY if FOLD_SUM else inverse_sum == 0
@@ -249,10 +255,12 @@ def grad_key_value_kernel(
                 shift = load_rows(rows.shift + at, inside, INFINITY, rows.row is None)
                 inverse_sum = load_rows(rows.inverse_sum + at, inside, 0.0, rows.row is None)
                 delta = load_rows(rows.delta + at, inside, 0.0, rows.row is None)
-                x = scores(k, q, problem.magnitude, PRESCALED, PRECISION)
                 if PARTIAL:
                     own_j = rematerialise(first_j, n + problem.group) + tl.arange(0, BLOCK_N)
-                    x = mask_scores(x, problem, b, h, i[None, :], own_j[:, None], sequence)
+                    visible, value = load_mask(problem, b, h, i[None, :], own_j[:, None], sequence)
+                x = scores(k, q, problem.magnitude, PRESCALED, PRECISION)
+                if PARTIAL:
+                    x = mask_scores(x, visible, value)
                 if (BLOCK_D + BLOCK_DV > 256) & (q.dtype != tl.float32):
                     tl.debug_barrier()  # workaround: as order_products, for large heads in 16 bits
                 p = _probabilities(x, shift[None, :], inverse_sum[None, :], problem.magnitude, PRESCALED, FOLD_SUM)
@@ -367,7 +375,8 @@ def grad_mask_kernel(
         at = row_offsets(stats, b, h, sequence.first_query, i)
         shift, inverse_sum = _normaliser(stats, at, inside, True, False)
         delta = tl.load(rows.delta + row_offsets(rows, b, h, sequence.first_query, i), mask=inside, other=0.0)
-        x = mask_scores(x, problem, b, h, i[:, None], j[None, :], sequence)
+        visible, value = load_mask(problem, b, h, i[:, None], j[None, :], sequence)
+        x = mask_scores(x, visible, value)
         if problem.dropout is not None:
             kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
             dp = tl.where(kept, dp, 0.0) * problem.dropout.scale

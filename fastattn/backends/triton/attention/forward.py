@@ -36,9 +36,11 @@ from fastattn.backends.triton.attention.scores import (
     INFINITY,
     LN2,
     LOG2E,
-    dropped,
+    SUMS,
+    add_rounded,
     exponential,
     licm_spills,
+    load_mask,
     mask_scores,
     order_products,
     partial_stages,
@@ -99,7 +101,7 @@ def forward_kernel(
 
     row_max = tl.full((BLOCK_M,), -INFINITY, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    kept_sum, rounded_sum = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    kept_sum, rounded_sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, SUMS), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     plan = tile_plan(lists, b, h, tile_q, sequence, BLOCK_M, BLOCK_N, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -122,11 +124,13 @@ def forward_kernel(
                 keys, first_j, seen_j, problem.head_dim, BLOCK_N, BLOCK_D, EVEN, ALIGNMENT,
                 key_descriptor, b, h // problem.group,
             )  # fmt: skip
+            if PARTIAL:
+                own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
+                visible, value = load_mask(problem, b, h, own_i[:, None], j[None, :], sequence)
             order_products(q)
             x = scores(q, k, problem.magnitude, PRESCALED, PRECISION)
             if PARTIAL:
-                own_i = rematerialise(first_i, n + problem.group) + tl.arange(0, BLOCK_M)
-                x = mask_scores(x, problem, b, h, own_i[:, None], j[None, :], sequence)
+                x = mask_scores(x, visible, value)
             raised = tl.maximum(row_max, to_exponent(tl.max(x, 1), problem.magnitude, PRESCALED))
             m = tl.where(raised == -INFINITY, 0.0, raised)  # the row has seen no key so far
             p = exponential(to_exponent(x, problem.magnitude, PRESCALED) - m[:, None], PRESCALED)
@@ -135,16 +139,16 @@ def forward_kernel(
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if problem.dropout is not None:
                 kept = keep(problem.dropout, b * problem.num_heads + h, first_i, first_j, BLOCK_M, BLOCK_N)
-                p = dropped(p, kept, problem.group, (BLOCK_D + BLOCK_DV > 128) | (q.dtype == tl.float32))
+                p = tl.where(kept, p, 0.0)
+                if q.dtype != tl.float32:
+                    kept_sum = kept_sum * rescale + tl.sum(p, 1)
             v = load_tile(
                 values, first_j, seen_j, problem.value_head_dim, BLOCK_N, BLOCK_DV, EVEN, ALIGNMENT,
                 value_descriptor, b, h // problem.group,
             )  # fmt: skip
             rounded = p.to(v.dtype)
             if v.dtype != tl.float32:
-                rounded_sum = rounded_sum * rescale + tl.sum(rounded.to(tl.float32), 1)
-                if problem.dropout is not None:
-                    kept_sum = kept_sum * rescale + tl.sum(p, 1)
+                rounded_sums = add_rounded(rounded, rounded_sums * rescale[:, None])
             acc = tl.dot(rounded, v, acc * rescale[:, None], input_precision=PRECISION)
 
     dropout_scale = 1.0 if problem.dropout is None else problem.dropout.scale
@@ -152,6 +156,7 @@ def forward_kernel(
     empty = row_sum == 0
     normaliser = dropout_scale / tl.where(empty, 1.0, row_sum)
     if q.dtype != tl.float32:
+        rounded_sum = tl.max(rounded_sums, 1)
         kept_sum = row_sum if problem.dropout is None else kept_sum
         normaliser *= kept_sum / tl.where(rounded_sum == 0, 1.0, rounded_sum)
     acc = tl.where(empty[:, None], 0.0, acc * normaliser[:, None])

@@ -27,6 +27,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 INFINITY: tl.constexpr = tl.constexpr(float("inf"))
+SUMS: tl.constexpr = tl.constexpr(16)  # columns of a product with ones, the fewest that every matrix instruction takes
 
 
 class SeenKeys(NamedTuple):
@@ -59,8 +60,12 @@ def seen_keys(seen, b, h, tile, j, sequence):
 
 
 @triton.jit
-def mask_scores(x, problem, b, h, i, j, sequence):
-    """Return x of a partial tile with a float mask added, -inf where query i does not see key j."""
+def load_mask(problem, b, h, i, j, sequence):
+    """Return whether query i sees key j of a partial tile, and the float mask's values; without one, the same twice.
+
+    Workaround (Triton 3.6 to 3.9): call it before the product that it masks. The layout of what is loaded last wins for
+    the statistics of rows. If that is the mask, the exponential and dropout are computed twice, in both layouts.
+    """
     visible = is_visible(i, j, sequence.band)
     if problem.mask is not None:
         pointers = mask_pointers(problem.mask, problem.mask_column, b, h, i, j)
@@ -69,9 +74,16 @@ def mask_scores(x, problem, b, h, i, j, sequence):
             visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
         else:
             value = tl.load(pointers, mask=inside, other=-INFINITY).to(tl.float32)
-            visible = visible & (value != -INFINITY)
-            x += value
-            x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask value hides no key, even if the sum overflows
+            return visible & (value != -INFINITY), value
+    return visible, visible
+
+
+@triton.jit
+def mask_scores(x, visible, value):
+    """Return x with a float mask added, -inf where it is not visible."""
+    if value.dtype == tl.float32:
+        x += value
+        x = tl.where(x < LOWEST, LOWEST, x)  # a finite mask value hides no key, even if the sum overflows
     return tl.where(visible, x, -INFINITY)
 
 
@@ -103,6 +115,15 @@ def dropped(p, kept, group, SCARCE: tl.constexpr):
     SCARCE use the constant. The cost of the selection by halves is not recorded.
     """
     return tl.where(kept, p, 0.0 if SCARCE else rematerialise(0, group).to(tl.float32))
+
+
+@triton.jit
+def add_rounded(weights, sums):
+    """Add the rows of 16-bit weights (M, N) to each column of ``sums`` (M, SUMS), float32.
+
+    A product with ones takes a tenth of the instructions that converting the weights back would.
+    """
+    return tl.dot(weights, tl.full((weights.shape[1], SUMS), 1.0, weights.dtype), sums)
 
 
 @triton.constexpr_function
