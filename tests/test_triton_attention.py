@@ -40,7 +40,8 @@ def finite(window, m, n, lower_right=False):
 def call(query, key, value, attn_mask=None, lengths=None, seed=None, window=(-1, -1), lower_right=False, p=0.0):
     scale, window = 1 / math.sqrt(query.size(-1)), finite(window, query.size(2), key.size(2), lower_right)
     threshold = int(p * 65536 + 0.5)
-    return attention(AttentionArgs(query, key, value, attn_mask, lengths, seed, scale, *window, lower_right, threshold))
+    args = AttentionArgs(query, key, value, attn_mask, lengths, seed, scale, *window, lower_right, threshold)
+    return attention(args)[:3]
 
 
 def attention_call(query, key, value, attn_mask=None, lengths=None, window=(-1, -1)):
@@ -265,8 +266,8 @@ def test_descriptors_of_any_output_gradient(layout, described, monkeypatch):
         "every other column": lambda: torch.randn(1, 2, 80, 128).bfloat16()[..., ::2],
     }[layout]()
     with strict():
-        out, _, stats = attention(args)
-        backward = AttentionBackwardArgs(grad, None, out, stats, args, False)
+        out, _, stats, residual = attention(args)
+        backward = AttentionBackwardArgs(grad, None, out, stats, residual, args, False)
         described.clear()
         got = attention_backward(backward)
         assert ({t.shape for t in described} == {key.shape}) == (layout == "one for all heads")
