@@ -24,7 +24,7 @@ test:  ## the tests, under five minutes
 bench:  ## correctness and speed against the reference and what a user would pick instead
 	pytest benchmarks
 
-tables:  ## the tables and pictures of the pages, from benchmarks/results.csv
+tables:  ## the tables and pictures of the pages, from the results in benchmarks/
 	python benchmarks/pages.py
 
 demo:  ## every operation checked and timed, then a small translator trained and used

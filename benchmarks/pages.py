@@ -1,12 +1,14 @@
-"""Write what the pages show of benchmarks/results.csv: tables between markers, and pictures. Run by `make tables`.
+"""Write what the pages show of the results: tables between markers, and pictures. Run by `make tables`.
 
 Every table shows the newest row of each case. A missing row leaves a cell empty.
 """
 
+import csv
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fastattn.bench.report import Row, markdown, origin, processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results.csv"
+GRADIENTS = ROOT / "benchmarks/gradients.csv"
 TORCH, NEWEST_TORCH = "2.13.0", "2.14.1"
 DTYPES = ("float32", "bfloat16")
 CELL = (
@@ -290,7 +293,65 @@ def gpu(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-# --- the picture ---
+# --- gradients along a training run ---
+
+
+def gradient_rows() -> list[dict[str, str]]:
+    """Return the rows of benchmarks/gradients.csv: a row per setting, backend, update and layer."""
+    return list(csv.DictReader(GRADIENTS.read_text(encoding="utf-8").splitlines()))
+
+
+def gradient_origin(rows: list[dict[str, str]]) -> str:
+    return origin([Row(**{name: rows[0][name] for name in ("date", "machine", "isa", "torch")})])
+
+
+def runs(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    """Group rows by columns, in their order."""
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
+
+
+def gradients(rows: list[dict[str, str]]) -> str:
+    """Return a line per setting and backend: medians over updates and layers, the greatest angle, the last loss."""
+    lines = [["", "attention", "W_q", "W_k", "W_v", "angle of W_q", "greatest angle", "last loss"]]
+    for key, group in runs(rows, "setting", "backend").items():
+        numbers = {name: [float(row[name]) for row in group] for name in group[0] if "_" in name}
+        errors = [statistics.median(numbers[f"{part}_error"]) for part in ("query", "key", "value")]
+        angles = [of(numbers["query_angle"]) for of in (statistics.median, max)]
+        shown = [*(f"{100 * error:.3g} %" for error in errors), *(f"{angle:.3g}°" for angle in angles)]
+        lines.append([*key, *shown, f"{float(group[-1]['loss']):.3f}"])
+    return f"{gradient_origin(rows)}.\n\n{markdown(lines)}"
+
+
+def curves(rows: list[dict[str, str]]) -> Any:
+    """Draw error and angle of W_q's gradient, and the loss: a column per setting, a line per backend and layer."""
+    shown = {"query_error": "error of W_q's gradient", "query_angle": "its angle, degrees", "loss": "held-out loss"}
+    settings = [setting for (setting,) in runs(rows, "setting")]
+    backends = [backend for (backend,) in runs(rows, "backend")]
+    picture = figures.figure(9.0, 7.0)
+    panels = picture.subplots(len(shown), len(settings), sharex=True, sharey="row", squeeze=False)
+    for (setting, backend, layer), group in runs(rows, "setting", "backend", "layer").items():
+        column = panels[:, settings.index(setting)]
+        style = {"color": f"C{backends.index(backend)}", "linestyle": ("-", ":", "--", "-.")[int(layer) - 1]}
+        updates = [int(row["update"]) for row in group]
+        for axes, name in zip(column, shown, strict=True):
+            if name != "loss" or layer == "1":  # which all layers share
+                values = [float(row[name]) for row in group]
+                axes.plot(updates, values, label=f"{backend}, layer {layer}", linewidth=1.2, **style)
+        column[0].set_title(setting, fontsize=10)
+    for axes, (name, label) in zip(panels[:, 0], shown.items(), strict=True):
+        axes.set_ylabel(label, fontsize=8)
+        axes.set_yscale("linear" if name == "loss" else "log")
+    for axes in panels.flat:
+        axes.grid(alpha=0.3)
+    panels[0, 0].legend(fontsize=7)
+    picture.supxlabel(f"updates\n{gradient_origin(rows)}", fontsize=7, color="0.35")
+    return picture
+
+
+# --- the speed of operations ---
 
 
 def in_bars(rows: list[Row]) -> list[Row]:
@@ -348,21 +409,30 @@ def tables() -> dict[tuple[str, str], str]:
         (training, "hour"): listing(rows, "tiny for 60 minutes"),
         (training, "neighbours"): listing(rows, "first updates of tiny, "),
         ("docs/accuracy.md", "accuracy"): accuracy(rows),
+        ("docs/accuracy.md", "gradients"): gradients(gradient_rows()),
         ("docs/gpu.md", "gpu"): gpu(rows),
     }
 
 
-def source(rows: list[Row]) -> str:
-    """Return the state of the picture's rows and of the code that draws them. The picture keeps it."""
-    content = f"{rows}{inspect.getsource(bars)}"
-    return f"benchmarks/results.csv, SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+def pictures() -> dict[str, tuple[Callable[..., Any], list[Any], Path]]:
+    """Return how each picture in docs/images is drawn, from which rows of which file."""
+    return {
+        "speed.svg": (bars, in_bars(report.newest(report.read(RESULTS))), RESULTS),
+        "gradients.svg": (curves, gradient_rows(), GRADIENTS),
+    }
+
+
+def source(draw: Callable[..., Any], rows: list[Any], path: Path) -> str:
+    """Return the state of a picture's rows and of the code that draws them. The picture keeps it."""
+    content = f"{rows}{inspect.getsource(draw)}"
+    return f"benchmarks/{path.name}, SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def main() -> None:
     for (page, name), text in tables().items():
         report.insert(ROOT / page, name, text)
-    shown = in_bars(report.newest(report.read(RESULTS)))
-    figures.save(bars(shown), ROOT / "docs/images/speed.svg", source=source(shown))
+    for name, (draw, rows, path) in pictures().items():
+        figures.save(draw(rows), ROOT / "docs/images" / name, source=source(draw, rows, path))
 
 
 if __name__ == "__main__":

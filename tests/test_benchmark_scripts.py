@@ -23,8 +23,8 @@ from fastattn.translation.tokenizer import PAD_ID
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-accuracy, pages, programs, translation = map(
-    importlib.import_module, ("accuracy", "pages", "test_programs", "translation")
+accuracy, gradients, pages, programs, translation = map(
+    importlib.import_module, ("accuracy", "gradients", "pages", "test_programs", "translation")
 )
 sys.path.remove(str(ROOT / "benchmarks"))
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -42,6 +42,35 @@ def test_ours_is_at_most_twice_as_far_as_torch(case):
     """Beside a rounding of each result; and none is exact, as it would be if the truth were computed in the dtype."""
     for ours, torchs in accuracy.measure(case).values():
         assert 0 < ours < 2 * torchs + ROUNDING[case.dtype]
+
+
+# --- gradients along a training run ---
+
+
+@pytest.mark.parametrize("setting", gradients.DEVIATIONS)
+def test_gradients_are_as_exact_as_the_math_backends(setting):
+    """All three begin with the same model, and biases are what torch's flash backend loses them to."""
+    rows = {name: gradients.train(setting, name, 0, 1) for name in gradients.BACKENDS}
+    for flash, exact, ours in zip(*rows.values(), strict=True):
+        assert flash["loss"] == exact["loss"] == ours["loss"]
+        assert all(0 < ours[f"{part}_error"] < 1.75 * exact[f"{part}_error"] for part in gradients.PARTS)
+        assert (flash["query_error"] > 5 * exact["query_error"]) == (setting == "with biases")
+
+
+def test_biases_leave_the_model_as_it_was():
+    first, second = (gradients.train(setting, "fastattn", 0, 1)[0]["loss"] for setting in gradients.DEVIATIONS)
+    assert first == pytest.approx(second, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_curves_of_training_runs_are_written_and_shown(tmp_path, monkeypatch):
+    command = [sys.executable, ROOT / "benchmarks/gradients.py", "--updates", "2", "--every", "1"]
+    monkeypatch.setattr(pages, "GRADIENTS", tmp_path / "gradients.csv")
+    subprocess.run([*command, "--results", pages.GRADIENTS], check=True, cwd=ROOT)
+    rows = pages.gradient_rows()
+    assert len(rows) == 2 * 3 * 3 * gradients.LAYERS
+    assert len(pages.gradients(rows).splitlines()) == 2 + 2 + 2 * 3
+    pages.curves(rows)
 
 
 # --- a training step ---

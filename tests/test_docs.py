@@ -245,11 +245,12 @@ def test_pages_show_the_recorded_results(monkeypatch):
     assert stale == [], "`make tables` writes them"
 
 
-def test_the_picture_shows_the_recorded_results(monkeypatch):
+def test_the_pictures_show_the_recorded_results(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     pages = importlib.import_module("pages")
-    source = pages.source(pages.in_bars(pages.report.newest(pages.report.read(pages.RESULTS))))
-    assert f"<dc:source>{source}</dc:source>" in (DOCS / "images/speed.svg").read_text(), "`make tables` draws it"
+    for name, drawn in pages.pictures().items():
+        source = f"<dc:source>{pages.source(*drawn)}</dc:source>"
+        assert source in (DOCS / "images" / name).read_text(), "`make tables` draws it"
 
 
 def test_the_variables_of_the_environment_are_in_one_table():
