@@ -75,6 +75,12 @@ def is_observed() -> bool:
     return _is_compiling() or _dispatch_modes() > 0 or is_transformed() or is_forward_mode() or _is_tracing()
 
 
+def is_within_transform() -> bool:
+    """Return whether this is inside a transform of torch.func, as ``is_transformed``, which dynamo cannot trace."""
+    functorch = torch._C._functorch
+    return isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter)  # to dynamo None is not None
+
+
 def is_in_function() -> bool:
     """Return whether this is inside the forward of an ``autograd.Function``, which disables both modes of gradients."""
     disabled = not torch.is_grad_enabled() and not _is_forward_grad_enabled()

@@ -23,6 +23,7 @@ from fastattn._torch_private import (
     is_observed,
     is_onnx_export,
     is_transformed,
+    is_within_transform,
     single_level_autograd,
 )
 from fastattn.backends import TABLE, choose, thread
@@ -178,15 +179,14 @@ def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
 
 
 def may_want_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether gradients of these may be needed.
+    """Return whether gradients of these may be needed. If a call is observed, the observer decides that later.
 
-    A transform, or what traces a call, may decide that later. torch.compile has decided: it traces again if it changes.
+    torch.compile decides at once, outside torch.func's transforms: it compiles a call again if its operands begin to
+    require gradients.
     """
-    if is_recorded(*tensors):
-        return True
-    return torch.is_grad_enabled() and (
-        is_transformed() or (is_observed() and not torch.compiler.is_dynamo_compiling())
-    )
+    if torch.compiler.is_dynamo_compiling() and not is_within_transform():
+        return is_recorded(*tensors)
+    return is_recorded(*tensors) or (is_observed() and torch.is_grad_enabled())
 
 
 def save_call(ctx: Any, args: Any, *results: Tensor) -> None:
