@@ -295,6 +295,20 @@ def test_weight_gradients_of_wide_rows(backend, columns, dtype):
     check_fused(torch.randn(20, columns).to(dtype), torch.randn(20, columns), weight, bias, p=0.1)
 
 
+@pytest.mark.parametrize("rows", [1024, 20000])
+def test_weight_gradients_of_many_rows(backend, rows):
+    """Gradients of weight and bias are nearly as accurate as torch's ``sum``, which adds up blocks of rows.
+
+    One float32 sum per column, as in torch's ``layer_norm``, is off by four to fifty times as much."""
+    x, grad = torch.randn(rows, 64), torch.randn(rows, 64) + 0.5
+    weight, bias = affine((64,), "wb", torch.float32)
+    parameters = weight.requires_grad_(), bias.requires_grad_()
+    found = torch.autograd.grad(layer_norm(x, (64,), weight, bias), parameters, grad)
+    for ours, terms in zip(found, (grad.double() * exact(x, (64,)), grad.double()), strict=True):
+        wanted = terms.sum(0)
+        assert (ours - wanted).norm() < 2 * (terms.float().sum(0) - wanted).norm() + 2.0**-24 * wanted.norm()
+
+
 def test_wide_rows_far_from_zero(backend):
     """Rows wider than a kernel holds are accurate. Their parts may be far apart, and their first element far from the
     others."""

@@ -5,8 +5,9 @@
 //     for each part of 512 columns: add up the mean;  for each part again: add up the variance;
 //     for each vector: out = (sum - mean) * rstd * weight + bias.
 //   backward: for each chunk of blocks, in parallel: for each row:
-//     for each part: add up mean(g) and mean(g xhat), and add to the chunk's grad_weight and grad_bias;
+//     for each part: add up mean(g) and mean(g xhat), and add to the grad_weight and grad_bias of a group of rows;
 //     for each vector: grad_x, and grad_input through dropout.
+//     after each group: add its grad_weight and grad_bias to the chunk's.
 //   for each 1024 columns, in parallel: add up the chunks' grad_weight and grad_bias, in order.
 //
 // input, residual, sum, out and their gradients are (matrices * rows, columns), in 16-bit types or float32. mean and
@@ -216,8 +217,10 @@ void forward(const LayerNorm& problem, const Parallel& parallel, char* workspace
 // ---- backward ----
 
 // Rows are summed in a fixed number of chunks of row blocks, which are then added in order. So the result does not
-// depend on the number of threads.
+// depend on the number of threads. Within a chunk, about kGroupRows rows are summed at a time, and the chunks are added
+// kGroupChunks at a time: a single sum of all rows would lose digits with their number.
 constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768, kFewBlocks = 8;
+constexpr int64_t kGroupRows = 32, kGroupChunks = 8;
 
 struct Chunks {
   int64_t blocks_per_matrix, parts, part_lines, per_chunk, count;  // a part is part_lines lines of a block (rows.h)
@@ -292,17 +295,22 @@ void from_float32(const float* values, Dtype dtype, int64_t count, void* out, in
   });
 }
 
-// workspace: (chunks, up to 2, columns), float32: a row of grad_weight and one of grad_bias, if wanted.
+inline void add_to(float* total, int64_t count, const float* sums) {
+  for_each_vector(count, [&](int64_t j, int n) { store(total + j, load(total + j, n) + load(sums + j, n), n); });
+}
+
+// workspace: (chunks + workers, up to 2, columns), float32: a row of grad_weight and one of grad_bias, if wanted.
 template <class T, class Input, class Grad>
 void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* workspace) {
   const Chunks chunks(p);
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
   const int64_t chunk_row = weight_row + bias_row;
   const int workers = useful_workers(parallel, p.matrices * p.rows * p.columns);
-  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int) {
-    float* sums = workspace + chunk * chunk_row;
+  parallel_for(parallel, workers, chunks.count, [&](int64_t chunk, int worker) {
+    float *total = workspace + chunk * chunk_row, *group = workspace + (chunks.count + worker) * chunk_row;
+    float* sums = total;  // of this group: the first one's are the beginning of the total
     if (chunk_row) memset(sums, 0, (size_t)chunk_row * sizeof(float));
-    float *weight_sum = weight_row ? sums : nullptr, *bias_sum = bias_row ? sums + weight_row : nullptr;
+    int64_t group_rows = 0;
     const int64_t end = min(chunks.parts, (chunk + 1) * chunks.per_chunk), splits = 8 / chunks.part_lines;
     for (int64_t i = chunk * chunks.per_chunk; i < end; ++i) {
       RowBlock block;
@@ -313,8 +321,18 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
       block.line_end = block.line_begin + (int)chunks.part_lines;
       KeepChunk keep;
       for (int r = 0; r < block.rows; ++r)
-        if (block.has(r)) backward_row<T, Input, Grad>(p, block, r, keep, weight_sum, bias_sum);
+        if (block.has(r)) {
+          backward_row<T, Input, Grad>(p, block, r, keep, weight_row ? sums : nullptr,
+                                       bias_row ? sums + weight_row : nullptr);
+          ++group_rows;
+        }
+      if (chunk_row && i + 1 < end && group_rows >= kGroupRows) {
+        if (sums != total) add_to(total, chunk_row, sums);
+        sums = group, group_rows = 0;
+        memset(sums, 0, (size_t)chunk_row * sizeof(float));
+      }
     }
+    if (sums != total) add_to(total, chunk_row, sums);
     finish_stream();
   });
 
@@ -326,12 +344,17 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
                    float total[kColumns];
                    const int64_t offset[2] = {0, weight_row};
                    for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
-                     memset(total, 0, sizeof total);
-                     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-                       const float* sums = workspace + chunk * chunk_row + offset[k] + first;
-                       for_each_vector(
-                           count, [&](int64_t j, int n) { store(total + j, load(total + j) + load(sums + j, n)); });
-                     }
+                     const float* sums = workspace + offset[k] + first;
+                     for_each_vector(count, [&](int64_t j, int n) {
+                       vf all = {};
+                       for (int64_t chunk = 0; chunk < chunks.count;) {
+                         vf group = {};
+                         for (const int64_t end = min(chunks.count, chunk + kGroupChunks); chunk < end; ++chunk)
+                           group += load(sums + chunk * chunk_row + j, n);
+                         all += group;
+                       }
+                       store(total + j, all);
+                     });
                      if (k == 0)
                        from_float32(total, p.grad_weight_dtype, count, p.grad_weight, first);
                      else
@@ -340,17 +363,18 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
                  });
 }
 
-int64_t sum_bytes(const LayerNormBackward& p) {
-  return round_up(Chunks(p).count * p.columns * ((p.grad_weight != nullptr) + (p.grad_bias != nullptr)) * 4, 64);
+int64_t sum_bytes(const LayerNormBackward& p, const Parallel& parallel) {
+  const int64_t rows = Chunks(p).count + useful_workers(parallel, p.matrices * p.rows * p.columns);
+  return round_up(rows * p.columns * ((p.grad_weight != nullptr) + (p.grad_bias != nullptr)) * 4, 64);
 }
 
-int64_t backward_workspace(const LayerNormBackward& p, const Parallel&) {
-  return sum_bytes(p) + parameter_bytes(p.weight, p.weight_dtype, p.columns);
+int64_t backward_workspace(const LayerNormBackward& p, const Parallel& parallel) {
+  return sum_bytes(p, parallel) + parameter_bytes(p.weight, p.weight_dtype, p.columns);
 }
 
 void backward(const LayerNormBackward& problem, const Parallel& parallel, char* workspace) {
   LayerNormBackward p = problem;
-  char* converted = workspace + sum_bytes(p);
+  char* converted = workspace + sum_bytes(p, parallel);
   p.weight = as_float32(problem.weight, problem.weight_dtype, p.columns, &converted);
   with_type(p.dtype, [&](auto type) {
     with_type(p.input_dtype, [&](auto input) {
