@@ -219,6 +219,18 @@ def test_scores_that_overflow_are_nan(backend, columns):
     assert grad[1:].isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (1, 2, 1, 64), (64, 1, 1, 64)])
+def test_mask_gradients_of_many_rows(backend, shape):
+    """Gradients of broadcast masks are nearly as accurate as torch's ``sum``, which adds up blocks of rows."""
+    input, grad = torch.randn(64, 2, 128, 64), torch.randn(64, 2, 128, 64)
+    mask = torch.zeros(shape, requires_grad=True)
+    (found,) = torch.autograd.grad(softmax_dropout(input, attn_mask=mask), mask, grad)
+    weights = input.double().softmax(-1)
+    terms = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+    wanted = terms.sum_to_size(shape)
+    assert (found - wanted).norm() < 2 * (terms.float().sum_to_size(shape) - wanted).norm()
+
+
 @pytest.mark.representative
 @pytest.mark.parametrize("columns", [41, 9003])
 def test_the_maximum_comes_late(backend, columns):

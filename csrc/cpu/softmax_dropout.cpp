@@ -274,12 +274,13 @@ struct MaskGroups {
     splits = max(1, min(kTasks / max(1, group_count), item_count / 4));
     items_per_split = ceil_div(item_count, splits);
     mask_rows = full[2] ? kTileRows : 1;
+    items_per_sum = full[2] ? 64 : 64 / kTileRows;
     row_floats = Scratch::row_bytes(s.columns) / 4;
   }
+  int64_t items_per_sum;  // Items in one sum: 64 rows per mask row, which bounds its rounding error.
   int64_t group_floats() const { return mask_rows * row_floats; }
-  int64_t workspace_bytes(int workers) const {
-    return (splits > 1 ? group_count * splits : workers) * group_floats() * 4;
-  }
+  int64_t sums(int workers) const { return splits > 1 ? group_count * splits : workers; }
+  int64_t workspace_bytes(int workers) const { return (sums(workers) + workers) * group_floats() * 4; }
 };
 
 template <class M>
@@ -289,6 +290,10 @@ void store_mask_row(const float* values, bool full, int64_t columns, M* out) {
   } else {
     store(out, splat(sum_vectors({0, columns}, columns, [&](int64_t j, int n) { return load(values + j, n); })), 1);
   }
+}
+
+inline void add_to(float* total, int64_t count, const float* sum) {
+  for (int64_t j = 0; j < count; j += kLanes) store(total + j, load(total + j) + load(sum + j));
 }
 
 // Store the rows of a group.
@@ -317,10 +322,15 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
 
   parallel_for(parallel, workers, g.group_count * g.splits, [&](int64_t task, int worker) {
     const int64_t group = task / g.splits, split = task % g.splits;
-    float* sum = sums + (g.splits > 1 ? task : worker) * g.group_floats();
+    float *total = sums + (g.splits > 1 ? task : worker) * g.group_floats(), *sum = total;
     memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
-    const int64_t end = min(g.item_count, (split + 1) * g.items_per_split);
-    for (int64_t item = split * g.items_per_split; item < end; ++item) {
+    const int64_t begin = split * g.items_per_split, end = min(g.item_count, begin + g.items_per_split);
+    for (int64_t item = begin; item < end; ++item) {
+      if (item > begin && (item - begin) % g.items_per_sum == 0) {
+        if (sum != total) add_to(total, g.group_floats(), sum);
+        sum = sums + (g.sums(workers) + worker) * g.group_floats();
+        memset(sum, 0, (size_t)g.group_floats() * sizeof(float));
+      }
       const int64_t b = group / (g.groups[1] * g.groups[2]) + item / (g.items[1] * g.items[2]);
       const int64_t h = group / g.groups[2] % g.groups[1] + item / g.items[2] % g.items[1];
       const int64_t first = (group % g.groups[2] + item % g.items[2]) * kTileRows;
@@ -328,15 +338,15 @@ void backward_with_mask(const SoftmaxDropoutBackward& p, const Parallel& paralle
       backward_block<T>(p, block, Scratch(workspace, worker, s.columns, p.threshold), sum,
                         g.full[2] ? g.row_floats : 0);
     }
-    if (g.splits == 1) write_mask_rows(p, g, group, sum);
+    if (sum != total) add_to(total, g.group_floats(), sum);
+    if (g.splits == 1) write_mask_rows(p, g, group, total);
     finish_stream();
   });
   if (g.splits > 1)
     parallel_for(parallel, workers, g.group_count, [&](int64_t group, int) {
       float* total = sums + group * g.splits * g.group_floats();
       for (int64_t split = 1; split < g.splits; ++split)
-        for (int64_t j = 0; j < g.group_floats(); j += kLanes)
-          store(total + j, load(total + j) + load(total + split * g.group_floats() + j));
+        add_to(total, g.group_floats(), total + split * g.group_floats());
       write_mask_rows(p, g, group, total);
     });
 }
