@@ -63,7 +63,7 @@ float delta_of(const AttentionBackward& a, const Sequence& s, int64_t head, int6
   return sum(total) - grad_lse_of(a, s, head, query);
 }
 
-constexpr int kMeanKeys = 16;  // the mean of so few keys is near enough to that of all
+constexpr int kMeanKeys = 64;  // the mean of so few keys is near enough to that of all
 
 // Compute the mean of the first kMeanKeys keys that some query sees, 0 where it is not finite. It is the same for all
 // splits. `seen` is memory for (kBlockN), `mean` for (head_dim) in whole vectors.
