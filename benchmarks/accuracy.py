@@ -1,17 +1,20 @@
-"""Error against float64, ours compared with torch's own functions, per operation, dtype and length.
+"""Errors against float64 of fastattn and of torch's own functions, per operation, dtype, length and regime.
 
     python benchmarks/accuracy.py
 
 adds rows to benchmarks/results.csv; `make tables` shows them.
 
-All three get the same operands, rounded to the dtype. The float64 result of torch's functions on them is the truth.
+All get the same operands, rounded to the dtype. The float64 result of torch's functions on them is the truth.
 Dropout is left out, because masks differ; where an element is kept, dropout multiplies it by a constant.
 """
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.bench import peers, report
@@ -20,6 +23,15 @@ from fastattn.bench.cases import OPERATIONS, Case
 RESULTS = Path(__file__).with_name("results.csv")
 ROWS = 64
 LENGTHS = (64, 256, 1024, 4096, 16384)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PEERS = ("torch", "torch math")
+GRADIENTS = ("dQ", "dK", "dV")
+ROW_REGIMES = (  # operation, which operand has this deviation and mean
+    ("softmax_dropout", 0, 10, 0),
+    ("layer_norm", 0, 1, 1000),
+    ("layer_norm", 0, 1, 10000),
+    ("dropout_add_layer_norm", 1, 1, 1000),
+)
 
 
 def cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
@@ -29,30 +41,62 @@ def cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
         if operation == "attention"
         else Case(operation, (ROWS, length), dtype, True)
         for operation in ("attention", "softmax_dropout", "layer_norm", "dropout_add_layer_norm")
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for dtype in DTYPES
         for length in lengths
     ]
 
 
-def measure(case: Case) -> dict[str, tuple[float, float]]:
-    """Return our error and torch's, of the output and of all gradients together."""
-    operation = OPERATIONS[case.operation]
-    tensors, _ = operation.operands(case)
-    torchs = peers.PEERS[case.operation]["torch"]
+def regimes(shape: tuple[int, ...] = (1, 8, 256, 64)) -> Iterator[tuple[Case, str, list[Tensor]]]:
+    """Yield cases, the name of what costs their backward passes digits, and operands that have it."""
 
-    def results(function: Any, operands: list[Tensor]) -> list[Tensor]:
+    def normal(mean: float = 0.0) -> Tensor:
+        return torch.randn(shape) + mean
+
+    def wide() -> Tensor:
+        return torch.rand(shape) * 18 - 9
+
+    torch.manual_seed(2017)
+    direction = F.normalize(torch.randn(shape[-1]), dim=0)
+    below = torch.where(torch.arange(shape[-2])[:, None] % 4 == 0, normal() - 60 * direction, normal())
+    of_attention = {
+        "normal": (normal(), normal(), normal()),
+        "keys + 20": (normal(), normal(20), normal()),
+        "values + 20": (normal(), normal(), normal(20)),
+        **{f"keys and values + {mean}": (normal(), normal(mean), normal(mean)) for mean in (2, 5, 20)},
+        "peaked": (wide(), wide(), normal()),
+        "peaked; values + 20": (wide(), wide(), normal(20)),
+        "deeply negative": (below, normal() + 10 * direction, normal()),
+    }
+    for dtype, regime in product(DTYPES[1:], of_attention):
+        yield Case("attention", shape, dtype, True), regime, [tensor.to(dtype) for tensor in of_attention[regime]]
+    for (operation, which, deviation, mean), dtype in product(ROW_REGIMES, DTYPES):
+        case = Case(operation, (ROWS, 512), dtype, True)
+        operands = list(OPERATIONS[operation].operands(case)[0])
+        operands[which] = (operands[which].float() * deviation + mean).to(operands[which].dtype)
+        yield case, f"mean {mean:g}; deviation {deviation:g}", operands
+
+
+def measure(case: Case, operands: list[Tensor] | None = None, mean: float = 0.0) -> dict[str, tuple[float, ...]]:
+    """Return our error, torch's and, for attention, that of torch's math backend.
+
+    Their keys are the output, all gradients together and, for attention, dQ, dK and dV. ``mean`` is the mean of the
+    output's gradient, whose deviation is 1.
+    """
+    operation, torchs = OPERATIONS[case.operation], peers.PEERS[case.operation]
+    tensors = operation.operands(case)[0] if operands is None else operands
+
+    def results(function: Any, operands: list[Tensor]) -> dict[str, Tensor]:
         operands = [tensor.detach().requires_grad_() for tensor in operands]
         out = function(case, *operands)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2017)).to(case.dtype)
-        gradients = torch.autograd.grad(out, operands, grad.to(out.dtype))
-        return [out.detach().flatten().double(), torch.cat([gradient.flatten().double() for gradient in gradients])]
+        grad = (torch.randn(out.shape, generator=torch.Generator().manual_seed(2017)) + mean).to(case.dtype)
+        gradients = [g.flatten().double() for g in torch.autograd.grad(out, operands, grad.to(out.dtype))]
+        each = zip(GRADIENTS, gradients, strict=True) if case.operation == "attention" else ()
+        return {"output": out.detach().flatten().double(), "gradients": torch.cat(gradients), **dict(each)}
 
-    truth = results(torchs, [tensor.double() for tensor in tensors])
-    found = results(operation.call, tensors), results(torchs, tensors)
-    return {
-        part: tuple(error(of[number], truth[number]) for of in found)  # type: ignore[misc]
-        for number, part in enumerate(("output", "gradients"))
-    }
+    truth = results(torchs["torch"], [tensor.double() for tensor in tensors])
+    functions = [operation.call, *(torchs[peer] for peer in PEERS if peer in torchs)]
+    found = [results(function, tensors) for function in functions]
+    return {part: tuple(error(of[part], value) for of in found) for part, value in truth.items()}
 
 
 def error(value: Tensor, truth: Tensor) -> float:
@@ -62,12 +106,22 @@ def error(value: Tensor, truth: Tensor) -> float:
 
 def main() -> None:
     where, rows = report.here(), []
+
+    def record(name: str, dtype: torch.dtype, ours: float, *others: float) -> None:
+        of = str(dtype)[len("torch.") :]
+        for peer, theirs in zip(PEERS, others, strict=False):
+            rows.append(report.Row(**where, case=name, dtype=of, peer=peer, value=ours, ratio=theirs / ours))
+        print(f"{name}, {of}: {ours:.1e}, torch {', '.join(f'{x:.1e}' for x in others)}", flush=True)
+
     for case in cases():
-        name, dtype = f"accuracy of {case.operation}, {case.keys or case.shape[1]}", str(case.dtype)[len("torch.") :]
-        for part, (ours, torchs) in measure(case).items():
-            columns = {"case": f"{name}, {part}", "dtype": dtype, "peer": "torch"}
-            rows.append(report.Row(**where, **columns, value=ours, ratio=torchs / ours))
-            print(f"{name}, {part}, {dtype}: {ours:.1e}, torch {torchs:.1e}", flush=True)
+        found = measure(case)
+        for part in ("output", "gradients"):
+            name = f"accuracy of {case.operation}, {case.keys or case.shape[1]}, {part}"
+            record(name, case.dtype, *found[part][:2])
+    for case, regime, tensors in regimes():
+        found = measure(case, tensors, 0.5)
+        for part in GRADIENTS if case.operation == "attention" else ("output", "gradients"):
+            record(f"regime of {case.operation}, {regime}, {part}", case.dtype, *found[part])
     report.append(RESULTS, rows)
 
 

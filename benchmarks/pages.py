@@ -188,6 +188,24 @@ def accuracy(rows: list[Row]) -> str:
     return f"{origin(rows)}.\n\n{markdown(lines)}"
 
 
+def regimes(rows: list[Row]) -> str:
+    """Return relative errors by regime: ours / torch's, and for attention / its math backend's."""
+    rows = chosen(rows, "regime of ")
+    found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        operation, regime, part = row.case.removeprefix("regime of ").split(", ")
+        found.setdefault((OPERATIONS[operation], regime, row.dtype), {}).setdefault(part, []).append(row)
+    tables = []
+    for parts in (("dQ", "dK", "dV"), ("output", "gradients")):
+        lines = [["operation", "regime", "dtype", *parts]]
+        for key, of in found.items():
+            if parts[0] in of:
+                errors = [[of[part][0].value, *(row.theirs for row in of[part])] for part in parts]
+                lines.append([*key, *(" / ".join(f"{error:.1e}" for error in each) for each in errors)])
+        tables.append(markdown(lines))
+    return "\n\n".join((f"{origin(rows)}.", *tables))
+
+
 # --- tables of everything else ---
 
 
@@ -410,6 +428,7 @@ def tables() -> dict[tuple[str, str], str]:
         (training, "neighbours"): listing(rows, "first updates of tiny, "),
         ("docs/accuracy.md", "accuracy"): accuracy(rows),
         ("docs/accuracy.md", "gradients"): gradients(gradient_rows()),
+        ("docs/accuracy.md", "regimes"): regimes(rows),
         ("docs/gpu.md", "gpu"): gpu(rows),
     }
 

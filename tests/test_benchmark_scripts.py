@@ -40,7 +40,7 @@ def test_error_is_relative_to_the_truth():
 @pytest.mark.parametrize("case", accuracy.cases((64,)), ids=lambda case: case.name)
 def test_ours_is_at_most_twice_as_far_as_torch(case):
     """Beside a rounding of each result; and none is exact, as it would be if the truth were computed in the dtype."""
-    for ours, torchs in accuracy.measure(case).values():
+    for ours, torchs, *_ in accuracy.measure(case).values():
         assert 0 < ours < 2 * torchs + ROUNDING[case.dtype]
 
 
@@ -71,6 +71,14 @@ def test_curves_of_training_runs_are_written_and_shown(tmp_path, monkeypatch):
     assert len(rows) == 2 * 3 * 3 * gradients.LAYERS
     assert len(pages.gradients(rows).splitlines()) == 2 + 2 + 2 * 3
     pages.curves(rows)
+
+
+def test_16_bit_gradients_are_as_accurate_as_the_math_backends():
+    """In every regime. The operands are few, so the factor is larger than for many."""
+    for case, regime, tensors in accuracy.regimes((1, 2, 32, 16)):
+        if case.operation == "attention":
+            found = accuracy.measure(case, tensors, 0.5)
+            assert all(found[part][0] < 3 * found[part][2] for part in accuracy.GRADIENTS), regime
 
 
 # --- a training step ---
@@ -220,6 +228,14 @@ def test_a_machine_has_a_column_and_its_sweep_and_missed_floors_are_named():
     assert f"Floors missed: {names[2]} (60% of the limit, at least 70%)" in text
     assert f"| {names[1]} | 1.00x |" in pages.instruction_sets(rows)
     assert "Floors missed" not in pages.instruction_sets(rows)
+
+
+def test_a_regime_has_its_errors_in_a_row():
+    peers = ("torch", 2.0), ("torch math", 0.5)
+    cells = [(part, *peer) for part in accuracy.GRADIENTS for peer in peers]
+    case = "regime of attention, peaked, {}".format
+    rows = [row for part, peer, ratio in cells for row in rows_of(case(part), ratio, peer=peer, value=2e-3)]
+    assert f"| attention | peaked |  |{' 2.0e-03 / 4.0e-03 / 1.0e-03 |' * 3}" in pages.regimes(rows)
 
 
 def test_a_machine_has_a_row_for_each_dtype():
