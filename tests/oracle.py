@@ -8,7 +8,6 @@ import functools
 import math
 
 import numpy as np
-import pytest
 import torch
 
 MASK32 = 0xFFFFFFFF
@@ -204,19 +203,6 @@ def dropout_add_layer_norm(input, residual, weight=None, bias=None, p=0.0, eps=1
     return layer_norm(total, total.shape[-1:], weight, bias, eps, dtype), total
 
 
-def assert_reference_alone_differentiates_twice(backend, out, input, other=None):
-    """Assert that the gradient of `out` by `input` can be differentiated on the reference and raises elsewhere.
-
-    The second derivative is by `other`, or by `input` without it."""
-    (grad,) = torch.autograd.grad(out.pow(3).sum(), input, create_graph=True)
-    second = functools.partial(torch.autograd.grad, grad.square().sum(), input if other is None else other)
-    if backend == "reference":
-        assert second()[0].abs().sum() > 0
-    else:
-        with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
-            second()
-
-
 # Epsilon of the tolerance rule, in units of the largest expected magnitude. It is a few roundings of the result's own
 # dtype, for cases in which PyTorch's own result happens to be exact.
 EPSILON = {
@@ -280,3 +266,32 @@ def gradients(function, tensors, seeds=0, positive=False):
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     got = torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
     return tuple(o.detach() for o in outputs), got
+
+
+def assert_same_bits(function, tensors):
+    """Assert that results and gradients of function(*tensors) have the same bits in every run, on 1 to 3 threads."""
+    runs = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        outputs, grads = gradients(function, tensors)
+        runs.append((*outputs, *grads))
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+def assert_subsets_of_gradients(function, tensors, needed):
+    """Assert that the gradients of those tensors that are `needed` are the same as with all others."""
+    everything = [t.clone().requires_grad_() for t in tensors]
+    wanted = torch.autograd.grad(function(*everything).square().sum(), everything)
+    some = [t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+    function(*some).square().sum().backward()
+    for t, n, g in zip(some, needed, wanted, strict=True):
+        assert torch.equal(t.grad, g) if n else t.grad is None
+
+
+# Gradients of an output of this shape, in layouts other than the output's.
+GRADIENT_LAYOUTS = {
+    "expanded": lambda *shape: torch.ones(()).expand(shape),  # from .sum()
+    "last": lambda *shape: torch.randn(*shape[:-2], shape[-1], shape[-2]).mT,
+    "transposed, step": lambda *shape: torch.randn(shape[1], shape[0], *shape[2:], 2).transpose(0, 1)[..., 0],
+}

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from conftest import require
-from oracle import gradients
+from oracle import visible
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -31,37 +31,36 @@ from fastattn.backends.schema import RECORDS, SCHEMAS, STEM_OF, AttentionArgs, S
 from fastattn.ops import register
 
 X = torch.randn(1, 2, 5, 8)
-SEQUENCES = torch.tensor([0, 5], dtype=torch.int32)
+ROWS, SEQUENCES = X[0].transpose(0, 1), torch.tensor([0, 5], dtype=torch.int32)
 CALLS = {
     scaled_dot_product_attention: (X, X, X),
     attention_weights: (X, X),
-    varlen_attn: (X[0].transpose(0, 1), X[0].transpose(0, 1), X[0].transpose(0, 1), SEQUENCES, SEQUENCES, 5, 5),
+    varlen_attn: (ROWS, ROWS, ROWS, SEQUENCES, SEQUENCES, 5, 5),
     softmax_dropout: (X,),
     layer_norm: (X, (8,)),
     dropout_add_layer_norm: (X, X),
     dropout: (X, 0.5),
     dropout_mask: ((4, 5), 0.5, torch.tensor([0, 0])),
 }
-DIFFERENTIABLE = [scaled_dot_product_attention, softmax_dropout, layer_norm, dropout_add_layer_norm, dropout]
+DIFFERENTIABLE = [function for function in CALLS if function is not dropout_mask]
+REFUSALS = ValueError, TypeError, RuntimeError, NotImplementedError
 needs_cpu = pytest.mark.skipif(native.library("cpu") is None, reason=f"no cpu backend: {native.reason('cpu')}")
 
 
-def doubled(arguments):
-    return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
+def called(function, operand):
+    """Call the function with `operand` in X's place."""
+    return function(*(operand if a is X else operand[0].transpose(0, 1) if a is ROWS else a for a in CALLS[function]))
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
 def test_explain(function):
     """explain names the backend that would run and says for each other one why it would not."""
-    text = str(explain(function, *CALLS[function]))
-    assert "reference" in text
-    assert "cpu" in text
-    if native.library("cpu") is None:
-        assert native.reason("cpu") in text
+    explained = explain(function, *CALLS[function])
+    assert explained.backend == ("cpu" if native.library("cpu") else "reference")
+    assert "cpu" in str(explained)
+    assert native.library("cpu") or native.reason("cpu") in str(explained)
     with backend("reference"):
-        forced = str(explain(function, *CALLS[function]))
-    assert "reference" in forced
-    assert forced != text or native.library("cpu") is None
+        assert explain(function, *CALLS[function]).backend == "reference"
 
 
 class Guarded(torch.nn.Module):
@@ -86,25 +85,18 @@ def test_explain_draws_no_random_numbers(function):
 
 
 @needs_cpu
-@pytest.mark.parametrize("function", [f for f in CALLS if f is not dropout_mask], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
 def test_forced_backend_refuses_what_it_cannot_serve(function):
-    arguments = doubled(CALLS[function])
-    function(*arguments)  # unforced, the reference serves it
-    assert "float64" in str(explain(function, *arguments))
-    with (
-        backend("cpu"),
-        pytest.raises(
-            (ValueError, TypeError, RuntimeError, NotImplementedError), match=r"(?s)cpu.*float64|float64.*cpu"
-        ),
-    ):
-        function(*arguments)
+    called(function, X.double())  # unforced, the reference serves it
+    with backend("cpu"), pytest.raises(REFUSALS, match=r"(?s)cpu.*float64|float64.*cpu"):
+        called(function, X.double())
 
 
 @needs_cpu
 def test_wide_heads_are_the_references():
     wide = torch.randn(1, 1, 3, 257)
     scaled_dot_product_attention(wide, wide, wide)
-    with backend("cpu"), pytest.raises((ValueError, RuntimeError, NotImplementedError), match="257"):
+    with backend("cpu"), pytest.raises(REFUSALS, match="257"):
         scaled_dot_product_attention(wide, wide, wide)
 
 
@@ -127,78 +119,46 @@ def test_unknown_backend():
         pass
 
 
-@pytest.mark.skipif(native.library("cpu") is not None, reason="the cpu backend is here")
-def test_missing_backend_says_why():
-    with pytest.raises((ValueError, RuntimeError), match="cpu"), backend("cpu"):
-        layer_norm(X, (8,))
-
-
 def used():
-    """Return the backend in force, found by a float64 operand, which only the reference serves."""
-    try:
-        layer_norm(X.double(), (8,))
-    except (ValueError, TypeError, RuntimeError, NotImplementedError):
-        return "cpu"
-    return "reference or any"
+    return explain(layer_norm, X, (8,)).backend
 
 
 @needs_cpu
 def test_nesting_and_exceptions_restore_the_choice():
-    assert used() == "reference or any"
-    with backend("cpu"):
-        assert used() == "cpu"
-        with backend("reference"):
-            assert used() == "reference or any"
-        assert used() == "cpu"
-        with pytest.raises(KeyError), backend("reference"):
+    assert used() == "cpu"
+    with backend("reference"):
+        assert used() == "reference"
+        with backend("cpu"):
+            assert used() == "cpu"
+        assert used() == "reference"
+        with pytest.raises(KeyError), backend("cpu"):
             raise KeyError
-        assert used() == "cpu"
-    assert used() == "reference or any"
+        assert used() == "reference"
+    assert used() == "cpu"
 
 
 @needs_cpu
 def test_choice_is_the_threads():
     seen = []
-    with backend("cpu"):
+    with backend("reference"):
         thread = threading.Thread(target=lambda: seen.append(used()))
         thread.start()
         thread.join()
-        assert used() == "cpu"
-    assert seen == ["reference or any"]
-
-
-def test_backward_uses_the_forwards_backend():
-    """The backward pass runs on the forward's backend, although autograd's thread sees no context manager. Double
-    backward proves it, because only the reference supports it."""
-    query = X.clone().requires_grad_()
-    with backend("reference"):
-        out = scaled_dot_product_attention(query, query, query)
-    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-    assert torch.autograd.grad(grad.square().sum(), query)[0].abs().sum() > 0
+    assert seen == ["cpu"]
 
 
 @needs_cpu
-def test_forcing_the_backward_changes_nothing():
-    query = torch.randn(1, 2, 70, 16)
-    with backend("cpu"):
-        _, wanted = gradients(scaled_dot_product_attention, (query, query, query))
-    leaf = query.clone().requires_grad_()
-    with backend("cpu"):
+@pytest.mark.parametrize(("forward", "backward"), [("reference", None), ("cpu", "reference")])
+def test_backward_uses_the_forwards_backend(forward, backward):
+    """The backward pass runs on the forward's backend, outside the block and inside another, with the same result."""
+    leaf = X.clone().requires_grad_()
+    with backend(forward):
         out = scaled_dot_product_attention(leaf, leaf, leaf)
-    with backend("reference"):
-        generator = torch.Generator().manual_seed(0)
-        grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).bfloat16().float()
-        (got,) = torch.autograd.grad(out, leaf, grad)
-    torch.testing.assert_close(got, sum(wanted), rtol=1e-6, atol=1e-6)
-
-
-def test_public_names():
-    names = """
-        scaled_dot_product_attention attention_weights varlen_attn softmax_dropout layer_norm dropout_add_layer_norm
-        dropout dropout_mask MultiHeadAttention MultiheadAttention KeyValueCache LayerNorm DropoutAddLayerNorm
-        SoftmaxDropout Dropout backend explain
-    """
-    assert [name for name in names.split() if not callable(getattr(fastattn, name))] == []
+        (wanted,) = torch.autograd.grad(out.square().sum(), leaf, retain_graph=True)
+    with Watch() as watch, backend(backward) if backward else contextlib.nullcontext():
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+    assert watch.seen == [("fastattn", "attention_backward", forward)]
+    assert torch.equal(grad, wanted)
 
 
 # The fast path
@@ -308,35 +268,29 @@ def test_what_leaves_the_fast_path(name, monkeypatch):
 
 @needs_cpu
 @pytest.mark.parametrize(
-    ("arguments", "settings", "words"),
+    ("settings", "words"),
     [
-        ((X, X, X), {"is_causal": 1}, "is_causal must be True or False, got 1"),
-        ((X, X, X), {"is_causal": 2}, "is_causal must be True or False, got 2"),
-        ((X, X, X), {"scale": "1"}, "scale must be a real number, got str"),
-        ((X, X, X), {"scale": float("nan")}, "scale must be finite in float32, got nan"),
-        ((X, X, X), {"scale": 1e39}, "scale must be finite in float32, got 1e\\+39"),
-        ((X, X, X), {"dropout_p": -1.0}, r"dropout_p must be in \[0, 1\], got -1.0"),
-        ((X, X, None), {}, "value must be a Tensor, got NoneType"),
-        ((X, X, X[..., :4, :]), {}, "key and value must have the same length, got 5 and 4"),
-        ((X, X, X), {"nonsense": None}, "unexpected keyword argument 'nonsense'"),
-        ((X, X, X), {"query": X}, "multiple values for argument 'query'"),
-        ((X, X.int(), X), {}, "key must be float32, bfloat16, float16 or float64, got int32"),
+        ({"is_causal": 1}, "is_causal must be True or False, got 1"),
+        ({"is_causal": 2}, "is_causal must be True or False, got 2"),
+        ({"nonsense": None}, "unexpected keyword argument 'nonsense'"),
+        ({"query": X}, "multiple values for argument 'query'"),
     ],
 )
-def test_errors_are_those_of_the_public_function(arguments, settings, words):
+def test_errors_are_those_of_the_public_function(settings, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        scaled_dot_product_attention(*arguments, **settings)
+        scaled_dot_product_attention(X, X, X, **settings)
 
 
 class Watch(TorchDispatchMode):
-    """Dispatch mode that records the names of the ops it sees."""
+    """Dispatch mode that records (namespace, op, backend) for each call of fastattn's ops."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
+        if func.namespace.startswith("fastattn"):
+            self.seen.append((func.namespace, func.__name__.partition(".")[0], args[-1]))
         return func(*args, **(kwargs or {}))
 
 
@@ -345,33 +299,36 @@ class Watch(TorchDispatchMode):
 def test_whoever_listens_at_the_dispatcher_sees_the_call(function):
     with torch.no_grad(), Watch() as watch:
         function(*CALLS[function])
-    seen = [name for name in watch.seen if name.startswith("fastattn")]
-    assert len(seen) == 1
-    assert seen[0].startswith("fastattn.")  # not of a compiled library
+    assert [namespace for namespace, *_ in watch.seen] == ["fastattn"]  # not a compiled library's
 
 
-@needs_cpu
+@pytest.mark.torch_version
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("function", [f for f in DIFFERENTIABLE if f is not dropout], ids=lambda f: f.__name__)
-def test_double_backward_is_refused_where_the_gradient_is_constant(function):
-    """Double backward raises for a linear loss too. The loss's gradient is constant, but the operands' gradient depends
-    on the operands."""
+def test_the_reference_alone_differentiates_twice(backend, function, linear):
+    """Other backends raise, for a linear loss too: its gradient is constant, but the operands' gradient depends on the
+    operands."""
+    if backend == "reference":
+        leaf = X.double().requires_grad_()
+        assert torch.autograd.gradgradcheck(functools.partial(called, function), leaf, fast_mode=True)
+        return
     leaf = X.clone().requires_grad_()
-    out = function(*(leaf if a is X else a for a in CALLS[function]))
-    (grad,) = torch.autograd.grad((out * X).sum(), leaf, create_graph=True)
+    out = called(function, leaf)
+    loss = out * torch.randn_like(out) if linear else out.pow(3)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=r'backend\("reference"\)'):
-        torch.autograd.grad((grad * leaf).sum(), leaf)  # leaf also enters the graph elsewhere
+        torch.autograd.grad((grad * leaf if linear else grad.square()).sum(), leaf)
 
 
 @needs_cpu
-@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [f for f in DIFFERENTIABLE if f is not varlen_attn], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)], ids=str)
 def test_nothing_to_compute(function, shape):
     """Empty operands give empty results and gradients. The gradient of a sum is expanded: its strides are 0, and a copy
     of an empty tensor keeps them."""
     leaf = torch.randn(shape).requires_grad_()
-    out = function(*(leaf if a is X else a for a in CALLS[function]))
-    (grad,) = torch.autograd.grad(out.sum(), leaf)
-    assert out.shape == grad.shape == shape
+    (grad,) = torch.autograd.grad(called(function, leaf).sum(), leaf)
+    assert grad.shape == shape
 
 
 @pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
@@ -380,35 +337,11 @@ def test_checkpointed(function):
     result."""
     leaf = X.clone().requires_grad_()
     results = []
-    for run in (lambda call, t: call(t), functools.partial(checkpoint, use_reentrant=False)):
+    for run in (called, functools.partial(checkpoint, called, use_reentrant=False)):
         torch.manual_seed(0)
-        out = run(lambda t: function(*(t if a is X else a for a in CALLS[function])), leaf)
-        results.append((out, *torch.autograd.grad((out * X).sum(), leaf)))
+        out = run(function, leaf)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaf)))
     assert all(map(torch.equal, *results))
-
-
-@needs_cpu
-@pytest.mark.slow
-def test_a_thread_with_a_small_stack(python):
-    """Kernels run in a thread with a stack of 256 KiB. Servers give their threads less than the usual 8 MB, so scratch
-    memory must not need that much."""
-    program = """
-        import threading, torch, fastattn
-        def run():
-            for dtype in (torch.float32, torch.bfloat16):
-                x, q = torch.ones(64, 512, dtype=dtype).requires_grad_(), torch.ones(2, 4, 64, 64, dtype=dtype)
-                weight = torch.ones(512, dtype=dtype, requires_grad=True)
-                fastattn.layer_norm(x, (512,), weight, weight).sum().backward()
-                fastattn.dropout_add_layer_norm(x, x, weight, weight, 0.1).sum().backward()
-                fastattn.softmax_dropout(q.requires_grad_(), 0.1).sum().backward()
-                fastattn.scaled_dot_product_attention(q, q, q).sum().backward()
-            print("finished")
-        threading.stack_size(256 * 1024)
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    """
-    assert python(program) == "finished\n"
 
 
 @pytest.mark.slow
@@ -488,29 +421,21 @@ def test_windows_are_finite(variant, window_size, is_causal, monkeypatch):
     """Windows reach the backend finite: each side is at least 0 and within the last position, with causal folded in.
     Visibility does not change."""
     queries, keys = 5, 9
-    got = normalised(
-        monkeypatch,
-        "attention",
-        lambda: scaled_dot_product_attention(
-            torch.randn(1, 2, queries, 8), *torch.randn(2, 1, 2, keys, 8), is_causal=is_causal,
-            causal_variant=variant, window_size=window_size, key_lengths=torch.tensor([7], dtype=torch.int32),
-        ),
-    )  # fmt: skip
+    masks = {"is_causal": is_causal, "causal_variant": variant}
+    operands, lengths = (torch.randn(1, 2, queries, 8), *torch.randn(2, 1, 2, keys, 8)), torch.tensor([7]).int()
+    call = functools.partial(
+        scaled_dot_product_attention, *operands, window_size=window_size, key_lengths=lengths, **masks
+    )
+    got = normalised(monkeypatch, "attention", call)
     reach = (queries, keys) if variant == "upper_left" else (keys, queries)
-    left, right = got["window_left"], got["window_right"]
-    assert 0 <= left <= reach[0]
-    assert 0 <= right <= reach[1]
+    finite = got["window_left"], got["window_right"]
+    assert all(0 <= side <= most for side, most in zip(finite, reach, strict=True))
     assert got["lower_right"] is (variant == "lower_right")
     assert got["key_lengths"].dtype == torch.int64
     for length in range(keys + 1):
-        diagonal = length - queries if variant == "lower_right" else 0
-        for i in range(queries):
-            for j in range(length):
-                distance = j - i - diagonal
-                seen = window_size[0] == -1 or distance >= -window_size[0]
-                seen &= window_size[1] == -1 or distance <= window_size[1]
-                seen &= not is_causal or distance <= 0
-                assert (-left <= distance <= right) == seen
+        pairs = functools.partial(visible, (1, 1, queries, keys), key_lengths=[length], causal_variant=variant)
+        wanted = pairs(is_causal=is_causal, window_size=[min(side, 99) for side in window_size])
+        assert torch.equal(pairs(window_size=finite), wanted)
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-7, 0.1, 1.0])
@@ -524,13 +449,6 @@ def test_a_seed_is_there_where_something_is_dropped(seed, p, monkeypatch):
         assert seed is None or got["seed"].tolist() == [1, 3]
 
 
-@pytest.mark.parametrize(("given", "got"), [(1e-40, 0.0), (-1e-39, 0.0), (0, 0.0), (-2, -2.0), (2.0**-126, 2.0**-126)])
-def test_scales_that_float32_holds(given, got, monkeypatch):
-    call = normalised(monkeypatch, "attention", lambda: scaled_dot_product_attention(X, X, X, scale=given))
-    assert call["scale"] == got
-    assert isinstance(call["scale"], float)
-
-
 @pytest.mark.parametrize("heads", [(1, 3, 3), (4, 3, 3), (2, 1, 2), (0, 1, 2), (1, 0, 0)], ids=str)
 def test_the_bindings_check_numbers_of_heads(heads):
     """The bindings raise for head counts that do not fit together: kernels would read outside the operands."""
@@ -542,36 +460,28 @@ def test_the_bindings_check_numbers_of_heads(heads):
 
 @pytest.mark.slow
 def test_a_thread_of_little_stack(python):
-    """Kernels run in a thread with a stack of 200 KiB, which suffices for torch's own operations."""
+    """Kernels run in a thread with a stack of 200 KiB, which suffices for torch's own operations. Servers give their
+    threads less than the usual 8 MB."""
     require("cpu")
     program = """
         import threading, torch, fastattn
 
         def work():
-            q, x = torch.randn(2, 8, 300, 64, requires_grad=True), torch.randn(512, 4096, requires_grad=True)
-            fastattn.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum().backward()
-            fastattn.dropout_add_layer_norm(x, x, dropout_p=0.1).sum().backward()
-            print(q.grad.isfinite().all().item(), x.grad.isfinite().all().item())
+            for dtype in (torch.float32, torch.bfloat16):
+                q, x = (torch.randn(n, dtype=dtype, requires_grad=True) for n in ((2, 8, 300, 64), (512, 4096)))
+                weight = torch.ones(4096, dtype=dtype, requires_grad=True)
+                fastattn.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum().backward()
+                fastattn.softmax_dropout(q, 0.1).sum().backward()
+                fastattn.layer_norm(x, (4096,), weight, weight).sum().backward()
+                fastattn.dropout_add_layer_norm(x, x, weight, weight, 0.1).sum().backward()
+                print(*(t.grad.isfinite().all().item() for t in (q, x, weight)))
 
         threading.stack_size(200 << 10)
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
     """
-    assert python(program) == "True True\n"
-
-
-class _Watch(TorchDispatchMode):
-    """Dispatch mode that records (op, backend) for each call of a fastattn op."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastattn":
-            self.seen.append((func.__name__.partition(".")[0], args[-1]))
-        return func(*args, **(kwargs or {}))
+    assert python(program) == "True True True\n" * 2
 
 
 CHECKPOINTS = {
@@ -590,29 +500,19 @@ def test_a_checkpoint_computes_again_on_the_backend_of_its_forward_pass(run, ins
     leaf = X.clone().requires_grad_()
     with backend("reference"):
         out = run()(lambda t: layer_norm(t, (8,)).relu(), leaf)
-    with _Watch() as watch, backend(inside) if inside else contextlib.nullcontext():
-        out.sum().backward()
-    assert watch.seen == [("layer_norm", "reference"), ("layer_norm_backward", "reference")]
-
-
-@needs_cpu
-def test_a_checkpoint_is_computed_again_for_each_backward_pass():
-    leaf = X.clone().requires_grad_()
-    with backend("reference"):
-        out = CHECKPOINTS["context_fn"]()(lambda t: layer_norm(t, (8,)).relu(), leaf)
-    with _Watch() as watch:
+    with Watch() as watch, backend(inside) if inside else contextlib.nullcontext():
         for _ in range(2):
             out.sum().backward(retain_graph=True)
-    assert watch.seen == 2 * [("layer_norm", "reference"), ("layer_norm_backward", "reference")]
+    assert watch.seen == 2 * [("fastattn", name, "reference") for name in ("layer_norm", "layer_norm_backward")]
 
 
 @needs_cpu
 def test_a_checkpoint_outside_of_blocks_chooses_anew():
     leaf = X.clone().requires_grad_()
     out = CHECKPOINTS["context_fn"]()(lambda t: layer_norm(t, (8,)).relu(), leaf)
-    with _Watch() as watch, backend("reference"):
+    with Watch() as watch, backend("reference"):
         out.sum().backward()
-    assert watch.seen == [("layer_norm", "cpu"), ("layer_norm_backward", "cpu")]
+    assert watch.seen == [("fastattn", name, "cpu") for name in ("layer_norm", "layer_norm_backward")]
 
 
 @pytest.mark.torch_version

@@ -1,21 +1,28 @@
 """dropout and dropout_mask: the formula of docs/design.md, bit for bit."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, interpreted, require, slow
+from conftest import BACKENDS, DEVICE, interpreted, require, slow
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import GRADIENT_LAYOUTS, assert_same_bits, dropout_values, gradients, philox4x32, threshold
 from oracle import dropout as exact
 from oracle import dropout_mask as exact_mask
-from oracle import dropout_values, gradients, philox4x32, threshold
 from pairs import in_turn
 
-import fastattn
-from fastattn import dropout, dropout_mask, scaled_dot_product_attention, softmax_dropout
+from fastattn import (
+    dropout,
+    dropout_add_layer_norm,
+    dropout_mask,
+    layer_norm,
+    scaled_dot_product_attention,
+    softmax_dropout,
+)
 
 SEED = torch.tensor([-81985529216486896, 12345678901])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,17 +71,8 @@ def test_mask_shapes(backend, shape):
 @pytest.mark.parametrize(
     "seed",
     [
-        (0, 0),
-        (1, 0),
-        (-1, 0),
-        (2**32, 0),
-        (2**63 - 1, 1),
-        (-(2**63), 1),
-        (5, 2**32),
-        (5, 2**32 - 1),
-        (5, 2**33 + 7),
-        (5, -1),
-        (5, -(2**63)),
+        *((0, 0), (1, 0), (-1, 0), (2**32, 0), (2**63 - 1, 1), (-(2**63), 1)),
+        *((5, 2**32), (5, 2**32 - 1), (5, 2**33 + 7), (5, -1), (5, -(2**63))),
     ],
     ids=str,
 )
@@ -185,18 +183,6 @@ def test_layouts(backend, layout):
     assert out.stride() == (input.stride() if dense else torch.empty(input.shape).stride())
 
 
-@pytest.mark.parametrize("layout", ["expanded", "last", "step"])
-def test_gradients_of_any_layout(backend, layout):
-    input = torch.randn(9, 33, requires_grad=True)
-    grad = {
-        "expanded": torch.ones(()).expand(9, 33),
-        "last": torch.randn(33, 9).T,
-        "step": torch.randn(9, 66)[:, ::2],
-    }[layout]
-    (got,) = torch.autograd.grad(dropout(input, 0.4, seed=SEED), input, grad)
-    torch.testing.assert_close(got, grad * exact(torch.ones(9, 33), 0.4, SEED).float(), rtol=3e-7, atol=0)
-
-
 @pytest.mark.torch_version
 def test_twice_differentiable(backend):
     """Double backward works on every backend: dropout is linear, and its backward is dropout itself."""
@@ -247,13 +233,13 @@ def test_inplace(backend):
 
 
 def test_outside_training_it_is_the_identity(backend):
-    input = torch.randn(9, 33)
+    """It draws no seed either."""
+    input, integers, before = torch.randn(9, 33), torch.arange(5), torch.get_rng_state()
     assert torch.equal(dropout(input, 0.5, False), input)
     assert torch.equal(dropout(input, 0.0), input)
-    assert torch.equal(dropout(input, 0.5, training=False), F.dropout(input, 0.5, training=False))
-    integers = torch.arange(5)
     assert dropout(integers, training=False) is integers
     assert torch.equal(dropout(integers, 0.0), F.dropout(integers, 0.0))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.representative
@@ -268,18 +254,7 @@ def test_zero_times_infinity_is_dropped(backend):
     assert (dropout(input, 1.0) == 0).all()
 
 
-@pytest.mark.torch_version
-def test_seeds_are_drawn_from_torchs_generator(backend):
-    input = torch.ones(40, 50)
-    torch.manual_seed(1)
-    first, second = dropout(input), dropout(input)
-    torch.manual_seed(1)
-    assert torch.equal(dropout(input), first)
-    assert not torch.equal(first, second)
-    assert abs((first == 0).float().mean() - 0.5) < 0.06  # five standard deviations
-    torch.manual_seed(1)
-    dropout(input, 0.5, training=False), dropout(input, 0.0), dropout(input, 0.5, seed=SEED)
-    assert torch.equal(dropout(input), first)  # no seed is drawn without need
+# Promises of several operations
 
 
 @pytest.mark.representative
@@ -296,18 +271,67 @@ def test_every_operation_drops_the_same_elements(backend):
         query = torch.zeros(b, h, n, 8)
         value = torch.eye(n).expand(b, h, n, n)
         assert torch.equal(scaled_dot_product_attention(query, query, value, dropout_p=0.4, seed=seed) != 0, kept)
-    total = fastattn.dropout_add_layer_norm(zeros + 1, zeros, dropout_p=0.4, prenorm=True, seed=seed)[1]
+    total = dropout_add_layer_norm(zeros + 1, zeros, dropout_p=0.4, prenorm=True, seed=seed)[1]
     assert torch.equal(total != 0, kept)
 
 
+DROPPING = {
+    "dropout": lambda x, p, **seed: dropout(x, p, **seed),
+    "softmax_dropout": softmax_dropout,
+    "dropout_add_layer_norm": lambda x, p, **seed: dropout_add_layer_norm(x, x, dropout_p=p, **seed),
+    "attention": lambda x, p, **seed: scaled_dot_product_attention(x, x, x, dropout_p=p, **seed),
+}
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("name", DROPPING)
+def test_seeds_are_drawn_from_torchs_generator(name):
+    """No seed is drawn without need. The offset of a given one counts modulo 2**32, as for another chunk."""
+    call = functools.partial(DROPPING[name], torch.randn(2, 2, 40, 50))
+    torch.manual_seed(1)
+    first, second = call(0.5), call(0.5)
+    torch.manual_seed(1)
+    call(0.0), call(0.5, seed=SEED)
+    assert torch.equal(call(0.5), first)
+    assert torch.equal(call(0.5), second)
+    assert not torch.equal(first, second)
+    same, other = (torch.equal(call(0.5, seed=SEED), call(0.5, seed=SEED + torch.tensor([0, n]))) for n in (2**32, 1))
+    assert same
+    assert not other
+
+
+# Operations on rows with the shapes of their operands, for so many rows.
+ROWS = {
+    "dropout": (lambda x: dropout(x, 0.3, seed=SEED), lambda n: [(4, n, 333)]),
+    "softmax_dropout": (lambda x, m: softmax_dropout(x, 0.3, m, seed=SEED), lambda n: [(4, n, 333), (4, 1, 333)]),
+    "layer_norm": (lambda x, w, b: layer_norm(x, (333,), w, b), lambda n: [(4, n, 333), (333,), (333,)]),
+    "dropout_add_layer_norm": (
+        lambda *t: dropout_add_layer_norm(*t, 0.3, seed=SEED, prenorm=True),
+        lambda n: [(4, n, 333), (4, n, 333), (333,), (333,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_of_any_layout(backend, name, layout):
+    """The outputs' gradients may have any strides."""
+    function, shapes = ROWS[name]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes(9)]
+    outs = function(*tensors)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    grads = [GRADIENT_LAYOUTS[layout](*out.shape) for out in outs]
+    wanted = torch.autograd.grad(outs, tensors, [grad.contiguous() for grad in grads], retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(outs, tensors, grads), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_for_every_thread_count(backend, dtype):
-    input = torch.randn(40 if interpreted(backend) else 300, 517).to(dtype)
-    runs = []
-    for n in (1, 2, 3):
-        torch.set_num_threads(n)
-        runs.append(dropout(input, 0.3, seed=SEED))
-    assert all(torch.equal(run, runs[0]) for run in runs)
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # torch computes the reference's sums
+def test_same_bits_for_every_thread_count(backend, name, dtype):
+    function, shapes = ROWS[name]
+    tensors = [torch.randn(shape) for shape in shapes(10 if interpreted(backend) else 150)]
+    assert_same_bits(function, [tensors[0].to(dtype), *tensors[1:]])
 
 
 @pytest.mark.torch_version

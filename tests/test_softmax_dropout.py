@@ -1,19 +1,17 @@
 """Tests of softmax_dropout against the float64 oracle."""
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import BACKENDS, DEVICE, interpreted, require, slow
+from conftest import DEVICE, require, slow
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import SizesOfTerms, assert_accurate, assert_reference_alone_differentiates_twice, gradients, largest
+from oracle import SizesOfTerms, assert_accurate, gradients, largest
 from oracle import softmax_dropout as exact
 from pairs import in_turn, pairwise
 
-import fastattn
 from fastattn import softmax_dropout
 
 SEED = torch.tensor([99, 2**35 + 1])
@@ -39,20 +37,8 @@ def check(input, attn_mask=None, **options):
     ("shape", "dtype"),
     in_turn(
         [
-            (1,),
-            (70,),
-            (1, 1),
-            (9, 1),
-            (3, 17),
-            (5, 33),
-            (2, 3, 64),
-            (2, 3, 16, 129),
-            (2, 2, 2, 7, 40),
-            (3, 1000),
-            (2, 4097),
-            (1, 0),
-            (0, 5),
-            (2, 0, 3, 4),
+            *((1,), (70,), (1, 1), (9, 1), (3, 17), (5, 33), (2, 3, 64), (2, 3, 16, 129), (2, 2, 2, 7, 40)),
+            *((3, 1000), (2, 4097), (1, 0), (0, 5), (2, 0, 3, 4)),
         ],
         DTYPES,
     ),
@@ -160,28 +146,25 @@ def test_layouts(backend, layout):
 @pytest.mark.representative
 @pytest.mark.parametrize("by", ["bool mask", "float mask", "scores"])
 def test_rows_with_nothing_left(backend, by):
-    input, mask = torch.randn(2, 5, 40), torch.ones(5, 40, dtype=torch.bool)
-    mask[2] = False
+    input, mask = torch.randn(2, 5, 40), torch.arange(5)[:, None].expand(5, 40) != 2
     hiding = torch.zeros(5, 40).masked_fill(~mask, -math.inf)
     arguments = {"bool mask": (input, mask), "float mask": (input, hiding), "scores": (input + hiding,)}[by]
     (out,), (grad, *_) = check(*arguments)
-    assert (out[:, 2] == 0).all()
-    assert (grad[:, 2] == 0).all()
+    assert not out[:, 2].any()
+    assert not grad[:, 2].any()
 
 
 @pytest.mark.representative
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_what_a_mask_hides_may_hold_anything(backend, kind):
-    mask = torch.ones(5, 40, dtype=torch.bool)
-    mask[:, 3] = mask[:, 9] = False
     clean = torch.randn(2, 5, 40)
     unused = clean.clone()
     unused[..., 3], unused[..., 9] = math.nan, math.inf
+    mask = unused[0].isfinite()
     if kind != torch.bool:
         mask = torch.zeros(5, 40).masked_fill(~mask, -math.inf)
     ours, wanted = (gradients(lambda t: softmax_dropout(t, attn_mask=mask), [t]) for t in (unused, clean))
-    assert torch.equal(ours[0][0], wanted[0][0])
-    assert torch.equal(ours[1][0], wanted[1][0])
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.representative
@@ -241,64 +224,6 @@ def test_the_maximum_comes_late(backend, columns):
     check(rising, torch.arange(columns) < 0)
 
 
-def test_agrees_with_torch(backend):
-    input = torch.randn(5, 90)
-    torch.testing.assert_close(softmax_dropout(input), F.softmax(input, -1), rtol=2e-6, atol=1e-8)
-    torch.testing.assert_close(softmax_dropout(input).sum(-1), torch.ones(5))
-
-
-def test_seeds_are_drawn_from_torchs_generator(backend):
-    input = torch.randn(9, 33)
-    torch.manual_seed(1)
-    first, second = softmax_dropout(input, 0.5), softmax_dropout(input, 0.5)
-    torch.manual_seed(1)
-    assert torch.equal(softmax_dropout(input, 0.5), first)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("layout", ["expanded", "last", "step"])
-def test_gradients_of_any_layout(backend, layout):
-    input = torch.randn(3, 9, 33, requires_grad=True)
-    grad = {
-        "expanded": torch.ones(()).expand(3, 9, 33),
-        "last": torch.randn(3, 33, 9).mT,
-        "step": torch.randn(3, 9, 66)[..., ::2],
-    }[layout]
-    (got,) = torch.autograd.grad(softmax_dropout(input, 0.4, seed=SEED), input, grad)
-    (expected,) = torch.autograd.grad(exact(input, 0.4, seed=SEED), input, grad.double())
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.torch_version
-def test_gradcheck():
-    input = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
-    mask = torch.randn(3, 1, dtype=torch.float64, requires_grad=True)
-    call = functools.partial(softmax_dropout, is_causal=True, scale=0.7, seed=SEED)
-    with fastattn.backend("reference"):
-        assert torch.autograd.gradcheck(lambda t, m: call(t, 0.3, m), (input, mask))
-        assert torch.autograd.gradgradcheck(lambda t, m: call(t, 0.3, m), (input, mask))
-
-
-@pytest.mark.torch_version
-def test_double_backward_names_the_reference(backend):
-    input = torch.randn(3, 9, requires_grad=True)
-    assert_reference_alone_differentiates_twice(backend, softmax_dropout(input), input)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # torch computes the reference's sums
-def test_same_bits_for_every_thread_count(backend, dtype):
-    rows = 10 if interpreted(backend) else 150
-    input, mask = torch.randn(2, 3, rows, 333).to(dtype), torch.randn(3, 1, 333)
-    runs = []
-    for n in (1, 2, 3):
-        torch.set_num_threads(n)
-        (out,), grads = gradients(lambda t, m: softmax_dropout(t, 0.3, m, seed=SEED), (input, mask))
-        runs.append((out, *grads))
-    for run in runs[1:]:
-        assert all(map(torch.equal, run, runs[0]))
-
-
 @pytest.mark.torch_version
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(backend, dtype):
@@ -332,14 +257,9 @@ def test_masks_are_read_by_vectors_where_they_are_aligned():
     from fastattn.backends.triton.softmax_dropout import _mask
 
     whole = torch.zeros(2, 3, 8, 64, dtype=torch.bool)
-    aligned = {"whole": whole, "one row": whole[:1, :1, :1], "every other row": whole[:, :, ::2]}
-    others = {
-        "one byte on": torch.zeros(1, 1, 8, 65, dtype=torch.bool)[..., 1:],
-        "odd rows": torch.zeros(2, 3, 8, 70, dtype=torch.bool)[..., :64],
-        "odd length": whole[..., :63],
-        "every other column": torch.zeros(1, 1, 8, 128)[..., ::2],
-        "one column": torch.zeros(1, 1, 8, 1),
-    }
-    assert {name: _mask(mask, True)[1] for name, mask in aligned.items()} == dict.fromkeys(aligned)
-    assert all(_mask(mask, True)[1] is not None for mask in others.values())
-    assert all(_mask(mask, False)[1] is not None for mask in aligned.values())
+    one_byte_on, odd_rows = whole.new_zeros(1, 1, 8, 65)[..., 1:], whole.new_zeros(2, 3, 8, 70)[..., :64]
+    for mask in (whole, whole[:1, :1, :1], whole[:, :, ::2]):
+        assert _mask(mask, True)[1] is None
+        assert _mask(mask, False)[1] is not None
+    for mask in (one_byte_on, odd_rows, whole[..., :63], torch.zeros(1, 1, 8, 128)[..., ::2], torch.zeros(1, 1, 8, 1)):
+        assert _mask(mask, True)[1] is not None
