@@ -4,7 +4,7 @@
 // A fiber runs until it waits for others. The next fiber is drawn at random, so code that holds in only one order
 // fails. Undefined behaviour ends the launch with an error that names the fault, the place and the thread:
 // - a barrier that not all threads reach, or threads at different barriers;
-// - a shuffle or vote that names a missing lane, or whose lanes disagree;
+// - a shuffle that names a missing lane, or whose lanes disagree;
 // - an access outside an operand, which torch.cpp puts between inaccessible pages;
 // - a misaligned access or an index beyond a shared array, which the compiler's checks find.
 //
@@ -23,7 +23,6 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline
 #define __shared__ static thread_local  // One block runs at a time. emulation.cpp finds all of these together.
 #define __launch_bounds__(...)
 
@@ -43,10 +42,6 @@ struct float4 {
   alignas(16) float x;
   float y, z, w;
 };
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct uint3 {
   unsigned x, y, z;
@@ -60,10 +55,10 @@ extern dim3 blockDim, gridDim;
 
 namespace emulation {
 
-enum class Collective { barrier, warp_barrier, shuffle, vote };
+enum class Collective { barrier, warp_barrier, shuffle };
 
 // Wait until all threads of the block, or the lanes in `mask`, are at the same line with the same mask. Return the
-// value that lane `source` of the warp came with. For a vote, return the mask of the lanes whose value is not 0.
+// value that lane `source` of the warp came with.
 uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, const char* file, int line);
 
 // Run body() in every thread of every block. Throw std::runtime_error on a fault.
@@ -88,38 +83,19 @@ inline unsigned reduce_or(unsigned mask, unsigned value, const char* file, int l
   return all;
 }
 
-// Return the lane that a shuffle reads: `source` if it is in the warp, else the lane itself.
-inline unsigned within(unsigned source) { return source < 32 ? source : lane(); }
-
-inline unsigned mask_of(unsigned mask = 0xffffffff) { return mask; }
-
 }  // namespace emulation
 
 #define MEET(kind, mask, value) emulation::meet(emulation::Collective::kind, mask, value, 0, __FILE__, __LINE__)
-#define SHUFFLE(mask, value, source) emulation::shuffle(mask, value, source, __FILE__, __LINE__)
 #define __syncthreads() ((void)MEET(barrier, 0, 0))
-#define __syncwarp(...) ((void)MEET(warp_barrier, emulation::mask_of(__VA_ARGS__), 0))
-#define __shfl_sync(mask, value, source) SHUFFLE(mask, value, (unsigned)(source) % 32)
-#define __shfl_xor_sync(mask, value, bits) SHUFFLE(mask, value, emulation::lane() ^ (unsigned)(bits))
-#define __shfl_down_sync(mask, value, step) \
-  SHUFFLE(mask, value, emulation::within(emulation::lane() + (unsigned)(step)))
-#define __shfl_up_sync(mask, value, step) SHUFFLE(mask, value, emulation::within(emulation::lane() - (unsigned)(step)))
+#define __syncwarp() ((void)MEET(warp_barrier, 0xffffffff, 0))
+#define __shfl_xor_sync(mask, value, bits) \
+  emulation::shuffle(mask, value, emulation::lane() ^ (unsigned)(bits), __FILE__, __LINE__)
 #define __reduce_or_sync(mask, value) emulation::reduce_or(mask, value, __FILE__, __LINE__)
-#define __ballot_sync(mask, predicate) ((unsigned)MEET(vote, mask, (predicate) ? 1 : 0))
-#define __any_sync(mask, predicate) (__ballot_sync(mask, predicate) != 0)
-#define __all_sync(mask, predicate) (__ballot_sync(mask, !(predicate)) == 0)
 
-template <class T>
-T __ldg(const T* address) {
-  return *address;
-}
 template <class T>
 void __stwb(T* address, T value) {
   *address = value;
 }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
 
 // ---- the runtime ----
 

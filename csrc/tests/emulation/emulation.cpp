@@ -152,7 +152,7 @@ bool go_on(int index) {
 }
 
 const char* name_of(Collective kind) {
-  static const char* const names[] = {"__syncthreads", "__syncwarp", "a shuffle", "a vote"};
+  static const char* const names[] = {"__syncthreads", "__syncwarp", "a shuffle"};
   return names[(int)kind];
 }
 
@@ -190,19 +190,14 @@ void release(int index) {
       stop("the lanes of %s at %s:%d came with different masks: %#x and, thread %d, %#x", name_of(newest.kind),
            newest.file, newest.line, newest.mask, i, other.mask);
   }
-  uint64_t results[kWarp] = {}, votes = 0;
-  for (int i = party.first; i < party.last && newest.kind == Collective::vote; ++i)
-    if (party.has(i) && fibers[(size_t)i]->value) votes |= 1u << i % kWarp;
-  for (int i = party.first; i < party.last; ++i) {
+  uint64_t results[kWarp] = {};
+  for (int i = party.first; i < party.last && newest.kind == Collective::shuffle; ++i) {
     if (!party.has(i)) continue;
     const Fiber& fiber = *fibers[(size_t)i];
-    if (newest.kind == Collective::vote) results[i % kWarp] = votes;
-    if (newest.kind == Collective::shuffle) {
-      if (!(fiber.mask >> fiber.source & 1))
-        stop("a shuffle at %s:%d reads lane %u, which its mask %#x does not name", fiber.file, fiber.line, fiber.source,
-             fiber.mask);
-      results[i % kWarp] = fibers[(size_t)(party.first + (int)fiber.source)]->value;
-    }
+    if (!(fiber.mask >> fiber.source & 1))
+      stop("a shuffle at %s:%d reads lane %u, which its mask %#x does not name", fiber.file, fiber.line, fiber.source,
+           fiber.mask);
+    results[i % kWarp] = fibers[(size_t)(party.first + (int)fiber.source)]->value;
   }
   for (int i = party.first; i < party.last; ++i) {
     if (!party.has(i)) continue;
