@@ -41,11 +41,12 @@ def library():
 
 
 @contextlib.contextmanager
-def strict():
-    """Make backend("cuda") take CPU tensors inside the block. Threads and blocks run in a shuffled order. RuntimeError
-    reports accesses that are misaligned or outside the operands, and barriers or shuffles that CUDA leaves
-    undefined."""
-    functions, controls = library()
+def strict(loaded=None):
+    """Make backend("cuda") take CPU tensors inside the block, by ``load``'s or ``library``'s result.
+
+    Threads and blocks run in a shuffled order. RuntimeError reports accesses that are misaligned or outside the
+    operands, and barriers or shuffles that CUDA leaves undefined."""
+    functions, controls = loaded or library()
     controls.guard_operands(1)
     try:
         with mock.patch.multiple(backends.cuda, DEVICE="cpu", MISSING="", FUNCTIONS=functions):

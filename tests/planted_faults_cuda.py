@@ -4,88 +4,60 @@ Arguments: LIBRARY OPERATION. This is a program of its own, because a process ca
 with an error if the results differ or the emulation finds a fault.
 """
 
+import functools
 import sys
 
 import torch
+from oracle import gradients
 
-from emulation import load
-from fastattn.backends import reference
-from fastattn.backends.schema import (
-    AttentionArgs,
-    DropoutAddLayerNormArgs,
-    DropoutAddLayerNormBackwardArgs,
-    DropoutArgs,
-    SoftmaxDropoutArgs,
-    SoftmaxDropoutBackwardArgs,
-)
+import fastattn
+from emulation import load, strict
 
-SEED, THRESHOLD = torch.tensor([4, 5]), 20000
+SEED = torch.tensor([4, 5])
 
 
-def dropout(functions):
-    input = torch.randn(3, 36, 41)  # a multiple of 16 bytes in all
-    return [(f["dropout"](DropoutArgs(input, SEED, THRESHOLD)),) for f in (functions, reference.FUNCTIONS)]
+def dropout():
+    """Yield (function, operands): a multiple of 16 bytes in all."""
+    yield lambda x: fastattn.dropout(x, 0.3, seed=SEED), [torch.randn(3, 36, 41)]
 
 
-def layer_norm(functions):
-    """Run dropout_add_layer_norm and its backward pass on rows of a warp (41 columns) and of a block (600, a multiple
-    of 8)."""
-    results = [], []
-    for columns in (41, 600):
-        input, residual, grad = torch.randn(3, 10, columns)
-        weight, bias = torch.randn(2, columns)
-        for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
-            args = DropoutAddLayerNormArgs(input, residual, weight, bias, SEED, THRESHOLD, 1e-5, True, torch.float32)
-            out, total, mean, rstd = f["dropout_add_layer_norm"](args)
-            backward = DropoutAddLayerNormBackwardArgs(
-                grad, None, total, mean, rstd, weight, SEED, THRESHOLD, *[torch.float32] * 3
-            )
-            grads = f["dropout_add_layer_norm_backward"](backward)
-            result.extend([out, total, mean, rstd, *grads])
-    return results
+def layer_norm():
+    """Yield rows of a warp (41 columns) and of a block (600, a multiple of 8)."""
+    for n in (41, 600):
+        call = functools.partial(fastattn.dropout_add_layer_norm, dropout_p=0.3, prenorm=True, seed=SEED)
+        yield call, [*torch.randn(2, 10, n), *torch.randn(2, n)]
 
 
-def softmax_dropout(functions):
-    results = [], []
-    for columns in (44, 600):
-        input, grad = torch.randn(2, 1, 2, 10, columns)
-        mask = torch.rand(1, 1, 10, columns) > 0.3
-        args = SoftmaxDropoutArgs(input, mask, None, SEED, 0.5, columns, 0, True, THRESHOLD)
-        for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
-            out, stats = f["softmax_dropout"](args)
-            result.extend([out, *f["softmax_dropout_backward"](SoftmaxDropoutBackwardArgs(grad, stats, args, False))])
-    return results
+def softmax_dropout():
+    for n in (44, 600):
+        mask = torch.rand(10, n) > 0.3
+        yield lambda x, mask=mask: fastattn.softmax_dropout(x, 0.3, mask, scale=0.5, seed=SEED), [torch.randn(2, 10, n)]
 
 
-def attention(functions):
-    """Run attention with split keys, some of which hold NaN, in float32 and float16, on aligned and unaligned rows."""
-    results = [], []
-    lengths = torch.tensor([300, 37])
+def attention():
+    """Yield split keys, some of which hold NaN, in float32 and float16, on aligned and unaligned rows."""
+    window = {"window_size": (250, 0), "causal_variant": "lower_right"}
     for dtype, size in ((torch.float32, 20), (torch.float16, 40), (torch.float16, 13)):
         query, key, value = (torch.randn(2, h, n, size).to(dtype) for h, n in ((4, 3), (2, 300), (2, 300)))
-        for tensor in (key, value):
-            tensor[1, :, 37:] = torch.nan
-        mask = torch.rand(1, 1, 1, 300) < 0.7
-        for rest in ((None, lengths, None, 0.3, 3, 300, False, 0), (mask, lengths, None, 0.3, 250, 0, True, 0)):
-            for f, result in zip((functions, reference.FUNCTIONS), results, strict=True):
-                result.extend(f["attention"](AttentionArgs(query, key, value, *rest))[:2])
-    return results
+        key[1, :, 37:] = value[1, :, 37:] = torch.nan
+        for masks in ({}, {"attn_mask": torch.rand(300) < 0.7, **window}):
+            options = {"enable_gqa": True, "key_lengths": torch.tensor([300, 37]), "return_lse": True, **masks}
+            yield functools.partial(fastattn.scaled_dot_product_attention, **options), [query, key, value]
 
 
 def main():
     path, operation = sys.argv[1:]
-    functions, controls = load(path)
+    loaded = load(path)
+    run = gradients if operation != "attention" else lambda function, operands: function(*operands)
     torch.set_num_threads(1)
     for order in range(3):
         torch.manual_seed(order)
-        controls.seed_order(order)
-        controls.guard_operands(1)
-        ours, wanted = globals()[operation](functions)
-        for a, e in zip(ours, wanted, strict=True):
-            # Float32 sums in another order differ by some 1e-6; a fault changes whole elements.
-            torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3)
-        damage = controls.guard_operands(0).decode()
-        assert not damage, damage
+        loaded[1].seed_order(order)
+        with strict(loaded):
+            for problem in globals()[operation]():
+                ours, wanted = (fastattn.backend(name)(run)(*problem) for name in ("cuda", "reference"))
+                # Float32 sums in another order differ by some 1e-6; a fault changes whole elements.
+                torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
 
 
 if __name__ == "__main__":
