@@ -21,6 +21,7 @@ if DEVICE != "cpu":
 import triton
 import triton.language as tl
 from interpreter import strict
+from test_dropout import ROWS
 from triton.runtime.errors import InterpreterError
 
 import fake_gpu
@@ -56,16 +57,17 @@ def _keep(out, seed, threshold, height, columns, z, i, j, M: tl.constexpr, N: tl
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "p"),
     [
-        (-81985529216486896, 12345678901),
-        *slow((0, 0), (2**63 - 1, -1)),
+        ((-81985529216486896, 12345678901), 0.3),
+        *(((1, 2), p) for p in (1 / 65536, 1 - 8e-6, 1.0)),
+        *(pytest.param(seed, 0.3, marks=pytest.mark.slow) for seed in ((0, 0), (2**63 - 1, -1))),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("form", ["tile", "transposed", "pairs", "rows"])
-def test_every_form_of_the_formula(form, seed):
-    shape, p, (m, n) = (2, 40, 70), 0.3, (32, 64)
+def test_every_form_of_the_formula(form, seed, p):
+    shape, (m, n) = (2, 40, 70), (32, 64)
     out = torch.zeros(shape, dtype=torch.bool)
     for z in range(shape[0]):
         for i in range(0, shape[1], m):
@@ -74,77 +76,29 @@ def test_every_form_of_the_formula(form, seed):
     assert torch.equal(out, exact_mask(shape, p, seed))
 
 
-@pytest.mark.parametrize("p", [1 / 65536, 1 - 8e-6, 1.0])
-@pytest.mark.parametrize("form", ["tile", "transposed", "pairs", "rows"])
-def test_extreme_thresholds(form, p):
-    out = torch.zeros(1, 32, 64, dtype=torch.bool)
-    _keep[(1,)](out, torch.tensor([1, 2]), threshold(p), 32, 64, 0, 0, 0, 32, 64, form)
-    assert torch.equal(out, exact_mask(out.shape, p, (1, 2)))
-
-
-def softmax_dropout(dtype):
-    scores, mask = torch.randn(2, 3, 9, 40).to(dtype), torch.randn(3, 1, 40)
-    return lambda s, m: fastattn.softmax_dropout(s, 0.3, m, is_causal=True, seed=SEED), (scores, mask)
-
-
-def layer_norm(dtype):
-    rows = torch.randn(40, 70).to(dtype)
-    return lambda x, w, b: fastattn.layer_norm(x, (70,), w, b), (rows, torch.randn(70), torch.randn(70))
-
-
-def dropout_add_layer_norm(dtype):
-    def call(x, r, w, b):
-        return fastattn.dropout_add_layer_norm(x, r, w, b, 0.3, prenorm=True, seed=SEED)
-
-    return call, (torch.randn(3, 15, 70).to(dtype), torch.randn(3, 15, 70), torch.randn(70), torch.randn(70))
-
-
-def layer_norm_of_wide_rows(dtype):
-    rows = torch.randn(2, 8200).to(dtype)
-    return lambda x, w, b: fastattn.layer_norm(x, (8200,), w, b), (rows, torch.randn(8200), torch.randn(8200))
-
-
-def softmax_of_wide_rows(dtype):
-    return lambda s: fastattn.softmax_dropout(s, 0.3, is_causal=True, seed=SEED), (torch.randn(2, 8200).to(dtype),)
-
-
-def dropout(dtype):
-    return lambda x: fastattn.dropout(x, 0.3, seed=SEED), (torch.randn(70, 5, 40).to(dtype).transpose(0, 1),)
-
-
-def attention(dtype):
-    def call(q, k, v, m):
-        return fastattn.scaled_dot_product_attention(
-            q, k, v, m, 0.3, is_causal=True, enable_gqa=True, return_lse=True, seed=SEED
-        )
-
-    query, key = torch.randn(1, 4, 40, 16), torch.randn(1, 2, 50, 16)
-    return call, (query.to(dtype), key.to(dtype), torch.randn(1, 2, 50, 24).to(dtype), torch.randn(4, 40, 1))
-
-
-PROBLEMS = [
-    softmax_dropout,
-    layer_norm,
-    dropout_add_layer_norm,
-    layer_norm_of_wide_rows,
-    softmax_of_wide_rows,
-    dropout,
-    attention,
-]
+# Calls with the shapes of their operands. The first operand has the test's dtype.
+PROBLEMS = {
+    **{name: (call, shapes(10)) for name, (call, shapes) in ROWS.items()},
+    "softmax of wide rows": (lambda s: fastattn.softmax_dropout(s, 0.3, is_causal=True, seed=SEED), [(2, 8200)]),
+    "layer_norm of wide rows": (lambda x, w, b: fastattn.layer_norm(x, w.shape, w, b), [(2, 8200), (8200,), (8200,)]),
+    "attention": (
+        lambda q, k, v, m: fastattn.scaled_dot_product_attention(
+            q, k.to(q.dtype), v.to(q.dtype), m, 0.3, is_causal=True, enable_gqa=True, return_lse=True, seed=SEED
+        ),
+        [(1, 4, 40, 16), (1, 2, 50, 16), (1, 2, 50, 24), (4, 40, 1)],
+    ),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(problem, marks=[] if problem is softmax_dropout else [pytest.mark.slow], id=problem.__name__)
-        for problem in PROBLEMS
-    ],
+    "problem", ["softmax_dropout", *slow(*(name for name in PROBLEMS if name != "softmax_dropout"))]
 )
 def test_programs_in_any_order(problem, dtype):
     """No program sees what another has written, none touches memory outside the operands, and each run has the same
     bits. Values equal the reference's; every other test checks them too."""
-    call, tensors = problem(dtype)
+    call, shapes = PROBLEMS[problem]
+    tensors = [torch.randn(shape).to(torch.float32 if n else dtype) for n, shape in enumerate(shapes)]
     with fastattn.backend("triton"), strict(twice=True):
         outs, grads = gradients(call, tensors)
     with fastattn.backend("reference"):
@@ -271,34 +225,22 @@ def test_dry_launch():
     one = last_json(output)
     attention = {"forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
     wanted = {
-        "layer_norm": {"_forward", "_backward", "_reduce"},
-        "dropout_add_layer_norm": {"_forward", "_backward", "_reduce"},
-        "softmax_dropout": {"_forward", "_backward"},
-        "dropout": {"_dropout"},
-        "dropout_mask": {"_dropout"},
-        "attention": attention,
-        "long_attention": attention,
-        "masked_attention": attention | {"cover_kernel", "list_kernel", "grad_mask_kernel"},
-        "decoding": {"forward_kernel", "merge_kernel"},
-        "attention_weights": {"_forward", "_backward"},
-        "varlen_attn": attention,
-        "torchs_attention": attention | {"cover_kernel", "list_kernel", "grad_mask_kernel"},
-        "flash_pair": attention,
-        "efficient_pair": attention,
-        "packed_pair": attention,
+        call: kernels
+        for calls, kernels in (
+            ("layer_norm dropout_add_layer_norm", {"_forward", "_backward", "_reduce"}),
+            ("softmax_dropout attention_weights", {"_forward", "_backward"}),
+            ("dropout dropout_mask", {"_dropout"}),
+            ("attention long_attention varlen_attn flash_pair efficient_pair packed_pair", attention),
+            ("masked_attention torchs_attention", attention | {"cover_kernel", "list_kernel", "grad_mask_kernel"}),
+            ("decoding", {"forward_kernel", "merge_kernel"}),
+        )
+        for call in calls.split()
     }
     assert {call: set(kernels) for call, kernels in one["started"].items()} == wanted
     # Triton looks at a call's arguments once per dtype, set of constants and device.
     assert one["faults"] == []
-    assert one["lookups"] == {
-        "first": 1,
-        "again": 0,
-        "another length": 0,
-        "another dtype": 1,
-        "another constexpr": 1,
-        "another device": 1,
-        "again there": 0,
-    }
+    known, found = ("again", "another length", "again there"), ("another dtype", "another constexpr", "another device")
+    assert one["lookups"] == dict.fromkeys(("first", *found), 1) | dict.fromkeys(known, 0)
     assert one["places"] == [[0, 5], [1, 7]]  # each device's own current stream
     assert one["device afterwards"] == 0
     assert one["descriptors"] == {"90": [2], "80": [0]}  # per kernel of long attention, forward and backward

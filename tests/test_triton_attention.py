@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from conftest import require, slow
-from oracle import attention as exact
 from oracle import visible
 from pairs import pairwise
 from test_attention import check
@@ -49,56 +48,23 @@ def attention_call(query, key, value, attn_mask=None, lengths=None, window=(-1, 
     return _Call(AttentionArgs(query, key, value, attn_mask, lengths, None, 1.0, *window, False, 0))
 
 
-MASKS = {
-    "padding": lambda b, h, m, n: torch.arange(n).expand(b, 1, 1, n) < torch.tensor([100, n]).view(b, 1, 1, 1),
-    "blocks": lambda b, h, m, n: (
-        (torch.rand(1, h, m // 32 + 1, n // 64 + 1) < 0.5)
-        .repeat_interleave(32, 2)
-        .repeat_interleave(64, 3)[..., :m, :n]
-    ),
-    "random": lambda b, h, m, n: torch.rand(b, h, m, n) < 0.01,
-    "bias": lambda b, h, m, n: torch.zeros(1, 1, m, n).masked_fill(
-        torch.arange(n) > torch.arange(m)[:, None], -math.inf
-    ),
-}
-
-
-@pairwise(mask=MASKS, window=[(70, 10), *slow((-1, -1))], keys_own=[*slow(False), True])
-def test_lists_name_the_tiles_that_a_mask_leaves(mask, keys_own, window):
-    """Each visible pair is in a listed tile, full tiles hide nothing, no listed tile's mask hides everything."""
-    b, h, m, n = 2, 2, 100, 300
-    lengths = torch.tensor([200, 300])
-    tensors = [torch.empty(b, h, size, 8) for size in (m, n, n)]
-    attn_mask = MASKS[mask](b, h, m, n)
+@pytest.mark.parametrize(
+    ("window", "keys_own", "counts"),
+    [
+        ((-1, -1), False, [[[1, 1]] * 4, [[4, 1]] * 4]),
+        ((-1, -1), True, [[[3, 1], [0, 4], *[[0, 0]] * 3], [[3, 1]] * 5]),
+        ((70, 10), False, [[[0, 1], *[[0, 2]] * 3]] * 2),
+        ((70, 10), True, [[[0, 4], [0, 3], *[[0, 0]] * 3], [[0, 4], [0, 3], [0, 1], *[[0, 0]] * 2]]),
+    ],
+)
+def test_lists_name_the_tiles_that_a_mask_leaves(window, keys_own, counts):
+    """The numbers of full and partial tiles are known for 100 queries in tiles of 32, and 300 keys in tiles of 64 of
+    which the first sequence sees 100. That the listed tiles are the right ones shows in every result."""
+    tensors = [torch.empty(2, 2, size, 8) for size in (100, 300, 300)]
+    padding = torch.arange(300) < torch.tensor([100, 300]).view(2, 1, 1, 1)
     with strict():
-        (lists, *strides, count), _ = attention_call(*tensors, attn_mask, lengths, window).lists(TILE, keys_own)
-    shape = (b, h, m, n)
-    masked, seen = (visible(shape, attn_mask, **o) for o in ({}, {"key_lengths": lengths, "window_size": window}))
-    adds = torch.zeros(shape) if attn_mask.dtype == torch.bool else attn_mask.expand(shape)
-    own, other = (-(-n // 64), -(-m // 32)) if keys_own else (-(-m // 32), -(-n // 64))
-    assert count == other
-    for z in range(b):
-        for head in range(h):
-            for tile in range(own):
-                place = z * strides[0] + head * strides[1] + tile * strides[2]
-                full_tiles, partial_tiles, *listed = lists.flatten()[place : place + 2 + count].tolist()
-                full, partial = listed[:full_tiles], listed[count - partial_tiles :]
-                assert len({*full, *partial}) == full_tiles + partial_tiles <= count
-                for step in range(other):
-                    i, j = (step, tile) if keys_own else (tile, step)
-                    at = z, head, slice(32 * i, 32 * i + 32), slice(64 * j, 64 * j + 64)
-                    if keys_own and step in full:  # the program stores zeros for keys beyond the length
-                        at = *at[:3], slice(64 * j, min(64 * j + 64, int(lengths[z])))
-                    if step in full:
-                        assert seen[at].all()
-                        assert (adds[at] == 0).all()
-                    elif step in partial:
-                        assert masked[at].any()
-                    else:
-                        assert not seen[at].any()
-    if mask == "padding" and window == (-1, -1) and not keys_own:
-        assert lists[0, 0, 0, :2].tolist() == [1, 1]  # the first sequence has 100 keys
-        assert lists[1, 0, 0, :2].tolist() == [4, 1]
+        (lists, *_), _ = attention_call(*tensors, padding, torch.tensor([200, 300]), window).lists(TILE, keys_own)
+    assert lists[:, 0, :, :2].tolist() == counts
 
 
 @triton.jit
@@ -142,16 +108,7 @@ def test_tiles_that_a_window_leaves(window, sizes, lower_right, keys_own):
     ranges = torch.zeros(cdiv(own_count, size), 4, dtype=torch.int32)
     parts = torch.zeros(len(ranges), cdiv(other_count, block), 2, dtype=torch.bool)
     _tiles_of[(len(ranges),)](
-        ranges,
-        parts,
-        m,
-        length,
-        *finite(window, m, n, lower_right),
-        parts.size(1),
-        size,
-        block,
-        lower_right,
-        keys_own,
+        ranges, parts, m, length, *finite(window, m, n, lower_right), parts.size(1), size, block, lower_right, keys_own
     )
     for tile, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
         assert 0 <= begin <= full_begin <= full_end <= end <= parts.size(1)
@@ -172,9 +129,9 @@ def test_tiles_that_a_window_leaves(window, sizes, lower_right, keys_own):
     [
         {},
         *slow(
-            {"window": (200, 0), "lower_right": True},
-            {"attn_mask": lambda: torch.randn(1, 2, 1, 300).masked_fill(torch.rand(2, 1, 300) < 0.5, -math.inf)},
-            {"seed": SEED, "p": 0.3},
+            {"window_size": (200, 0), "causal_variant": "lower_right"},
+            {"attn_mask": lambda: torch.randn(2, 1, 300).masked_fill(torch.rand(2, 1, 300) < 0.5, -math.inf)},
+            {"seed": SEED, "dropout_p": 0.3},
         ),
     ],
     ids=["plain", "window", "mask", "dropout"],
@@ -183,22 +140,10 @@ def test_splits_of_the_keys_merge(options, dtype, monkeypatch):
     """Splits of many keys merge for few queries; a program's split may be empty."""
     monkeypatch.setattr(tiles, "num_splits", lambda programs, key_tiles, device: 3)
     query, key, value = (torch.randn(3, h, n, e).to(dtype) for h, n, e in ((2, 5, 32), (1, 300, 32), (1, 300, 24)))
-    lengths = torch.tensor([300, 0, 130])
-    key[2, :, 130:] = math.nan
-    value[2, :, 130:] = math.nan
-    if "attn_mask" in options:
-        options = {"attn_mask": options["attn_mask"]()}
-    with strict(twice=not options):
-        out, lse, (row_max, row_sum) = call(query, key, value, lengths=lengths, **options)
-    wanted, wanted_lse, _ = exact(
-        query, key, value, options.get("attn_mask"), options.get("p", 0.0), seed=SEED, enable_gqa=True,
-        key_lengths=lengths, window_size=options.get("window", (-1, -1)),
-        causal_variant="lower_right" if options.get("lower_right") else "upper_left",
-    )  # fmt: skip
-    # Values are of order 1. Weights and result have a few roundings to the dtype; float32 scores are of order 10.
-    torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=8 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
+    key[2, :, 130:] = value[2, :, 130:] = math.nan
+    options = {name: option() if name == "attn_mask" else option for name, option in options.items()}
+    with strict(twice=not options), backend("triton"):
+        check(query, key, value, key_lengths=torch.tensor([300, 0, 130]), enable_gqa=True, **options)
 
 
 DESCRIBED = {
@@ -233,14 +178,12 @@ def test_tensor_descriptors(options, described):
     the last key and query, and keys that nothing sees hold NaN. The heads of a query and of a key lie within a row of
     memory, those of values one by one."""
     sizes = (64, 64) if options == "plain" else (80, 24)
-    options = dict(DESCRIBED[options])
+    options = {name: option() if name == "attn_mask" else option for name, option in DESCRIBED[options].items()}
     query, key = (torch.randn(2, n, h, sizes[0]).bfloat16().transpose(1, 2) for h, n in ((4, 80), (2, 150)))
     value = torch.randn(2, 2, 150, sizes[1]).bfloat16()
     unseen = torch.arange(150) >= options.get("key_lengths", torch.tensor([150, 150]))[:, None]
-    if "attn_mask" in options:
-        options["attn_mask"] = options["attn_mask"]()
-        if options["attn_mask"].dtype != torch.bool:
-            unseen = (options["attn_mask"] == -math.inf).all(2)[:, 0].expand(2, 150)
+    if "attn_mask" in options and options["attn_mask"].dtype != torch.bool:
+        unseen = (options["attn_mask"] == -math.inf).all(2)[:, 0].expand(2, 150)
     for tensor in (key, value):
         tensor.masked_fill_(unseen[:, None, :, None], math.nan)
     with strict(), backend("triton"):
@@ -291,31 +234,22 @@ def test_what_has_descriptors(monkeypatch):
         assert found == (None, None) or all(isinstance(one, TensorDescriptor) for one in found)
         return found != (None, None)
 
-    key = torch.empty(2, 3, 40, 64, dtype=torch.bfloat16)
-    assert is_described(key)
-    assert is_described(key.half(), capability=(10, 3))
-    assert is_described(key[..., :56])
-    assert is_described(key[..., ::2])  # copied first
-    assert not is_described(key, rows=41)
-    assert not is_described(key, capability=(8, 9))
-    assert not is_described(key, capability=(12, 0))
-    assert not is_described(key.float())
+    key, odd, wide = (torch.empty(2, 3, 40, size, dtype=torch.bfloat16) for size in (64, 68, 136))
     mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    for described in (key, key[..., :56], key[..., ::2]):  # the last is copied first
+        assert is_described(described)
+    assert is_described(key.half(), capability=(10, 3))
     assert is_described(key, mask=mask)
-    assert not is_described(torch.empty(2, 3, 40, 136, dtype=torch.bfloat16), mask=mask)
-    assert not is_described(key[:0])
     assert is_described(key, size=8)
-    assert not is_described(key, size=0)
-    assert not is_described(key[:, :1].expand(2, 3, 40, 64))
-    assert not is_described(key[..., :60])
-    assert not is_described(key[..., 4:36])
-    assert not is_described(torch.empty(2, 3, 40, 68, dtype=torch.bfloat16)[..., :64])
+    for other in (key.float(), key[:0], key[:, :1].expand(2, 3, 40, 64), key[..., :60], key[..., 4:36], odd[..., :64]):
+        assert not is_described(other)
+    for options in ({"rows": 41}, {"capability": (8, 9)}, {"capability": (12, 0)}, {"size": 0}):
+        assert not is_described(key, **options)
+    assert not is_described(wide, mask=mask)
 
 
-def test_tiles_of_one_architecture_are_not_anothers():
-    """10.x shares two lines with 9.x, and the others are chosen by measurement. No kind of operands lacks a tile."""
-    shared = {name for name, line in tiles.HALF_10.items() if line == tiles.HALF.get(name)}
-    assert shared == {"forward_few", "grad_mask"}
+def test_every_kind_of_operands_has_tiles():
+    """No kind of operands lacks a tile."""
     for lines in (tiles.HALF, tiles.HALF_10):
         for kernel in ("forward", "grad_query", "grad_key_value"):
             for kind in ("regular", "pointers", "irregular", "masked"):
