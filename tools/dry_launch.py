@@ -37,9 +37,9 @@ class Dry(FakeTensorMode):
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastattn":
+        name = func._schema.name.removeprefix("fastattn::")
+        if name in RECORDS:
             with self:
-                name = func._schema.name.removeprefix("fastattn::")
                 return TABLE[args[-1]].FUNCTIONS[name](unflatten(RECORDS[name], args[:-1]))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in COPIES and len({t.device for t in (out, *args) if isinstance(t, torch.Tensor)}) > 1:
