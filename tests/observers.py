@@ -27,13 +27,6 @@ def count_reads(model):
     return counts
 
 
-class Noisy(nn.Module):
-    """Parametrisation with another value at each read: it adds noise to the weight."""
-
-    def forward(self, original):
-        return original + torch.randn_like(original)
-
-
 class Lora(nn.Module):
     """Linear module ``base`` with an adapter of rank 2."""
 
