@@ -1,5 +1,5 @@
-"""All private parts of torch that fastattn uses. If one of them breaks, ``tests/test_torch_private.py`` says what torch
-changed."""
+"""All private parts of torch that fastattn uses. The tests marked ``torch_version`` show whether a version of torch has
+changed one."""
 
 from __future__ import annotations
 
