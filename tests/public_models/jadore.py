@@ -96,69 +96,40 @@ class DecoderLayer(nn.Module):
         return self.pos_ffn(out), own, other
 
 
-class Encoder(nn.Module):
-    def __init__(
-        self,
-        n_src_vocab,
-        d_word_vec,
-        n_layers,
-        n_head,
-        d_k,
-        d_v,
-        d_model,
-        d_inner,
-        pad_idx,
-        dropout=0.1,
-        n_position=200,
-    ):
+class Stack(nn.Module):
+    """What the program's Encoder and Decoder have in common, but for the name of their embedding."""
+
+    def __init__(self, layer, d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner, dropout=0.1, n_position=200):
         super().__init__()
-        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx)
         self.position_enc = PositionalEncoding(d_word_vec, n_position=n_position)
         self.dropout = nn.Dropout(p=dropout)
-        self.layer_stack = nn.ModuleList(
-            EncoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout=dropout) for _ in range(n_layers)
-        )
+        layers = (layer(d_model, d_inner, n_head, d_k, d_v, dropout=dropout) for _ in range(n_layers))
+        self.layer_stack = nn.ModuleList(layers)
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)  # never called
 
-    def forward(self, src_seq, src_mask, return_attns=False):
-        out, attns = self.dropout(self.position_enc(self.src_word_emb(src_seq))), []
+
+class Encoder(Stack):
+    def __init__(self, vocab, pad_idx, *sizes, **others):
+        super().__init__(EncoderLayer, *sizes, **others)
+        self.src_word_emb = nn.Embedding(vocab, sizes[0], padding_idx=pad_idx)
+
+    def forward(self, src_seq, src_mask):
+        out = self.dropout(self.position_enc(self.src_word_emb(src_seq)))
         for layer in self.layer_stack:
-            out, attn = layer(out, slf_attn_mask=src_mask)
-            attns += [attn] if return_attns else []
-        return (out, attns) if return_attns else (out,)
+            out, _ = layer(out, slf_attn_mask=src_mask)
+        return (out,)
 
 
-class Decoder(nn.Module):
-    def __init__(
-        self,
-        n_trg_vocab,
-        d_word_vec,
-        n_layers,
-        n_head,
-        d_k,
-        d_v,
-        d_model,
-        d_inner,
-        pad_idx,
-        n_position=200,
-        dropout=0.1,
-    ):
-        super().__init__()
-        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position=n_position)
-        self.dropout = nn.Dropout(p=dropout)
-        self.layer_stack = nn.ModuleList(
-            DecoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout=dropout) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)  # never called
+class Decoder(Stack):
+    def __init__(self, vocab, pad_idx, *sizes, **others):
+        super().__init__(DecoderLayer, *sizes, **others)
+        self.trg_word_emb = nn.Embedding(vocab, sizes[0], padding_idx=pad_idx)
 
-    def forward(self, trg_seq, trg_mask, enc_output, src_mask, return_attns=False):
-        out, owns, others = self.dropout(self.position_enc(self.trg_word_emb(trg_seq))), [], []
+    def forward(self, trg_seq, trg_mask, enc_output, src_mask):
+        out = self.dropout(self.position_enc(self.trg_word_emb(trg_seq)))
         for layer in self.layer_stack:
-            out, own, other = layer(out, enc_output, slf_attn_mask=trg_mask, dec_enc_attn_mask=src_mask)
-            owns += [own] if return_attns else []
-            others += [other] if return_attns else []
-        return (out, owns, others) if return_attns else (out,)
+            out, *_ = layer(out, enc_output, slf_attn_mask=trg_mask, dec_enc_attn_mask=src_mask)
+        return (out,)
 
 
 def get_pad_mask(seq, pad_idx):
@@ -180,8 +151,8 @@ class Transformer(nn.Module):
         self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
         sizes = d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner
         others = {"dropout": dropout, "n_position": n_position}
-        self.encoder = Encoder(n_src_vocab, *sizes, src_pad_idx, **others)
-        self.decoder = Decoder(n_trg_vocab, *sizes, trg_pad_idx, **others)
+        self.encoder = Encoder(n_src_vocab, src_pad_idx, *sizes, **others)
+        self.decoder = Decoder(n_trg_vocab, trg_pad_idx, *sizes, **others)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:

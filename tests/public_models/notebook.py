@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from public_models.jadore import get_subsequent_mask
+
 
 def scaled_dot_product_attention(Q, K, V, temperature, dropout, mask=None):
     scores = Q.bmm(K.transpose(1, 2))
@@ -98,45 +100,20 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(self.encoder_decoder_attention(out, encoder_output, encoder_output))
 
 
-class Encoder(nn.Module):
-    def __init__(
-        self, num_tokens, N=6, h=8, d_model=512, d_word_vec=512, attn_dropout=0.1, feed_forward_dropout=0.1,
-        n_positions=512,
-    ):  # fmt: skip
+class Stack(nn.Module):
+    """The program's Encoder and Decoder, which differ in their layers and in what they pass on."""
+
+    def __init__(self, layer, num_tokens, N, h, d_model, d_word_vec, attn_dropout, feed_forward_dropout, n_positions):
         super().__init__()
-        self.d_model = d_model
         self.token_emb = nn.Embedding(num_tokens, d_word_vec)
         self.positional_enc = PositionalEncoding(n_positions)  # bug: d_model is meant
-        self.layers = nn.ModuleList(EncoderLayer(h, d_model, attn_dropout, feed_forward_dropout) for _ in range(N))
+        self.layers = nn.ModuleList(layer(h, d_model, attn_dropout, feed_forward_dropout) for _ in range(N))
 
-    def forward(self, x):
+    def forward(self, x, *encoded, **masks):
         x = self.positional_enc(self.token_emb(x)).to(self.token_emb.weight.dtype)  # the program has .float()
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, *encoded, **masks)
         return x
-
-
-class Decoder(nn.Module):
-    def __init__(
-        self, num_tokens, N=6, h=8, d_model=512, d_word_vec=512, attn_dropout=0.1, feed_forward_dropout=0.1,
-        n_positions=200,
-    ):  # fmt: skip
-        super().__init__()
-        self.d_model = d_model
-        self.token_emb = nn.Embedding(num_tokens, d_word_vec)
-        self.positional_enc = PositionalEncoding(n_positions)
-        self.layers = nn.ModuleList(DecoderLayer(h, d_model, attn_dropout, feed_forward_dropout) for _ in range(N))
-
-    def forward(self, target, encoder_output, self_attn_mask):
-        out = self.positional_enc(self.token_emb(target)).to(self.token_emb.weight.dtype)
-        for layer in self.layers:
-            out = layer(out, encoder_output, self_attn_mask=self_attn_mask)
-        return out
-
-
-def get_subsequent_mask(seq):
-    length = seq.size(1)
-    return (1 - torch.ones((1, length, length), device=seq.device).triu(diagonal=1)).bool()
 
 
 class Transformer(nn.Module):
@@ -146,10 +123,9 @@ class Transformer(nn.Module):
     ):  # fmt: skip
         super().__init__()
         sizes = N, h, d_model, d_word_vec, attn_dropout, feed_forward_dropout, n_positions
-        self.encoder = Encoder(num_tokens_src, *sizes)
-        self.decoder = Decoder(num_tokens_tgt, *sizes)
+        self.encoder = Stack(EncoderLayer, num_tokens_src, *sizes)
+        self.decoder = Stack(DecoderLayer, num_tokens_tgt, *sizes)
         self.linear = nn.Linear(d_model, num_tokens_tgt)
 
     def forward(self, source, target):
-        encoded = self.encoder(source)
-        return self.linear(self.decoder(target, encoded, get_subsequent_mask(target)))
+        return self.linear(self.decoder(target, self.encoder(source), self_attn_mask=get_subsequent_mask(target)))
