@@ -88,24 +88,6 @@ def test_registered_and_not_active():
     assert ops(sdpa, *operands(2, 2, 5)) == [FLASH]
 
 
-@pytest.mark.slow
-def test_costs_an_import_nothing(python):
-    """`import torch` already loads all that the registry imports of torch, so neither dynamo nor inductor is loaded."""
-    loaded = python(
-        """
-        import sys, torch
-        before = set(sys.modules)
-        import torch.nn.attention
-        torch.compiler.config
-        torch._subclasses
-        print({name for name in set(sys.modules) - before if name.startswith("torch.nn.attention")})
-        import fastattn.integrations.registry
-        print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
-        """
-    )
-    assert loaded.split("\n")[:2] == ["set()", "False False"]
-
-
 # Calls that torch's function takes: (operands, its further arguments)
 CALLS = {
     "plain": lambda: (operands(2, 3, 7), {}),
