@@ -52,11 +52,12 @@ def jagged_module(offsets):
     return call
 
 
-def padded_module(padding):
-    return lambda leaf: MODULE(leaf[0], leaf[0], leaf[0], key_padding_mask=padding)[0]
+def module(name, **options):
+    """Return a call of the module with the argument as its mask of this name."""
+    return lambda mask: lambda leaf: MODULE(leaf[0], leaf[0], leaf[0], **{name: mask}, **options)[0]
 
 
-MASK, SEED = torch.randn(L, L) > 0, torch.tensor([3, 4])
+MASK, FLOATS, SEED = torch.randn(L, L) > 0, torch.linspace(-1, 1, L * L).view(L, L), torch.tensor([3, 4])
 MODULE = fastattn.MultiHeadAttention(E, 2, batch_first=True)
 
 # Calls by the argument that is changed: the call, the argument, and a function that changes it.
@@ -71,7 +72,9 @@ CHANGED = {
     "packed, offsets": (lambda offsets: packed(offsets=offsets), OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "packed, used": (lambda used: packed(seqused_k=used), torch.tensor([3, 5]), lambda t: t - 1),
     "packed, seed": (lambda seed: packed(dropout_p=0.5, seed=seed), SEED, lambda t: t + 1),
-    "module, float padding": (padded_module, torch.linspace(-1, 1, L * L).view(L, L), torch.zeros_like),
+    "module, float padding": (module("key_padding_mask", need_weights=False), FLOATS, torch.zeros_like),
+    "module with weights, float padding": (module("key_padding_mask"), FLOATS, torch.zeros_like),
+    "module with weights, float mask": (module("attn_mask"), FLOATS, torch.zeros_like),
     "jagged heads, offsets": (jagged_heads, OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "jagged module, offsets": (jagged_module, OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "dropout, seed": (lambda seed: lambda leaf: dropout(leaf, seed=seed), SEED, lambda t: t + 1),
@@ -120,29 +123,6 @@ def test_arguments_may_change_before_the_backward_pass_of_a_transform(case):
             changed.copy_(change(changed))
         found += pull(torch.ones_like(out))
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("kind", ["torch", "fastattn", "patched"])
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_float_masks_of_modules_that_torch_copies(kind, inference, need_weights):
-    """The padding, and beside weights the mask: refilled before the backward pass, or made in inference mode."""
-    factory = fastattn.MultiHeadAttention if kind == "fastattn" else torch.nn.MultiheadAttention
-    module, x = factory(E, 2, batch_first=True), torch.randn(2, L, E)
-    if kind == "patched":
-        assert fastattn.patch(module).changed
-    grads = []
-    for change in (False, True):
-        with torch.inference_mode(inference):
-            masks = {"key_padding_mask": torch.linspace(-1, 1, 2 * L).view(2, L)}
-            if need_weights:
-                masks["attn_mask"] = torch.linspace(-1, 1, L * L).view(L, L)
-        out, _ = module(x, x, x, need_weights=need_weights, **masks)
-        if change:
-            for mask in masks.values():
-                mask.numpy().fill(0)
-        grads.append(gradient(out, module.in_proj_weight))
-    torch.testing.assert_close(*grads)
 
 
 def test_a_float_mask_that_is_changed_raises_as_torchs_does():
