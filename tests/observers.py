@@ -1,8 +1,9 @@
-"""Additions that programs make to a module: parametrisations, one of which counts, and adapters of low rank."""
+"""Observers of calls: parametrisations that count, adapters of low rank, and a recorder of ops."""
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counted(nn.Module):
@@ -42,3 +43,15 @@ class Lora(nn.Module):
     def merged(self):
         """Return the weight of the linear module that computes the same."""
         return self.base.weight + self.up @ self.down
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that records (op, args, kwargs) of every call below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))

@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 from conftest import BACKENDS, interpreted, slow
+from observers import Recorder
 from oracle import gradients
 from pairs import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
@@ -37,12 +37,11 @@ def attention(n):
 # Calls by name: (function of tensors, function that makes the tensors at size n).
 CALLS = {
     "attention": (
-        lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True),
-        attention,
+        lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True, return_lse=True), attention
     ),
     "attention, masks and dropout": (
-        lambda q, k, v, m: scaled_dot_product_attention(
-            q, k, v, m, 0.2, enable_gqa=True, key_lengths=torch.tensor([3, 7]), window_size=(9, 9), seed=SEED
+        lambda *qkvm: scaled_dot_product_attention(
+            *qkvm, 0.2, enable_gqa=True, key_lengths=torch.tensor([3, 7]), window_size=(9, 9), seed=SEED
         ),
         lambda n: (*attention(n), torch.randn(n, n + 3)),
     ),
@@ -51,9 +50,7 @@ CALLS = {
         lambda n: attention(n)[:2],
     ),
     "varlen": (
-        lambda q, k, v: varlen_attn(
-            q, k, v, sequences(24), sequences(24), 24, 24, dropout_p=0.2, is_causal=True, seed=SEED
-        ),
+        lambda *qkv: varlen_attn(*qkv, *[sequences(24)] * 2, 24, 24, dropout_p=0.2, is_causal=True, seed=SEED),
         lambda n: tuple(torch.randn(24, 2, n) for _ in range(3)),
     ),
     "softmax_dropout": (
@@ -61,36 +58,23 @@ CALLS = {
         lambda n: (torch.randn(2, 3, n, n + 3), torch.randn(n, 1)),
     ),
     "layer_norm": (
-        lambda x, w, b: layer_norm(x, (16,), w, b),
-        lambda n: (torch.randn(2, n, 16), torch.randn(16), torch.randn(16)),
+        lambda x, w, b: layer_norm(x, (16,), w, b), lambda n: (torch.randn(2, n, 16), *torch.randn(2, 16).unbind())
     ),
     "dropout_add_layer_norm": (
-        lambda x, r, w, b: fastattn.dropout_add_layer_norm(x, r, w, b, 0.2, prenorm=True, seed=SEED, out_dtype=x.dtype),
-        lambda n: (torch.randn(2, n, 16).bfloat16(), torch.randn(2, n, 16), torch.randn(16), torch.randn(16)),
+        lambda x, *rwb: fastattn.dropout_add_layer_norm(x, *rwb, 0.2, prenorm=True, seed=SEED, out_dtype=x.dtype),
+        lambda n: (torch.randn(2, n, 16).bfloat16(), torch.randn(2, n, 16), *torch.randn(2, 16).unbind()),
     ),
     "dropout": (lambda x: dropout(x, 0.2, seed=SEED), lambda n: (torch.randn(n, 3, 4).transpose(0, 1),)),
     "dropout_mask": (lambda x: dropout_mask(x.shape, 0.3, SEED) * x, lambda n: (torch.randn(3, n),)),
-}
-
-
-class Recorder(TorchDispatchMode):
-    """Dispatch mode that records every call of a fastattn op that reaches a backend."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "fastattn":
-            self.calls.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
+}  # fmt: skip
 
 
 def recorded(name):
+    """Return the calls of fastattn's ops that reach a backend."""
     function, tensors = CALLS[name]
     with Recorder() as recorder:
         gradients(function, tensors(13))
-    return recorder.calls
+    return [call for call in recorder.calls if call[0].namespace == "fastattn"]
 
 
 def patched(module):
@@ -290,14 +274,11 @@ def test_several_gradients_at_once(backend, name):
 
 @pytest.mark.parametrize("dims", [(0, None), (None, 1), (2, 0)])
 def test_vmap_over_any_dimension(dims):
+    """Over an empty dimension vmap makes no call and still returns the right shape."""
     tensors = [torch.randn((5, 5) if dim is None else (5, 5, 5)) for dim in dims]
     got = torch.vmap(fastattn.dropout_add_layer_norm, dims, out_dims=1)(*tensors)
     sliced = [[t] * 5 if dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
     assert torch.equal(got, torch.stack(list(map(fastattn.dropout_add_layer_norm, *sliced)), 1))
-
-
-def test_vmap_over_nothing():
-    """vmap over an empty dimension makes no call and still returns the right shape."""
     assert torch.vmap(softmax_dropout)(torch.randn(0, 2, 5)).shape == (0, 2, 5)
 
 
@@ -336,28 +317,20 @@ def with_row_masked_whole(*shape):
 
 
 # Differentiable functions by name: (function, float64 operands).
+HEADS = double(1, 2, 5, 4), double(1, 2, 7, 4), double(1, 2, 7, 3)
 DIFFERENTIABLE = {
     "attention": (
-        lambda q, k, v: scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, None, 0.2, True, return_lse=True, seed=SEED
-        ),
-        (double(1, 5, 2, 4), double(1, 2, 7, 4), double(1, 2, 7, 3)),
+        lambda q, k, v: scaled_dot_product_attention(q.mT, k, v, None, 0.2, True, return_lse=True, seed=SEED),
+        (double(1, 2, 4, 5), *HEADS[1:]),
     ),
-    "attention, row masked whole": (
-        lambda q, k, v, m: scaled_dot_product_attention(q, k, v, m),
-        (double(1, 2, 5, 4), double(1, 2, 7, 4), double(1, 2, 7, 3), with_row_masked_whole(5, 7)),
-    ),
-    "weights": (
-        lambda q, k: fastattn.attention_weights(q, k, None, 0.2, True, seed=SEED),
-        (double(1, 2, 5, 4), double(1, 2, 7, 4)),
-    ),
+    "attention, row masked whole": (scaled_dot_product_attention, (*HEADS, with_row_masked_whole(5, 7))),
+    "weights": (lambda q, k: fastattn.attention_weights(q, k, None, 0.2, True, seed=SEED), HEADS[:2]),
     "varlen": (
         lambda q, k, v: varlen_attn(q, k, v, *[torch.tensor([0, 2, 5])] * 2, 3, 3, is_causal=True, return_lse=True),
         (double(5, 2, 4), double(5, 2, 4), double(5, 2, 3)),
     ),
     "softmax_dropout": (
-        lambda x, m: softmax_dropout(x, 0.2, m, True, 0.5, seed=SEED),
-        (double(2, 3, 5, 7), double(5, 1)),
+        lambda x, m: softmax_dropout(x, 0.2, m, True, 0.5, seed=SEED), (double(2, 3, 5, 7), double(5, 1))
     ),
     "layer_norm": (lambda x, w, b: layer_norm(x, (6,), w, b), (double(3, 6), double(6), double(6))),
     "dropout_add_layer_norm": (
@@ -365,7 +338,7 @@ DIFFERENTIABLE = {
         (double(3, 6), double(3, 6), double(6), double(6)),
     ),
     "dropout": (lambda x: dropout(x, 0.2, seed=SEED), (double(4, 3, 2),)),
-}
+}  # fmt: skip
 
 
 def loss_of(function, others):
@@ -380,31 +353,21 @@ def loss_of(function, others):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_forward_mode(name):
-    """Forward-mode derivatives agree with finite differences, for plain dual tensors and inside vmap.
-    torch.func.hessian, which builds on them, agrees with double backward."""
+def test_forward_mode_and_nested_transforms(name):
+    """Forward-mode derivatives agree with finite differences, for plain dual tensors and inside vmap. Second
+    derivatives by two transforms, one of which may be forward, agree with double backward."""
     function, tensors = DIFFERENTIABLE[name]
     torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_batched_forward_grad=True, fast_mode=True)
     first, *others = (t.detach() for t in tensors)
     loss = loss_of(function, others)
+    found = torch.func.hessian(loss)(first)
     with fastattn.backend("reference"):
         wanted = torch.autograd.functional.hessian(loss, first)
-    torch.testing.assert_close(torch.func.hessian(loss)(first), wanted)
+        for inner in (torch.func.grad, torch.func.jacrev):
+            torch.testing.assert_close(torch.func.jacrev(inner(loss))(first), wanted)
+    torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-@pytest.mark.parametrize("inner", [torch.func.grad, torch.func.jacrev])
-def test_nested_transforms(name, inner):
-    """A transform differentiates the derivatives that another one inside it has taken."""
-    function, tensors = DIFFERENTIABLE[name]
-    first, *others = (t.detach() for t in tensors)
-    loss = loss_of(function, others)
-    with fastattn.backend("reference"):
-        wanted = torch.autograd.functional.hessian(loss, first)
-        torch.testing.assert_close(torch.func.jacrev(inner(loss))(first), wanted)
-
-
-@pytest.mark.torch_version
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "dropout"])  # dropout is linear
 def test_nested_transforms_of_a_compiled_kernel_are_refused(name):
     """A nested gradient raises as double backward does, because a derivative would be left out."""

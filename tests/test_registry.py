@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import require, slow
+from observers import Recorder
 from oracle import assert_accurate, gradients
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +15,6 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl, curren
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import emulation
@@ -53,26 +53,14 @@ def served(request):
     return served
 
 
-class Ops(TorchDispatchMode):
-    """Recorder of the names of the ops of attention below autograd."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "attention" in str(function):
-            self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 OURS, FLASH = "fastattn.attention.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 def ops(function, *args, **options):
-    with Ops() as found:
+    """Return the names of the ops of attention that the call reaches below autograd."""
+    with Recorder() as recorder:
         function(*args, **options)
-    return found.names
+    return [str(op) for op, *_ in recorder.calls if "attention" in str(op)]
 
 
 def operands(*sizes, keys=11, size=16, kv_heads=None, value_size=None, dtype=torch.float32):
