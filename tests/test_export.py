@@ -11,18 +11,7 @@ from conftest import require_package
 from torch import nn
 
 import fastattn
-from fastattn import (
-    Transformer,
-    TransformerConfig,
-    attention_weights,
-    dropout,
-    dropout_add_layer_norm,
-    dropout_mask,
-    layer_norm,
-    scaled_dot_product_attention,
-    softmax_dropout,
-    varlen_attn,
-)
+from fastattn import Transformer, dropout, layer_norm, scaled_dot_product_attention, softmax_dropout, varlen_attn
 
 pytestmark = pytest.mark.torch_version
 SEED = torch.tensor([3, 4])
@@ -70,7 +59,7 @@ SEES = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) < 0.7
 SEES[2] = False
 BIAS = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2))
 CU_SEQ = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
-SIZES = TransformerConfig(40, d_model=16, d_ff=32, num_heads=2, encoder_layers=2, decoder_layers=1)
+SIZES = fastattn.TransformerConfig(40, d_model=16, d_ff=32, num_heads=2, encoder_layers=2, decoder_layers=1)
 
 # Cases by name: (module, its arguments).
 CASES = {
@@ -94,7 +83,7 @@ CASES = {
         (*(t.nan_to_num().half() for t in attention()), BIAS),
     ),
     "weights": (
-        Call(lambda q, k, v, mask, lengths: attention_weights(q, k, mask, enable_gqa=True, key_lengths=lengths)),
+        Call(lambda q, k, v, mask, used: fastattn.attention_weights(q, k, mask, enable_gqa=True, key_lengths=used)),
         (*attention(), SEES, LENGTHS),
     ),
     "varlen": (
@@ -111,11 +100,11 @@ CASES = {
         (torch.randn(3, 4, 8), torch.randn(4, 8), torch.randn(4, 8)),
     ),
     "dropout_add_layer_norm": (
-        Call(lambda x, r, w: dropout_add_layer_norm(x, r, w, None, prenorm=True, out_dtype=torch.float16)),
+        Call(lambda x, r, w: fastattn.dropout_add_layer_norm(x, r, w, None, prenorm=True, out_dtype=torch.float16)),
         (torch.randn(3, 8).half(), torch.randn(3, 8), torch.randn(8)),
     ),
     "dropout of nothing": (
-        Call(lambda x: dropout(x, 0.0) + dropout(x, 0.3, training=False) + dropout_mask(x.shape, 0.0, SEED)),
+        Call(lambda x: dropout(x, 0.0) + dropout(x, 0.3, training=False) + fastattn.dropout_mask(x.shape, 0.0, SEED)),
         (torch.randn(3, 8),),
     ),
     "MultiHeadAttention": (Attend().eval(), (torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[5], [0], [3]]))),
@@ -202,9 +191,9 @@ def test_onnx(name, from_export):
 DROPPING = {
     "attention": lambda x: scaled_dot_product_attention(x, x, x, dropout_p=0.1),
     "softmax_dropout": lambda x: softmax_dropout(x, 0.1),
-    "dropout_add_layer_norm": lambda x: dropout_add_layer_norm(x, x, dropout_p=0.1),
+    "dropout_add_layer_norm": lambda x: fastattn.dropout_add_layer_norm(x, x, dropout_p=0.1),
     "dropout": lambda x: dropout(x, 0.1),
-    "dropout_mask": lambda x: dropout_mask(x.shape, 0.1, SEED),
+    "dropout_mask": lambda x: fastattn.dropout_mask(x.shape, 0.1, SEED),
     "varlen_attention": lambda x: varlen_attn(x[0], x[0], x[0], CU_SEQ, CU_SEQ, 7, 7, dropout_p=0.1),
 }
 
