@@ -4,16 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastattn import (
-    MultiHeadAttention,
-    attention_weights,
-    dropout,
-    dropout_add_layer_norm,
-    dropout_mask,
-    layer_norm,
-    softmax_dropout,
-    varlen_attn,
-)
+import fastattn
+from fastattn import dropout, dropout_mask, layer_norm, softmax_dropout, varlen_attn
 from fastattn import scaled_dot_product_attention as attention
 
 pytestmark = pytest.mark.torch_version
@@ -147,7 +139,7 @@ REFUSED = {
     "no heads": (lambda: attention(*[jagged(QUERIES, 8)] * 3), "unflatten"),
     "beside dense": (lambda: attention(JAGGED, X, X), "query .* make all operands jagged"),
     "dense query": (lambda: attention(X, JAGGED, JAGGED), "key .* make all operands jagged"),
-    "weights": (lambda: attention_weights(JAGGED, JAGGED), "to_padded_tensor"),
+    "weights": (lambda: fastattn.attention_weights(JAGGED, JAGGED), "to_padded_tensor"),
     "strided": (lambda: attention(NESTED, NESTED, NESTED), "strided.* to_padded_tensor"),
     "strided layer_norm": (lambda: layer_norm(NESTED, (8,)), "strided.* to_padded_tensor"),
     "strided dropout": (lambda: dropout(NESTED), "strided.* to_padded_tensor"),
@@ -157,7 +149,7 @@ REFUSED = {
     "sparse weight": (lambda: layer_norm(X, (8,), torch.ones(8).to_sparse()), "weight .* to_dense"),
     "sparse dropout": (lambda: dropout(X.to_sparse()), "input .* to_dense"),
     "sparse softmax": (lambda: softmax_dropout(X.to_sparse()), "input .* to_dense"),
-    "sparse residual": (lambda: dropout_add_layer_norm(X, X.to_sparse()), "residual .* to_dense"),
+    "sparse residual": (lambda: fastattn.dropout_add_layer_norm(X, X.to_sparse()), "residual .* to_dense"),
     "sparse packed": (lambda: varlen_attn(*[X[0].to_sparse()] * 3, *[torch.tensor([0, 3])] * 2, 3, 3), "to_dense"),
     "mkldnn": (lambda: attention(*[X.to_mkldnn()] * 3), "query .*mkldnn.* to_dense"),
     "mkldnn layer_norm": (lambda: layer_norm(X.to_mkldnn(), (8,)), "input .* to_dense"),
@@ -175,7 +167,7 @@ def test_a_module_takes_a_tensor_with_holes():
     assert torch.equal(out.offsets(), torch.tensor([0, 3, 5]))
 
 
-HEADS = MultiHeadAttention(8, 2, batch_first=True)
+HEADS = fastattn.MultiHeadAttention(8, 2, batch_first=True)
 PACKED, ROWS = X[0], torch.tensor([0, 3])
 SECONDARY = {
     "attn_mask": lambda t: attention(X, X, X, t.bool()),
@@ -187,7 +179,7 @@ SECONDARY = {
     "softmax_dropout: attn_mask": lambda t: softmax_dropout(X, attn_mask=t.bool()),
     "weight": lambda t: layer_norm(X, (8,), t.float()),
     "bias": lambda t: layer_norm(X, (8,), None, t.float()),
-    "residual": lambda t: dropout_add_layer_norm(X, t.float()),
+    "residual": lambda t: fastattn.dropout_add_layer_norm(X, t.float()),
     "dropout_mask: seed": lambda t: dropout_mask((2, 3), 0.1, t),
     "MultiHeadAttention: attn_mask": lambda t: HEADS(X[0], X[0], X[0], attn_mask=t.bool()),
     "MultiHeadAttention: key_padding_mask": lambda t: HEADS(X[0], X[0], X[0], key_padding_mask=t.float()),
