@@ -8,15 +8,7 @@ from torch.nn import functional as F
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import fastattn
-from fastattn import (
-    attention_weights,
-    dropout,
-    dropout_add_layer_norm,
-    layer_norm,
-    scaled_dot_product_attention,
-    softmax_dropout,
-    varlen_attn,
-)
+from fastattn import dropout, layer_norm, scaled_dot_product_attention, softmax_dropout, varlen_attn
 
 L, E = 9, 8
 OFFSETS = torch.tensor([0, 4, L])
@@ -79,7 +71,7 @@ CHANGED = {
     "jagged module, offsets": (jagged_module, OFFSETS.clone(), lambda t: t - (t == 4).long()),
     "dropout, seed": (lambda seed: lambda leaf: dropout(leaf, seed=seed), SEED, lambda t: t + 1),
     "dropout_add_layer_norm, seed": (
-        lambda seed: lambda leaf: dropout_add_layer_norm(leaf, leaf, dropout_p=0.5, seed=seed), SEED, lambda t: t + 1,
+        lambda seed: lambda x: fastattn.dropout_add_layer_norm(x, x, dropout_p=0.5, seed=seed), SEED, lambda t: t + 1,
     ),
 }  # fmt: skip
 
@@ -161,11 +153,11 @@ def zeros(tensor):
 
 LAZY = {
     "attention": lambda t: scaled_dot_product_attention(t, t, t, t[0, 0, :, :1]),
-    "attention_weights": lambda t: attention_weights(t, t, t[0, 0, :, :1]),
+    "attention_weights": lambda t: fastattn.attention_weights(t, t, t[0, 0, :, :1]),
     "varlen_attn": lambda t: varlen_attn(t[0], t[0], t[0], OFFSETS, OFFSETS, L, L),
     "softmax_dropout": lambda t: softmax_dropout(t, attn_mask=t[:, :1]),
     "layer_norm": lambda t: layer_norm(t, (E,), t[0, 0, 0], t[0, 0, 1]),
-    "dropout_add_layer_norm": lambda t: dropout_add_layer_norm(t, t, t[0, 0, 0], t[0, 0, 1]),
+    "dropout_add_layer_norm": lambda t: fastattn.dropout_add_layer_norm(t, t, t[0, 0, 0], t[0, 0, 1]),
     "dropout": lambda t: dropout(t, seed=torch.tensor([1, 2])),
 }
 
