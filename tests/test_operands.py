@@ -1,6 +1,8 @@
 """Tests of operands whose memory the backward pass or a kernel may not simply read: changed, lazy, of inference
 mode."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -90,10 +92,10 @@ def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backen
     call, argument, change = CHANGED[case]
     leaf = operand(1, L, L, E)
     wanted = gradient(call(argument)(leaf), leaf)
-    for copy in COPIES.values():
+    for change_to in COPIES.values():
         changed = argument.clone()
         out = call(changed)(leaf)
-        copy(changed, change(changed))
+        change_to(changed, change(changed))
         assert torch.equal(gradient(out, leaf), wanted)
         assert not torch.equal(changed, argument)
     with torch.inference_mode():
@@ -184,17 +186,28 @@ def test_lazy_operands(backend, name, lazy):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("module", ["LayerNorm", "DropoutAddLayerNorm"])
-def test_gradients_per_sample(module):
-    """Gradients per sample are torch's. ``call_for_per_sample_grads`` replaces parameters by objects that know only
-    torch's own functions."""
-    x, found = torch.randn(3, L, E), []
-    operands = (x,) * (2 if module == "DropoutAddLayerNorm" else 1)
-    for norm, given in ((getattr(fastattn, module)(E).eval(), operands), (torch.nn.LayerNorm(E), (sum(operands),))):
-        torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
-        call_for_per_sample_grads(norm)(*given).square().sum().backward()
-        found.append([norm.weight.grad_sample, norm.bias.grad_sample])
-    torch.testing.assert_close(*found)
+class Block(torch.nn.Sequential):
+    """Layers that torch's own per-sample gradients serve."""
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "DropoutAddLayerNorm", "patched"])
+def test_gradients_per_sample(kind):
+    """Gradients per sample are torch's, in a patched model too. ``call_for_per_sample_grads`` replaces parameters by
+    objects that know only torch's own functions."""
+    x, norm = torch.randn(3, L, E), torch.nn.LayerNorm(E)
+    torch.nn.init.normal_(norm.weight)
+    operands = (x,) * (2 if kind == "DropoutAddLayerNorm" else 1)
+    if kind == "patched":
+        theirs = Block(torch.nn.Linear(E, E), norm, torch.nn.Dropout(0.0), torch.nn.Linear(E, 2))
+        ours = copy.deepcopy(theirs)
+        assert fastattn.patch(ours).changed
+    else:
+        ours, theirs = getattr(fastattn, kind)(E).eval(), norm
+        ours.load_state_dict(theirs.state_dict())
+    for module, given in ((ours, operands), (theirs, (sum(operands),))):
+        call_for_per_sample_grads(module)(*given).square().sum().backward()
+    found, wanted = ([parameter.grad_sample for parameter in module.parameters()] for module in (ours, theirs))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.torch_version
@@ -210,27 +223,8 @@ def test_arguments_may_change_before_a_compiled_backward_pass(case, compiler):
     compiled = torch.compile(lambda leaf, changed: call(changed)(leaf), backend=compiler, fullgraph=True)
     with torch.compiler.config.patch(force_disable_caches=True):  # their keys do not have the code of ops
         for is_view in (False, True):
-            for copy in COPIES.values():
+            for change_to in COPIES.values():
                 changed = argument.clone()
                 out = compiled(leaf, changed[:] if is_view else changed)
-                copy(changed, change(changed))
+                change_to(changed, change(changed))
                 torch.testing.assert_close(gradient(out, leaf), wanted)
-
-
-def test_gradients_per_sample_of_a_patched_model():
-    """Gradients per sample survive patching, since a patched norm passes such a parameter to torch's function, as the
-    program does."""
-
-    class Block(torch.nn.Sequential):
-        """Layers that torch's own per-sample gradients serve."""
-
-    x, found = torch.randn(3, L, E), []
-    model = Block(torch.nn.Linear(E, E), torch.nn.LayerNorm(E), torch.nn.Dropout(0.0), torch.nn.Linear(E, 2))
-    for patched in (False, True):
-        if patched:
-            assert fastattn.patch(model).changed
-        call_for_per_sample_grads(model)(x).square().sum().backward()
-        found.append([parameter.grad_sample for parameter in model.parameters()])
-        for parameter in model.parameters():
-            del parameter.grad_sample
-    torch.testing.assert_close(*found)
