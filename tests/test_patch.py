@@ -573,16 +573,6 @@ def test_unread_weights_are_not_computed(attention, monkeypatch):
     model(*args)
 
 
-class Thrice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
-
-
 def changed(change):
     """Return ``change``, which changes its tensor, as a function that returns the tensor's new values."""
 
@@ -681,11 +671,6 @@ def test_uses_that_only_a_tensor_has_are_refused(python):
         from torch.utils.checkpoint import checkpoint
         from fastattn.integrations.patching.weights import weights_when_read
 
-        class Thrice(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x * 3
-
         USES = {
             "another tensor's data": lambda x, t: setattr(x, "data", t),
             "a parameter's data": lambda x, t: setattr(nn.Parameter(x), "data", t),
@@ -697,7 +682,6 @@ def test_uses_that_only_a_tensor_has_are_refused(python):
             "vmap": lambda x, t: torch.vmap(torch.sin)(t),
             "torch.func.grad": lambda x, t: torch.func.grad(torch.sum)(t),
             "fastattn": lambda x, t: fastattn.layer_norm(t, 4),
-            "autograd.Function": lambda x, t: Thrice.apply(t),
             "a reentrant checkpoint": lambda x, t: checkpoint(torch.sin, t, use_reentrant=True),
         }
         for name, use in USES.items():
@@ -715,7 +699,6 @@ def test_uses_that_only_a_tensor_has_are_refused(python):
 USED = {
     "arithmetic": lambda t: t * 2,
     "in place": lambda t: t.mul_(2).unsqueeze_(0),
-    "autograd.Function": lambda t: Thrice.apply(t.clone()),
     "a checkpoint": lambda t: checkpoint(torch.sin, t, use_reentrant=False),
     "compiled": lambda t: torch.compile(lambda x: x * 2, backend="aot_eager")(t),
 }
