@@ -377,7 +377,6 @@ def test_torchs_encoder_layer_calls_our_attention(backend, calls, masks, trainin
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_torchs_encoder_layer_calls_a_copy_too(calls, copied):
     layer = copied(encoder()[0].eval())
-    layer.self_attn.out_proj.register_forward_pre_hook(lambda *_: None).remove()
     with torch.no_grad():
         layer(X7)
     assert len(calls) == 1

@@ -10,7 +10,6 @@ from conftest import require, slow
 from observers import Recorder
 from oracle import assert_accurate, gradients
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -171,13 +170,6 @@ def test_function_transforms(active):
     assert OURS not in ops(torch.vmap(self_attention), q)
     leaf = q.clone().requires_grad_()
     assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
-
-
-def test_fake_tensors(active):
-    with FakeTensorMode() as mode:
-        q, k, v = (mode.from_tensor(tensor.transpose(1, 2)) for tensor in operands(2, 7, 3, keys=3))
-        out = sdpa(q, k, v)
-    assert (out.shape, out.stride()) == (q.shape, q.stride())
 
 
 def test_export(active):
