@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import require_package, slow
+from oracle import dropout_factor
 from public_models import KNOWN, annotated, jadore, notebook
 from torch import nn
 from torch.nn import functional as F
@@ -127,6 +128,7 @@ def pair(request):
     patched = copy.deepcopy(model)
     report = fastattn.patch(patched)
     assert report.changed
+    assert all("nothing is left to fuse" in reason for reason in report.left.values())
     return model, patched, args
 
 
@@ -182,9 +184,8 @@ def use_dropout_mask(model):
             seed = check.new_seed(x.device) if head == 0 else forward_of.seed
             forward_of.seed = seed
             shape = (x.size(0), heads, *x.shape[1:]) if heads > 1 else x.shape
-            mask = fastattn.dropout_mask(shape, module.p, seed)
-            factor = 65536 / (65536 - check.threshold("", module.p))
-            return x * (mask[:, head] if heads > 1 else mask) * factor
+            factor = dropout_factor(shape, module.p, seed).to(x.dtype)
+            return x * (factor[:, head] if heads > 1 else factor)
 
         return forward
 
