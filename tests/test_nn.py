@@ -328,6 +328,7 @@ def test_autocast(backend, weights):
     x = torch.randn(2, 7, 16)
     with torch.autocast(DEVICE, torch.bfloat16):
         a, e = ours(x, x, x, need_weights=weights)[0], theirs(x, x, x, need_weights=weights)[0]
+        assert cross(ours, x[0], x[0], need_weights=False, **packed((5, 2))).dtype == torch.bfloat16
     assert a.dtype == e.dtype == torch.bfloat16
     torch.testing.assert_close(a, e, rtol=0.05, atol=0.05)
 
@@ -472,23 +473,31 @@ def jagged(*lengths):
     return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
 
 
+def joined(module, x):
+    return (x + module(x, x, x, need_weights=False)[0]).values()
+
+
+def decoded(module, x):
+    return module(x, x, x, need_weights=False, is_causal=True, **packed((5, 2)))[0]
+
+
 @pytest.mark.slow
-def test_jagged_operands_compile():
-    """Jagged operands compile in one graph, at several lengths, with the residual connection and its gradient."""
+@pytest.mark.parametrize("form", ["jagged", "packed"])
+def test_compiles_whole(form):
+    """Jagged operands compile in one graph at several lengths, with the residual connection. Gradients are eager's."""
     torch._dynamo.reset()
     module = MultiHeadAttention(16, 4, batch_first=True)
-
-    def block(x):
-        return x + module(x, x, x, need_weights=False)[0]
-
-    def results(function, x):
-        out = function(x).values()
-        return out, torch.autograd.grad(out.square().sum(), x)[0].values()
-
-    compiled = torch.compile(block, fullgraph=True, backend="eager", dynamic=True)
-    for lengths in ((3, 5), (2, 6), (1, 4, 2)):
-        x = jagged(*lengths).requires_grad_()
-        close(results(compiled, x), results(block, x))
+    call = functools.partial(joined if form == "jagged" else decoded, module)
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    operands = (
+        [jagged(*lengths) for lengths in ((3, 5), (2, 6), (1, 4, 2))] if form == "jagged" else [torch.randn(7, 16)]
+    )
+    for x in operands:
+        x.requires_grad_()
+        found, wanted = compiled(x), call(x)
+        close(found, wanted)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, wanted)]
+        close(*(grad.values() if grad.is_nested else grad for grad in grads))
     torch._dynamo.reset()
 
 
@@ -575,21 +584,6 @@ def test_packed_operands_drop_what_padded_ones_do(backend):
     close(ours, theirs[real])
     module.eval()
     assert not torch.allclose(ours, call()[0])
-
-
-@pytest.mark.slow
-def test_packed_operands_under_autocast_and_compiled():
-    module, x = MultiHeadAttention(16, 4), torch.randn(7, 16)
-
-    def call(x):
-        return module(x, x, x, need_weights=False, is_causal=True, **packed((5, 2)))[0]
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    for dtype in (torch.bfloat16, torch.float32):
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            assert call(x).dtype == dtype
-            torch.testing.assert_close(call(x).float(), compiled(x).float())
-    torch._dynamo.reset()
 
 
 REFUSED_PACKED = {
