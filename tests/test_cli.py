@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pkgutil
-import random
 import re
 import shlex
 import shutil
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -278,15 +276,6 @@ def test_info(capsys):
     assert report.cpu_name() in out  # as the benchmarks' results name it
 
 
-@pytest.mark.parametrize(("name", "message"), [("missing", "cannot read"), ("short", "has 60 lines but")])
-def test_bad_training_text(small, tmp_path, capsys, name, message):
-    (tmp_path / "short").write_text("one line\n")
-    files, out = [small[0], tmp_path / name], tmp_path / "out"
-    assert message in failure(train_arguments(files, out), capsys)
-    assert message in failure(["train", "--train", *small, "--valid", *files, "--out", out], capsys)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -295,13 +284,9 @@ def test_bad_training_text(small, tmp_path, capsys, name, message):
         (["--vocab-size", "5"], "a vocabulary of 5"),
         (["--vocab-size", "3"], "a vocabulary of 3 is too small: padding, begin, end and unknown alone are 4 pieces"),
         (["--vocab-size", "-1"], "argument --vocab-size: -1 is given, expected a positive number"),
-        (["--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--max-steps", "0"], "argument --max-steps: 0 is given, expected a positive number"),
-        (["--max-minutes", "-2"], "argument --max-minutes: -2 is given, expected a positive number"),
         (["--max-minutes", "nan"], "argument --max-minutes: nan is given, expected a positive number"),
-        (["--batch-tokens", "0"], "argument --batch-tokens: 0 is given, expected a positive number"),
-        (["--save-every", "0"], "argument --save-every: 0 is given, expected a positive number"),
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--seed", str(2**63)], "seed is 9223372036854775808, expected an integer of 64 bits"),
         (["--resume"], "holds no checkpoint to resume from"),
@@ -379,8 +364,11 @@ def test_output_goes_where_it_is_sent(run, day, tmp_path, capsys):
     run_command(*translate, link)
     assert link.is_symlink()
     assert len(read_lines(target)) == 1
-    run_command(*translate, "/dev/null")
-    assert Path("/dev/null").is_char_device()
+    reading, writing = os.pipe()
+    with open(reading) as stream:
+        run_command(*translate, f"/dev/fd/{writing}")
+        os.close(writing)
+        assert stream.read() == target.read_text()
     assert "its folder does not exist" in failure([*translate, tmp_path / "none/file"], capsys)
     assert "it is a folder" in failure([*translate, tmp_path], capsys)
 
@@ -469,19 +457,6 @@ def test_a_mean_without_a_name(run, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "run-mean/model.safetensors").exists()
     monkeypatch.chdir(tmp_path / "run")
     assert f"{tmp_path / 'run-mean'} exists already" in failure(["average", ".", "--last", "1"], capsys)
-
-
-@pytest.mark.parametrize("command", ["train", "demo"])
-def test_where_nothing_can_be_written(small, tmp_path, capsys, command):
-    """An output that cannot be written is reported before any work."""
-    (tmp_path / "file").touch()
-    for out, message in (
-        (tmp_path / "file/run", "not a directory"),
-        (tmp_path / "file", "exists already"),
-        ("/proc/run", "cannot write /proc/run"),
-    ):
-        arguments = train_arguments(small, out) if command == "train" else ["demo", "--out", out]
-        assert message in failure(arguments, capsys)
 
 
 @pytest.mark.slow
@@ -580,12 +555,7 @@ def without_the_package(*arguments):
         ("train --preset tinny", 2, "fastattn train: error: argument --preset: invalid choice: 'tinny'"),
         ("prepare wmt15 out --archives .", 2, "fastattn prepare: error: argument CORPUS: invalid choice"),
         ("translate --beam 0", 2, "fastattn translate: error: argument --beam: 0 is given, expected a positive"),
-        (
-            "translate --attention-layer 1",
-            2,
-            "fastattn translate: error: argument --attention-layer: says what --attention draws, which is not given",
-        ),
-        ("bench --threads 0", 2, "fastattn bench: error: argument --threads: 0 is given, expected a positive"),
+        ("translate --attention-layer 1", 2, "fastattn translate: error: argument --attention-layer: says what --att"),
     ],
 )
 def test_answers_that_need_no_torch(arguments, status, answer):
@@ -621,6 +591,9 @@ def test_help_describes_and_shows_examples_that_parse(command, capsys):
         assert cli.parser().parse_args(shlex.split(line.rpartition("| ")[2])[1:]).command == command
 
 
+UNWRITABLE = (".", "something/run", "/proc/run")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -632,7 +605,8 @@ def test_help_describes_and_shows_examples_that_parse(command, capsys):
         "import missing . --words missing missing",
         "export missing --to int8 .",
         "train --train missing missing --valid missing missing --out new --label-smoothing 2",
-        "train --train missing missing --valid missing missing --out .",
+        *(f"train --train missing missing --valid missing missing --out {out}" for out in UNWRITABLE),
+        *(f"demo --out {out}" for out in UNWRITABLE),
         "bench --output .",
     ],
 )
@@ -719,29 +693,6 @@ def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
     first, second = (checkpoint.newest(run) / "model.safetensors" for run in (whole, broken))
     assert first.parent.name == second.parent.name
     assert first.read_bytes() == second.read_bytes()
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(small, tmp_path):
-    """A run that SIGKILL ends 9 times reaches the same bits. It is killed before the first checkpoint, between two and
-    while one is written."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    moments, resume = random.Random(3), []
-    for kill in range(9):
-        process = start(train_arguments(small, broken, "--max-steps", "100000", "--save-every", "2", *resume))
-        until(process, "tiny: " if kill > 0 else "learning a vocabulary ")
-        if kill % 3 == 2:  # make progress on a slow machine too
-            until(process, "update ")
-        time.sleep(moments.uniform(0, 0.5) if kill > 0 else 0)
-        process.send_signal(signal.SIGKILL)
-        finish(process, -signal.SIGKILL)
-        assert checkpoint.steps(broken) or kill == 0
-        resume = ["--resume"] if checkpoint.steps(broken) else []
-    step = step_of(broken)
-    assert step > 0
-    for arguments in ((broken, "--resume"), (whole,)):
-        finish(start(train_arguments(small, *arguments, "--max-steps", str(step + 2), "--save-every", "2")))
-    assert_same_run(whole, broken)
 
 
 def assert_same_run(whole, broken):
