@@ -17,6 +17,7 @@ import emulation
 import fastattn
 from fastattn.backends import TABLE, native
 from fastattn.errors import InputError
+from fastattn.translation.data import read_lines, verses
 
 # Device of the tested tensors. On "cpu" Triton's kernels run in its interpreter, which is chosen when they are
 # imported.
@@ -169,6 +170,16 @@ def refused(message, call, *arguments, **options):
     """Assert that the call raises an InputError that matches the message."""
     with pytest.raises(InputError, match=message):
         call(*arguments, **options)
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """Return two files with the 60 shortest sentence pairs of the verses' validation text: an epoch of few updates."""
+    files = [tmp_path_factory.mktemp("text") / language for language in ("en", "es")]
+    short = sorted(zip(*map(read_lines, verses("dev")), strict=True), key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
+    for path, lines in zip(files, zip(*short, strict=True), strict=True):
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return files
 
 
 @pytest.fixture

@@ -33,17 +33,6 @@ from fastattn.translation.data import read_lines, verses
 from fastattn.translation.train import read_metrics
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Return two files with 60 short sentence pairs."""
-    folder = tmp_path_factory.mktemp("text")
-    pairs = zip(*map(read_lines, verses("dev")), strict=True)
-    short = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
-    for name, lines in zip(("en", "es"), zip(*short, strict=True), strict=True):
-        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return [folder / "en", folder / "es"]
-
-
 def train_arguments(files, out, *more):
     sizes = ["--vocab-size", "200", "--batch-tokens", "300", "--precision", "fp32"]
     files = list(map(str, files))
@@ -51,13 +40,13 @@ def train_arguments(files, out, *more):
 
 
 @pytest.fixture(scope="module")
-def run(small, tmp_path_factory):
+def run(pairs, tmp_path_factory):
     """Train a small model for two updates and return the folder of the run."""
     folder = tmp_path_factory.mktemp("runs")
     sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
     (folder / "small.json").write_text(json.dumps({"vocab_size": 200, **sizes, "training": {"preset": "tiny"}}))
     out = folder / "run"
-    run_command(*train_arguments(small, out, "--config", str(folder / "small.json"), "--max-steps", "2"))
+    run_command(*train_arguments(pairs, out, "--config", str(folder / "small.json"), "--max-steps", "2"))
     return out
 
 
@@ -101,8 +90,8 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_translate(run, small, tmp_path, capsysbinary, monkeypatch):
-    text = "\n".join(read_lines(small[0])[:3])
+def test_translate(run, pairs, tmp_path, capsysbinary, monkeypatch):
+    text = "\n".join(read_lines(pairs[0])[:3])
     packed, plain = tmp_path / "in.gz", tmp_path / "o"
     packed.write_bytes(gzip.compress(text.encode()))
     search = ["--beam", "2", "--length-penalty", "1", "--batch-size", "2"]
@@ -213,13 +202,13 @@ def test_a_name_that_is_no_text_is_printed(monkeypatch, capfdbinary):
     assert capfdbinary.readouterr().out == b"m\\udce9\n"
 
 
-def test_evaluate_checks_everything_before_it_translates(run, small, day, tmp_path, monkeypatch, capsys):
+def test_evaluate_checks_everything_before_it_translates(run, pairs, day, tmp_path, monkeypatch, capsys):
     """sacrebleu and the references are checked before anything is translated, and texts are read before a model."""
     monkeypatch.setattr("fastattn.translation.search.translate", None)
     monkeypatch.setattr("fastattn.translation.evaluate.held_out", None)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "sacrebleu", None)
-        assert "sacrebleu" in failure(["evaluate", run, "--test", *small], capsys)
+        assert "sacrebleu" in failure(["evaluate", run, "--test", *pairs], capsys)
     references = tmp_path / "references"
     references.write_text("God " * 300 + "\n")
     message = failure(["evaluate", run, "--test", day, references], capsys)
@@ -230,9 +219,9 @@ def test_evaluate_checks_everything_before_it_translates(run, small, day, tmp_pa
         assert "cannot read" in failure(arguments, capsys)
 
 
-def test_evaluate(run, small, tmp_path, capsys):
+def test_evaluate(run, pairs, tmp_path, capsys):
     output = tmp_path / "hypotheses"
-    arguments = ["evaluate", run, "--test", *small, "--beam", "1", "--output", output]
+    arguments = ["evaluate", run, "--test", *pairs, "--beam", "1", "--output", output]
     run_command(*arguments)
     out, err = capsys.readouterr()
     assert "60 of 60 test sources also stand in the training text" in err
@@ -248,9 +237,9 @@ def test_evaluate(run, small, tmp_path, capsys):
     assert "compound-split BLEU" in compounds
 
 
-def test_pictures(run, small, tmp_path, capsys):
+def test_pictures(run, pairs, tmp_path, capsys):
     heads, curve = tmp_path / "heads.svg", tmp_path / "curve.png"
-    arguments = ["translate", run, "--input", small[0], "--beam", "1", "--attention"]
+    arguments = ["translate", run, "--input", pairs[0], "--beam", "1", "--attention"]
     run_command(*arguments, heads, "--attention-kind", "encoder", "--attention-layer", "2")
     assert "encoder attention, layer 2" in heads.read_text(encoding="utf-8")
     run_command("plot", run, "--output", curve)
@@ -292,22 +281,22 @@ def test_info(capsys):
         (["--resume"], "holds no checkpoint to resume from"),
     ],
 )
-def test_bad_training_options(small, tmp_path, capsys, options, message):
-    assert message in failure(train_arguments(small, tmp_path / "out", *options), capsys)
+def test_bad_training_options(pairs, tmp_path, capsys, options, message):
+    assert message in failure(train_arguments(pairs, tmp_path / "out", *options), capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_folder_is_left_alone(run, small, tmp_path, capsys):
+def test_an_existing_folder_is_left_alone(run, pairs, tmp_path, capsys):
     """A run is resumed with its own text and options alone."""
     before = snapshot(run)
     (tmp_path / "file").write_text("mine")
-    resume = train_arguments(small, run, "--resume")
+    resume = train_arguments(pairs, run, "--resume")
     assert_failures(
         capsys,
         [
-            ("exists already: name another folder", *train_arguments(small, run)),
-            ("exists already", *train_arguments(small, tmp_path / "file")),
-            ("the training text is not the one", *train_arguments(small[::-1], run, "--resume")),
+            ("exists already: name another folder", *train_arguments(pairs, run)),
+            ("exists already", *train_arguments(pairs, tmp_path / "file")),
+            ("the training text is not the one", *train_arguments(pairs[::-1], run, "--resume")),
             ("vocab_size is 300 but the run to resume has 200: leave it out", *resume, "--vocab-size", "300"),
             ("preset is 'base' but the run to resume has 'tiny'", *resume, "--preset", "base"),
             ("seed is 2 but the run to resume has 1", *resume, "--seed", "2"),
@@ -318,7 +307,7 @@ def test_an_existing_folder_is_left_alone(run, small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("lost", ["step", "training", "best_loss", "valid_text"])
-def test_a_checkpoint_of_another_version_is_not_resumed(run, small, tmp_path, capsys, lost):
+def test_a_checkpoint_of_another_version_is_not_resumed(run, pairs, tmp_path, capsys, lost):
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)
     newest = checkpoint.newest(copy)
@@ -330,22 +319,22 @@ def test_a_checkpoint_of_another_version_is_not_resumed(run, small, tmp_path, ca
         del state[lost]
         torch.save(state, newest / "training.pt")
     before = snapshot(copy)
-    assert "was not written by this version" in failure(train_arguments(small, copy, "--resume"), capsys)
+    assert "was not written by this version" in failure(train_arguments(pairs, copy, "--resume"), capsys)
     assert snapshot(copy) == before
 
 
-def test_bad_models_and_search_options(run, small, tmp_path, capsys):
+def test_bad_models_and_search_options(run, pairs, tmp_path, capsys):
     broken, output = tmp_path / "broken", tmp_path / "output"
     shutil.copytree(checkpoint.newest(run), broken)
     os.truncate(broken / "model.safetensors", 1000)
     output.write_text("mine")
-    evaluate, translate = ["evaluate", run, "--test", *small], ["translate", run, "--input", small[0]]
+    evaluate, translate = ["evaluate", run, "--test", *pairs], ["translate", run, "--input", pairs[0]]
     assert_failures(
         capsys,
         [
-            ("holds no checkpoint", "evaluate", tmp_path, "--test", *small),
-            ("holds no checkpoint", "translate", tmp_path / "missing", "--input", small[0]),
-            (f"cannot read the checkpoint {broken}: model.safetensors", "evaluate", broken, "--test", *small),
+            ("holds no checkpoint", "evaluate", tmp_path, "--test", *pairs),
+            ("holds no checkpoint", "translate", tmp_path / "missing", "--input", pairs[0]),
+            (f"cannot read the checkpoint {broken}: model.safetensors", "evaluate", broken, "--test", *pairs),
             ("top_p is 2", *evaluate, "--top-p", "2", "--output", output),
             ("cannot read", "translate", run, "--input", tmp_path / "none", "--output", output),
             ("length_penalty is nan", *translate, "--length-penalty", "nan"),
@@ -374,8 +363,8 @@ def test_output_goes_where_it_is_sent(run, day, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_full_disk(run, small, capsys):
-    arguments = ["translate", run, "--input", small[0], "--beam", "1", "--output", "/dev/full"]
+def test_a_full_disk(run, pairs, capsys):
+    arguments = ["translate", run, "--input", pairs[0], "--beam", "1", "--output", "/dev/full"]
     assert "cannot write /dev/full: No space left on device" in failure(arguments, capsys)
     with open("/dev/full", "wb") as full:
         assert finish(start(["info"], stdout=full), 1) == "fastattn info: error: No space left on device\n"
@@ -390,7 +379,7 @@ def test_a_full_disk(run, small, capsys):
     ],
     ids=["weights", "training", "folder"],
 )
-def test_a_disk_that_fills_up_in_a_run(started, small, capsys, monkeypatch, target, error, message):
+def test_a_disk_that_fills_up_in_a_run(started, pairs, capsys, monkeypatch, target, error, message):
     """A checkpoint that does not fit leaves nothing behind, and the earlier checkpoints stay."""
     function = pkgutil.resolve_name(target)
 
@@ -400,7 +389,7 @@ def test_a_disk_that_fills_up_in_a_run(started, small, capsys, monkeypatch, targ
         raise error
 
     monkeypatch.setattr(target, full)
-    assert cli.main(train_arguments(small, started, "--max-steps", "1", "--resume")) == 1
+    assert cli.main(train_arguments(pairs, started, "--max-steps", "1", "--resume")) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(f"fastattn train: error: cannot write .*{re.escape(message)}", said)
     assert [path.name for path in checkpoint.steps(started)] == ["step-00000000"]
@@ -414,12 +403,12 @@ def started(run, tmp_path):
     return tmp_path / "started"
 
 
-def test_a_folder_that_may_not_be_written(run, small, tmp_path, capsys, monkeypatch):
+def test_a_folder_that_may_not_be_written(run, pairs, tmp_path, capsys, monkeypatch):
     """A folder without write permission is reported before any work."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(checkpoint, "load", None)
     for option in ("--output", "--attention"):
-        arguments = ["translate", run, "--input", small[0], option, tmp_path / "file.png"]
+        arguments = ["translate", run, "--input", pairs[0], option, tmp_path / "file.png"]
         assert f"cannot write {tmp_path / 'file.png'}: permission denied" in failure(arguments, capsys)
 
 
@@ -475,9 +464,9 @@ def test_demo(monkeypatch, tmp_path, capsys):
         assert (tmp_path / "out" / name).stat().st_size > 1000
 
 
-def test_what_an_interrupted_start_left_is_no_run(small, tmp_path):
+def test_what_an_interrupted_start_left_is_no_run(pairs, tmp_path):
     (tmp_path / "out/.partial-step-00000000").mkdir(parents=True)
-    run_command(*train_arguments(small, tmp_path / "out", "--max-steps", "1"))
+    run_command(*train_arguments(pairs, tmp_path / "out", "--max-steps", "1"))
 
 
 def test_a_model_that_was_never_trained_says_so(run, day, tmp_path, capsys):
@@ -486,8 +475,8 @@ def test_a_model_that_was_never_trained_says_so(run, day, tmp_path, capsys):
         assert ("has not been trained yet" in capsys.readouterr().err) is warned
 
 
-def test_a_run_stopped_before_its_first_update_resumes(run, small, started):
-    run_command(*train_arguments(small, started, "--max-steps", "2", "--resume"))
+def test_a_run_stopped_before_its_first_update_resumes(run, pairs, started):
+    run_command(*train_arguments(pairs, started, "--max-steps", "2", "--resume"))
     found, wanted = (folder / "step-00000002/model.safetensors" for folder in (started, run))
     assert found.read_bytes() == wanted.read_bytes()
 
@@ -497,12 +486,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
+def test_the_bar_on_a_terminal(pairs, tmp_path, monkeypatch):
     """The bar shows the run's settings before the first update, moves with each, ends at 100 % and fits into 80
     columns."""
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     monkeypatch.setattr(tqdm.tqdm, "__init__", functools.partialmethod(tqdm.tqdm.__init__, mininterval=0))
-    run_command(*train_arguments(small, tmp_path / "run", "--max-steps", "3", "--max-minutes", "600"))
+    run_command(*train_arguments(pairs, tmp_path / "run", "--max-steps", "3", "--max-minutes", "600"))
     shown = screen.getvalue().replace("\r", "\n")
     begun, warning, first, *bar = filter(None, shown.split("\n"))
     assert re.fullmatch(r"learning a vocabulary of \d+ pieces", begun)
@@ -516,9 +505,9 @@ def test_the_bar_on_a_terminal(small, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_bar_knows_the_limit_in_time(small, tmp_path, monkeypatch):
+def test_the_bar_knows_the_limit_in_time(pairs, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
-    run_command(*train_arguments(small, tmp_path / "run", "--max-steps", "1000000", "--max-minutes", "0.01"))
+    run_command(*train_arguments(pairs, tmp_path / "run", "--max-steps", "1000000", "--max-minutes", "0.01"))
     assert "100%|" in screen.getvalue()
 
 
@@ -617,9 +606,9 @@ def test_arguments_are_checked_before_files_are_read(arguments, capsys, tmp_path
     assert re.search(r"top_p is 0|cannot (write|draw)|exists already|label_smoothing is 2", message), message
 
 
-def test_without_the_train_extra(small, day, tmp_path, capsys, monkeypatch):
+def test_without_the_train_extra(pairs, day, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    for arguments in (train_arguments(small, tmp_path / "out"), ["translate", "--input", day]):
+    for arguments in (train_arguments(pairs, tmp_path / "out"), ["translate", "--input", day]):
         assert failure(arguments, capsys).endswith(
             'sentencepiece is not installed; in a clone of fastattn it comes with: pip install -e ".[train]"'
         )
@@ -659,10 +648,10 @@ def test_the_command_bounds_spinning_unless_the_user_has(given, python, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_trained_and_translated_by_the_command(small, day, tmp_path):
+def test_trained_and_translated_by_the_command(pairs, day, tmp_path):
     """Training and translation run in the precision that is fastest on this machine."""
     options = ["--vocab-size", "200", "--batch-tokens", "300", "--max-steps", "3"]
-    said = finish(start(["train", "--train", *small, "--valid", *small, "--out", tmp_path / "run", *options]))
+    said = finish(start(["train", "--train", *pairs, "--valid", *pairs, "--out", tmp_path / "run", *options]))
     assert "update 3: loss " in said
     finish(start(["translate", tmp_path / "run", "--input", day, "--output", tmp_path / "translation"]))
     assert len(read_lines(tmp_path / "translation")) == 1
@@ -680,16 +669,16 @@ def step_of(run):
 
 
 @pytest.mark.slow
-def test_interrupted_and_resumed_is_as_never_interrupted(small, tmp_path):
+def test_interrupted_and_resumed_is_as_never_interrupted(pairs, tmp_path):
     """SIGINT saves after the current update. The resumed run has the same bits as one that was never interrupted."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = start(train_arguments(small, broken, "--save-every", "1000", "--max-steps", "100000"))
+    process = start(train_arguments(pairs, broken, "--save-every", "1000", "--max-steps", "100000"))
     until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     said, step = finish(process, 130).splitlines()[-1], step_of(broken)
     assert said == f"fastattn train: interrupted after update {step}, which is saved: --resume goes on from there"
     for arguments in ((broken, "--resume"), (whole,)):
-        finish(start(train_arguments(small, *arguments, "--max-steps", str(step + 2))))
+        finish(start(train_arguments(pairs, *arguments, "--max-steps", str(step + 2))))
     first, second = (checkpoint.newest(run) / "model.safetensors" for run in (whole, broken))
     assert first.parent.name == second.parent.name
     assert first.read_bytes() == second.read_bytes()

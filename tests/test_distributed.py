@@ -27,25 +27,11 @@ import fastattn_command as cli
 from fastattn.errors import InputError
 from fastattn.translation import checkpoint
 from fastattn.translation.data import read_lines
-from fastattn.translation.data import verses as bundled
 from fastattn.translation.distributed import LAUNCH, REFUSED, START, World, _agreed_start, joined
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import PAD_ID
 from fastattn.translation.train import Trainer, TrainingConfig, _configured, dropout_seeds, read_metrics, train
-
-STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Return files of the 60 shortest pairs of the verses' validation text: an epoch of a few updates."""
-    folder = tmp_path_factory.mktemp("text")
-    pairs = zip(*map(read_lines, bundled("dev")), strict=True)
-    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))[:60]
-    for language, lines in zip(("en", "es"), zip(*pairs, strict=True), strict=True):
-        (folder / language).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return [folder / "en", folder / "es"]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +58,9 @@ def changed(config, tmp_path):
 
 
 @pytest.fixture
-def trained(files):
-    """Return a function that trains on the files in several processes and returns what they say."""
-    return lambda processes, out, *options: finish(torchrun(processes, train_arguments(files, out, *options)))
+def trained(pairs):
+    """Return a function that trains on the pairs in several processes and returns what they say."""
+    return lambda processes, out, *options: finish(torchrun(processes, train_arguments(pairs, out, *options)))
 
 
 def torchrun(
@@ -167,13 +153,13 @@ def test_the_gradient_is_clipped(text):  # noqa: F811
     torch.testing.assert_close(clipped, whole * (1e-3 / whole.norm()), rtol=1e-4, atol=1e-9)
 
 
-def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, capsys, monkeypatch):
+def test_a_configuration_is_given_back_and_resumed(pairs, config, tmp_path, capsys, monkeypatch):
     """The checkpoint holds the whole configuration. A run begun with that file is the same run, and a resumed run keeps
     it."""
     options = ["--config", str(config), "--label-smoothing", "0.2", "--clip-norm", "0.5", "--seed", "5"]
     options += ["--accumulate", "2", "--keep", "1", "--save-every", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
-    assert cli.main(train_arguments(files, first, *options, "--max-steps", "2")) == 0
+    assert cli.main(train_arguments(pairs, first, *options, "--max-steps", "2")) == 0
     assert [path.name for path in checkpoint.steps(first)] == ["step-00000002"]
     config = tmp_path / "config.json"
     config.write_bytes((first / "best/config.json").read_bytes())
@@ -184,14 +170,14 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
         **{"label_smoothing": 0.2, "clip_norm": 0.5, "seed": 5, "max_steps": 2, "max_minutes": None, "save_every": 1},
         **{"bleu_every": None, "keep": 1, "normalization": "nmt_nfkc", "target_normalization": "identity"},
     }
-    train(files, files, first, resume=True, max_steps=3)
-    train(files, files, second, config=config, max_steps=3)
+    train(pairs, pairs, first, resume=True, max_steps=3)
+    train(pairs, pairs, second, config=config, max_steps=3)
     assert_same_run(first, second)
     capsys.readouterr()
 
     # torchrun repeats the command that began the run, on fewer processes if some are lost. The repeated command
     # continues only the run of its own launch.
-    begun = train_arguments(files, second, *options, "--max-steps", "3", "--accumulate", "1")
+    begun = train_arguments(pairs, second, *options, "--max-steps", "3", "--accumulate", "1")
     assert "exists already" in failure(begun, capsys)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     for launch, status in (("another", 1), ("this", 0)):
@@ -205,7 +191,7 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     monkeypatch.undo()
 
     capsys.readouterr()
-    again, new = ["train", "--train", *files, "--valid", *files, "--out"], tmp_path / "new"
+    again, new = ["train", "--train", *pairs, "--valid", *pairs, "--out"], tmp_path / "new"
     parts = "3 makes 3 micro-batches of an update (number of processes: 1) but the run"
     for message, *more in (
         ("expected one of them", new, "--config", config, "--preset", "tiny"),
@@ -221,13 +207,13 @@ def test_a_configuration_is_given_back_and_resumed(files, config, tmp_path, caps
     assert not new.exists()
 
 
-def test_bleu_while_training(files, config, tmp_path, capsys):
+def test_bleu_while_training(pairs, config, tmp_path, capsys):
     """BLEU of the validation text is computed when it is due and at the end, by the weights of that update."""
     valid = [tmp_path / "en", tmp_path / "es"]
-    for path, lines in zip(valid, map(read_lines, files), strict=True):
+    for path, lines in zip(valid, map(read_lines, pairs), strict=True):
         path.write_text("\n".join(lines[:3]), encoding="utf-8")
     options = {"vocab_size": 200, "batch_tokens": 200, "precision": "fp32", "config": config}
-    train(files, valid, tmp_path / "run", bleu_every=2, max_steps=3, **options)
+    train(pairs, valid, tmp_path / "run", bleu_every=2, max_steps=3, **options)
     assert "validation BLEU" in capsys.readouterr().err
     rows = read_metrics(tmp_path / "run")
     scored = [(row["step"], "valid_loss" in row, "valid_bleu" in row) for row in rows]
@@ -237,7 +223,7 @@ def test_bleu_while_training(files, config, tmp_path, capsys):
     assert rows[-1]["valid_bleu"] == scores(translate(model, tokenizer, sources, Search(beam=1)), references).bleu
 
 
-def test_one_process_writes_a_run(tmp_path, capsys, files):
+def test_one_process_writes_a_run(tmp_path, capsys, pairs):
     """A second process is told which process writes the run. The lock ends with its holder, even if that is killed."""
     processes = multiprocessing.get_context("fork")
     is_locked = processes.Event()
@@ -251,7 +237,7 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
     holder.start()
     try:
         assert is_locked.wait(60)
-        message = failure(train_arguments(files, tmp_path / "run", "--max-steps", "1"), capsys)
+        message = failure(train_arguments(pairs, tmp_path / "run", "--max-steps", "1"), capsys)
         assert f"{tmp_path / 'run'} is being written by process {holder.pid} on " in message
         assert checkpoint.is_new(tmp_path / "run")
     finally:
@@ -265,62 +251,23 @@ def test_one_process_writes_a_run(tmp_path, capsys, files):
 
 
 @pytest.mark.slow
-def test_the_same_updates_on_any_number_of_processes(trained, config, tmp_path):
-    """Runs of 1 x 4 and 2 x 2 parts agree to rounding, with dropout.
-
-    Compared are weights, metrics and first moments, which are sums of gradients. They differ for another dropout seed.
-    Every process takes part in validation and BLEU."""
-    options = ["--batch-tokens", "1200", "--max-steps", STEPS, "--save-every", "1", "--bleu-every", STEPS]
-    runs = {}
-    for name, processes, *more in (
-        ("1x4", 1, "--accumulate", "4"),
-        ("2x2", 2, "--accumulate", "2"),
-        ("other", 1, "--accumulate", "4", "--seed", "2"),
-    ):
-        trained(processes, tmp_path / name, *options, "--config", config, *more)
-        newest = checkpoint.newest(tmp_path / name)
-        moments = checkpoint.load_training(newest)["optimizer"]["state"].values()
-        start, end = (checkpoint.load(step)[0].parameters() for step in (tmp_path / name / "step-00000000", newest))
-        moved = [b.detach() - a.detach() for a, b in zip(start, end, strict=True)]
-        runs[name] = [state["exp_avg"] for state in moments], moved, read_metrics(tmp_path / name)
-
-    def distance(one, other):
-        """Return how far the moments and the parameters' movements differ, relative to the first run's."""
-        pairs = [[torch.cat([t.flatten() for t in run[kind]]) for run in (one, other)] for kind in (0, 1)]
-        return [((a - b).norm() / a.norm()).item() for a, b in pairs]
-
-    moments, ways = distance(runs["1x4"], runs["2x2"])
-    assert moments < 1e-4
-    assert ways < 1e-2  # Adam divides by a gradient's own size: elements that are almost 0 may go either way
-    assert_same_metrics(runs["1x4"][2], runs["2x2"][2])
-    assert [("valid_bleu" in row) for row in runs["1x4"][2]] == [False] * (STEPS - 1) + [True]
-    assert min(distance(runs["1x4"], runs["other"])) > 0.3
-    assert runs["1x4"][2][-1]["epoch"] > 0  # the text ended within an update
-
-
-def assert_same_metrics(one, other):
-    for a, b in zip(one, other, strict=True):
-        assert (a.keys(), a["epoch"]) == (b.keys(), b["epoch"])
-        for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & a.keys():
-            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.torch_version
-def test_a_sharded_model_trains_as_a_whole_one(trained, config, tmp_path):
-    """Two processes with a sharded model, in two parts each, train as one: weights, moments and metrics agree.
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_processes_train_as_one(trained, config, tmp_path, shard):
+    """Two processes, in two parts each, train as one in four parts: moments and metrics agree, with dropout.
 
-    Gradients are clipped by the norm of all of them. A whole model continues a sharded checkpoint, and the reverse.
-    Every process holds half."""
+    Gradients are clipped by the norm of all of them. Each continues the other's checkpoint. Every process takes part in
+    validation and BLEU, and holds half of a sharded model."""
     options = ["--batch-tokens", "1200", "--clip-norm", "0.5", "--save-every", "1", "--bleu-every", "2", "--max-steps"]
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    trained(1, whole, *options, "2", "--accumulate", "4", "--config", config)
-    said = trained(2, sharded, *options, "2", "--shard", "--accumulate", "2", "--config", config)
-    assert "M parameters (50% of them a process)" in said
-    assert_same_to_rounding(whole, sharded)
-    trained(2, whole, *options, "3", "--shard", "--resume")
-    trained(1, sharded, *options, "3", "--resume")
-    assert_same_to_rounding(whole, sharded)
+    one, two = tmp_path / "one", tmp_path / "two"
+    trained(1, one, *options, "2", "--accumulate", "4", "--config", config)
+    said = trained(2, two, *options, "2", *shard, "--accumulate", "2", "--config", config)
+    assert ("M parameters (50% of them a process)" in said) == bool(shard)
+    assert_same_to_rounding(one, two)
+    trained(2, one, *options, "3", *shard, "--resume")
+    trained(1, two, *options, "3", "--resume")
+    assert_same_to_rounding(one, two)
+    assert read_metrics(one)[-1]["epoch"] > 0  # the text ended within an update
 
 
 def assert_same_to_rounding(one, other):
@@ -332,7 +279,10 @@ def assert_same_to_rounding(one, other):
     for name in ("exp_avg", "exp_avg_sq"):
         a, b = (torch.cat([state[name].flatten() for state in run.values()]) for run in states)
         assert (a - b).norm() < 1e-4 * a.norm()
-    assert_same_metrics(read_metrics(one), read_metrics(other))
+    for a, b in zip(read_metrics(one), read_metrics(other), strict=True):
+        assert (a.keys(), a["epoch"]) == (b.keys(), b["epoch"])
+        for metric in {"loss", "accuracy", "padding", "valid_loss", "valid_accuracy", "valid_bleu"} & a.keys():
+            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-3 if "acc" in metric else 1e-6)
 
 
 @pytest.mark.slow
@@ -363,11 +313,11 @@ def test_the_file_of_a_run_of_one_process_is_not_another_run_on_two(changed):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_done_is_refused_once(files, config, changed, tmp_path):
+def test_what_cannot_be_done_is_refused_once(pairs, config, changed, tmp_path):
     """A refusal appears once, although `torchrun` restarts the processes. The run that stood in the way does not
     change."""
     run = tmp_path / "run"
-    train(files, files, run, config=config, max_steps=2)
+    train(pairs, pairs, run, config=config, max_steps=2)
     newest = checkpoint.newest(run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for processes, out, of, message in (
@@ -375,7 +325,7 @@ def test_what_cannot_be_done_is_refused_once(files, config, changed, tmp_path):
         (1, run, config, "exists already"),
         (2, tmp_path / "new", changed(micro_batches=3), "3 micro-batches cannot be divided among 2 processes"),
     ):
-        process = torchrun(processes, train_arguments(files, out, "--max-steps", 9, "--config", of), restarts=1)
+        process = torchrun(processes, train_arguments(pairs, out, "--max-steps", 9, "--config", of), restarts=1)
         assert finish(process, status=1).count(message) == 1
     assert checkpoint.newest(run) == newest
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -454,10 +404,10 @@ with joined() as world:
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_fewer_validation_sentences_than_processes(files, trained, config, tmp_path):
+def test_fewer_validation_sentences_than_processes(pairs, trained, config, tmp_path):
     """A process without validation sentences takes part in validation and BLEU."""
     valid = [tmp_path / "en", tmp_path / "es"]
-    for path, lines in zip(valid, map(read_lines, files), strict=True):
+    for path, lines in zip(valid, map(read_lines, pairs), strict=True):
         path.write_text(f"{lines[5]}\n")
     rows = []
     for processes in (1, 2):
@@ -469,8 +419,8 @@ def test_fewer_validation_sentences_than_processes(files, trained, config, tmp_p
 
 
 @pytest.mark.slow
-def test_interrupted_processes_save_together(files, config, tmp_path):
-    process = torchrun(2, train_arguments(files, tmp_path / "run", "--save-every", "100000", "--config", config))
+def test_interrupted_processes_save_together(pairs, config, tmp_path):
+    process = torchrun(2, train_arguments(pairs, tmp_path / "run", "--save-every", "100000", "--config", config))
     until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
@@ -480,14 +430,14 @@ def test_interrupted_processes_save_together(files, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_workers_are_started_again(files, trained, config, tmp_path):
+def test_killed_workers_are_started_again(pairs, trained, config, tmp_path):
     """`torchrun` restarts workers that SIGKILL has ended, and they continue from the newest checkpoint.
 
     One of two workers is killed ten times: before the first checkpoint, between two and while one is written. The final
     bits are those of an undisturbed run."""
     whole, broken, moments = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     options = ["--save-every", "2", "--max-steps", "100000"]
-    process = torchrun(2, train_arguments(files, broken, *options, "--config", config), restarts=10)
+    process = torchrun(2, train_arguments(pairs, broken, *options, "--config", config), restarts=10)
     steps = []
     for kill in range(11):  # it does not recover from the last one
         if kill > 0:
@@ -508,7 +458,7 @@ def test_killed_workers_are_started_again(files, trained, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_machines_that_count_their_starts_differently(files, config, tmp_path):
+def test_machines_that_count_their_starts_differently(pairs, config, tmp_path):
     """Two machines, here with one worker each, restart although they count their starts differently.
 
     A `torchrun` counts a start if a process of its own has failed. It does not count one that it ends because another
@@ -518,7 +468,7 @@ def test_machines_that_count_their_starts_differently(files, config, tmp_path):
         port = unused.getsockname()[1]
     launch = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
     run, said = tmp_path / "run", tmp_path / "said"
-    arguments = train_arguments(files, run, "--save-every", "2", "--max-steps", "100000", "--config", config)
+    arguments = train_arguments(pairs, run, "--save-every", "2", "--max-steps", "100000", "--config", config)
 
     def wait_for(condition):
         deadline = time.monotonic() + 120

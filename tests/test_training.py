@@ -1169,32 +1169,23 @@ def test_the_loss_curve_is_of_one_kind(tmp_path):
 
 
 @pytest.fixture
-def files(tmp_path):
-    """Return the files of 100 pairs of lines."""
-    files = [tmp_path / "some.en", tmp_path / "some.es"]
-    for path in files:
-        path.write_text("\n".join(data.read_lines(data.VERSES / f"dev{path.suffix}")[:100]))
-    return files
-
-
-@pytest.fixture
-def run(files, tmp_path):
-    """Return a function that trains a small model on the files, by a configuration file. A new run gets the changes of
+def run(pairs, tmp_path):
+    """Return a function that trains a small model on the pairs, by a configuration file. A new run gets the changes of
     its fields."""
 
-    def run(name="run", valid=files, *, max_steps=1, resume=False, d_model=32, **changes):
-        model = {"vocab_size": 300, "d_model": d_model, "d_ff": 64, "encoder_layers": 1, "decoder_layers": 1}
+    def run(name="run", valid=pairs, *, max_steps=1, resume=False, d_model=32, **changes):
+        model = {"vocab_size": 200, "d_model": d_model, "d_ff": 64, "encoder_layers": 1, "decoder_layers": 1}
         model |= {name: changes.pop(name) for name in ("positions", "max_positions") if name in changes}
         training = {"precision": "fp32", "batch_tokens": 1000, **changes}
         config = tmp_path / "small.json"
         config.write_text(json.dumps({**model, "training": training}))
         options = {"resume": True} if resume else {"config": config}
-        return train(files, valid, tmp_path / name, max_steps=max_steps, **options)
+        return train(pairs, valid, tmp_path / name, max_steps=max_steps, **options)
 
     return run
 
 
-def test_a_run_writes_metrics_and_checkpoints(files, run, tmp_path, capsys):
+def test_a_run_writes_metrics_and_checkpoints(pairs, run, tmp_path, capsys):
     with mock.patch.object(memory, "keep_freed") as keep_freed:
         best = run(max_steps=2)
     assert best == tmp_path / "run/best"
@@ -1204,7 +1195,7 @@ def test_a_run_writes_metrics_and_checkpoints(files, run, tmp_path, capsys):
     for name in ("loss", "perplexity", "accuracy", "tokens_per_second", "learning_rate", "valid_loss"):
         assert math.isfinite(row[name])
     model, tokenizer = checkpoint.load(best)
-    valid = data.ParallelText.encoded(tokenizer, *map(data.read_lines, files), "validation")
+    valid = data.ParallelText.encoded(tokenizer, *map(data.read_lines, pairs), "validation")
     of_text = held_out(model, map(valid.batch, valid.batches(1000)), EXACT)
     assert row["valid_loss"] == pytest.approx(of_text["valid_loss"], rel=1e-6)
     said = capsys.readouterr().err
@@ -1234,10 +1225,10 @@ def test_ctrl_c_cuts_bleu_short(run, tmp_path, monkeypatch, name, saved, most):
     assert ("valid_loss" in row) == (tmp_path / "run/best").exists() == (name != "not due")
 
 
-def test_a_run_is_resumed_with_its_validation_text(files, run, tmp_path):
+def test_a_run_is_resumed_with_its_validation_text(pairs, run, tmp_path):
     run()
-    other = [path.with_stem("other") for path in files]
-    for path, of_run in zip(other, files, strict=True):
+    other = [tmp_path / path.name for path in pairs]
+    for path, of_run in zip(other, pairs, strict=True):
         path.write_text("\n".join(data.read_lines(of_run)[:50]))
     message = r"the validation text is not the one that .*step-00000001 was scored on"
     refused(message, run, valid=other, resume=True, max_steps=2)
@@ -1313,9 +1304,9 @@ def test_what_a_run_does_not_meet_needs_no_positions(run, tmp_path):
     refused(message, run, "other", valid, bleu_every=1, **learned)
 
 
-def test_learned_positions_must_do_for_every_sentence(files, run, tmp_path):
+def test_learned_positions_must_do_for_every_sentence(pairs, run, tmp_path):
     (tmp_path / "long").write_text("in the beginning " * 30)
-    for short, valid, name in ((20, files, "training"), (180, [tmp_path / "long"] * 2, "validation")):
+    for short, valid, name in ((8, pairs, "training"), (180, [tmp_path / "long"] * 2, "validation")):
         message = rf"the {name} text has a sentence of \d+ pieces, .*max_positions={short}"
         refused(message, run, name, valid, positions="learned", max_positions=short)
     model, tokenizer = checkpoint.load(run(positions="learned", max_positions=200))
