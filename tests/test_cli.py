@@ -590,6 +590,7 @@ UNWRITABLE = (".", "something/run", "/proc/run")
         "evaluate missing --test missing missing --top-p 0",
         "evaluate missing --test missing missing --output missing/out",
         "plot missing --output loss.jpeg",
+        "prepare wmt14-en-de . --archives missing",
         "average missing .",
         "import missing . --words missing missing",
         "export missing --to int8 .",

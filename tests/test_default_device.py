@@ -6,7 +6,6 @@ import pytest
 import torch
 from test_importing import program, word_files
 
-import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import VERSES, ParallelText, digest, encode, read_lines
@@ -43,16 +42,6 @@ def test_translate(small, search):
     wanted = candidates(*small, LINES, search)
     with elsewhere():
         assert candidates(*small, LINES, search) == wanted
-
-
-def test_the_command(tmp_path):
-    """The command translates with the bundled model, which it loads."""
-    (tmp_path / "in").write_text("\n".join(LINES))
-    arguments = ["translate", "--input", str(tmp_path / "in"), "--beam", "1", "--output"]
-    assert cli.main([*arguments, str(tmp_path / "wanted")]) == 0
-    with elsewhere():
-        assert cli.main([*arguments, str(tmp_path / "found")]) == 0
-    assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()
 
 
 def test_attention_heads(small):

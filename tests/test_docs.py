@@ -146,21 +146,6 @@ def test_links_of_the_repository_exist():
     assert not [(page, broken) for page in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")) if (broken := broken_links(page))]
 
 
-def test_broken_links_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `name`, and more\n[a](#a-name-and-more) [b](#b) [c](other.md) [d](page.md#name) [e](https://e/#e)\n"
-    )
-    assert broken_links(page) == ["#b", "other.md", "page.md#name"]
-
-
-def test_tables_of_programs_have_both_ends():
-    for page in ("README.md", "docs/performance.md", "docs/training.md", "docs/accuracy.md", "docs/gpu.md"):
-        ends = re.findall(r"^<!-- ([\w-]+):(begin|end) -->$", (ROOT / page).read_text(), re.MULTILINE)
-        assert ends[0::2] == [(name, "begin") for name, _ in ends[1::2]], page
-        assert all(end == "end" for _, end in ends[1::2]), page
-
-
 # Lines that are left out. The tests of packaging cover installation. The tests of the command and the benchmarks cover
 # those that show or measure something for minutes.
 APART = re.compile(r"-m venv|pip install|fastattn (demo|bench)")

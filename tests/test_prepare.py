@@ -13,7 +13,6 @@ import json
 import os
 import pkgutil
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -182,11 +181,6 @@ def test_another_archive_is_refused(known, tmp_path, capsys, damage, message):
     assert snapshot(folder) == before
 
 
-def test_an_existing_folder_is_left_alone(known, tmp_path, capsys):
-    message = failure(["prepare", "wmt14-en-de", tmp_path, "--archives", known], capsys)
-    assert f"{tmp_path} exists already: name another folder" in message
-
-
 @pytest.mark.parametrize(
     ("german", "message"),
     [
@@ -316,13 +310,8 @@ def test_two_do_not_download_into_one_folder(serve, tmp_path):
 def test_what_another_process_has_just_fetched_is_not_fetched_again(serve, tmp_path, monkeypatch):
     """An archive that was missing before the lock was free, and is there afterwards, is not fetched."""
     archive, asked = serve()
-
-    @contextlib.contextmanager
-    def locked(folder):
-        (folder / "dev.tgz").write_bytes(DATA)
-        yield
-
-    monkeypatch.setattr(checkpoint, "locked", locked)
+    at_once = contextlib.nullcontext
+    monkeypatch.setattr(checkpoint, "locked", lambda folder: at_once((folder / "dev.tgz").write_bytes(DATA)))
     prepare.fetch(archive, tmp_path)
     assert asked == []
 
@@ -429,11 +418,3 @@ def test_the_file_of_the_page_is_the_papers_big_model_of_french():
     model, training = config.from_json(block)
     assert model == config.TransformerConfig.preset("big", 32_000, dropout=0.1)
     assert training == config.TrainingConfig.of_preset("big")
-
-
-def test_the_pages_commands_are_understood():
-    """The page's commands parse, with their options, without running."""
-    words = [shlex.split(command) for command in commands()]
-    ours = [line[line.index("fastattn") + 1 :] for line in words if "fastattn" in line]
-    found = {cli.parser().parse_args(line).command for line in ours}
-    assert found == {"prepare", "train", "average", "evaluate"}

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -82,15 +81,6 @@ def test_the_page_is_current():
     page = (Path(presets.__file__).parent.parent / "docs/training.md").read_text()
     (shown,) = re.findall(r"<!-- presets:begin -->\n(.*)\n<!-- presets:end -->", page, re.DOTALL)
     assert shown == presets.table(), "run `make presets`"
-
-
-def test_the_pages_commands_are_understood():
-    """The pages' commands parse, with the presets and options that they name."""
-    for page, command in (("training", "train"), ("migrate", "import")):
-        text = (Path(presets.__file__).parent.parent / f"docs/{page}.md").read_text()
-        (line,) = re.findall(rf"^(?:torchrun .* --no-python )?fastattn ({command} .*)$", text, re.MULTILINE)
-        options = cli.parser().parse_args(shlex.split(line))
-        assert getattr(options, "preset", "base") in PRESETS
 
 
 def test_a_configuration_comes_back():
