@@ -70,30 +70,21 @@ def test_the_harness_imports_the_public_package_alone(name):
 # --- timer ---
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(1.0, "abab"), (1e-3, "aabbaabb")])
-def test_samples_alternate_and_short_ones_come_after_a_call_that_is_not_counted(seconds, rounds):
-    calls = []
+@pytest.mark.parametrize(("seconds", "rounds", "repeats"), [(1.0, "abab", [1] * 4), (1e-5, "aabbaabb", [1, 100] * 4)])
+def test_samples_alternate_and_short_ones_come_after_a_call_that_is_not_counted(seconds, rounds, repeats):
+    """Short calls are repeated within a sample, and reported per call."""
+    calls, repeated = [], []
 
     def measure(function, repeats):
         function()
+        repeated.append(repeats)
         return seconds
 
     functions = {name: partial(calls.append, name) for name in "ab"}
     samples = interleave(functions, sample=1e-3, rounds=(4, 4), measure=measure).samples
     assert "".join(calls[-len(rounds) :]) == rounds
+    assert repeated[-len(rounds) :] == repeats
     assert samples == {"a": [seconds] * 2, "b": [seconds] * 2}
-
-
-def test_short_calls_are_repeated_within_a_sample_and_reported_per_call():
-    repeated = []
-
-    def measure(function, repeats):  # a clock on which every call takes 10 us
-        repeated.append(repeats)
-        return 1e-5
-
-    timing = interleave({"a": lambda: None}, sample=2e-3, rounds=(3, 3), measure=measure)
-    assert repeated[-6:] == [1, 200] * 3
-    assert timing.samples == {"a": [1e-5] * 2}
 
 
 def test_the_budget_ends_the_rounds_but_not_before_the_least():
@@ -184,38 +175,33 @@ def test_check_accepts_ours(case):
     assert contest.check(case) == []
 
 
-def spoil(monkeypatch, case, wrong):
-    """Pass the first result of the case's call, which is ours, through `wrong`. The others are the reference's."""
-    right, calls = OPERATIONS[case.operation], []
-
-    def call(*arguments, **keywords):
-        calls.append(1)
-        out = right.call(*arguments, **keywords)
-        return wrong(out) if len(calls) == 1 else out
-
-    monkeypatch.setitem(OPERATIONS, case.operation, replace(right, call=call))
+gradients = [f"gradient of operand {index}" for index in range(3)]
 
 
-def flip(out):
+def dropped(out):
     out[out.nonzero()[7].unbind()] = 0
     return out
 
 
-@pytest.mark.parametrize("wrong", [lambda out: out * (1 + 1e-4), flip], ids=["off by 1e-4", "dropped"])
-def test_check_reports_a_wrong_output(monkeypatch, wrong):
-    case = Case("dropout", (30, 50), dropout=0.5)
-    spoil(monkeypatch, case, wrong)
-    (line,) = contest.check(case)
-    assert line.startswith("output is off by ")
+@pytest.mark.parametrize(
+    ("case", "wrong", "found"),
+    [
+        (Case("dropout", (30, 50), dropout=0.5), lambda out: out * (1 + 1e-4), ["output"]),
+        (Case("dropout", (30, 50), dropout=0.5), dropped, ["output"]),
+        # The right output, every gradient negated.
+        (Case("layer_norm", (30, 50), backward=True), lambda out: 2 * out.detach() - out, gradients),
+    ],
+    ids=["off by 1e-4", "dropped", "gradients"],
+)
+def test_check_reports_a_wrong_result(monkeypatch, case, wrong, found):
+    """The first result of the case's call, which is ours, is wrong. The others are the reference's."""
+    right, wrongs = OPERATIONS[case.operation], iter([wrong])
 
+    def call(*arguments, **keywords):
+        return next(wrongs, lambda out: out)(right.call(*arguments, **keywords))
 
-def test_check_reports_a_wrong_gradient(monkeypatch):
-    """The right output, every gradient negated."""
-    case = Case("layer_norm", (30, 50), backward=True)
-    spoil(monkeypatch, case, lambda out: 2 * out.detach() - out)
-    assert [line.split(" is off")[0] for line in contest.check(case)] == [
-        f"gradient of operand {index}" for index in range(3)
-    ]
+    monkeypatch.setitem(OPERATIONS, case.operation, replace(right, call=call))
+    assert [line.split(" is off by ")[0] for line in contest.check(case)] == found
 
 
 # --- floors and noise ---
@@ -297,13 +283,6 @@ def test_a_copy_is_not_the_limit_of_products_in_float64():
     attention, layer_norm = (Case(*of, torch.float64) for of in (("attention", (1, 1, 8, 8)), ("layer_norm", (8, 8))))
     assert contest.contestants(attention).keys() == {"ours", "torch"}
     assert contest.contestants(layer_norm).keys() == {"ours", "torch", "copy"}
-
-
-# --- limits ---
-
-
-def test_copy_moves_the_bytes_asked_for():
-    assert [tensor.nbytes for tensor in limits.copy(1000, block=300)()] == [300, 200]
 
 
 # --- rows ---

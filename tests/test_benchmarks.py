@@ -1,7 +1,6 @@
 """The gate of `pytest benchmarks`, and the comparison with another commit."""
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastattn.bench import contest, report
+from fastattn.bench import report
 from fastattn.bench.timer import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,19 +82,6 @@ def test_what_is_noisy_passes_no_gate(pytest_benchmarks, options, status):
     assert not rows
 
 
-def test_a_tenth_may_be_noisy():
-    spec = importlib.util.spec_from_file_location("gate", ROOT / "benchmarks/conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = module.Found()
-    quiet, noisy = (contest.Result(words or "quiet", {}, {}, noise=words) for words in ("", "noisy"))
-    found.results = [*[quiet] * 9, noisy]
-    assert not found.is_unmeasured()
-    found.results = [*[quiet] * 8, noisy]
-    assert found.is_unmeasured()
-    assert found.noisy() == ["noisy: noisy"]
-
-
 # --- another commit ---
 
 
@@ -122,18 +108,6 @@ def test_a_loss_counts_if_it_repeats(monkeypatch):
         found = against.compare("case", clock)
         assert (against.is_lost(found), found.noise) == expected
         assert next(ratios, None) is None
-
-
-def test_the_summary_has_the_geometric_mean():
-    seconds = {"before": 2e-3, "now": 1e-3}
-    changes = [
-        contest.Result(name, seconds, {"before": Ratio(ratio, ratio, ratio)}, noise=noise)
-        for name, ratio, noise in (("fast", 2.0, ""), ("slow", 0.5, ""), ("noisy", 9.0, "quartiles"))
-    ]
-    rows = against.summary(changes)
-    assert [row[0] for row in rows[1:-1]] == ["slow", "fast", "noisy"]
-    assert rows[1][1:] == ["2 ms", "1 ms", "0.50", "slower"]
-    assert rows[-1][:4] == ["geometric mean of 2", "", "", "1.000"]
 
 
 @pytest.fixture
@@ -180,30 +154,3 @@ def test_a_package_that_was_slowed_down_is_found(package):
             ask["slow"](other)
         assert ask["slow"](case) > 0
         assert ask["equal"](other) > 0
-
-
-def test_a_package_elsewhere_is_refused(tmp_path):
-    """The one that is installed would be imported."""
-    with pytest.raises(RuntimeError, match=r"was imported, expected the package in|ended with status"):
-        against.worker(tmp_path)
-
-
-def test_a_commit_is_built_and_removed(tmp_path, monkeypatch):
-    """In a worktree of its own, by its own setup.py."""
-
-    def git(*arguments):
-        command = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    (tmp_path / "setup.py").write_text(
-        "import pathlib, sys\npathlib.Path('built').write_text(' '.join(sys.argv[1:]))\n"
-    )
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    monkeypatch.setattr(against, "ROOT", tmp_path)
-    with against.built("HEAD") as folder:
-        assert (folder / "built").read_text() == "build_ext --inplace"
-        assert folder != tmp_path
-    assert not folder.exists()
-    assert len(git("worktree", "list").splitlines()) == 1

@@ -52,13 +52,6 @@ def gpu(monkeypatch):
     return module
 
 
-def test_benchmarks_begin_with_each_kind(gpu):
-    cases = list(gpu.cases())
-    kinds = {(c.operation, c.dropout > 0, c.padding, c.keys is not None) for c in cases}
-    assert {(c.operation, c.dropout > 0, c.padding, c.keys is not None) for c in cases[: len(kinds)]} == kinds
-    assert len(set(cases)) == len(cases)
-
-
 @pytest.mark.slow
 def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
     """A row per peer, those from Python behind the others."""
@@ -81,69 +74,29 @@ def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
             assert "flex" in peers, case.name
 
 
-@pytest.mark.slow
-def test_contestants_and_cases_that_fail_do_not_stop_the_rest(gpu, monkeypatch, tmp_path):
-    """Two peers need memory for the scores. If a backend of fastattn does not take part, the script fails."""
-    case = next(small(case) for case in gpu.cases() if case.operation == "attention" and case.dropout)
-    monkeypatch.setattr(gpu, "SCORES", 0)
-    other = types.SimpleNamespace(reasons={"cuda": "its attention has no dropout", "triton": "cuda is faster"})
-    monkeypatch.setattr(fastattn, "explain", lambda *args, **options: other)
-    monkeypatch.setattr(fastattn, "backend", mock.Mock(side_effect=RuntimeError("no such kernel\nat all")))
-    rows, failures = gpu.measure(case, {}, {"copy": 1.0, "product": 1.0})
-    assert failures == [f"{case.name}, fastattn triton: RuntimeError no such kernel"]
-    assert not {row.peer for row in rows} & {"math", "compiled", "fastattn triton"}
-    monkeypatch.setattr(gpu, "cases", lambda: [case, case])
-    monkeypatch.setattr(gpu, "small_cases", lambda: [])
-    monkeypatch.setattr(gpu, "contestants", mock.Mock(side_effect=MemoryError))
-    assert gpu.run(tmp_path / "results.csv", {}, seconds=1000) == [f"{case.name}: MemoryError"] * 2
-
-
-def test_results_say_where_they_come_from(monkeypatch, tmp_path):
+def test_the_command_line_of_a_gpu(monkeypatch, tmp_path):
+    """Results say where they come from, and what of ours failed fails the script. All parts to compile together are the
+    whole, whatever fails, and nothing is measured."""
     require("triton")
     for name, value in (("is_available", True), ("get_device_name", "a GPU"), ("get_device_capability", (9, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    given = []
-    monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.csv"), "--seconds", "5"])
     monkeypatch.setattr(report.subprocess, "run", mock.Mock(side_effect=FileNotFoundError))  # no git
     monkeypatch.setenv("FASTATTN_COMMIT", "that one")
-    report.on_gpu("", lambda *arguments: given.append(arguments), lambda: ())
-    [(path, where, seconds)] = given
-    assert (path, seconds) == (tmp_path / "results.csv", 5)
-    assert where.items() >= {"machine": "a GPU", "isa": "sm_90", "threads": "", "commit": "that one"}.items()
-    assert where["torch"].startswith(f"{torch.__version__}, triton ")
-    with pytest.raises(SystemExit, match="this case"):
-        report.on_gpu("", lambda *arguments: ["this case", "and that one"], lambda: ())
-
-
-def test_parts_to_compile(monkeypatch):
-    """All parts together are the whole, whatever fails, and nothing is measured."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = []
+    run, done = mock.Mock(return_value=["this case", "and that one"]), []
     calls = [(str(n), functools.partial(done.append, n)) for n in range(7)]
     calls.insert(3, ("broken", mock.Mock(side_effect=MemoryError)))
     for part in "123":
         monkeypatch.setattr(sys, "argv", ["gpu", "results.csv", "--compile", part, "3"])
-        report.on_gpu("", lambda *arguments: pytest.fail("measured"), lambda: calls)
+        report.on_gpu("", run, lambda: calls)
     assert sorted(done) == list(range(7))
-
-
-def test_seconds_are_the_kernels_own(monkeypatch):
-    """A kernel's seconds are the median of its times on the device, by the profiler. The first call, which compiles, is
-    not counted."""
-    profile, called, device = mock.MagicMock(), [], torch.autograd.DeviceType
-    events = ("a", 3), ("a", 5), ("a", 100), ("b", 7), ("cuLaunchKernel", 9)
-    profile.__enter__.return_value.events.return_value = [
-        types.SimpleNamespace(
-            name=name,
-            device_type=device.CPU if name.startswith("cu") else device.CUDA,
-            time_range=types.SimpleNamespace(elapsed_us=lambda duration=duration: duration),
-        )
-        for name, duration in events
-    ]
-    monkeypatch.setattr(torch.profiler, "profile", lambda **options: profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert timer.kernel_seconds(lambda: called.append(None), 4) == pytest.approx({"a": 5e-6, "b": 7e-6})
-    assert len(called) == 1 + 4
+    assert not run.called
+    monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "results.csv"), "--seconds", "5"])
+    with pytest.raises(SystemExit, match="this case"):
+        report.on_gpu("", run, lambda: ())
+    [(path, where, seconds)] = [call.args for call in run.call_args_list]
+    assert (path, seconds) == (tmp_path / "results.csv", 5)
+    assert where.items() >= {"machine": "a GPU", "isa": "sm_90", "threads": "", "commit": "that one"}.items()
+    assert where["torch"].startswith(f"{torch.__version__}, triton ")
 
 
 @pytest.mark.slow

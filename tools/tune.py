@@ -9,6 +9,8 @@ import functools
 import itertools
 import random
 import time
+from collections import defaultdict
+from statistics import median
 
 import torch
 
@@ -24,7 +26,6 @@ from fastattn.backends.triton import FUNCTIONS
 from fastattn.backends.triton.attention import tiles
 from fastattn.backends.triton.rows import LIMITS, row_tile
 from fastattn.bench import report
-from fastattn.bench.timer import kernel_seconds
 
 DEVICE = "cuda"
 THRESHOLD = 6554
@@ -142,6 +143,20 @@ def trial(table, key, value, call):
         return call()
     finally:
         table[key] = present
+
+
+def kernel_seconds(call, repeats=10):
+    """Return the GPU's seconds of each CUDA kernel that a call starts, by name: the median over `repeats` calls."""
+    call()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    found = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # other events are the host's
+            found[event.name].append(event.time_range.elapsed_us() / 1e6)
+    return {name: median(times) for name, times in found.items()}
 
 
 def seconds_of(call, kernel):

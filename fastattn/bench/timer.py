@@ -11,14 +11,11 @@ import gc
 import math
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-
-import torch
 
 Measure = Callable[[Callable[[], object], int], float]
 
@@ -114,20 +111,6 @@ def interleave(
                 samples[name].append(measure(function, repeats[name]))
         others = neighbours.share()
     return Timing(samples, others).quieter_half()
-
-
-def kernel_seconds(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
-    """Return the GPU's seconds of each CUDA kernel that a call starts, by name: the median over `repeats` calls."""
-    call()  # compiles
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:  # other events are the host's
-            found[event.name].append(event.time_range.elapsed_us() / 1e6)
-    return {name: median(times) for name, times in found.items()}
 
 
 class Neighbours:
