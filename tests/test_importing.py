@@ -241,11 +241,7 @@ def test_what_is_not_imported(tmp_path, capsys):
     later["model"]["encoder.layer_norm.weight"] = torch.full((24,), 1.5)
     for model, words, message in (
         (path, [source, source], "source.txt has 9 words but"),
-        (
-            path,
-            [source, saved("bare", "one\ntwo\n")],
-            "bare lacks <blank> or <pad>: expected all pieces of the program",
-        ),
+        (path, [source, saved("bare", "one\ntwo\n")], "bare lacks <blank> or <pad>: expected all pieces of the pro"),
         (path, [saved("twice", "one\none\n"), target], "twice has 1 words more than once"),
         (path, [saved("spaced", spaced), target], "the word 'four' cannot be a piece"),
         (tmp_path / "none", files, f"cannot read {tmp_path / 'none'}: No such file"),

@@ -101,10 +101,7 @@ def test_a_configuration_comes_back():
         ({"keep": None}, "keep is None, expected an integer from 1"),
         ({"bleu_every": 0}, "bleu_every is 0, expected an integer from 1"),
         ({"precision": 16}, "precision is 16, expected a name"),
-        (
-            {"batch_tokens": 3, "micro_batches": 4},
-            "batch_tokens is 3, expected at least one for each of the 4 micro-batches",
-        ),
+        ({"batch_tokens": 3, "micro_batches": 4}, "batch_tokens is 3, expected at least one for each of the 4 micro"),
         ({"momentum": 0.9}, r"the training configuration knows only .*; given \['momentum'\]"),
         ([], "the training configuration knows only .*; given list"),
     ],
