@@ -11,13 +11,12 @@ import sacrebleu
 import torch
 from sacrebleu.metrics import bleu as sacrebleus
 from sacrebleu.tokenizers import tokenizer_spm
-from test_cli import failure
+from test_cli import failure, train_arguments
 
 import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
 from fastattn.errors import InputError
 from fastattn.translation import bleu, checkpoint
-from fastattn.translation.config import TrainingConfig
 from fastattn.translation.data import read_lines
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
@@ -151,9 +150,8 @@ def files(tmp_path_factory):
 
 def test_the_validation_of_a_run(files, tmp_path, capsys):
     """The validation names its tokenizer. Its BLEU is that of the model after the last update."""
-    (tmp_path / "config.json").write_text(SMALL.to_json(TrainingConfig(max_steps=1, bleu_every=1, precision="fp32")))
-    run = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]
-    assert cli.main(["train", "--train", *files, "--valid", *files, *run]) == 0
+    options = ["--vocab-size", "60", "--max-steps", "1", "--bleu-every", "1"]
+    assert cli.main(train_arguments(files, tmp_path / "run", *options)) == 0
     assert "validation BLEU is of sacrebleu's tokenizer zh\n" in capsys.readouterr().err
     sources, references = map(read_lines, map(Path, files))
     translations = translate(*checkpoint.load(tmp_path / "run"), sources, Search(beam=1))

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -129,23 +128,6 @@ def test_checkouts_build_from_the_same_lines(tmp_path, monkeypatch):
         native_build.run_ninja(checkout / "build", [("1.o", checkout / "1.c", "")], "library", "")
         built.append((checkout / "build/build.ninja").read_text())
     assert built[0] == built[1]
-
-
-@pytest.mark.slow
-def test_a_second_build_in_a_directory_waits(tmp_path, monkeypatch):
-    met = f"ls *.job 2>/dev/null && touch {tmp_path}/met; touch 1.job; sleep 0.3; rm 1.job"
-    monkeypatch.setenv("CXX", str(script(tmp_path / "cc", met)))
-    (tmp_path / "1.c").touch()
-    arguments = tmp_path / "build", [("1.o", tmp_path / "1.c", "")], "library", ""
-    building = [
-        multiprocessing.get_context("fork").Process(target=native_build.run_ninja, args=arguments) for _ in "12"
-    ]
-    for process in building:
-        process.start()
-    for process in building:
-        process.join()
-    assert [process.exitcode for process in building] == [0, 0]
-    assert not (tmp_path / "met").exists()
 
 
 def test_progress_is_shown_as_it_is_made(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import sentencepiece
 import torch
-from test_cli import failure
+from test_cli import failure, train_arguments
 
 import fastattn_command as cli
 from fastattn.errors import InputError
@@ -158,16 +158,9 @@ def files(tmp_path_factory):
     return [folder / "source", folder / "target"]
 
 
-SMALL = config.TransformerConfig(250, d_model=16, d_ff=16, num_heads=2, encoder_layers=1, decoder_layers=1)
-
-
 def arguments(files, out, *more):
-    """Return the arguments of a small model's run. The model's configuration is written to a file next to the text."""
-    of_model = files[0].with_name("config.json")
-    of_model.write_text(SMALL.to_json(config.TrainingConfig(batch_tokens=200, precision="fp32")))
-    files = list(map(str, files))
-    sizes = [] if "--resume" in more else ["--config", str(of_model)]
-    return ["train", "--train", *files, "--valid", *files, "--out", str(out), *sizes, *more]
+    """Return the arguments of a small model's run."""
+    return train_arguments(files, out, "--vocab-size", "250", *more)
 
 
 @pytest.fixture(scope="module")
