@@ -341,20 +341,16 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
     parallel_for(parallel, (int)min(parallel.threads, chunks.count * chunk_row / kElementsPerWorker),
                  ceil_div(p.columns, kColumns), [&](int64_t part, int) {
                    const int64_t first = part * kColumns, count = min(kColumns, p.columns - first);
-                   float total[kColumns];
+                   float total[kColumns], group[kColumns];
                    const int64_t offset[2] = {0, weight_row};
                    for (int k = weight_row ? 0 : 1; k < (bias_row ? 2 : 1); ++k) {
-                     const float* sums = workspace + offset[k] + first;
-                     for_each_vector(count, [&](int64_t j, int n) {
-                       vf all = {};
-                       for (int64_t chunk = 0; chunk < chunks.count;) {
-                         vf group = {};
-                         for (const int64_t end = min(chunks.count, chunk + kGroupChunks); chunk < end; ++chunk)
-                           group += load(sums + chunk * chunk_row + j, n);
-                         all += group;
-                       }
-                       store(total + j, all);
-                     });
+                     memset(total, 0, sizeof total);
+                     for (int64_t chunk = 0; chunk < chunks.count;) {
+                       memset(group, 0, sizeof group);
+                       for (const int64_t end = min(chunks.count, chunk + kGroupChunks); chunk < end; ++chunk)
+                         add_to(group, count, workspace + chunk * chunk_row + offset[k] + first);
+                       add_to(total, count, group);
+                     }
                      if (k == 0)
                        from_float32(total, p.grad_weight_dtype, count, p.grad_weight, first);
                      else
