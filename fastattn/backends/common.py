@@ -48,7 +48,11 @@ def is_torchs(*tensors: Tensor | None) -> bool:
 
 def is_recorded(*tensors: Tensor | None) -> bool:
     """Return whether autograd records a computation with these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a loop, because a generator for any() would cost as much again
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:

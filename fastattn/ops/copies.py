@@ -47,7 +47,8 @@ def owned(given: Tensor) -> Tensor:
 
     The caller may change lengths, boundaries and seeds between the forward and the backward pass.
     """
-    converted = given.to(torch.int64).contiguous()
+    is_ready = given.dtype == torch.int64 and given.is_contiguous()
+    converted = given if is_ready else given.to(torch.int64).contiguous()
     if torch.is_grad_enabled() and (converted is given or is_observed()):
         return copied(converted)
     return converted

@@ -184,9 +184,11 @@ def may_want_gradient(*tensors: Tensor | None) -> bool:
     torch.compile decides at once, outside torch.func's transforms: it compiles a call again if its operands begin to
     require gradients.
     """
+    if is_recorded(*tensors):
+        return True
     if torch.compiler.is_dynamo_compiling() and not is_within_transform():
-        return is_recorded(*tensors)
-    return is_recorded(*tensors) or (is_observed() and torch.is_grad_enabled())
+        return False
+    return is_observed() and torch.is_grad_enabled()
 
 
 def save_call(ctx: Any, args: Any, *results: Tensor) -> None:
