@@ -344,7 +344,7 @@ struct Forward {
       const vf row_sum = load(panel.row_sum + first);
       const vf factor = correction(panel, first) * dropout_scale(a.threshold) / row_sum;
       T* to = query_row<T>(a.out, s, head, query + first);
-      T* residual = results.residual_row(s, head, query + first);
+      T* residual = a.residual.data ? query_row<T>(a.residual, s, head, query + first) : nullptr;
       for (int d = 0; d < a.value_head_dim; d += kLanes, to += kLanes, residual += residual ? kLanes : 0) {
         vf x[kLanes];
 #pragma GCC unroll 16
@@ -352,7 +352,8 @@ struct Forward {
           x[i] = Results<T>::normalised(load(panel.out + (d + i) * kBlockM + first), row_sum, factor);
         transpose(x);
         const auto write = [&](int i, int n) {
-          Results<T>::write_vector(to + i * a.out.row, residual ? residual + i * a.residual.row : nullptr, x[i], n);
+          store(to + i * a.out.row, x[i], n);
+          if (residual) store(residual + i * a.residual.row, Results<T>::rest_of(x[i]), n);
         };
         if (first + kLanes <= count && d + kLanes <= a.value_head_dim) {
 #pragma GCC unroll 16

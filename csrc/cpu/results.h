@@ -84,27 +84,26 @@ struct Results {
   }
 
   void write(const Sequence& s, int64_t head, int64_t query, Partial total) const {
-    T *to = query_row<T>(a.out, s, head, query), *residual = residual_row(s, head, query);
+    T* to = query_row<T>(a.out, s, head, query);
     const vf row_sum = splat(total.row_sum), factor = splat(dropout_scale(a.threshold) / total.row_sum);
     for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
-      write_vector(to + d, residual ? residual + d : nullptr, normalised(load(total.out + d), row_sum, factor), lanes);
+      store(to + d, normalised(load(total.out + d), row_sum, factor), lanes);
     });
+    if (a.residual.data) write_residual(query_row<T>(a.residual, s, head, query), total, row_sum, factor);
     write_stats(s, head, query, total.row_max, total.row_sum);
   }
 
-  // Return the row of the residual, or null if it is not wanted.
-  T* residual_row(const Sequence& s, int64_t head, int64_t query) const {
-    return a.residual.data ? query_row<T>(a.residual, s, head, query) : nullptr;
+  // Not inline, because most calls want no residual.
+  __attribute__((noinline)) void write_residual(T* to, Partial total, vf row_sum, vf factor) const {
+    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
+      store(to + d, rest_of(normalised(load(total.out + d), row_sum, factor)), lanes);
+    });
   }
 
-  // Write n lanes of a result, and what rounding them took away; 0 where the result is not finite.
-  static FASTATTN_INLINE void write_vector(T* to, T* residual, vf x, int n) {
-    store(to, x, n);
-    if constexpr (sizeof(T) < sizeof(float)) {
-      if (!residual) return;
-      const vf rest = x - to_float(from_float(x, T{}), T{});
-      store(residual, select(rest - rest == vf{}, rest, vf{}), n);
-    }
+  // Return what rounding takes away from a result, 0 where it is not finite.
+  static FASTATTN_INLINE vf rest_of(vf x) {
+    const vf rest = x - rounded_to(x, T{});
+    return select(rest - rest == vf{}, rest, vf{});
   }
 
   // Return out * factor, or 0 for a row that sees nothing, whose sums may be NaN.

@@ -190,6 +190,12 @@ FASTATTN_INLINE vh from_float(vf x, float16) {
 #endif
 }
 
+template <class T>
+FASTATTN_INLINE vf rounded_to(vf x, T type) {
+  return to_float(from_float(x, type), type);
+}
+FASTATTN_INLINE vf rounded_to(vf x, float) { return x; }
+
 // ---- memory ----
 
 FASTATTN_INLINE vf load(const float* p) {
