@@ -76,7 +76,7 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
             size = 1.0  # m + log(sum): a relative error of the sum (>= 1 rounding) is absolute in log(sum)
         elif name != "grad_mask":
             assert a.dtype == query.dtype, name
-        # The mask's dtype may be wider than the operands'. Its gradient is P (dP - rowsum(dO O)), where O is rounded to
+        # The mask's dtype may be wider than the operands'. Its gradient is P (dP - rowsum(dO O)), where P is rounded to
         # their dtype.
         coarsest = max(a.dtype, query.dtype, key=EPSILON.get) if name == "grad_mask" else None
         assert_accurate(a, e.double(), p, f"{name} {options}", magnitude=size, dtype=coarsest)
