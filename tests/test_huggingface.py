@@ -237,6 +237,21 @@ def test_a_configuration_shared_with_a_model_without_sdpa():
     assert model.config._attn_implementation == "fastattn_masked"
 
 
+def test_a_part_without_sdpa_gets_the_masks_made_for_the_whole():
+    class Outer(transformers.PreTrainedModel):
+        _supports_sdpa = True
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.part = WithoutSdpa(config.text_config)
+
+        def forward(self, x):
+            return self.part.layer(x, x, causal(self.config, x, x))
+
+    x = torch.randn(2, 5, 32)
+    close(*(Outer._from_config(TwoConfig(), attn_implementation=name)(x) for name in ("eager", "fastattn")))
+
+
 @PADDED
 @pytest.mark.parametrize("name", [*MODELS, *LACKING_SDPA])
 def test_agrees_with_eager(name, padding):

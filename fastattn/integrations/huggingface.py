@@ -134,16 +134,24 @@ def attention_mask(
     It is None if nothing is hidden, or if the layers' ``is_causal`` has the effect of the causal mask. The padding of a
     layer without another mask is a view of ``attention_mask``, which is neither copied nor read. So the host does not
     wait for the device; the kernels skip the excluded keys.
-    """
-    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
+    A model of which a part has ``MASKED`` may hand its masks to that part, so it gets those of "eager" too.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
+
+    config = settings.get("config")
+    if _has_masked_part(config):
+        return eager_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
+            attention_mask=attention_mask, kv_offset=kv_offset,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, **settings,
+        )  # fmt: skip
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
         if attention_mask is None:
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length]
         if padding.size(1) == kv_length:
             return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
-    config = settings.get("config")
     if (
         getattr(config, "use_bidirectional_attention", None) is True
         or getattr(config, "model_type", None) in _CAUSAL_BY_MASK
@@ -154,6 +162,11 @@ def attention_mask(
         attention_mask=attention_mask, kv_offset=kv_offset, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **settings,
     )  # fmt: skip
+
+
+def _has_masked_part(config: Any) -> bool:
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    return any(part is not None and (part._attn_implementation == MASKED or _has_masked_part(part)) for part in parts)
 
 
 def attention(
