@@ -67,15 +67,17 @@ def load_mask(problem, b, h, i, j, sequence):
     the statistics of rows. If that is the mask, the exponential and dropout are computed twice, in both layouts.
     """
     visible = is_visible(i, j, sequence.band)
+    value = visible
     if problem.mask is not None:
         pointers = mask_pointers(problem.mask, problem.mask_column, b, h, i, j)
         inside = (i < sequence.seqlen_q) & (j < sequence.seqlen_k)
         if pointers.dtype.element_ty == tl.uint8:
             visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
+            value = visible
         else:
             value = tl.load(pointers, mask=inside, other=-INFINITY).to(tl.float32)
-            return visible & (value != -INFINITY), value
-    return visible, visible
+            visible = visible & (value != -INFINITY)
+    return visible, value
 
 
 @triton.jit
