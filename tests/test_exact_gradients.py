@@ -342,6 +342,19 @@ def test_residual_is_0_where_the_result_is_not_finite(backend, queries):
     assert (residual[..., 4:] != 0).any()
 
 
+@pytest.mark.parametrize("backend", ["cpu", *KERNELS[4:]], indirect=True)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_an_infinite_key_reaches_only_queries_that_see_it(backend, dtype):
+    """It is among the first keys, whose mean centres the keys of queries that do not see it."""
+    query, key, value = (torch.randn(1, 2, 400, 16).to(dtype) for _ in range(3))
+    key[:, :, 0] = math.inf
+    query.requires_grad_()
+    out = scaled_dot_product_attention(query, key, value, window_size=(50, 0))[:, :, 300:]
+    grad = torch.autograd.grad(out.sum(), query)[0][:, :, 300:]
+    assert grad.isfinite().all()
+    assert grad.any()
+
+
 def kept_residuals(monkeypatch, call):
     """Return whether each attention that the cpu backend computes during the call keeps the residual."""
     kept, functions = [], TABLE["cpu"].FUNCTIONS
