@@ -7,7 +7,7 @@
     pytest benchmarks --record       add the results to benchmarks/results.csv
     pytest benchmarks --against REF  compare with another commit on this machine, instead of floors
 
-    FASTATTN_CPU_ISA=avx2 pytest benchmarks     ours and torch's kernels of another instruction set
+    FASTATTN_CPU_ISA=avx2 pytest benchmarks     the kernels of another instruction set, fastattn's and torch's
 
 A noisy case is measured again once. Then it is skipped as noisy and not recorded. If more than a tenth of the cases are
 noisy, the run fails as "not measured".
@@ -100,7 +100,7 @@ def judge(request):
 
 @pytest.fixture
 def gate(request):
-    """gate(case): fail unless ours is right, and as fast as the case's floor or the other commit."""
+    """gate(case): fail unless fastattn is right, and as fast as the case's floor or the other commit."""
     config = request.config
     compare = _compare if config.getoption("--against") else _beside_peers
 

@@ -129,7 +129,7 @@ def main() -> None:
         rows = measure(Path(folder), options.rounds, options.seconds, where)
     for row in rows:
         print(row.case, row.dtype, row.seconds, row.peer, row.ratio or "")
-    if noise := neighbours.noise():  # children that have ended count as ours
+    if noise := neighbours.noise():  # ended children are no neighbours
         sys.exit(f"not recorded, run it on a quiet machine: {noise}")
     return report.append(options.results, rows)
 

@@ -51,7 +51,7 @@ def cases():
     ]
     shapes = (16384, 1024), (4096, 512), (16384, 4096)
     rows = [[Case(name, shape, HALF, b, dropout=p) for shape in shapes for b in both] for name, p in ROWS]
-    steps = [Case("training_step", (256, 98), HALF, True, dropout=0.1)]  # 25k tokens a side
+    steps = [Case("training_step", (256, 98), HALF, True, dropout=0.1)]  # 25k tokens per side
     for kinds in itertools.zip_longest(*dense, padded, decoding, *rows, steps):
         yield from filter(None, kinds)
 
@@ -74,7 +74,7 @@ def operands(case):
 
 
 def contestants(case):
-    """Yield ours and the peers: (name, a function that makes the call, and raises if the peer refuses the case)."""
+    """Yield fastattn and the peers: (name, a function that makes the call, and raises if the peer refuses the case)."""
     if case.operation == "training_step":
         for name in ("ours", "torch"):
             yield name, lambda name=name: training.contestants(case, DEVICE)[name]
@@ -177,7 +177,7 @@ def limits():
 
 
 def measure(case, where, rates=None):
-    """Return a row per peer, and what of ours failed. A peer that refuses the case is left out.
+    """Return a row per peer, and fastattn's failures. A peer that refuses the case is left out.
 
     Args:
         rates: the limits, for replayed calls. Without them calls are timed from Python.
@@ -224,7 +224,7 @@ def run(path, where, seconds):
 
 
 def call_once(case):
-    """Call each contestant of a case, whatever the others do."""
+    """Call each contestant of a case. A failure of one does not stop the next."""
     for name, make in contestants(case):
         try:
             make()()

@@ -189,7 +189,7 @@ def accuracy(rows: list[Row]) -> str:
 
 
 def regimes(rows: list[Row]) -> str:
-    """Return relative errors by regime: ours / torch's, and for attention / its math backend's."""
+    """Return relative errors by regime: fastattn's / torch's, and for attention / its math backend's."""
     rows = chosen(rows, "regime of ")
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
     for row in rows:

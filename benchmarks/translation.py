@@ -75,12 +75,12 @@ class OfLikeLengths(ParallelText):
     """Pairs whose batches hold sentences of like length, so that padding adds little to them."""
 
     def batches(self, batch_tokens: int, shuffle: torch.Generator | None = None) -> Iterator[Tensor]:
-        """Yield batches of at most ``batch_tokens`` tokens a side, padding included.
+        """Yield batches of at most ``batch_tokens`` tokens per side, padding included.
 
         ``shuffle`` breaks ties and orders the batches.
         """
         source, target = (side.lengths + -side.lengths % LENGTH_MULTIPLE for side in (self.sources, self.targets))
-        # Source lengths go up and down by turns, so that a batch across two target lengths has like source lengths.
+        # Source lengths rise for one target length and fall for the next: a batch across both has similar lengths.
         by_source = torch.where(target // LENGTH_MULTIPLE % 2 == 1, source, -source)
         key = target * (2 * int(source.max()) + 1) + by_source
         order = torch.arange(len(key)) if shuffle is None else torch.randperm(len(key), generator=shuffle)

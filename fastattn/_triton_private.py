@@ -24,7 +24,7 @@ def identity(function: Any) -> Any:
 def compile_kernel(
     function: Any, args: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]
 ) -> CompiledKernel | None:
-    """Compile for the arguments' types alone; None if one of Triton's hooks has taken over the compilation."""
+    """Compile for the arguments' types only; None if one of Triton's hooks has taken over the compilation."""
     compiled = function.warmup(*map(_unknown, args), grid=grid, **constants)
     return compiled if isinstance(compiled, CompiledKernel) else None
 

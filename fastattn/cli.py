@@ -1,4 +1,4 @@
-"""What the commands of `fastattn` do; `fastattn_command.py`, beside the package, has their options."""
+"""The commands of `fastattn`. Their options are in `fastattn_command.py`, next to the package."""
 
 import argparse
 import contextlib
@@ -62,7 +62,7 @@ def _failed(options: argparse.Namespace, message: object) -> int:
 
 
 def _discard_output() -> None:
-    """What cannot be written to standard output is not tried again when Python ends."""
+    """Drop buffered output that cannot be written, or Python tries again when it ends."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -385,7 +385,7 @@ def test_signatures_are_the_records(name, operation):
 
 @pytest.mark.parametrize("operation", RECORDS)
 def test_a_record_flattened_and_back(operation):
-    """The dispatcher's arguments are the record's fields, those of a forward pass's record within it in its place."""
+    """The dispatcher's arguments are the record's fields, a record within it replaced by its fields."""
     record = RECORDS[operation]
     names = arguments_of(SCHEMAS[operation])
     args = unflatten(record, names)

@@ -39,7 +39,7 @@ def named(cases):
 
 
 def result(ratio, *, name="case", share=None, limit="", own=None, noise=""):
-    """A result of ours in one second."""
+    """A result of fastattn in one second."""
     ratios = {"torch": ratio} if own is None else {"torch": ratio, "plain": 1 / own}
     exact = {peer: Ratio(value, value, value) for peer, value in ratios.items()}
     return contest.Result(name, {"ours": 1.0}, exact, share and Ratio(share, share, share), limit, noise=noise)
@@ -194,7 +194,7 @@ def dropped(out):
     ids=["off by 1e-4", "dropped", "gradients"],
 )
 def test_check_reports_a_wrong_result(monkeypatch, case, wrong, found):
-    """The first result of the case's call, which is ours, is wrong. The others are the reference's."""
+    """The first result of the case's call, fastattn's, is wrong. The others are the reference's."""
     right, wrongs = OPERATIONS[case.operation], iter([wrong])
 
     def call(*arguments, **keywords):

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/: what they measure is what they say, and the pages show their rows."""
+"""The scripts of benchmarks/ measure the code that they name, and the pages show their rows."""
 
 import dataclasses
 import importlib

@@ -287,7 +287,7 @@ def test_bad_training_options(pairs, tmp_path, capsys, options, message):
 
 
 def test_an_existing_folder_is_left_alone(run, pairs, tmp_path, capsys):
-    """A run is resumed with its own text and options alone."""
+    """A run is resumed only with its own text and options."""
     before = snapshot(run)
     (tmp_path / "file").write_text("mine")
     resume = train_arguments(pairs, run, "--resume")

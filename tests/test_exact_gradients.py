@@ -1,4 +1,4 @@
-"""Gradients of attention in 16 bits are nearly as exact as those of torch's math backend, which rounds results alone.
+"""Gradients of attention in 16 bits are nearly as exact as those of torch's math backend, which rounds results only.
 
 Means of keys and values and peaked rows make a kernel's own roundings, of P, O and dS, multiply large numbers that
 cancel in exact arithmetic. Errors are pooled: the root of the summed squares over 20 draws of the operands."""
@@ -22,7 +22,7 @@ from fastattn.backends import TABLE
 HALVES = [torch.bfloat16, torch.float16]
 SEED = torch.tensor([0x1234567890ABCDEF, 7])
 DRAWS = 20
-# A kernel rounds P and dS once more than math does. Of three equal roundings the error is sqrt(3) = 1.73 times that of
+# A kernel rounds P and dS once more than math does. Three equal roundings make sqrt(3) = 1.73 times the error of
 # one.
 FACTOR = 1.75
 
@@ -270,7 +270,7 @@ def test_queries_that_see_one_key(backend, call, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, *representative(torch.bfloat16)], ids=str)
 def test_the_first_query_of_a_causal_call(backend, dtype):
-    """It sees one key, so its dQ is 0 beside large ones."""
+    """It sees one key, so its dQ is 0 among large ones."""
     operands = (torch.randn(2, 2, 20, 32) + mean for mean in (0, 20, 20))
     query, key, value = leaves = [t.to(dtype).requires_grad_() for t in operands]
     grad = torch.randn(2, 2, 20, 32).to(dtype)

@@ -75,7 +75,7 @@ def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
 
 
 def test_the_command_line_of_a_gpu(monkeypatch, tmp_path):
-    """Results say where they come from, and what of ours failed fails the script. All parts to compile together are the
+    """Results name their machine, and a failure of fastattn fails the script. All parts to compile together are the
     whole, whatever fails, and nothing is measured."""
     require("triton")
     for name, value in (("is_available", True), ("get_device_name", "a GPU"), ("get_device_capability", (9, 0))):

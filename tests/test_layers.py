@@ -131,7 +131,7 @@ EXCEPTIONS = {"SoftmaxDropoutArgs", "softmax_dropout_op"}
 
 
 def test_translation_imports_what_is_public():
-    """Of the code below it, fastattn.translation imports the public names, and the modules that serve every layer."""
+    """fastattn.translation imports public names and the modules that serve every layer, no other code below it."""
     below = ("fastattn.backends", "fastattn.ops", "fastattn.nn", "fastattn.integrations")
     found = {
         alias.name

@@ -448,7 +448,7 @@ def test_unbiased_layer_norm_in_half_precision(dtype, deviation):
 
 @pytest.mark.parametrize("magnitude", [1e18, 1e19, 1e20, 1e30])
 def test_unbiased_layer_norm_of_huge_values(magnitude):
-    """Values whose squares overflow are right as in the program, beside rows of ordinary values too."""
+    """Values whose squares overflow are right as in the program, in one call with ordinary rows too."""
     x = torch.randn(4, 12) * torch.tensor([[magnitude], [1.0], [magnitude], [1e-3]])
     grad = torch.randn(4, 12)
     for ours, theirs in zip(*(norm_results(norm, x, grad) for norm in norms(12)[:2]), strict=True):
@@ -917,7 +917,7 @@ NormFirst = derived(
 Biased = derived(
     "Biased", Heads, lambda self, query, key, value, mask=None, bias=None: Heads.forward(self, query, key, value, mask)
 )
-# What a trial cannot tell from the program: a bound that only large scores or large heads reach.
+# A trial takes these for the program: a bound that only large scores or large heads reach.
 ClampsInAHelper = heads_with("ClampsInAHelper", clamped)
 OtherModule = heads_with("OtherModule", math=types.SimpleNamespace(sqrt=lambda size: math.sqrt(min(size, 4096))))
 OtherBuiltin = heads_with("OtherBuiltin", zip=lambda *iterables, strict: zip(*iterables, strict=strict))
@@ -1089,7 +1089,7 @@ def rewritten(text, *changes):
 
 @pytest.mark.parametrize("change", [*SAME, *OTHER])
 def test_what_matters_to_a_digest(change):
-    """What runs does. Layout and names of locals do not."""
+    """A digest covers the code that runs, without layout and names of locals."""
     assert (code_of(rewritten(WRITTEN, *{**SAME, **OTHER}[change])) == code_of(WRITTEN)) == (change in SAME)
 
 

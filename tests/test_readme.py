@@ -1,4 +1,4 @@
-"""What README shows does what it says."""
+"""README's examples do what it says."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def test_ci_runs_the_test_command():
 
 
 def test_the_range_of_speeds_is_the_tables():
-    """That of all machines in docs/performance.md, in the dtypes that have kernels."""
+    """The range is that of all machines in docs/performance.md, in the dtypes that have kernels."""
     page = (ROOT / "docs/performance.md").read_text()
     table = page.partition("<!-- machines:begin -->")[2].partition("<!-- machines:end -->")[0]
     rows = "\n".join(row for row in table.splitlines() if "float64" not in row)

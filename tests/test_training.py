@@ -1042,8 +1042,8 @@ def test_a_quantised_model_is_evaluated_and_translates(text, verses, model):
 
 
 def test_held_out_loss(text, monkeypatch):
-    """The loss is the mean over tokens, each sentence alone. Batches, which the command keeps on the CPU, are moved to
-    the model's device."""
+    """The loss is the mean over tokens, each sentence by itself. Batches, which the command keeps on the CPU, are moved
+    to the model's device."""
     model, moved = small_model(), []
     monkeypatch.setattr(data.Batch, "to", lambda batch, device: moved.append(device) or batch)
     batches = [text.batch(index) for index in text.batches(2000)]

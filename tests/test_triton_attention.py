@@ -59,7 +59,7 @@ def attention_call(query, key, value, attn_mask=None, lengths=None, window=(-1, 
 )
 def test_lists_name_the_tiles_that_a_mask_leaves(window, keys_own, counts):
     """The numbers of full and partial tiles are known for 100 queries in tiles of 32, and 300 keys in tiles of 64 of
-    which the first sequence sees 100. That the listed tiles are the right ones shows in every result."""
+    which the first sequence sees 100. Every result depends on the right tiles being listed."""
     tensors = [torch.empty(2, 2, size, 8) for size in (100, 300, 300)]
     padding = torch.arange(300) < torch.tensor([100, 300]).view(2, 1, 1, 1)
     with strict():

@@ -1,4 +1,4 @@
-// What the backward pass's kernels share: delta, sums over chunks, and the gradients of queries.
+// Parts of the backward pass's kernels: delta, sums over chunks, and the gradients of queries.
 //
 //   for each chunk of keys of a task, in order: add dQ of the chunk to the task's total;
 //   after the task's last chunk: write dQ, or store it as the split's partial dQ;

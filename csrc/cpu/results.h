@@ -93,7 +93,7 @@ struct Results {
     write_stats(s, head, query, total.row_max, total.row_sum);
   }
 
-  // Not inline, because most calls want no residual.
+  // Not inline, because most calls keep no residual.
   __attribute__((noinline)) void write_residual(T* to, Partial total, vf row_sum, vf factor) const {
     for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
       store(to + d, rest_of(normalised(load(total.out + d), row_sum, factor)), lanes);

@@ -1,4 +1,4 @@
-// What attention's kernels share about their tasks: splits of the keys, scratch memory, loops in parallel.
+// Tasks of attention's kernels: splits of the keys, scratch memory, loops in parallel.
 //
 // A kernel is a struct with a type Unit, in which it multiplies, and the members tasks(), the number of its tasks,
 // take_scratch(Arena*), a worker's memory, and run_task(index, scratch).

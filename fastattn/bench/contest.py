@@ -42,7 +42,8 @@ VISIBLE_LIMIT = 20e-6
 class Result:
     """The figures of one case.
 
-    seconds: median per contestant. ratios: time of each peer over ours; "plain" is ours without the case's features.
+    seconds: median per contestant. ratios: time of each peer over fastattn's; "plain" is fastattn without the
+    case's features.
     share: of the physical limit, which is `limit`: "arithmetic" or "copy"; None if the limit is too short to be seen.
     noise: why the figures say nothing, or "".
     """
@@ -78,7 +79,7 @@ def step(case: Case, function: Callable[..., Tensor], tensors: list[Tensor]) -> 
 
 
 def contestants(case: Case, *, everyone: bool = False) -> dict[str, Callable[[], Any]]:
-    """Return ours, the peers, "plain" if the floor needs it, and the limits of the machine."""
+    """Return fastattn, the peers, "plain" if the floor needs it, and the limits of the machine."""
     if case.operation == "training_step":
         return training.contestants(case) | _arithmetic(case)
     tensors, others = OPERATIONS[case.operation].operands(case)

@@ -24,7 +24,7 @@ Peer = Callable[..., Tensor]
 MOST_SCORES = 1 << 27
 """Maximum scores of peers that hold all of them: half a GB in float32, several times that in all."""
 
-# Where FASTATTN_CPU_ISA limits our kernels to a smaller instruction set, torch, MKL and oneDNN are limited too: the
+# If FASTATTN_CPU_ISA limits our kernels to a smaller instruction set, torch, MKL and oneDNN are limited too: the
 # ratios are then those of a machine that has no more. torch reads its limit when its first kernel runs. MKL reads the
 # first of its two variables on Intel's processors only, and uses AVX2 at most on others.
 _HELD_TO = {

@@ -236,7 +236,7 @@ def markdown(rows: Iterable[Iterable[str]]) -> str:
 
 
 def share(value: float | None, limit: str) -> str:
-    """Return the share of a limit in words. No share is above 100 %: whatever is faster is said to be so."""
+    """Return the share of a limit in words. No share is above 100 %: a faster time is called faster than the limit."""
     if value is None:
         return ""
     if limit == "arithmetic":

@@ -120,7 +120,7 @@ class Neighbours:
         self._start, self._busy = time.perf_counter(), _busy_beside()
 
     def share(self) -> float | None:
-        """Return their share of the processors' time until now, None if unknown. Ended children count as ours."""
+        """Return their share of the processors' time until now, None if unknown. Ended children are not neighbours."""
         elapsed, busy = time.perf_counter() - self._start, _busy_beside()
         if self._busy is None or busy is None or elapsed < LEAST_WATCHED:
             return None

@@ -1,1 +1,1 @@
-"""What lets existing code use fastattn as it is: torch's registry, transformers, and patching of models."""
+"""Ways for existing code to use fastattn unchanged: torch's registry, transformers, and patching of models."""

@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """What the program's Encoder and Decoder have in common, but for the name of their embedding."""
+    """Common parts of the program's Encoder and Decoder, except the name of their embedding."""
 
     def __init__(self, layer, d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner, dropout=0.1, n_position=200):
         super().__init__()

@@ -315,7 +315,7 @@ def softmax_dropout_backward(args: SoftmaxDropoutBackwardArgs) -> tuple[Tensor, 
 
 
 class _Call:
-    """One launch over the scores: what both kernels take alike.
+    """One launch over the scores: the arguments of both kernels.
 
     Args:
         others: further tensors that the kernel accesses by rows, which count for the alignment.
