@@ -168,39 +168,167 @@ def no_choice(*args):
     raise AssertionError("this call left the fast path")
 
 
+SEED = torch.tensor([3, 5])
+PLAIN = {
+    "attention": lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0),
+    "by position": lambda q, k, v: scaled_dot_product_attention(q, k, v, None, 0.0, True, -0.3),
+    "a scale of 0 in float32": lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=1e-40),
+    "a window": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, window_size=(2, 3)),
+    "a wide window": lambda q, k, v: scaled_dot_product_attention(q, k, v, window_size=(999, -1)),
+    "dropout": lambda q, k, v: scaled_dot_product_attention(q, k, v, None, 0.3, seed=SEED),
+    "all dropped": lambda q, k, v: scaled_dot_product_attention(q, k, v, None, 1.0, seed=SEED),
+    "a seed without dropout": lambda q, k, v: scaled_dot_product_attention(q, k, v, seed=SEED),
+    "a bool mask": lambda q, k, v: scaled_dot_product_attention(
+        q, k, v, torch.arange(k.size(2)).view(1, 1, 1, -1) != 1
+    ),
+    "a float mask": lambda q, k, v: scaled_dot_product_attention(
+        q, k, v, torch.arange(k.size(2)).view(1, 1, 1, -1) / 7
+    ),
+    "a mask of two dimensions": lambda q, k, v: scaled_dot_product_attention(
+        q, k, v, q.new_ones(q.size(2), 1) * k.sum()
+    ),
+    "lengths": lambda q, k, v: scaled_dot_product_attention(q, k, v, key_lengths=torch.tensor([k.size(2), 0])),
+    "grouped heads": lambda q, k, v: scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+    "columns that are not dense": lambda q, k, v: scaled_dot_product_attention(q.mT.contiguous().mT, k, v),
+    "softmax_dropout": lambda q, k, v: softmax_dropout(q, 0.3, q > -1, True, -0.5, seed=SEED),
+    "a size": lambda q, k, v: layer_norm(q, q.shape[-1:]),
+    "layer_norm": lambda q, k, v: layer_norm(q, q.size(3), k[0, 0, 0] if k.size(2) else None, eps=1e-3),
+    "dropout_add_layer_norm": lambda q, k, v: dropout_add_layer_norm(
+        k, k * 2, k.new_ones(k.size(3)), None, 0.3, seed=SEED
+    ),
+    "two dtypes": lambda q, k, v: dropout_add_layer_norm(k, k.float() * 2),
+    "dropout by itself": lambda q, k, v: dropout(v, 0.3, seed=SEED),
+}
+
+
 @needs_cpu
 @pytest.mark.parametrize("lengths", [(4, 6), (1, 32), (0, 5), (5, 0)], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": -0.3}, {"scale": 1e-40}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_fast_path_is_the_same_operation(dtype, settings, lengths, monkeypatch):
-    """The fast path gives the same bits in the same layout. Plain calls take it, with arguments by position and by
-    name."""
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_fast_path_is_the_same_operation(name, dtype, lengths, monkeypatch):
+    """A plain call takes the fast path, with the same bits in the same layout, and so do its gradients."""
     queries, keys = lengths
     q = torch.randn(2, queries, 3, 8).to(dtype).transpose(1, 2)
     k, v = torch.randn(2, 3, keys, 8).to(dtype), torch.randn(2, 3, keys, 5).to(dtype)
+    operands = [t.requires_grad_() for t in (q, k, v)]
+    weight = None
+
+    def outcome():
+        nonlocal weight
+        with torch.no_grad():
+            found = [PLAIN[name](*operands)]
+        found.append(PLAIN[name](*operands))
+        weight = torch.randn_like(found[1]) if weight is None else weight
+        found += torch.autograd.grad(found[1], operands, weight, materialize_grads=True)
+        return found
+
     with backend("cpu"):
-        wanted = scaled_dot_product_attention(q, k, v, **settings)
+        wanted = outcome()
     monkeypatch.setattr(register, "choose", no_choice)
-    for out in (
-        scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, **settings),
-        scaled_dot_product_attention(q, k, v, None, 0.0, settings.get("is_causal", False), settings.get("scale")),
-    ):
-        assert torch.equal(out, wanted)
-        assert out.stride() == wanted.stride()
+    for got, expected in zip(outcome(), wanted, strict=True):
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()
 
 
 @needs_cpu
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (3, 0)], ids=str)
-@pytest.mark.parametrize("affine", [torch.float32, torch.bfloat16, None], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_fast_path_of_layer_norm(dtype, affine, shape, monkeypatch):
-    x, columns = torch.randn(*shape).to(dtype), shape[-1:]
-    weight, bias = (None, None) if affine is None else torch.randn(2, *columns).to(affine)
+@pytest.mark.parametrize("used", [None, torch.tensor([2, 0, 3])], ids=["", "used"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_fast_path_of_packed_sequences(dtype, used, monkeypatch):
+    operands = [torch.randn(9, 2, 8).to(dtype).requires_grad_() for _ in range(3)]
+    offsets, weight = torch.tensor([0, 4, 4, 9]), torch.randn(9, 2, 8).to(dtype)
+
+    def outcome():
+        lengths = None if used is None else used.clone()
+        out = varlen_attn(
+            *operands, offsets, offsets, 7, 5, dropout_p=0.3, window_size=(3, 0), seqused_k=lengths, seed=SEED
+        )
+        if lengths is not None:
+            lengths.fill_(1)
+        return out, *torch.autograd.grad(out, operands, weight)
+
     with backend("cpu"):
-        wanted = layer_norm(x, columns, weight, bias, 1e-3)
+        wanted = outcome()
     monkeypatch.setattr(register, "choose", no_choice)
-    assert torch.equal(layer_norm(x, columns, weight, bias, 1e-3), wanted)
-    assert torch.equal(layer_norm(x, columns, bias=bias, weight=weight, eps=1e-3), wanted)
+    assert all(map(torch.equal, outcome(), wanted))
+
+
+@needs_cpu
+@pytest.mark.parametrize("name", PLAIN)
+def test_lazy_operands_of_the_fast_path(name):
+    """An operand may be lazily negated, or a zero without memory: its memory does not hold its values."""
+    for lazy in (torch._neg_view, lambda t: torch._efficientzerotensor(t.shape)):
+        operands = [lazy(torch.randn(2, 3, 5, 8)) for _ in range(3)]
+        dense = [t.clone().requires_grad_() for t in operands]
+        lazy_leaves = [t.detach().requires_grad_() for t in operands]
+        assert torch.equal(PLAIN[name](*operands), PLAIN[name](*dense))
+        grads = [torch.autograd.grad(PLAIN[name](*t).sum(), t, materialize_grads=True) for t in (dense, lazy_leaves)]
+        assert all(map(torch.equal, *grads))
+
+
+@needs_cpu
+def test_a_lazily_negated_mask():
+    mask = torch.randn(5, 5, dtype=torch.complex64).conj().imag
+    for call in (
+        lambda mask: scaled_dot_product_attention(X, X, X, mask),
+        lambda mask: softmax_dropout(X[..., :5], attn_mask=mask),
+    ):
+        assert torch.equal(call(mask), call(mask.clone()))
+
+
+@needs_cpu
+def test_inference_tensors_leave_the_fast_path_before_a_seed_is_drawn():
+    with torch.inference_mode():
+        key = torch.randn(1, 2, 5, 8)
+    query = torch.randn(1, 2, 5, 8).requires_grad_()
+
+    def outcome():
+        torch.manual_seed(7)
+        return scaled_dot_product_attention(query, key, key, None, 0.3), torch.rand(1)
+
+    with backend("cpu"):
+        wanted = outcome()
+    assert all(map(torch.equal, outcome(), wanted))
+
+
+@needs_cpu
+@pytest.mark.parametrize("offsets", [torch.tensor([0, 9]), torch.tensor([0, 5, 4])], ids=str)
+def test_refused_sequences_draw_no_seed(offsets):
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="cu_seq_q must rise from 0 to 5"):
+        varlen_attn(ROWS, ROWS, ROWS, offsets, offsets, 9, 9, dropout_p=0.3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@needs_cpu
+def test_a_hook_that_fails_is_heard():
+    def fail(tensor):
+        raise RuntimeError("no space left")
+
+    with torch.autograd.graph.saved_tensors_hooks(fail, fail), pytest.raises(RuntimeError, match="no space left"):
+        layer_norm(X.clone().requires_grad_(), (8,))
+
+
+@needs_cpu
+def test_nodes_have_the_operations_name():
+    leaf = X.clone().requires_grad_()
+    assert type(layer_norm(leaf, (8,)).grad_fn).__name__ == "fastattn_layer_normBackward"
+    with backend("cpu"):
+        assert type(layer_norm(leaf, (8,)).grad_fn).__name__ == "fastattn_layer_normBackward"
+
+
+@needs_cpu
+def test_the_fast_path_draws_the_seed_of_the_usual_path(monkeypatch):
+    """Both draw one seed per call that drops something, from torch's default generator."""
+
+    def outcome():
+        torch.manual_seed(1)
+        calls = [dropout(X, 0.5), scaled_dot_product_attention(X, X, X, None, 0.5), dropout_add_layer_norm(X, X)]
+        return [*calls, dropout(X.clone().requires_grad_(), 0.5), torch.rand(1)]
+
+    with backend("cpu"):
+        wanted = outcome()
+    monkeypatch.setattr(register, "choose", no_choice)
+    assert all(map(torch.equal, outcome(), wanted))
 
 
 @pytest.mark.parametrize("prenorm", [False, True])
@@ -235,20 +363,19 @@ def test_the_library_refuses_an_output_without_room_for_the_sum(dtype, out_dtype
 
 
 OTHERWISE = {
-    "a mask": lambda t: scaled_dot_product_attention(t, t, t, torch.ones(5, 5).bool()),
-    "dropout": lambda t: scaled_dot_product_attention(t, t, t, dropout_p=0.1),
-    "grouped heads": lambda t: scaled_dot_product_attention(t, t[:, :1], t[:, :1], enable_gqa=True),
-    "a window": lambda t: scaled_dot_product_attention(t, t, t, window_size=(1, 1)),
-    "a gradient": lambda t: scaled_dot_product_attention(t.clone().requires_grad_(), t, t),
-    "a gradient of values": lambda t: scaled_dot_product_attention(t, t, t.clone().requires_grad_()),
+    "the other diagonal": lambda t: scaled_dot_product_attention(t, t, t, is_causal=True, causal_variant="lower_right"),
+    "lengths in int32": lambda t: scaled_dot_product_attention(t, t, t, key_lengths=torch.tensor([3]).int()),
+    "a window of a list": lambda t: scaled_dot_product_attention(t, t, t, window_size=[1, 1]),
+    "the log-sum-exp": lambda t: scaled_dot_product_attention(t, t, t, return_lse=True)[1],
     "three dimensions": lambda t: scaled_dot_product_attention(t[0], t[0], t[0]),
     "broadcast batches": lambda t: scaled_dot_product_attention(t.expand(3, 2, 5, 8), t, t),
-    "rows that are not dense": lambda t: scaled_dot_product_attention(*[t.mT.contiguous().mT] * 3),
     "float64": lambda t: scaled_dot_product_attention(*[t.double()] * 3),
     "autocast": torch.autocast("cpu", torch.bfloat16)(lambda t: scaled_dot_product_attention(t, t, t)),
+    "offsets in int32": lambda t: called(varlen_attn, t),
+    "scores of three dimensions": lambda t: softmax_dropout(t[0]),
     "layer_norm over two dimensions": lambda t: layer_norm(t, (5, 8)),
     "a shape that is no tuple": lambda t: layer_norm(t, [8]),
-    "the gradient of a weight by name": lambda t: layer_norm(t, (8,), weight=torch.ones(8, requires_grad=True)),
+    "the sum": lambda t: dropout_add_layer_norm(t, t, prenorm=True)[1],
     "a wide head": lambda t: scaled_dot_product_attention(*[t.repeat(1, 1, 1, 33)] * 3),
 }
 
@@ -258,9 +385,8 @@ OTHERWISE = {
 def test_what_leaves_the_fast_path(name, monkeypatch):
     """A call that is not plain leaves the fast path, passes all checks and gives the reference's result."""
     out = OTHERWISE[name](X)
-    if name != "dropout":
-        with backend("reference"):
-            torch.testing.assert_close(out, OTHERWISE[name](X), rtol=1e-5, atol=4e-3 if name == "autocast" else 1e-6)
+    with backend("reference"):
+        torch.testing.assert_close(out, OTHERWISE[name](X), rtol=1e-5, atol=4e-3 if name == "autocast" else 1e-6)
     monkeypatch.setattr(register, "choose", no_choice)
     with pytest.raises(AssertionError, match="left the fast path"):
         OTHERWISE[name](X)

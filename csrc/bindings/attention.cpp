@@ -1,7 +1,4 @@
 // Attention, dense, forward, as torch ops.
-#include <float.h>
-#include <math.h>
-
 #include "attention.h"
 
 namespace fastattn {
@@ -25,36 +22,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(const Tensor& query, const 
   return run_attention(backend, a, out, residual, {2, a.batch, a.num_heads, a.seqlen_q});
 }
 
-// Run a whole public call, without checks in Python, gradient or statistics. For a call that is not plain, return an
-// undefined tensor, which is None in Python. The public function then takes the usual path, which raises the errors.
-Tensor attention_fast(const Tensor& query, const Tensor& key, const Tensor& value,
-                      const std::optional<Tensor>& attn_mask, double dropout_p, bool is_causal,
-                      std::optional<double> scale, bool enable_gqa) {
-  constexpr int64_t kMaxHeadDim = 256;
-  Dtype dtype, key_dtype, value_dtype;
-  if (attn_mask || dropout_p != 0 || enable_gqa || !is_plain(query, &dtype) || !is_plain(key, &key_dtype) ||
-      !is_plain(value, &value_dtype) || key_dtype != dtype || value_dtype != dtype)
-    return Tensor();
-  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4) return Tensor();
-  if (!has_dense_columns(query) || !has_dense_columns(key) || !has_dense_columns(value)) return Tensor();
-  const Sizes q = query.sizes(), k = key.sizes(), v = value.sizes();
-  if (k[0] != q[0] || v[0] != q[0] || k[1] != q[1] || v[1] != q[1] || v[2] != k[2] || k[3] != q[3]) return Tensor();
-  if (q[3] < 1 || q[3] > kMaxHeadDim || v[3] < 1 || v[3] > kMaxHeadDim) return Tensor();
-  double factor = scale.value_or(1 / sqrt((double)q[3]));
-  if (!(fabs(factor) <= FLT_MAX)) return Tensor();
-  if (fabs(factor) < FLT_MIN) factor = 0;
+// Run a whole public call, without checks in Python. Return the results of `attention` without lse, then the record's
+// settings and seed. For a call that is not plain, return no results: undefined tensors are None in Python. The public
+// function then takes the usual path, which raises the errors.
+template <bool keep>
+std::tuple<Tensor, Tensor, Tensor, Tensor, double, int64_t, int64_t, bool, int64_t, bool, std::optional<Tensor>>
+attention_fast(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
+               const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed, double dropout_p,
+               bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
+               int64_t window_right) {
+  int64_t threshold;
+  if (!are_plain(query, key, value, 4, enable_gqa) || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), keys = key.size(2);
+  if (key.size(0) != batch || value.size(0) != batch || value.size(2) != keys) return {};
+  if (!is_plain_mask(attn_mask, {batch, heads, queries, keys})) return {};
+  if (key_lengths && !is_plain_integers(*key_lengths, batch)) return {};
+  const int64_t* lengths = data_of<int64_t>(key_lengths);
+  if (lengths && std::any_of(lengths, lengths + batch, [&](int64_t n) { return n < 0 || n > keys; })) return {};
+  double factor = scale.value_or(1 / sqrt((double)query.size(3)));
+  if (!is_plain_scale(&factor) || !is_plain_window(&window_left, &window_right, queries, keys, is_causal)) return {};
 
   const Backend backend(query);
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
   Attention a = {};
-  set_operands(a, query, key, value, std::nullopt, factor, q[2], is_causal ? 0 : k[2], false, 0);
-  const Tensor out = empty_heads(query, a.value_head_dim, backend.device);
-  a.out = heads_of(out);
-  backend.run(a);
-  return out;
+  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  set_operands(a, q, k, v, own_seed, factor, window_left, window_right, false, threshold);
+  a.mask = mask_of(attn_mask);
+  a.key_lengths = lengths;
+  auto [out, stats, residual] = run_fast_attention(backend, a, empty_heads(query, a.value_head_dim, backend.device),
+                                                   {2, batch, heads, queries}, keep);
+  const bool keeps_residual = a.residual.data != nullptr;
+  return {out,          Tensor(), stats,     residual,       factor,  window_left,
+          window_right, false,    threshold, keeps_residual, own_seed};
 }
 
 FASTATTN_OPERATION(attention)
-FASTATTN_OPERATION(attention_fast)
+FASTATTN_FAST_PATH(attention)
 
 }  // namespace
 }  // namespace fastattn

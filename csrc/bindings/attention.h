@@ -68,6 +68,35 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> run_attention(const Backend& b
   return {out, lse, stats, residual};
 }
 
+// Whether operands are plain: 4-D, or 3-D of packed sequences, of one dtype, with sizes that fit each other.
+inline bool are_plain(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dims, bool enable_gqa) {
+  constexpr int64_t kMaxHeadDim = 256;
+  Dtype dtype, key_dtype, value_dtype;
+  if (!is_plain(query, &dtype) || !is_plain(key, &key_dtype) || !is_plain(value, &value_dtype)) return false;
+  if (key_dtype != dtype || value_dtype != dtype) return false;
+  if (query.dim() != dims || key.dim() != dims || value.dim() != dims) return false;
+  const int64_t heads = query.size(1), kv_heads = key.size(1), head_dim = query.size(-1), value_dim = value.size(-1);
+  if (key.size(-1) != head_dim || value.size(1) != kv_heads) return false;
+  if (heads != kv_heads && !(enable_gqa && kv_heads > 0 && heads % kv_heads == 0)) return false;
+  return head_dim >= 1 && head_dim <= kMaxHeadDim && value_dim >= 1 && value_dim <= kMaxHeadDim;
+}
+
+// Run the forward pass of a fast path. Return (out, stats, residual), the last two only with `keep`.
+inline std::tuple<Tensor, Tensor, Tensor> run_fast_attention(const Backend& backend, Attention& a, const Tensor& out,
+                                                             std::initializer_list<int64_t> stats_sizes, bool keep) {
+  Tensor stats, residual;
+  a.out = heads_of(out);
+  if (keep) {
+    stats = empty(stats_sizes, Dtype::float32, backend.device);
+    set_stats(a, stats);
+    residual = a.dtype == Dtype::float32 ? empty({0}, a.dtype, backend.device)
+                                         : empty_strided(out.sizes(), out.strides(), a.dtype, backend.device);
+    if (residual.dim() > 1) a.residual = heads_of(residual);
+  }
+  backend.run(a);
+  return {out, stats, residual};
+}
+
 // Run the backward pass into the gradients.
 template <class Problem>  // a template, so that a library without the kernel compiles
 void run_attention_backward(const Backend& backend, Problem& a, const Tensor& grad_out,

@@ -106,6 +106,18 @@ Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
   return out;
 }
 
+// Run a whole public call that drops elements, as attention_fast does. Return the result, the threshold and the seed.
+template <bool keep>
+std::tuple<Tensor, int64_t, std::optional<Tensor>> dropout_fast(const Tensor& input, const std::optional<Tensor>& seed,
+                                                                double dropout_p) {
+  Dtype dtype;
+  int64_t threshold;
+  if (!is_plain(input, &dtype) || !is_plain_dropout(dropout_p, seed, &threshold) || threshold == 0) return {};
+  input.sizes();  // raises for a nested tensor, before a seed is drawn
+  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  return {dropout(input, *own_seed, threshold), threshold, own_seed};
+}
+
 Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t threshold) {
   const Backend backend(seed);
   const Tensor out = empty(Sizes(shape.data(), shape.size()), Dtype::boolean, backend.device);
@@ -116,6 +128,7 @@ Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t thre
 }
 
 FASTATTN_OPERATION(dropout)
+FASTATTN_FAST_PATH(dropout)
 FASTATTN_OPERATION(dropout_mask)
 
 }  // namespace

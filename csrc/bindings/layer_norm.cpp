@@ -100,25 +100,49 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::op
   return {out, mean, rstd};
 }
 
-// Run a whole public call, as attention_fast does. For a call that is not plain, return an undefined tensor.
-Tensor layer_norm_fast(const Tensor& input, std::vector<int64_t> normalized_shape, const std::optional<Tensor>& weight,
-                       const std::optional<Tensor>& bias, double eps) {
+// Whether weight or bias is plain: absent, or (columns).
+inline bool is_plain_parameter(const std::optional<Tensor>& tensor, int64_t columns) {
   Dtype dtype;
-  const auto is_parameter = [&](const std::optional<Tensor>& tensor) {
-    return !tensor || (is_plain(*tensor, &dtype) && tensor->dim() == 1 && tensor->size(0) == normalized_shape[0]);
-  };
-  if (normalized_shape.size() != 1 || !is_plain(input, &dtype) || input.dim() == 0 ||
-      input.size(-1) != normalized_shape[0] || !is_parameter(weight) || !is_parameter(bias))
-    return Tensor();
-  return std::get<0>(layer_norm(input, weight, bias, eps));
+  return !tensor || (is_plain(*tensor, &dtype) && tensor->dim() == 1 && tensor->size(0) == columns);
+}
+
+// Run a whole public call, as attention_fast does. Return the results, then eps.
+template <bool keep>
+std::tuple<Tensor, Tensor, Tensor, double> layer_norm_fast(const Tensor& input, const std::optional<Tensor>& weight,
+                                                           const std::optional<Tensor>& bias, int64_t columns,
+                                                           double eps) {
+  Dtype dtype;
+  if (!is_plain(input, &dtype) || input.dim() == 0 || input.size(-1) != columns) return {};
+  if (!is_plain_parameter(weight, columns) || !is_plain_parameter(bias, columns)) return {};
+  auto [out, mean, rstd] = layer_norm(input, weight, bias, eps);
+  return {out, mean, rstd, eps};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
                                                                   const std::optional<Tensor>& weight,
                                                                   const std::optional<Tensor>& bias,
                                                                   const std::optional<Tensor>& seed, int64_t threshold,
-                                                                  double eps, bool keep_sum, ScalarType out_dtype) {
+                                                                  double eps, bool keep_sum,
+                                                                  std::optional<ScalarType> out_dtype) {
   return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype);
+}
+
+// Run a whole public call, as attention_fast does. Return the results, then the record's settings and seed.
+template <bool keep>
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, double, bool, std::optional<ScalarType>, std::optional<Tensor>>
+dropout_add_layer_norm_fast(const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight,
+                            const std::optional<Tensor>& bias, const std::optional<Tensor>& seed, double dropout_p,
+                            double eps) {
+  Dtype dtype, residual_dtype;
+  int64_t threshold;
+  if (!is_plain(input, &dtype) || !is_plain(residual, &residual_dtype) || input.dim() == 0) return {};
+  if (!have_one_shape(input, residual) || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const int64_t columns = input.size(-1);
+  if (!is_plain_parameter(weight, columns) || !is_plain_parameter(bias, columns)) return {};
+  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  auto [out, sum, mean, rstd] =
+      run_layer_norm(input, &residual, weight, bias, own_seed, threshold, eps, keep, std::nullopt);
+  return {out, sum, mean, rstd, threshold, eps, keep, std::nullopt, own_seed};
 }
 
 // Return a parameter's gradient (columns), uninitialised, in the dtype given. Without a dtype it is empty.
@@ -187,9 +211,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
 }
 
 FASTATTN_OPERATION(layer_norm)
-FASTATTN_OPERATION(layer_norm_fast)
+FASTATTN_FAST_PATH(layer_norm)
 FASTATTN_OPERATION(layer_norm_backward)
 FASTATTN_OPERATION(dropout_add_layer_norm)
+FASTATTN_FAST_PATH(dropout_add_layer_norm)
 FASTATTN_OPERATION(dropout_add_layer_norm_backward)
 
 }  // namespace

@@ -43,6 +43,23 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
   return {out, stats};
 }
 
+// Run a whole public call of 4-D scores, as attention_fast does. Return the results, then the record's settings and
+// seed.
+template <bool keep>
+std::tuple<Tensor, Tensor, double, int64_t, int64_t, bool, int64_t, std::optional<Tensor>> softmax_dropout_fast(
+    const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>&,
+    const std::optional<Tensor>& seed, double dropout_p, bool is_causal, double scale) {
+  Dtype dtype;
+  int64_t threshold;
+  if (!is_plain(input, &dtype) || input.dim() != 4 || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const Sizes sizes = input.sizes();
+  if (!is_plain_mask(attn_mask, {sizes[0], sizes[1], sizes[2], sizes[3]}) || !is_plain_scale(&scale)) return {};
+  const int64_t left = sizes[2], right = is_causal ? 0 : sizes[3];
+  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  auto [out, stats] = softmax_dropout(input, attn_mask, std::nullopt, own_seed, scale, left, right, false, threshold);
+  return {out, stats, scale, left, right, false, threshold, own_seed};
+}
+
 std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& stats, const Tensor& input,
                                                     const std::optional<Tensor>& attn_mask,
                                                     const std::optional<Tensor>& key_lengths,
@@ -80,6 +97,7 @@ std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, cons
 }
 
 FASTATTN_OPERATION(softmax_dropout)
+FASTATTN_FAST_PATH(softmax_dropout)
 FASTATTN_OPERATION(softmax_dropout_backward)
 
 }  // namespace

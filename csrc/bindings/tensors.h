@@ -7,8 +7,12 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <float.h>
+#include <math.h>
+#include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -29,6 +33,24 @@ inline std::string& operation_names() {
     m.impl(#name, TORCH_BOX(&name));                                                  \
     operation_names() += (operation_names().empty() ? "" : ",") + std::string(#name); \
   }
+
+// Registers a fast path: a template over whether to keep what the backward pass reads. `NAME_fast` returns the first
+// result only, `NAME_fast_saving` all.
+#define FASTATTN_FAST_PATH(name)                                                                                  \
+  STABLE_TORCH_LIBRARY_IMPL(FASTATTN_LIBRARY, CompositeExplicitAutograd, m) {                                     \
+    m.impl(#name "_fast", TORCH_BOX(&FirstOf<&name##_fast<false>>::call));                                        \
+    m.impl(#name "_fast_saving", TORCH_BOX(&name##_fast<true>));                                                  \
+    operation_names() += std::string(operation_names().empty() ? "" : ",") + #name "_fast," #name "_fast_saving"; \
+  }
+
+// The function with the arguments of `function`, which returns its first result.
+template <auto function>
+struct FirstOf;
+
+template <class... Results, class... Arguments, std::tuple<Results...> (*function)(Arguments...)>
+struct FirstOf<function> {
+  static auto call(Arguments... arguments) { return std::get<0>(function(arguments...)); }
+};
 
 namespace {
 
@@ -141,15 +163,86 @@ inline bool has_dense_columns(const Tensor& tensor) {
   return strides[last] == 1 || sizes[last] == 1;
 }
 
-// Whether a fast path (fastattn/ops/register.py) takes the tensor: a strided CPU tensor of a floating-point dtype that
-// the kernels have.
-inline bool is_plain(const Tensor& tensor, Dtype* dtype) {
+inline bool have_one_shape(const Tensor& a, const Tensor& b) {
+  const Sizes sizes = a.sizes(), others = b.sizes();
+  return std::equal(sizes.begin(), sizes.end(), others.begin(), others.end());
+}
+
+// The checks of the fast paths (fastattn/ops/register.py). They accept strided CPU tensors.
+
+inline bool is_strided_on_cpu(const Tensor& tensor) {
   int32_t device, layout;
   if (!tensor.defined()) return false;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  return device == aoti_torch_device_type_cpu() && layout == aoti_torch_layout_strided() && is_dtype(tensor, dtype) &&
-         *dtype != Dtype::boolean;
+  return device == aoti_torch_device_type_cpu() && layout == aoti_torch_layout_strided();
+}
+
+// Whether the kernels have the tensor's dtype, a floating-point one.
+inline bool is_plain(const Tensor& tensor, Dtype* dtype) {
+  return is_strided_on_cpu(tensor) && is_dtype(tensor, dtype) && *dtype != Dtype::boolean;
+}
+
+// Whether it holds `count` contiguous int64, as seeds, lengths and offsets do.
+inline bool is_plain_integers(const Tensor& tensor, int64_t count) {
+  int32_t number;
+  if (!is_strided_on_cpu(tensor) || tensor.dim() != 1 || tensor.size(0) != count || !tensor.is_contiguous())
+    return false;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  return number == aoti_torch_dtype_int64();
+}
+
+// Whether a mask is bool or floating-point, and each of its four sizes is 1 or the one given.
+inline bool is_plain_mask(const std::optional<Tensor>& mask, std::initializer_list<int64_t> sizes) {
+  Dtype dtype;
+  if (!mask) return true;
+  if (!is_strided_on_cpu(*mask) || !is_dtype(*mask, &dtype) || mask->dim() != 4) return false;
+  for (int d = 0; d < 4; ++d)
+    if (mask->size(d) != 1 && mask->size(d) != sizes.begin()[d]) return false;
+  return true;
+}
+
+// Whether dropout's arguments are plain; sets the threshold, below which elements are dropped.
+inline bool is_plain_dropout(double dropout_p, const std::optional<Tensor>& seed, int64_t* threshold) {
+  if (!(dropout_p >= 0 && dropout_p <= 1) || (seed && !is_plain_integers(*seed, 2))) return false;
+  *threshold = (int64_t)(dropout_p * 65536 + 0.5);
+  return true;
+}
+
+// Return the seed of a plain call that drops elements: the caller's, or one drawn from torch's default generator. With
+// `keep` it is a copy, because the caller may change the seed before the backward pass.
+inline std::optional<Tensor> seed_of(const std::optional<Tensor>& seed, int64_t threshold, bool keep) {
+  if (threshold == 0) return std::nullopt;
+  if (seed && !keep) return seed;
+  const int64_t size = 2, stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &handle));
+  const Tensor own(handle);
+  if (seed) {
+    memcpy(own.mutable_data_ptr(), seed->const_data_ptr(), 2 * sizeof(int64_t));
+    return own;
+  }
+  using torch::stable::detail::from;
+  StableIValue stack[] = {from(own), from(INT64_MIN), from(std::optional<int64_t>(INT64_MAX)), from(std::nullopt)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::random_", "from", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Whether the scale is finite in float32; flushes it to 0 below float32's least normal number.
+inline bool is_plain_scale(double* scale) {
+  if (!(fabs(*scale) <= FLT_MAX)) return false;
+  if (fabs(*scale) < FLT_MIN) *scale = 0;
+  return true;
+}
+
+// Whether the sides of a window are -1 or more; limits them to `left` and `right`, the positions that exist. -1 has no
+// bound, so it reaches to the last one.
+inline bool is_plain_window(int64_t* window_left, int64_t* window_right, int64_t left, int64_t right, bool is_causal) {
+  if (*window_left < -1 || *window_right < -1) return false;
+  *window_left = *window_left < 0 ? left : std::min(*window_left, left);
+  *window_right = is_causal ? 0 : *window_right < 0 ? right : std::min(*window_right, right);
+  return true;
 }
 
 inline Tensor dense(const Tensor& tensor) {

@@ -49,6 +49,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention(
   return run_attention(backend, a, out, residual, {2, query.size(0), a.num_heads});
 }
 
+// Whether `used` names no more keys than each sequence has.
+inline bool are_plain_lengths(const std::optional<Tensor>& used, const Tensor& offsets) {
+  if (!used) return true;
+  const int64_t count = offsets.size(0) - 1;
+  if (!is_plain_integers(*used, count)) return false;
+  const int64_t *n = used->const_data_ptr<int64_t>(), *at = offsets.const_data_ptr<int64_t>();
+  for (int64_t s = 0; s < count; ++s)
+    if (n[s] < 0 || n[s] > at[s + 1] - at[s]) return false;
+  return true;
+}
+
+// Run a whole public call, as attention_fast does. Wrong offsets raise an error, after which the public function raises
+// its own.
+template <bool keep>
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, double, int64_t, int64_t, int64_t, bool,
+           std::optional<Tensor>>
+varlen_attention_fast(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                      const Tensor& cu_seq_k, const std::optional<Tensor>& seqused_k, const std::optional<Tensor>& seed,
+                      int64_t max_q, int64_t max_k, double dropout_p, bool is_causal, std::optional<double> scale,
+                      bool enable_gqa, int64_t window_left, int64_t window_right) {
+  int64_t threshold;
+  if (!are_plain(query, key, value, 3, enable_gqa) || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  if (key.size(0) != value.size(0) || cu_seq_q.dim() != 1 || cu_seq_q.size(0) < 1) return {};
+  if (!is_plain_integers(cu_seq_q, cu_seq_q.size(0)) || !is_plain_integers(cu_seq_k, cu_seq_q.size(0))) return {};
+  double factor = scale.value_or(1 / sqrt((double)query.size(2)));
+  if (max_q < 0 || max_k < 0 || !is_plain_scale(&factor) || !are_plain_lengths(seqused_k, cu_seq_k) ||
+      !is_plain_window(&window_left, &window_right, max_k, max_q, is_causal))
+    return {};
+
+  const Backend backend(query);
+  const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
+  Attention a = {};
+  set_operands(a, q, k, v, std::nullopt, factor, window_left, window_right, true, threshold);
+  set_packed(a, cu_seq_q, cu_seq_k, seqused_k, max_q, max_k);
+  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);  // after the checks, which may raise
+  set_dropout(a, own_seed, threshold);
+  const int64_t tokens = query.size(0), heads = query.size(1);
+  auto [out, stats, residual] = run_fast_attention(
+      backend, a, empty({tokens, heads, a.value_head_dim}, a.dtype, backend.device), {2, tokens, heads}, keep);
+  const bool keeps_residual = a.residual.data != nullptr;
+  return {out,    Tensor(),    stats,        residual,  max_q,          max_k,
+          factor, window_left, window_right, threshold, keeps_residual, own_seed};
+}
+
 std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
     const Tensor& residual, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
@@ -67,6 +111,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
 }
 
 FASTATTN_OPERATION(varlen_attention)
+FASTATTN_FAST_PATH(varlen_attention)
 FASTATTN_OPERATION(varlen_attention_backward)
 
 }  // namespace

@@ -110,9 +110,9 @@ struct Results {
   static vf normalised(vf out, vf row_sum, vf factor) { return select(row_sum == vf{}, vf{}, out * factor); }
 
   void write_stats(const Sequence& s, int64_t head, int64_t query, float row_max, float row_sum) const {
-    if (!a.lse) return;
+    if (!a.row_max) return;
     const int64_t row = stats_offset(a, s, head, query);
-    a.lse[row] = row_sum == 0 ? -kInfinity : row_max + logf(row_sum);
+    if (a.lse) a.lse[row] = row_sum == 0 ? -kInfinity : row_max + logf(row_sum);
     a.row_max[row] = row_sum == 0 ? 0 : row_max;
     a.row_sum[row] = row_sum;
   }

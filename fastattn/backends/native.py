@@ -104,10 +104,17 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
     _defined.append(fragment)
     for operation in operations:
         fragment.define(SCHEMAS[operation])
+        if operation not in RECORDS:  # autograd would add a node of its own to a fast path's results
+            fragment.impl(operation, torch.library.fallthrough_kernel, "Autograd")
     bound = {operation: bind(getattr(loaded, operation).default) for operation in operations}
-    return {name: _of_record(function) if name in RECORDS else function for name, function in bound.items()}
+    return {name: _OfRecord(function) if name in RECORDS else function for name, function in bound.items()}
 
 
-def _of_record(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a backend function, which takes a record, from an operation, which takes a record's arguments."""
-    return lambda args: function(*flatten(args))
+class _OfRecord:
+    """A backend function, which takes a record, from an operation, which takes a record's arguments."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        self.operation = operation
+
+    def __call__(self, args: Any) -> Any:
+        return self.operation(*flatten(args))

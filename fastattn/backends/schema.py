@@ -137,7 +137,7 @@ class DropoutAddLayerNormArgs(NamedTuple):
     threshold: int
     eps: float
     keep_sum: bool
-    out_dtype: torch.dtype  # the sum's dtype, or a 16-bit one if the sum is float32 and kept
+    out_dtype: torch.dtype | None  # None: the sum's dtype; or a 16-bit one if the sum is float32 and kept
 
 
 class DropoutAddLayerNormBackwardArgs(NamedTuple):
@@ -225,15 +225,19 @@ _STEMS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "dropout": {"dropout": (DropoutArgs, "out"), "dropout_mask": (DropoutMaskArgs, "mask")},
 }
-# Compiled fast paths, with the arguments of their public functions (ops/register.py).
+# Compiled fast paths (ops/register.py), by operation: the settings of the public function, which follow the record's
+# tensors. `NAME_fast` returns the first result. `NAME_fast_saving` returns all, then the other fields of the record,
+# then the seed if the record has one, copied or drawn.
 _FAST_PATHS = {
-    "attention_fast": (
-        "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
-        "float? scale=None, bool enable_gqa=False) -> Tensor"
+    "attention": "float dropout_p, bool is_causal, float? scale, bool enable_gqa, int window_left, int window_right",
+    "varlen_attention": (
+        "int max_q, int max_k, float dropout_p, bool is_causal, float? scale, bool enable_gqa, int window_left, "
+        "int window_right"
     ),
-    "layer_norm_fast": (
-        "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor"
-    ),
+    "softmax_dropout": "float dropout_p, bool is_causal, float scale",
+    "layer_norm": "int columns, float eps",
+    "dropout_add_layer_norm": "float dropout_p, float eps",
+    "dropout": "float dropout_p",
 }
 _TYPES = {
     "Tensor": "Tensor",
@@ -294,11 +298,28 @@ TENSORS = {record: sum(kind.startswith("Tensor") for _, kind in arguments(record
 
 def _schema(record: Any, results: str) -> str:
     given = ", ".join(f"{kind} {name}" for name, kind in arguments(record))
-    returned = ", ".join(f"Tensor {name}" for name in results.split())
-    return f"({given}) -> ({returned})"
+    return f"({given}) -> ({_returned(results)})"
 
 
-SCHEMAS = {
-    name: name + _schema(*signature) for functions in _STEMS.values() for name, signature in functions.items()
-} | {name: name + signature for name, signature in _FAST_PATHS.items()}
+def _returned(results: str) -> str:
+    return ", ".join(f"Tensor {name}" for name in results.split())
+
+
+def _fast_schemas(name: str, settings: str) -> dict[str, str]:
+    record, results = next(functions[name] for functions in _STEMS.values() if name in functions)
+    listed = [(kind.replace("SymInt", "int"), label) for label, kind in arguments(record)]
+    tensors = [f"{'Tensor?' if label == 'seed' else kind} {label}" for kind, label in listed[: TENSORS[record]]]
+    others = [f"{kind} {label}" for kind, label in listed[TENSORS[record] :]]
+    others += ["Tensor? seed"] * ("seed" in record._fields)
+    given = f"({', '.join(tensors)}, {settings})"
+    return {
+        f"{name}_fast": f"{name}_fast{given} -> Tensor",
+        f"{name}_fast_saving": f"{name}_fast_saving{given} -> ({', '.join([_returned(results), *others])})",
+    }
+
+
+RESULTS = {name: results.split() for functions in _STEMS.values() for name, (_, results) in functions.items()}
+SCHEMAS = {name: name + _schema(*signature) for functions in _STEMS.values() for name, signature in functions.items()}
+for _name, _settings in _FAST_PATHS.items():
+    SCHEMAS |= _fast_schemas(_name, _settings)
 CONTRACT = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()[:12]  # compiled into the libraries

@@ -14,7 +14,6 @@ Calls that fastattn does not serve go on to torch's own kernels.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +41,7 @@ from fastattn.backends import TABLE, has_kernels, thread
 from fastattn.backends.common import without_autocast
 from fastattn.backends.schema import CONTRACT, AttentionBackwardArgs, VarlenAttentionBackwardArgs
 from fastattn.ops import attention, check
-from fastattn.ops.register import PLAIN, fast_path
+from fastattn.ops.register import PLAIN
 
 __all__ = ["intercept_sdpa"]
 
@@ -86,26 +85,28 @@ def _serve(*args: Any, **options: Any) -> Tensor:
     """Compute the op for arguments that torch's dispatcher has bound to its signature."""
     if _is_ours(*args):
         try:
-            return _past_fast_path(*args, **options)
+            return attention.scaled_dot_product_attention(*args, **options)
         except check.ARGUMENT_ERRORS:  # torch may serve these arguments; otherwise it refuses them in its own words
             pass
     return _torchs_sdpa(*args, **options)
-
-
-_past_fast_path = inspect.unwrap(attention.scaled_dot_product_attention)  # skips the fast path, which was tried before
-_serve_plain = fast_path("attention_fast")(_serve)
 
 
 def _sdpa(*args: Any, **options: Any) -> Tensor:
     """Compute ``scaled_dot_product_attention``: the kernel that replaces torch's.
 
     The cheapest tests come first: float64, which torch serves, then the fast path, whose compiled function checks its
-    arguments itself.
+    arguments itself. A mask leaves it, because torch refuses some masks that the fast path takes.
     """
-    if args[0].dtype is torch.float64 and thread.forced is None:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = _bound(*args, **options)
+    if query.dtype is torch.float64 and thread.forced is None:
         return _torchs_sdpa(*args, **options)
-    drops = len(args) > 4 and args[4] != 0.0  # the fast path has no dropout
-    return (_serve if drops or not is_flash_enabled() else _serve_plain)(*args, **options)
+    if attn_mask is None and is_flash_enabled():
+        out = attention.plain_attention(
+            query, key, value, None, None, None, dropout_p, is_causal, scale, enable_gqa, -1, -1
+        )
+        if out is not None:
+            return out
+    return _serve(*args, **options)
 
 
 class _Intercept(TorchFunctionMode):

@@ -258,7 +258,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             appended += k.size(2)
             mask = mask if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
         dropout_p = self.dropout if self.training else 0.0
-        if seed is None:
+        if need_weights and seed is None:  # the weights are computed with the output's seed
             seed = check.draw_seed(None, check.threshold(_NAME, dropout_p), q.device)
         masks: dict[str, Any] = {
             "is_causal": is_causal, "enable_gqa": self.num_kv_heads != self.num_heads,
@@ -335,7 +335,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise check.BadValue(f"{_NAME}: packed sequences do not go with {given[0]}: leave it out, or pad them")
         if need_weights:
             raise check.BadValue(f"{_NAME}: packed sequences have no weights: pass need_weights=False, or pad them")
-        q, k, v = self._project(query, key, value, None, parameters, _packed_heads)
+        q, k, v = self._project(query, key, value, None, parameters, _heads)
         out = varlen_attn(
             q, k, v, **packed, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
             window_size=window_size, enable_gqa=self.num_kv_heads != self.num_heads, seed=seed,
@@ -414,7 +414,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             projected = projected.unsqueeze(0)
         elif not self.batch_first:
             projected = projected.transpose(0, 1)
-        return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return _heads(projected, heads).transpose(1, 2)
 
     def _mask(
         self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, need_weights: bool
@@ -506,9 +506,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(input, weight, bias if bias is None else bias.to(weight.dtype))
 
 
-def _packed_heads(projected: Tensor, heads: int) -> Tensor:
-    """Return (tokens, heads, head size)."""
-    return projected.unflatten(-1, (heads, -1))
+def _heads(projected: Tensor, heads: int) -> Tensor:
+    """Return (..., heads, head size)."""
+    return projected.view(*projected.shape[:-1], heads, projected.size(-1) // heads)
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, list[int], Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -17,6 +18,7 @@ from fastattn._torch_private import max_length, ragged_dim
 from fastattn.backends import choose
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.schema import (
+    TENSORS,
     AttentionArgs,
     AttentionBackwardArgs,
     SoftmaxDropoutArgs,
@@ -27,13 +29,17 @@ from fastattn.backends.visibility import add_mask, blind_queries, packed_visibil
 from fastattn.ops import check
 from fastattn.ops.copies import owned
 from fastattn.ops.jagged import is_jagged, same_lengths, with_values
-from fastattn.ops.register import Op, fast_path, may_want_gradient, save_call, saved_call
+from fastattn.ops.register import FastPath, Op, may_want_gradient
 from fastattn.ops.sharding import Shards, attend, is_sharded
 from fastattn.ops.softmax_dropout import fake_mask_grad, softmax_dropout_op
 
 __all__ = ["attention_weights", "scaled_dot_product_attention", "varlen_attn"]
 
 _VARIANTS = ("upper_left", "lower_right")
+
+
+plain_attention = FastPath("attention", is_cast=True)
+_plain_varlen = FastPath("varlen_attention", is_cast=True)
 
 
 @overload
@@ -57,7 +63,7 @@ def scaled_dot_product_attention(
     causal_variant: str = "upper_left", key_lengths: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
     return_lse: bool, seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@fast_path("attention_fast")
+@check.unscriptable
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -106,6 +112,22 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if causal_variant == "upper_left" and return_lse is False and _is_pair(window_size):
+        out = plain_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            key_lengths,
+            seed,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            *window_size,
+        )
+        if out is not None:
+            return out
     name = "scaled_dot_product_attention"
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
@@ -260,6 +282,13 @@ def varlen_attn(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if return_lse is False and not unsupported and _is_pair(window_size):
+        out = _plain_varlen(
+            query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, max_q, max_k, dropout_p, is_causal, scale,
+            enable_gqa, *window_size,
+        )  # fmt: skip
+        if out is not None:
+            return out
     name = "varlen_attn"
     check.flag(name, "enable_gqa", enable_gqa)
     check.flag(name, "return_lse", return_lse)
@@ -290,6 +319,10 @@ def varlen_attn(
 
 
 # Checks
+
+
+def _is_pair(window_size: object) -> bool:
+    return type(window_size) is tuple and len(window_size) == 2
 
 
 def _operands(
@@ -604,23 +637,8 @@ def _backward_flops(args: AttentionBackwardArgs | VarlenAttentionBackwardArgs) -
 attention_backward_op = Op("attention_backward", _fake_attention_backward, flops=_backward_flops)
 
 
-def _setup(ctx: Any, args: AttentionArgs | VarlenAttentionArgs, results: Results) -> None:
-    out, _, stats, residual = results
-    ctx.mark_non_differentiable(stats, residual)
-    save_call(ctx, args, out, stats, residual)
-
-
-def _attention_backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _stats: None, _residual: None
-) -> tuple[Tensor | None, ...]:
-    forward, out, stats, residual = saved_call(ctx)
-    mask_grad = ctx.needs_input_grad[3]
-    args = AttentionBackwardArgs(
-        grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, out=out, stats=stats,
-        residual=residual, forward=forward, mask_grad=mask_grad,
-    )  # fmt: skip
-    *grads, grad_mask = attention_backward_op.on(ctx.backend, args)
-    return *grads, grad_mask if mask_grad else None
+def _backward_settings(args: AttentionArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
+    return *args[TENSORS[AttentionArgs] :], needs_grad[3]
 
 
 def _decompose_attention(args: AttentionArgs) -> Results:
@@ -649,7 +667,7 @@ def _decompose_attention(args: AttentionArgs) -> Results:
     return out, stats[0] + stats[1].log(), stats, torch.zeros_like(out) if args.keep_residual else out.new_empty(0)
 
 
-attention_op = Op("attention", _fake_attention, _setup, _attention_backward, _decompose_attention, _flops)
+attention_op = Op("attention", _fake_attention, "attention_backward", _backward_settings, _decompose_attention, _flops)
 
 
 def _fake_varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, ...]:
@@ -659,15 +677,8 @@ def _fake_varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[
 varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_attention_backward, flops=_backward_flops)
 
 
-def _varlen_attention_backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _stats: None, _residual: None
-) -> tuple[Tensor, ...]:
-    forward, out, stats, residual = saved_call(ctx)
-    args = VarlenAttentionBackwardArgs(
-        grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, out=out, stats=stats,
-        residual=residual, forward=forward,
-    )  # fmt: skip
-    return varlen_attention_backward_op.on(ctx.backend, args)
+def _varlen_backward_settings(args: VarlenAttentionArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
+    return args[TENSORS[VarlenAttentionArgs] :]
 
 
 def _decompose_varlen_attention(args: VarlenAttentionArgs) -> Results:
@@ -684,5 +695,6 @@ def _decompose_varlen_attention(args: VarlenAttentionArgs) -> Results:
 
 
 varlen_attention_op = Op(
-    "varlen_attention", _fake_attention, _setup, _varlen_attention_backward, _decompose_varlen_attention, _flops
-)
+    "varlen_attention", _fake_attention, "varlen_attention_backward", _varlen_backward_settings,
+    _decompose_varlen_attention, _flops,
+)  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,13 @@ from fastattn.backends.common import empty_dense
 from fastattn.backends.schema import DropoutArgs, DropoutMaskArgs
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, on_values
-from fastattn.ops.register import Op
+from fastattn.ops.register import FastPath, Op
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["dropout", "dropout_mask"]
+
+
+_plain = FastPath("dropout")
 
 
 @check.unscriptable
@@ -45,6 +47,10 @@ def dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if training is True and inplace is False:
+        out = _plain(input, seed, p)
+        if out is not None:
+            return out
     check.flag("dropout", "training", training)
     if not isinstance(inplace, int):  # torch takes 0 and 1
         check.flag("dropout", "inplace", inplace)
@@ -102,24 +108,16 @@ def _fake_dropout(args: DropoutArgs) -> Tensor:
     return empty_dense(args.input)
 
 
-def _setup(ctx: Any, args: DropoutArgs, result: Tensor) -> None:
-    ctx.save_for_backward(args.seed)
-    ctx.threshold = args.threshold
-
-
-def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, ...]:
-    if grad is None:
-        return ()
-    (seed,) = ctx.saved_tensors
-    # Dropout multiplies by a diagonal matrix, which is its own transpose.
-    return (dropout_op.on(ctx.backend, DropoutArgs(input=grad, seed=seed, threshold=ctx.threshold)),)
+def _backward_settings(args: DropoutArgs, needs_grad: Sequence[bool]) -> tuple[int]:
+    return (args.threshold,)
 
 
 def _decompose(args: DropoutArgs) -> Tensor:
     return args.input.clone()
 
 
-dropout_op = Op("dropout", _fake_dropout, _setup, _backward, _decompose)
+# Dropout multiplies by a diagonal matrix, which is its own transpose: it is its own backward pass.
+dropout_op = Op("dropout", _fake_dropout, "dropout", _backward_settings, _decompose)
 
 
 def _fake_dropout_mask(args: DropoutMaskArgs) -> Tensor:

@@ -24,7 +24,7 @@ from fastattn.backends.schema import (
 from fastattn.ops import check
 from fastattn.ops.dropout import dropout
 from fastattn.ops.jagged import is_jagged, on_values
-from fastattn.ops.register import Op, fast_path, may_want_gradient
+from fastattn.ops.register import FastPath, Op, may_want_gradient
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["dropout_add_layer_norm", "layer_norm"]
@@ -32,7 +32,11 @@ __all__ = ["dropout_add_layer_norm", "layer_norm"]
 _SIZES = (int, numbers.Integral, torch.SymInt)
 
 
-@fast_path("layer_norm_fast")
+_plain = FastPath("layer_norm")
+_plain_residual = FastPath("dropout_add_layer_norm")
+
+
+@check.unscriptable
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -59,11 +63,14 @@ def layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    shape: Any = normalized_shape
+    out = _plain(input, weight, bias, shape[0] if isinstance(shape, tuple) and len(shape) == 1 else shape, eps)
+    if out is not None:
+        return out
     name = "layer_norm"
     if is_jagged(input):
         return on_values(lambda values: layer_norm(values, normalized_shape, weight, bias, eps), input)
     check.operand(name, "input", input)
-    shape = normalized_shape
     if type(shape) is not tuple:
         if not isinstance(shape, (Sequence, *_SIZES)):
             raise check.BadType(f"{name}: normalized_shape must be an integer or a sequence of them, got {shape!r}")
@@ -147,6 +154,10 @@ def dropout_add_layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    if prenorm is False and out_dtype is None:
+        out = _plain_residual(input, residual, weight, bias, seed, dropout_p, eps)
+        if out is not None:
+            return out
     name = "dropout_add_layer_norm"
     check.flag(name, "prenorm", prenorm)
     check.operand(name, "input", input)
@@ -228,25 +239,12 @@ def _fake_layer_norm_backward(args: LayerNormBackwardArgs) -> tuple[Tensor, ...]
 layer_norm_backward_op = Op("layer_norm_backward", _fake_layer_norm_backward)
 
 
-def _setup_layer_norm(ctx: Any, args: LayerNormArgs, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, mean, rstd = results
-    ctx.parameter_dtypes = _dtypes(args.weight, args.bias)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(args.input, mean, rstd, args.weight)
+def _backward_settings(args: LayerNormArgs, needs_grad: Sequence[bool]) -> tuple[torch.dtype | None, ...]:
+    return _grad_dtype(args.weight, needs_grad[1]), _grad_dtype(args.bias, needs_grad[2])
 
 
-def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, _mean: None, _rstd: None) -> tuple[Tensor | None, ...]:
-    if grad_out is None:
-        return ()
-    needed = ctx.needs_input_grad[1:3]
-    weight_dtype, bias_dtype = _where(needed, ctx.parameter_dtypes)
-    input, mean, rstd, weight = ctx.saved_tensors
-    args = LayerNormBackwardArgs(
-        grad_out=grad_out, input=input, mean=mean, rstd=rstd, weight=weight, weight_grad_dtype=weight_dtype,
-        bias_grad_dtype=bias_dtype,
-    )  # fmt: skip
-    grad_input, *grads = layer_norm_backward_op.on(ctx.backend, args)
-    return grad_input, *_where(needed, grads)
+def _grad_dtype(parameter: Tensor | None, needs_grad: bool) -> torch.dtype | None:
+    return parameter.dtype if parameter is not None and needs_grad else None
 
 
 def _decompose_layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,23 +255,14 @@ def _decompose_layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
     return out.to(args.input.dtype), mean.squeeze(-1), rstd.squeeze(-1)
 
 
-layer_norm_op = Op("layer_norm", _fake_layer_norm, _setup_layer_norm, _layer_norm_backward, _decompose_layer_norm)
-
-
-def _dtypes(*parameters: Tensor | None) -> list[torch.dtype | None]:
-    return [None if parameter is None else parameter.dtype for parameter in parameters]
-
-
-def _where(needed: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """Return the values whose gradients are needed, and None for the others."""
-    return [value if need else None for need, value in zip(needed, values, strict=True)]
+layer_norm_op = Op("layer_norm", _fake_layer_norm, "layer_norm_backward", _backward_settings, _decompose_layer_norm)
 
 
 def _fake_residual(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(args.input.dtype, args.residual.dtype)
     sum = args.input.new_empty(args.input.shape, dtype=dtype)
     out, mean, rstd = _fake_rows(sum)
-    return out.to(args.out_dtype), sum if args.keep_sum else sum.new_empty(0), mean, rstd
+    return out.to(args.out_dtype or dtype), sum if args.keep_sum else sum.new_empty(0), mean, rstd
 
 
 def _fake_residual_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tensor, ...]:
@@ -285,36 +274,27 @@ def _fake_residual_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tens
 dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake_residual_backward)
 
 
-def _setup_residual(ctx: Any, args: DropoutAddLayerNormArgs, results: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    _, total, mean, rstd = results
-    ctx.threshold, ctx.input_dtype, ctx.residual_dtype = args.threshold, args.input.dtype, args.residual.dtype
-    ctx.parameter_dtypes = _dtypes(args.weight, args.bias)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(total, mean, rstd, args.weight, args.seed)
-
-
-def _residual_backward(
-    ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _mean: None, _rstd: None
-) -> tuple[Tensor | None, ...]:
-    total, mean, rstd, weight, seed = ctx.saved_tensors
-    needed = ctx.needs_input_grad[2:4]
-    weight_dtype, bias_dtype = _where(needed, ctx.parameter_dtypes)
-    args = DropoutAddLayerNormBackwardArgs(
-        grad_out=torch.zeros_like(total) if grad_out is None else grad_out, grad_sum=grad_sum, sum=total, mean=mean,
-        rstd=rstd, weight=weight, seed=seed, threshold=ctx.threshold, input_dtype=ctx.input_dtype,
-        weight_grad_dtype=weight_dtype, bias_grad_dtype=bias_dtype,
-    )  # fmt: skip
-    grad_input, grad_residual, *grads = dropout_add_layer_norm_backward_op.on(ctx.backend, args)
-    return grad_input, grad_residual.to(ctx.residual_dtype), *_where(needed, grads)
+def _residual_backward_settings(args: DropoutAddLayerNormArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
+    weight_grad, bias_grad = _grad_dtype(args.weight, needs_grad[2]), _grad_dtype(args.bias, needs_grad[3])
+    return args.threshold, args.input.dtype, weight_grad, bias_grad
 
 
 def _decompose_residual(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(args.input.dtype, args.residual.dtype)
     sum = args.input.to(stat_dtype(dtype)) + args.residual
     out, mean, rstd = _decompose_layer_norm(LayerNormArgs(sum, args.weight, args.bias, args.eps))
-    return out.to(args.out_dtype), sum.to(dtype) if args.keep_sum else sum.new_empty(0, dtype=dtype), mean, rstd
+    return (
+        out.to(args.out_dtype or dtype),
+        sum.to(dtype) if args.keep_sum else sum.new_empty(0, dtype=dtype),
+        mean,
+        rstd,
+    )
 
 
 dropout_add_layer_norm_op = Op(
-    "dropout_add_layer_norm", _fake_residual, _setup_residual, _residual_backward, _decompose_residual
+    "dropout_add_layer_norm",
+    _fake_residual,
+    "dropout_add_layer_norm_backward",
+    _residual_backward_settings,
+    _decompose_residual,
 )

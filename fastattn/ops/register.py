@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, ParamSpec, TypeVar
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,16 +28,18 @@ from fastattn._torch_private import (
 )
 from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.common import is_recorded
-from fastattn.backends.schema import RECORDS, SCHEMAS, TENSORS, AnyArgs, flatten, unflatten
-from fastattn.ops.check import unscriptable
+from fastattn.backends.schema import RECORDS, RESULTS, SCHEMAS, TENSORS, AnyArgs, arguments, flatten, unflatten
+from fastattn.ops.check import autocast_dtype
 from fastattn.ops.copies import copy_op, expanded_copy
 
 __all__ = ["decompositions"]
 
 PLAIN = frozenset((Tensor, Parameter))  # other subclasses may intercept calls
+PLAIN_OR_NONE = PLAIN | {type(None)}
 _library = torch.library.Library("fastattn", "DEF")
 _decompositions: dict[OperatorBase, Callable[..., Any]] = {copy_op: Tensor.clone}
 _flops: dict[Any, Callable[..., int]] = {}
+OPS: dict[str, Op[Any, Any]] = {}
 Args = TypeVar("Args", bound=AnyArgs)
 Results = TypeVar("Results")
 
@@ -52,9 +54,11 @@ class Op(Generic[Args, Results]):
     Args:
         name: name of the backend function.
         fake: takes the function's record, returns tensors with the results' shapes, dtypes and strides.
-        setup_context: takes autograd's ``ctx``, the record and the results, and saves what ``backward`` reads.
-        backward: as in ``autograd.Function``; returns the gradients of the leading arguments and may omit the rest.
-            None for backward ops; only the reference backend can differentiate those.
+        backward: name of the backend function that computes the gradients of the record's first tensors. It takes the
+            results' gradients, tensors of the forward pass by their names, and ``settings``. None for backward ops;
+            only the reference backend can differentiate those.
+        settings: takes the record, and whether each of its tensors needs a gradient; returns the backward function's
+            arguments that are no tensors.
         decompose: takes the record, returns the function's results by torch's own functions. Its threshold is 0.
         flops: takes the record, returns the floating-point operations that ``FlopCounterMode`` counts.
     """
@@ -63,24 +67,27 @@ class Op(Generic[Args, Results]):
         self,
         name: str,
         fake: Callable[[Args], Results],
-        setup_context: Callable[[Any, Args, Results], None] | None = None,
-        backward: Callable[..., Any] | None = None,
+        backward: str | None = None,
+        settings: Callable[[Args, Sequence[bool]], tuple[Any, ...]] | None = None,
         decompose: Callable[[Args], Results] | None = None,
         flops: Callable[[Args], int] | None = None,
     ) -> None:
-        arguments, results = SCHEMAS[name].split(") ->")
+        given, results = SCHEMAS[name].split(") ->")
         self.name = name
         self._record = RECORDS[name]
         self._tensors = TENSORS[self._record]
         self._decompose = decompose
         self._is_backward = backward is None
-        _library.define(f"{arguments}, str backend) ->{results}")
+        self._accepted: set[tuple[type, ...]] = set()
+        _library.define(f"{given}, str backend) ->{results}")
         _library.impl(name, self._run, "CompositeExplicitAutograd")
         _library.impl(name, self._differentiate, "Autograd")
         torch.library.register_fake(f"fastattn::{name}", lambda *flat: fake(self._args(flat)), lib=_library)
         torch.library.register_vmap(f"fastattn::{name}", self._map, lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
-        self._apply = bind_apply(_autograd_function(name, setup_context, backward))
+        self.function = _autograd_function(name, backward, settings)
+        self._apply = bind_apply(self.function)
+        OPS[name] = self
         if decompose is not None:
             _decompositions[self._overload] = self._decomposed
         if flops is not None:
@@ -88,29 +95,38 @@ class Op(Generic[Args, Results]):
 
     def __call__(self, args: Args) -> Results:
         """Return the results, from the chosen or the forced backend."""
-        return self.on(choose(self.name, args), args)
+        return self.on(choose(self.name, args), flatten(args))
 
-    def on(self, backend: str, args: Args) -> Results:
-        """Return the results, from this backend."""
-        flat = flatten(args)
+    def on(self, backend: str, flat: Sequence[Any]) -> Results:
+        """Return the results for a flattened record, from this backend."""
         if is_observed():
             count_flops(_flops)
             if is_forward_mode() and backend == "reference":  # torch's operations differentiate in forward mode
-                return TABLE[backend].FUNCTIONS[self.name](args)
+                return TABLE[backend].FUNCTIONS[self.name](unflatten(self._record, flat))
             return self._overload(*flat, backend)
-        wants_grad, grad_enabled = False, torch.is_grad_enabled()
         tensors = flat[: self._tensors]
-        for arg in tensors:
-            if type(arg) in PLAIN:
-                if self._is_backward and is_batched_gradient(arg):
-                    return self._overload(*flat, backend)
-                wants_grad = wants_grad or (grad_enabled and arg.requires_grad)
-            elif isinstance(arg, Tensor):
-                return self._overload(*flat, backend)
+        if not self._are_plain(tensors):
+            return self._overload(*flat, backend)
         function = TABLE[backend].FUNCTIONS[self.name]
-        if wants_grad and not (self._is_backward and backend == "reference"):
-            return self._apply(*tensors, backend, function, args)
-        return function(args)
+        if torch.is_grad_enabled() and not (self._is_backward and backend == "reference"):
+            for tensor in tensors:
+                if tensor is not None and tensor.requires_grad:
+                    return self._apply(*tensors, backend, function, unflatten(self._record, flat))
+        operation = getattr(function, "operation", None)
+        return function(unflatten(self._record, flat)) if operation is None else operation(*flat)
+
+    def _are_plain(self, tensors: Sequence[Any]) -> bool:
+        """Return whether no tensor is of a subclass, which may intercept calls, or batched by the legacy vmap."""
+        types = tuple(map(type, tensors))
+        if types not in self._accepted:
+            if not PLAIN_OR_NONE.issuperset(types):
+                return False
+            self._accepted.add(types)
+        if self._is_backward:
+            for gradient in tensors[:2]:
+                if gradient is not None and is_batched_gradient(gradient):
+                    return False
+        return True
 
     def _args(self, flat: tuple[Any, ...]) -> Args:
         """Return the record of a call of the op, whose last argument is the backend."""
@@ -191,44 +207,38 @@ def may_want_gradient(*tensors: Tensor | None) -> bool:
     return is_observed() and torch.is_grad_enabled()
 
 
-def save_call(ctx: Any, args: Any, *results: Tensor) -> None:
-    """Save a forward pass's record and ``results`` for its backward pass, which reads them by ``saved_call``."""
-    record = type(args)
-    tensors = TENSORS[record]
-    ctx.save_for_backward(*args[:tensors], *results)
-    ctx.record, ctx.settings = record, args[tensors:]
-
-
-def saved_call(ctx: Any) -> tuple[Any, ...]:
-    """Return the record and the results that ``save_call`` saved."""
-    saved, tensors = ctx.saved_tensors, TENSORS[ctx.record]
-    return ctx.record(*saved[:tensors], *ctx.settings), *saved[tensors:]
-
-
-def _autograd_function(
-    name: str, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
-) -> type[SingleLevelFunction]:
+def _autograd_function(name: str, backward: str | None, settings: Callable[..., tuple[Any, ...]] | None) -> Any:
     """Return the op's ``autograd.Function``.
 
     It takes the op's tensors, for autograd to see, the backend's name, the function that computes the results, and the
     record.
     """
+    tensors = TENSORS[RECORDS[name]]
+    gradients, select = _saved(name, backward) if backward else (len(RESULTS[name]), tuple)
 
     class Function(SingleLevelFunction):
-        @staticmethod
-        def forward(*inputs: Any) -> Any:
-            *_, function, args = inputs
-            return function(args)
+        derivative: str | None = None  # the backward function
+        count = 0  # the number of gradients that it takes
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            *tensors, ctx.backend, _, args = inputs
-            ctx.count = len(inputs)
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            *given, backend, function, args = inputs
+            found = function(args)
+            if any(map(_needs_copy, given)):
+                args = args._make(expanded_copy(arg) if _needs_copy(arg) else arg for arg in args)
+            outputs = (found,) if isinstance(found, Tensor) else found
+            ctx.mark_non_differentiable(*outputs[gradients:])
+            Function.keep(ctx, backend, len(inputs), args, outputs)
+            return found
+
+        @staticmethod
+        def keep(ctx: Any, backend: str, inputs: int, args: Any, outputs: Sequence[Tensor]) -> None:
+            """Keep what the backward pass reads of a call with this number of ``inputs``."""
+            ctx.backend, ctx.inputs = backend, inputs
             ctx.set_materialize_grads(False)
-            if setup_context is not None:
-                if any(map(_needs_copy, tensors)):
-                    args = args._make(expanded_copy(arg) if _needs_copy(arg) else arg for arg in args)
-                setup_context(ctx, args, output)
+            if settings is not None:
+                ctx.save_for_backward(*select((*args[:tensors], *outputs)))
+                ctx.settings = settings(args, ctx.needs_input_grad)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -237,12 +247,42 @@ def _autograd_function(
                     f"fastattn: {name} has no derivative on this backend (double backward); "
                     'run the forward pass inside fastattn.backend("reference"), where it has one'
                 )
+            saved = ctx.saved_tensors
             # A gradient is sparse if an embedding with sparse=True reads the dropout's result as its weight.
-            found = backward(ctx, *(grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads))
-            return *found, *(None,) * (ctx.count - len(found))
+            given = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads[:gradients]]
+            given += [None] * (gradients - len(given))
+            if given[0] is None:
+                if all(grad is None for grad in given):
+                    return (None,) * ctx.inputs
+                given[0] = torch.zeros_like(saved[0])
+            return Function.selected(ctx, OPS[backward].on(ctx.backend, (*given, *saved, *ctx.settings)))
 
-    Function.__name__ = Function.__qualname__ = f"fastattn_{name}"
-    return Function
+        @staticmethod
+        def selected(ctx: Any, found: Any) -> tuple[Tensor | None, ...]:
+            """Return the gradients that are needed, and None for all other inputs."""
+            found = (found,) if isinstance(found, Tensor) else found
+            needed = [grad if needs else None for grad, needs in zip(found, ctx.needs_input_grad, strict=False)]
+            return *needed, *(None,) * (ctx.inputs - len(needed))
+
+    Function.derivative, Function.count = backward, gradients
+    return _named(Function, name)
+
+
+def _named(function: Any, name: str) -> Any:
+    """Return the function under the op's name, by which errors, profiles and anomaly mode name the node."""
+    return type(function)(f"fastattn_{name}", (function,), {})
+
+
+def _saved(name: str, backward: str) -> tuple[int, Callable[[Any], Any]]:
+    """Return how many gradients the backward function takes, and what selects its other tensors.
+
+    They are selected from the tensors of the forward function's record and its results.
+    """
+    there = [label for label, _ in arguments(RECORDS[name])[: TENSORS[RECORDS[name]]]] + RESULTS[name]
+    labels = [label for label, _ in arguments(RECORDS[backward])[: TENSORS[RECORDS[backward]]]]
+    count = sum(label.startswith("grad_") for label in labels) or 1  # dropout is its own backward function
+    first, *others = (there.index(label) for label in labels[count:])
+    return count, operator.itemgetter(first, *others) if others else operator.itemgetter(slice(first, first + 1))
 
 
 def _needs_copy(arg: Any) -> bool:
@@ -260,58 +300,121 @@ _TYPES = {
     "Tensor?": PLAIN | {type(None)},
     "float": frozenset((float,)),
     "float?": frozenset((float, type(None))),
+    "int": frozenset((int,)),
     "bool": frozenset((bool,)),
-    "int[]": frozenset((tuple,)),
 }
 
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+class FastPath:
+    """Plain calls of a public function: one call of compiled code, and autograd's node if a gradient is needed.
 
+    It is called with the record's tensors and the settings of its schema, and returns the result. For a call that is
+    not plain it returns None; the public function then serves the call, or raises the error. docs/design.md says what
+    is plain.
 
-def fast_path(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorate a public function: plain calls go to the compiled ``name`` with the user's own arguments.
-
-    The compiled function checks the arguments itself. For a call that is not plain it returns None or raises, and the
-    decorated function then serves the call or raises its own error. The fast path is skipped if a gradient is needed, a
-    backend is forced, autocast is on, or the call is observed at torch's dispatcher.
+    Args:
+        name: name of the operation.
+        is_cast: whether autocast casts the operands on the CPU.
     """
-    compiled = TABLE["cpu"].FUNCTIONS.get(name)
-    arguments = [argument.split() for argument in SCHEMAS[name].split("(")[1].split(")")[0].split(", ")]
-    types = {label.split("=")[0]: _TYPES[kind] for kind, label in arguments}
-    positional = tuple(types.values())
-    required = sum("=" not in label for _, label in arguments)
 
-    def is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if is_observed() or not required <= len(args) <= len(positional):
-            return False
-        given: Iterable[tuple[Any, Any]] = zip(args, positional, strict=False)
-        if kwargs:
-            given = itertools.chain(given, ((arg, types.get(label, ())) for label, arg in kwargs.items()))
-        grad_enabled = torch.is_grad_enabled()
-        for arg, kinds in given:
-            kind = type(arg)
-            if kind not in kinds or (grad_enabled and kind in PLAIN and arg.requires_grad):
+    def __init__(self, name: str, *, is_cast: bool = False) -> None:
+        given = [argument.split() for argument in SCHEMAS[f"{name}_fast"].split("(")[1].split(")")[0].split(", ")]
+        labels = [label for _, label in given]
+        self._name = name
+        self._is_cast = is_cast
+        self._compiled = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast")
+        self._kinds = [_TYPES[kind] for kind, _ in given]
+        self._accepted: set[tuple[type, ...]] = set()
+        self._tensors = TENSORS[RECORDS[name]]
+        # The caller may change these before the backward pass, which reads copies.
+        owned = ("attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k")
+        self._copied = frozenset(place for place, label in enumerate(labels) if label in owned)
+        self._mask = labels.index("attn_mask") if "attn_mask" in labels else -1
+        self._seed = labels.index("seed") if "seed" in labels else None
+
+    def __call__(self, *values: Any) -> Any:
+        if self._compiled is None or thread.forced is not None or thread.explaining or is_observed():
+            return None
+        if not self._are_accepted(values):
+            return None
+        if self._is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
+            return None
+        if self._mask >= 0 and values[self._mask] is not None:
+            values = self._with_mask(values)
+        if torch.is_grad_enabled():
+            for value in values[: self._tensors]:
+                if value is not None and value.requires_grad:
+                    return self._apply(*values)
+        return self._called(self._compiled, values)
+
+    def _called(self, compiled: Callable[..., Any], values: Sequence[Any]) -> Any:
+        try:
+            return compiled(*values)
+        except RuntimeError:  # torch refuses the layout, or the bindings packed sequences
+            return None
+
+    def _with_mask(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments with leading dimensions of 1 in front of a mask of fewer than 4."""
+        mask = values[self._mask]
+        if mask.layout is not torch.strided or mask.is_nested or mask.dim() >= 4:
+            return values
+        return *values[: self._mask], mask[(None,) * (4 - mask.dim())], *values[self._mask + 1 :]
+
+    @functools.cached_property
+    def _apply(self) -> Callable[..., Any]:
+        """The ``apply`` of a function of autograd whose inputs are the arguments of a call.
+
+        It returns the first result, or None for a call that is not plain.
+        """
+        function, record = OPS[self._name].function, RECORDS[self._name]
+        tensors, results = TENSORS[record], len(RESULTS[self._name])
+        compiled = TABLE["cpu"].FUNCTIONS[f"{self._name}_fast_saving"]
+        differentiate = TABLE["cpu"].FUNCTIONS[function.derivative].operation
+        absent = (None,) * (function.count - 1)
+        copied, seed, called = self._copied, self._seed, self._called
+
+        class Plain(function):  # type: ignore[misc, valid-type]
+            @staticmethod
+            def forward(ctx: Any, *values: Any) -> Any:
+                given = list(values)
+                for place, value in enumerate(given[:tensors]):
+                    if value is None:
+                        continue
+                    if place in copied and not value.is_floating_point():
+                        given[place] = expanded_copy(value)
+                    elif value.is_inference():  # cannot be saved
+                        return None
+                found = called(compiled, given)
+                if found is None or found[0] is None:
+                    return None
+                if seed is None:
+                    args = record(*given[:tensors], *found[results:])
+                else:
+                    given[seed] = found[-1]
+                    args = record(*given[:tensors], *found[results:-1])
+                function.keep(ctx, "cpu", len(given), args, found[:results])
+                return found[0]
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> Any:
+                if (
+                    type(grad) is not Tensor
+                    or grad.is_sparse
+                    or torch.is_grad_enabled()
+                    or is_observed()
+                    or is_batched_gradient(grad)
+                ):
+                    return function.backward(ctx, grad)
+                found = differentiate(grad, *absent, *ctx.saved_tensors, *ctx.settings)
+                return function.selected(ctx, found)
+
+        return bind_apply(_named(Plain, self._name))
+
+    def _are_accepted(self, values: tuple[Any, ...]) -> bool:
+        """Return whether the arguments have the schema's types; a bool is no integer."""
+        types = tuple(map(type, values))
+        if types not in self._accepted:
+            if not all(kind in kinds for kind, kinds in zip(types, self._kinds, strict=True)):
                 return False
-            if kind is tuple and not all(type(number) is int for number in arg):
-                return False
+            self._accepted.add(types)
         return True
-
-    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        if compiled is None:
-            return unscriptable(function)
-
-        @functools.wraps(function)
-        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            if thread.forced is None and not thread.explaining and not is_autocast_enabled() and is_plain(args, kwargs):
-                try:
-                    result = compiled(*args, **kwargs)
-                except RuntimeError:  # torch refuses the layout, or an argument that is given twice
-                    result = None
-                if result is not None:
-                    return result
-            return function(*args, **kwargs)
-
-        return unscriptable(call)
-
-    return decorate

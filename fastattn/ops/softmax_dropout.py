@@ -5,19 +5,23 @@ Source: Vaswani et al. 2017, section 3.2.1 (softmax of the scaled scores) and 5.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
-from fastattn.backends.schema import SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
+from fastattn.backends.schema import TENSORS, SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
 from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
-from fastattn.ops.register import Op, save_call, saved_call
+from fastattn.ops.register import FastPath, Op
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["softmax_dropout"]
+
+
+_plain = FastPath("softmax_dropout")
 
 
 @check.unscriptable
@@ -51,6 +55,9 @@ def softmax_dropout(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
+    out = _plain(input, attn_mask, None, seed, dropout_p, is_causal, scale)
+    if out is not None:
+        return out
     name = "softmax_dropout"
     check.operand(name, "input", input)
     if input.dim() == 0:
@@ -93,21 +100,8 @@ def _fake_softmax_dropout_backward(args: SoftmaxDropoutBackwardArgs) -> tuple[Te
 softmax_dropout_backward_op = Op("softmax_dropout_backward", _fake_softmax_dropout_backward)
 
 
-def _setup(ctx: Any, args: SoftmaxDropoutArgs, results: tuple[Tensor, Tensor]) -> None:
-    _, stats = results
-    ctx.mark_non_differentiable(stats)
-    # Save the input and two values per row instead of P. One tensor less is written, and P is cheap to recompute.
-    save_call(ctx, args, stats)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad_out is None:
-        return ()
-    forward, stats = saved_call(ctx)
-    mask_grad = ctx.needs_input_grad[1]
-    args = SoftmaxDropoutBackwardArgs(grad_out=grad_out, stats=stats, forward=forward, mask_grad=mask_grad)
-    grad_input, grad_mask = softmax_dropout_backward_op.on(ctx.backend, args)
-    return grad_input, grad_mask if mask_grad else None
+def _backward_settings(args: SoftmaxDropoutArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
+    return *args[TENSORS[SoftmaxDropoutArgs] :], needs_grad[1]
 
 
 def _decompose(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
@@ -120,4 +114,8 @@ def _decompose(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
     return out.to(dtype), stats
 
 
-softmax_dropout_op = Op("softmax_dropout", _fake_softmax_dropout, _setup, _backward, _decompose)
+# The backward pass reads the input and two values per row instead of P. One tensor less is written, and P is cheap to
+# recompute.
+softmax_dropout_op = Op(
+    "softmax_dropout", _fake_softmax_dropout, "softmax_dropout_backward", _backward_settings, _decompose
+)

@@ -107,7 +107,7 @@ def dropout_add_layer_norm(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tenso
     dtype = torch.promote_types(args.input.dtype, args.residual.dtype)
     total = drop(opmath(args.input), args.seed, args.threshold) + opmath(args.residual)
     out, mean, rstd = _layer_norm(total, args.weight, args.bias, args.eps)
-    return out.to(args.out_dtype), total.to(dtype) if args.keep_sum else total.new_empty(0), mean, rstd
+    return out.to(args.out_dtype or dtype), total.to(dtype) if args.keep_sum else total.new_empty(0), mean, rstd
 
 
 def dropout_add_layer_norm_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

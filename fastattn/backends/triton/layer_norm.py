@@ -307,8 +307,9 @@ def layer_norm_backward(args: LayerNormBackwardArgs) -> tuple[Tensor, Tensor, Te
 
 def dropout_add_layer_norm(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     input, residual = args.input, args.residual
-    out = empty_like(input, args.out_dtype)
-    total = empty_like(input, torch.promote_types(input.dtype, residual.dtype)) if args.keep_sum else None
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    out = empty_like(input, args.out_dtype or dtype)
+    total = empty_like(input, dtype) if args.keep_sum else None
     mean, rstd = _run_forward(args, residual, dropout_of(args.seed, args.threshold), out, total)
     return out, out.new_empty(0) if total is None else total, mean, rstd
 
