@@ -125,7 +125,7 @@ def add_rounded(weights, sums):
 
     A product with ones takes a tenth of the instructions that converting the weights back would.
     """
-    return tl.dot(weights, tl.full((weights.shape[1], SUMS), 1.0, weights.dtype), sums)
+    return tl.dot(weights, tl.full((weights.shape[1], SUMS), 1.0, tl.float32).to(weights.dtype), sums)
 
 
 @triton.constexpr_function
