@@ -38,18 +38,26 @@ def build(variant: str = "plain") -> Path:
     return native_build.run_ninja(directory, objects, "test_kernels", f"-pthread {VARIANTS[variant]}", cxx=cxx)
 
 
+def accesses(source: Path) -> str:
+    """Return the flags for a kernel's source: with Hopper's instructions, the emulation is told of every access."""
+    return " -fsanitize=thread" if 'hopper.h"' in source.read_text() else ""
+
+
 def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/emulated") -> Path:
-    """Compile csrc/cuda for the host, with the source `faulty` instead of the one of its name. Return the library."""
+    """Compile csrc/cuda and csrc/tests/hopper for the host, with the source `faulty` instead of the one of its name.
+    Return the library."""
     torch = native_build.torch_for_building()
     emulation = ROOT / "csrc/tests/emulation"
+    headers = f"-I{shlex.quote(str(emulation))}"
     include = f"-isystem {shlex.quote(str(torch / 'include'))}"
     # A wrong access that the compiler's checks find traps. The emulation reports the place.
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
-    kernel = f"{native_build.CXX_FLAGS} -O1 {checks} -I{shlex.quote(str(emulation))} -Wno-unknown-pragmas -x c++"
-    objects = [(f"{source.stem}.o", source, kernel) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    kernel = f"{native_build.CXX_FLAGS} -O1 {checks} {headers} -Wno-unknown-pragmas -x c++"
+    sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]
+    objects = [(f"{source.stem}.o", source, kernel + accesses(source)) for source in sources]
     objects += native_build.bindings("cuda", torch, "-O1")
     objects += [
-        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include}")
+        (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include} {headers}")
         for source in sorted(emulation.glob("*.cpp"))
     ]
     link = f"-shared -Wl,--no-undefined -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -lc10"
@@ -58,7 +66,7 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
         return library
     others = [str(directory / name) for name, source, _ in objects if source.name != faulty.name]
     target = faulty.with_suffix(".so")
-    command = f"{shlex.join(native_build.compiler())} {kernel} {faulty} -x none {shlex.join(others)} -o {target} {link}"
+    command = f"{shlex.join(native_build.compiler())} {kernel}{accesses(faulty)} {faulty} -x none {shlex.join(others)} -o {target} {link}"
     subprocess.run(shlex.split(command), check=True)
     return target
 

@@ -1,5 +1,6 @@
-// The emulation that cuda_runtime.h describes. csrc/tests/build.py compiles it and csrc/cuda into a library for tests.
-#include "cuda_runtime.h"
+// The emulation that cuda_runtime.h describes: the scheduler of threads, and what they do together. csrc/tests/build.py
+// compiles it and csrc/cuda into a library for tests.
+#include "scheduler.h"
 
 #include <link.h>
 #include <setjmp.h>
@@ -9,7 +10,7 @@
 #include <stdlib.h>
 #include <ucontext.h>
 
-#include <memory>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -28,8 +29,7 @@ struct Operation {
   Collective kind;
   unsigned mask, source;
   uint64_t value;
-  const char* file;
-  int line;
+  Place place;
 };
 
 struct Fiber : Operation {
@@ -39,34 +39,25 @@ struct Fiber : Operation {
   bool started = false;   // Its stack is in use, so it goes on by longjmp, which is faster than a context switch.
   bool finished = false;  // It has finished its thread of the present block.
   bool waiting = false;
+  const std::function<bool()>* until = nullptr;  // It waits for this alone.
+  const char* what = nullptr;                    // what it waits for
 };
 
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept from launch to launch
+struct Block {
+  uint3 index;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::shared_ptr<Asynchronous> asynchronous;
+};
+
+std::vector<std::unique_ptr<Block>> blocks;  // Kept from launch to launch, because fresh stacks take time.
+Block* block;                                // the one that runs
 const std::function<void()>* body;
 int threads, current;
 jmp_buf scheduler;
-char error[400];
+char error[2000];
 uint64_t random_state = 0, launched = 0;
 
-// Return a random number below n by splitmix64, the same ones on every run.
-uint64_t random_below(uint64_t n) {
-  uint64_t z = random_state += 0x9E3779B97F4A7C15u;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-  return (z ^ z >> 31) % n;
-}
-
-// End the launch from within a fiber. The fibers are abandoned.
-[[noreturn]] void stop(const char* format, ...) {
-  char what[240];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(what, sizeof what, format, arguments);
-  va_end(arguments);
-  snprintf(error, sizeof error, "emulated kernel: %s (thread %u,%u of block %u,%u,%u)", what, threadIdx.x, threadIdx.y,
-           blockIdx.x, blockIdx.y, blockIdx.z);
-  _longjmp(scheduler, 1);
-}
+Fiber& fiber_of(int index) { return *block->fibers[(size_t)index]; }
 
 void on_signal(int number, siginfo_t* info, void*) {
   if (number == SIGSEGV || number == SIGBUS) stop("an access outside the operands, at address %p", info->si_addr);
@@ -95,7 +86,7 @@ void to_scheduler(Fiber& fiber) {
 
 void fiber_main() {
   for (;;) {
-    Fiber& fiber = *fibers[(size_t)current];
+    Fiber& fiber = fiber_of(current);
     (*body)();
     fiber.finished = true;
     to_scheduler(fiber);
@@ -103,8 +94,8 @@ void fiber_main() {
 }
 
 [[noreturn]] void enter(int index) {
-  Fiber& fiber = *fibers[(size_t)index];
-  current = index;
+  Fiber& fiber = fiber_of(index);
+  current = index, blockIdx = block->index;
   const unsigned x = (unsigned)index % blockDim.x, rest = (unsigned)index / blockDim.x;
   threadIdx = {x, rest % blockDim.y, rest / blockDim.y};
   if (fiber.started) _longjmp(fiber.at, 1);
@@ -172,38 +163,46 @@ struct Party {
 
 // Release the party of thread `index` if all of its threads wait.
 void release(int index) {
-  const Fiber& newest = *fibers[(size_t)index];
+  const Fiber& newest = fiber_of(index);
   const Party party(newest, index);
   for (int i = party.first; i < party.last; ++i) {
     if (!party.has(i)) continue;
-    const Fiber& other = *fibers[(size_t)i];
+    const Fiber& other = fiber_of(i);
     if (other.finished) {
-      stop("%s at %s:%d waits for thread %d, which has ended", name_of(newest.kind), newest.file, newest.line, i);
+      stop("%s at %s:%d waits for thread %d, which has ended", name_of(newest.kind), newest.place.file,
+           newest.place.line, i);
     }
     // The other thread has not come yet, or waits elsewhere for others.
-    if (!other.waiting || !Party(other, i).has(index)) return;
+    if (!other.waiting || other.until || !Party(other, i).has(index)) return;
     if ((other.kind == Collective::barrier) != (newest.kind == Collective::barrier)) return;
-    if (other.kind != newest.kind || other.line != newest.line || strcmp(other.file, newest.file) != 0)
+    if (other.kind != newest.kind || other.place.line != newest.place.line ||
+        strcmp(other.place.file, newest.place.file) != 0)
       stop("threads that belong together wait at different places: %s at %s:%d and, thread %d, %s at %s:%d",
-           name_of(newest.kind), newest.file, newest.line, i, name_of(other.kind), other.file, other.line);
+           name_of(newest.kind), newest.place.file, newest.place.line, i, name_of(other.kind), other.place.file,
+           other.place.line);
     if (other.mask != newest.mask)
       stop("the lanes of %s at %s:%d came with different masks: %#x and, thread %d, %#x", name_of(newest.kind),
-           newest.file, newest.line, newest.mask, i, other.mask);
+           newest.place.file, newest.place.line, newest.mask, i, other.mask);
   }
   uint64_t results[kWarp] = {};
   for (int i = party.first; i < party.last && newest.kind == Collective::shuffle; ++i) {
     if (!party.has(i)) continue;
-    const Fiber& fiber = *fibers[(size_t)i];
+    const Fiber& fiber = fiber_of(i);
     if (!(fiber.mask >> fiber.source & 1))
-      stop("a shuffle at %s:%d reads lane %u, which its mask %#x does not name", fiber.file, fiber.line, fiber.source,
-           fiber.mask);
-    results[i % kWarp] = fibers[(size_t)(party.first + (int)fiber.source)]->value;
+      stop("a shuffle at %s:%d reads lane %u, which its mask %#x does not name", fiber.place.file, fiber.place.line,
+           fiber.source, fiber.mask);
+    results[i % kWarp] = fiber_of(party.first + (int)fiber.source).value;
   }
   for (int i = party.first; i < party.last; ++i) {
     if (!party.has(i)) continue;
-    fibers[(size_t)i]->value = results[i % kWarp];
-    fibers[(size_t)i]->waiting = false;
+    fiber_of(i).value = results[i % kWarp];
+    fiber_of(i).waiting = false;
   }
+}
+
+bool is_ready(Fiber& fiber) {
+  if (fiber.until && (*fiber.until)()) fiber.until = nullptr, fiber.waiting = false;
+  return !fiber.finished && !fiber.waiting;
 }
 
 // Run each ready thread of all warps (warp < 0) or of one, in random order, until it waits or ends. Return false if
@@ -212,7 +211,7 @@ bool run_ready(std::vector<int>& ready, int warp) {
   ready.clear();
   const int first = warp < 0 ? 0 : warp * kWarp, last = warp < 0 || first + kWarp > threads ? threads : first + kWarp;
   for (int i = first; i < last; ++i)
-    if (!fibers[(size_t)i]->finished && !fibers[(size_t)i]->waiting) ready.push_back(i);
+    if (is_ready(fiber_of(i))) ready.push_back(i);
   for (size_t n = ready.size(); n > 0; --n) {
     std::swap(ready[random_below(n)], ready[n - 1]);
     if (!go_on(ready[n - 1])) return false;
@@ -220,69 +219,170 @@ bool run_ready(std::vector<int>& ready, int warp) {
   return !ready.empty();
 }
 
-void run_block() {
-  std::vector<int> ready;
-  for (int i = 0; i < threads; ++i) fibers[(size_t)i]->finished = fibers[(size_t)i]->waiting = false;
-  // Advance every warp by one step. Then, at random, advance one warp as far as possible while the others stand.
+// Advance every warp of the block by one step. Then, at random, advance one warp as far as possible while the others
+// stand. Return whether any thread was ready.
+bool run_block() {
+  static std::vector<int> ready;
   const int warps = (threads + kWarp - 1) / kWarp;
-  while (run_ready(ready, -1)) {
-    const int alone = (int)random_below(2 * (uint64_t)warps);
-    while (alone < warps && run_ready(ready, alone)) {
+  if (!run_ready(ready, -1)) return false;
+  const int alone = (int)random_below(2 * (uint64_t)warps);
+  while (alone < warps && !error[0] && run_ready(ready, alone)) {
+  }
+  return true;
+}
+
+void start_block(Block& fresh, uint64_t index, size_t shared_bytes) {
+  block = &fresh;
+  const uint64_t rest = index / gridDim.x;
+  fresh.index = {(unsigned)(index % gridDim.x), (unsigned)(rest % gridDim.y), (unsigned)(rest / gridDim.y)};
+  while ((int)fresh.fibers.size() < threads) fresh.fibers.emplace_back(new Fiber);
+  for (int i = 0; i < threads; ++i) fiber_of(i).finished = fiber_of(i).waiting = false, fiber_of(i).until = nullptr;
+  fresh.asynchronous = shared_bytes ? begin_block(shared_bytes, threads) : nullptr;
+}
+
+void choose(Block& other) { block = &other, asynchronous = other.asynchronous.get(); }
+
+bool has_ended() {
+  for (int i = 0; i < threads; ++i)
+    if (!fiber_of(i).finished) return false;
+  return true;
+}
+
+// Call something of hopper.cpp that may stop the launch. Return its result, false if it did.
+bool ask(bool (*function)(bool), bool argument) {
+  if (_setjmp(scheduler)) return false;
+  return function(argument);
+}
+
+// List the places at which the threads of the resident blocks wait.
+void report_deadlock(const std::vector<Block*>& resident) {
+  std::map<std::string, std::pair<int, std::string>> waiting;  // count and first thread by place
+  for (Block* one : resident) {
+    choose(*one);
+    for (int i = 0; i < threads; ++i) {
+      const Fiber& fiber = fiber_of(i);
+      if (fiber.finished) continue;
+      char place[300], first[100];
+      snprintf(place, sizeof place, "%s at %s:%d", fiber.until ? fiber.what : name_of(fiber.kind), fiber.place.file,
+               fiber.place.line);
+      snprintf(first, sizeof first, "thread %d of block %u,%u,%u", i, one->index.x, one->index.y, one->index.z);
+      ++waiting.emplace(place, std::make_pair(0, first)).first->second.first;
     }
   }
-  if (error[0]) return;
-  for (int i = 0; i < threads; ++i) {
-    const Fiber& fiber = *fibers[(size_t)i];
-    if (fiber.waiting)
-      snprintf(error, sizeof error, "emulated kernel: %s at %s:%d waits for threads that wait elsewhere or have ended",
-               name_of(fiber.kind), fiber.file, fiber.line);
+  std::string all = "emulated kernel: deadlock, every thread waits for others:";
+  for (const auto& [place, threads_of] : waiting)
+    all += " " + std::to_string(threads_of.first) + " at " + place + ", the first is " + threads_of.second + ";";
+  snprintf(error, sizeof error, "%s", all.c_str());
+}
+
+// Run the blocks in this order, so many at a time, until all have ended and nothing is pending.
+void run_blocks(const std::vector<uint64_t>& order, size_t count, size_t shared_bytes, const Shared& shared) {
+  std::vector<Block*> resident, unused;
+  while (blocks.size() < count) blocks.emplace_back(new Block);
+  for (size_t i = 0; i < count; ++i) unused.push_back(blocks[i].get());
+  for (size_t next = 0;;) {
+    while (next < order.size() && !unused.empty()) {
+      if (!shared_bytes) shared.forget();
+      resident.push_back(unused.back());
+      unused.pop_back();
+      start_block(*resident.back(), order[next++], shared_bytes);
+    }
+    bool moved = false;
+    for (size_t n = resident.size(); n > 0; --n) {
+      std::swap(resident[random_below(n)], resident[n - 1]);
+      choose(*resident[n - 1]);
+      moved |= run_block();
+      if (error[0]) return;
+      if (!has_ended()) continue;
+      ask([](bool) { return end_block(), true; }, true);
+      if (error[0]) return;
+      moved = true;
+      unused.push_back(block);
+      block->asynchronous = nullptr;
+      resident.erase(resident.begin() + (long)n - 1);
+    }
+    moved |= ask(finish_some, moved);
+    if (error[0] || (resident.empty() && next == order.size() && !moved)) return;
+    if (!moved) return report_deadlock(resident);
   }
 }
 
 }  // namespace
 
+// Return a random number by splitmix64.
+uint64_t random_below(uint64_t n) {
+  uint64_t z = random_state += 0x9E3779B97F4A7C15u;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+  return (z ^ z >> 31) % n;
+}
+
+// The fibers are abandoned.
+[[noreturn]] void stop(const char* format, ...) {
+  char what[800];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(what, sizeof what, format, arguments);
+  va_end(arguments);
+  snprintf(error, sizeof error, "emulated kernel: %s (thread %u,%u of block %u,%u,%u)", what, threadIdx.x, threadIdx.y,
+           blockIdx.x, blockIdx.y, blockIdx.z);
+  _longjmp(scheduler, 1);
+}
+
+int thread() { return current; }
+
 unsigned lane() { return (unsigned)current % kWarp; }
 
-uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, const char* file, int line) {
-  Fiber& fiber = *fibers[(size_t)current];
+void wait_until(const std::function<bool()>& ready, const char* what, Place place) {
+  if (ready()) return;
+  Fiber& fiber = fiber_of(current);
+  fiber.place = place;
+  fiber.until = &ready, fiber.what = what, fiber.waiting = true;
+  to_scheduler(fiber);
+}
+
+uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, Place place) {
+  Fiber& fiber = fiber_of(current);
   if (kind != Collective::barrier) {
     const int first = current / kWarp * kWarp, present = threads - first < kWarp ? threads - first : kWarp;
-    if (!(mask >> lane() & 1)) stop("%s at %s:%d: mask %#x lacks the lane itself", name_of(kind), file, line, mask);
+    if (!(mask >> lane() & 1))
+      stop("%s at %s:%d: mask %#x lacks the lane itself", name_of(kind), place.file, place.line, mask);
     if (present < kWarp && mask >> present)
-      stop("%s at %s:%d: mask %#x names lanes that the block does not have", name_of(kind), file, line, mask);
+      stop("%s at %s:%d: mask %#x names lanes that the block does not have", name_of(kind), place.file, place.line,
+           mask);
   }
-  (Operation&)fiber = {kind, mask, source, value, file, line};
+  (Operation&)fiber = {kind, mask, source, value, place};
   fiber.waiting = true;
   release(current);
   if (fiber.waiting) to_scheduler(fiber);
   return fiber.value;
 }
 
-void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
+void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
   constexpr unsigned kMaxThreads = 1024, kMaxYZ = 65535;
-  threads = (int)(block.x * block.y * block.z);
+  constexpr size_t kMaxShared = 227 << 10;
+  constexpr uint64_t kMaxResident = 4;
+  threads = (int)(block_size.x * block_size.y * block_size.z);
   if (threads < 1 || threads > (int)kMaxThreads || grid.x > 0x7fffffffu || grid.y > kMaxYZ || grid.z > kMaxYZ ||
-      grid.x * grid.y * grid.z == 0)
+      grid.x * grid.y * grid.z == 0 || shared_bytes > kMaxShared)
     throw std::runtime_error("emulated kernel: a grid or block that CUDA does not launch");
   ++launched;
+  const uint64_t seed = random_state, count = (uint64_t)grid.x * grid.y * grid.z;
   const Handlers handlers;
   const Shared shared;
-  while ((int)fibers.size() < threads) fibers.emplace_back(new Fiber);
-  blockDim = block, gridDim = grid, body = &kernel;
-  const uint64_t blocks = (uint64_t)grid.x * grid.y * grid.z;
-  std::vector<uint64_t> order(blocks);
-  for (uint64_t i = 0; i < blocks; ++i) order[i] = i;
+  blockDim = block_size, gridDim = grid, body = &kernel;
+  std::vector<uint64_t> order(count);
+  for (uint64_t i = 0; i < count; ++i) order[i] = i;
+  for (uint64_t n = count; n > 0 && !shared_bytes; --n) std::swap(order[random_below(n)], order[n - 1]);
+  const uint64_t resident = shared_bytes ? 1 + random_below(count < kMaxResident ? count : kMaxResident) : 1;
   error[0] = 0;
-  for (uint64_t n = blocks; n > 0 && !error[0]; --n) {
-    std::swap(order[random_below(n)], order[n - 1]);
-    const uint64_t index = order[n - 1], rest = index / grid.x;
-    blockIdx = {(unsigned)(index % grid.x), (unsigned)(rest % grid.y), (unsigned)(rest / grid.y)};
-    shared.forget();
-    run_block();
-  }
+  run_blocks(order, resident, shared_bytes, shared);
+  asynchronous = nullptr;
   if (!error[0]) return;
-  for (const auto& fiber : fibers) fiber->started = false;
-  throw std::runtime_error(error);
+  abandon();
+  for (const auto& one : blocks)
+    for (const auto& fiber : one->fibers) fiber->started = false;
+  throw std::runtime_error(error + (" seed " + std::to_string(seed)));
 }
 
 int multiprocessors = 132;
@@ -292,7 +392,7 @@ extern "C" __attribute__((visibility("default"))) void set_multiprocessors(int c
 // Return the number of launches so far.
 extern "C" __attribute__((visibility("default"))) uint64_t launches() { return launched; }
 
-// Seed the order of threads and blocks for the launches that follow.
+// Seed the order of threads, blocks and asynchronous instructions for the launches that follow.
 extern "C" __attribute__((visibility("default"))) void seed_order(uint64_t seed) { random_state = seed; }
 
 }  // namespace emulation

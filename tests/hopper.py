@@ -1,0 +1,350 @@
+"""The test kernels of Hopper's instructions (csrc/tests/hopper), in the emulation or on a GPU, and the facts they show.
+
+As a program on a GPU it checks each fact, in a process of its own, against ``hopper_facts.txt``, where the emulation's
+results are. Arguments: names of facts, by default all.
+"""
+
+import ctypes
+import functools
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FACTS = ROOT / "tests/hopper_facts.txt"
+IMAGE = 96 << 10  # bytes of shared memory that a product's test fills
+DEPTH, OUTER = 0, 1  # Major of csrc/cuda/hopper.h
+SWIZZLES = {"none": 0, "128": 1, "64": 2, "32": 3}
+
+
+@functools.cache
+def compiled():
+    """Compile the test kernels for the GPU and return the library."""
+    sys.path.insert(0, str(ROOT / "csrc"))
+    import native_build
+
+    sources = sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))
+    flags = native_build.cuda_flags(["9.0a"], len(sources))
+    objects = [(f"{source.stem}.o", source, flags) for source in sources]
+    path = native_build.run_ninja(
+        ROOT / "build/hopper", objects, "hopper.so", f"-shared {native_build.host_flags()}", native_build.nvcc()[0]
+    )
+    return ctypes.CDLL(str(path))
+
+
+def call(library, name, *arguments):
+    """Call a function of the test kernels and wait for it. Raise RuntimeError with its message if it fails.
+
+    Tensors are passed by address, lists as arrays of 32 or, with ``wide``, 64 bits."""
+    function = getattr(library, f"hopper_{name}")
+    function.restype = ctypes.c_char_p
+    message = function(*map(_argument, arguments), ctypes.c_void_p(0))
+    if message:
+        raise RuntimeError(message.decode())
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def wide(values):
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def _argument(value):
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    if isinstance(value, (list, tuple)):
+        return (ctypes.c_int * len(value))(*value)
+    return value
+
+
+# Facts. Each function takes the library and yields lines.
+
+
+def as_map(values, bits, show=str):
+    """Describe integers by index as a map of the index's bits by exclusive or, the form that every layout here has.
+
+    Args:
+        values: (n,) integers.
+        bits: Names of the index's bits, the lowest first.
+        show: Return the text of a value.
+    """
+    base, text = values[0], [f"0 is {show(values[0])}"]
+    others = 0
+    for i, value in enumerate(values):
+        expected = base
+        for b in range(len(bits)):
+            if i >> b & 1:
+                expected ^= values[1 << b] ^ base
+        others += value != expected
+    text += [f"{name} {show(values[1 << b] ^ base)}" for b, name in enumerate(bits)]
+    return ", ".join(text) + (f"; {others} others" if others else "")
+
+
+def names(label, count):
+    return [f"{label}{1 << b}" for b in range((count - 1).bit_length())]
+
+
+def swizzled(byte, swizzle):
+    return byte ^ (byte >> 7 & {0: 0, 1: 7, 2: 3, 3: 1}[swizzle]) << 4
+
+
+def descriptor(offset, leading, stride, swizzle):
+    return offset >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | swizzle << 62
+
+
+ROWS = descriptor(0, 16, 1024, SWIZZLES["128"])  # rows of 128 bytes, the depth contiguous
+
+
+def place_rows(image, offset, rows):
+    """Put (n, 16) numbers into an image where ``ROWS`` from this offset on reads them."""
+    outer, depth = torch.meshgrid(torch.arange(len(rows)), torch.arange(16), indexing="ij")
+    places = [swizzled(offset + 128 * o + 2 * d, 1) // 2 for o, d in zip(outer.flatten(), depth.flatten(), strict=True)]
+    image[torch.tensor(places)] = rows.flatten().bfloat16().cpu()
+
+
+def empty_image():
+    return torch.zeros(IMAGE // 2, dtype=torch.bfloat16, device="cpu")
+
+
+def product(library, columns, form, image, words, a, b):
+    """Return the sums of one product, (thread, register)."""
+    out = torch.full((128, columns // 2), torch.nan)
+    image, words = (torch.as_tensor(t).to(out.device) for t in (image, words))
+    arguments = (columns, form, image, words, ctypes.c_uint64(a), ctypes.c_uint64(b), out)
+    call(library, "product", *arguments)
+    return out.cpu()
+
+
+def no_words():
+    return torch.zeros(128, 4, dtype=torch.int32)
+
+
+def as_words(numbers):
+    """Return (128, 8) numbers as (128, 4) words of pairs."""
+    return numbers.bfloat16().view(torch.int32)
+
+
+def matrix(sums):
+    """Return sums (thread, register) as (64, columns)."""
+    thread, register = torch.meshgrid(torch.arange(128), torch.arange(sums.shape[1]), indexing="ij")
+    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
+    found = torch.zeros(64, 2 * sums.shape[1])
+    found[row, register // 4 * 8 + thread % 4 * 2 + register % 2] = sums
+    return found
+
+
+def by_bytes(measure):
+    """Return which 16-bit cell of the image each result of ``measure(image)`` comes from, in bytes.
+
+    Two images hold the low and the high half of each cell's number."""
+    low, high = empty_image(), empty_image()
+    count = 1 << 15
+    low[:count], high[:count] = (torch.arange(count) % 256).bfloat16(), (torch.arange(count) // 256).bfloat16()
+    return [int(2 * (a + 256 * b)) for a, b in zip(measure(low), measure(high), strict=True)]
+
+
+def sums(library):
+    """Place of each register of the sums."""
+    for columns in (32, 64, 96, 128, 160, 192, 256):
+        image = empty_image()
+        row, column = torch.zeros(64, 16), torch.zeros(columns, 16)
+        row[:, 0], row[:, 1], column[:, 0], column[:, 1] = torch.arange(64), 1, 1, 64 * torch.arange(columns)
+        place_rows(image, 0, row)
+        place_rows(image, 8192, column)
+        found = product(library, columns, 0, image, no_words(), ROWS, ROWS + (8192 >> 4))
+        values = [int(value) for value in found.T.flatten()]
+        bits = names("thread", 128) + names("register", columns // 2)
+        yield f"{columns} columns: " + as_map(values, bits, lambda value: f"({value % 64},{value // 64})")
+
+
+def a_words(library):
+    """Thread, register and half that each element of A in registers comes from."""
+    image = empty_image()
+    place_rows(image, 0, torch.eye(64, 16))
+    numbers = torch.arange(1024).reshape(128, 8)
+    low, high = (product(library, 64, 2, image, as_words(part), 0, ROWS) for part in (numbers % 256, numbers // 256))
+    values = (matrix(low) + 256 * matrix(high))[:, :16].flatten().int().tolist()
+    bits = names("depth", 16) + names("row", 64)
+    yield as_map(values, bits, lambda value: f"({value // 8},{value // 2 % 4},{value % 2})")
+
+
+# (offset, leading, stride, swizzle) in bytes
+DEPTH_FORMS = [
+    (0, 16, 1024, "128"), (32, 16, 1024, "128"), (96, 16, 1024, "128"), (8192, 16, 1024, "128"), (0, 0, 2048, "128"),
+    (0, 16, 512, "64"), (32, 16, 512, "64"), (0, 16, 256, "32"), (0, 2048, 128, "none"),
+]  # fmt: skip
+OUTER_FORMS = [
+    (0, 8192, 1024, "128"), (2048, 8192, 1024, "128"), (0, 4096, 512, "64"), (0, 2048, 256, "32"),
+    (0, 4096, 256, "none"),
+]  # fmt: skip
+
+
+def b_bytes(library):
+    """Byte of shared memory that each element of B comes from: B(depth, column) is the sum in row `depth`."""
+    one_hot = torch.zeros(128, 8)
+    for thread in range(32):
+        for half in range(8):
+            if thread // 4 + 8 * (half // 2 % 2) == thread % 4 * 2 + half % 2 + 8 * (half // 4):
+                one_hot[thread, half] = 1
+    upper_half = [(64, 8192, 1024, "128")]  # of rows of 64 elements
+    for label, form, forms, sizes in (
+        ("depth", 2, DEPTH_FORMS, (64, 128)), ("outer", 3, OUTER_FORMS, (64, 128)), ("outer", 3, upper_half, (32,))
+    ):  # fmt: skip
+        for columns in sizes:
+            for offset, leading, stride, swizzle in forms:
+                b = descriptor(offset, leading, stride, SWIZZLES[swizzle])
+
+                def measure(image, columns=columns, form=form, b=b):
+                    return matrix(product(library, columns, form, image, as_words(one_hot), 0, b))[:16].T.flatten()
+
+                values = as_map(by_bytes(measure), names("depth", 16) + names("column", columns))
+                yield f"{label} contiguous, {columns} columns, {(offset, leading, stride)}, swizzle {swizzle}: {values}"
+
+
+def a_bytes(library):
+    """Byte of shared memory that each element of A comes from, by a product with the identity."""
+    identity = torch.eye(64, 16)
+    for label, form, forms in (("depth", 0, DEPTH_FORMS), ("outer", 1, OUTER_FORMS)):
+        for offset, leading, stride, swizzle in forms:
+            a = descriptor(offset, leading, stride, SWIZZLES[swizzle])
+
+            def measure(image, form=form, a=a):
+                place_rows(image, 1 << 16, identity)
+                return matrix(product(library, 64, form, image, no_words(), a, ROWS + (1 << 12)))[:, :16].flatten()
+
+            values = as_map(by_bytes(measure), names("depth", 16) + names("row", 64))
+            yield f"{label} contiguous, {(offset, leading, stride)}, swizzle {swizzle}: {values}"
+
+
+# (sizes, strides in elements, box, swizzle, place)
+TILES = [
+    ((128, 300, 1, 1), (128, 38400, 38400), (64, 64, 1, 1), "128", (64, 32, 0, 0)),
+    ((64, 300, 1, 1), (64, 19200, 19200), (64, 256, 1, 1), "128", (0, 8, 0, 0)),
+    ((96, 300, 1, 1), (96, 28800, 28800), (32, 64, 1, 1), "64", (64, 32, 0, 0)),
+    ((96, 300, 1, 1), (96, 28800, 28800), (16, 64, 1, 1), "32", (64, 32, 0, 0)),
+    ((128, 300, 1, 1), (128, 38400, 38400), (64, 64, 1, 1), "none", (64, 32, 0, 0)),
+    ((64, 100, 3, 3), (192, 64, 19200), (64, 64, 1, 1), "128", (0, 16, 1, 2)),  # heads inside rows
+    ((64, 100, 3, 3), (192, 64, 19200), (64, 32, 2, 1), "128", (0, 16, 1, 2)),  # two heads
+    ((64, 100, 3, 1), (64, 6400, 19200), (64, 128, 1, 1), "128", (0, 64, 1, 0)),  # rows beyond the end
+    ((64, 100, 3, 1), (64, 6400, 19200), (64, 64, 1, 1), "128", (0, -16, 1, 0)),  # rows before the beginning
+    ((80, 100, 3, 1), (80, 8000, 24000), (64, 64, 1, 1), "128", (64, 0, 1, 0)),  # columns beyond the end
+    ((64, 100, 3, 1), (64, 6400, 19200), (64, 64, 1, 1), "128", (0, 0, 3, 0)),  # a head beyond the end
+]
+
+
+def digest(tensor):
+    return f"{zlib.crc32(tensor.cpu().numpy().tobytes()):08x}"
+
+
+def tiles(library):
+    """Bytes to which a box of a tensor is loaded, whose elements hold their own number, and those it is stored from."""
+    for sizes, strides, box, swizzle, at in TILES:
+        cells = 1 + sum((size - 1) * stride for size, stride in zip(sizes, (1, *strides), strict=True))
+        tensor = (torch.arange(cells) + 1).to(torch.int16)
+        count = box[0] * box[1] * box[2] * box[3]
+        image = torch.zeros(count, dtype=torch.int16)
+        options = wide(sizes), wide([2 * stride for stride in strides]), list(box), SWIZZLES[swizzle], list(at)
+        call(library, "tile", tensor, *options, 0, image)
+        loaded, stored = digest(image), torch.zeros_like(tensor)
+        places = {value: 2 * i for i, value in enumerate(image.tolist())}
+        first = 1 + at[0] + sum(place * stride for place, stride in zip(at[1:], strides, strict=True))
+        text = ""
+        if 0 not in places and box[2] == 1:
+            values = [places[int(tensor[first - 1 + y * strides[0] + x])] for y in range(box[1]) for x in range(box[0])]
+            text = "; " + as_map(values, names("column", box[0]) + names("row", box[1]))
+        call(library, "tile", stored, *options, 1, image)
+        zeros = int((image == 0).sum())
+        yield f"{sizes}, {box} at {at}, swizzle {swizzle}: {loaded}, {zeros} zeros; stored {digest(stored)}{text}"
+
+
+def barriers(library):
+    """Which parities have ended (1: parity 0, 2: parity 1) by event, and words that were loaded."""
+    data = ((torch.arange(4096) * 7 + 1) % 256).to(torch.uint8)
+    out = torch.full((11,), -1, dtype=torch.int32)
+    call(library, "barriers", data, out)
+    yield " ".join(map(str, out.tolist()))
+
+
+def turns(library):
+    """Order of the turns of two and of three warpgroups."""
+    for groups in (2, 3):
+        out = torch.full((groups * 50,), -1, dtype=torch.int32)
+        call(library, "turns", groups, 50, out)
+        yield "".join(map(str, out.tolist()))
+
+
+def ordered(library):
+    """Sums that depend on the order of their summands, in which the blocks take turns."""
+    blocks, size, tiles = 16, 256, 8
+    generator = torch.Generator("cpu").manual_seed(0)
+    summands = torch.randn(tiles, blocks, size, generator=generator, device="cpu") ** 5
+    wanted = functools.reduce(torch.add, summands.unbind(1))
+    out, turn = torch.full((tiles, size), torch.nan), torch.zeros(tiles, dtype=torch.int32)
+    call(library, "ordered", blocks, summands.to(out.device), size, tiles, turn, out)
+    yield f"{int((out.cpu() != wanted).sum())} of {wanted.numel()} differ"
+
+
+def registers(library):
+    """Digest of 200 registers per thread after some rounds."""
+    out = torch.full((256,), -1, dtype=torch.int32)
+    call(library, "registers", torch.arange(1024, dtype=torch.int32) * 77, 5, out)
+    yield digest(out)
+
+
+def matrices(library):
+    """Lane, register and half that each element of four stored matrices comes from."""
+    out = torch.zeros(128, dtype=torch.int32)
+    call(library, "matrices", out)
+    values = out.cpu().view(torch.int16).tolist()
+    bits = names("column", 8) + names("row", 8) + names("matrix", 4)
+    yield as_map(values, bits, lambda value: f"({value // 8},{value // 2 % 4},{value % 2})")
+
+
+def arithmetic(library):
+    """Powers of 2 of integers, and pairs of 16-bit numbers."""
+    numbers = torch.tensor([0.0, 1.0, -1.0, -24.0, -126.0, -127.0, -torch.inf, 1.00390625, 1.01171875])
+    out = torch.zeros(3 * len(numbers), dtype=torch.int32)
+    call(library, "arithmetic", numbers, len(numbers), out)
+    powers, pairs = out[: len(numbers) - 2], out[len(numbers) :]
+    yield " ".join(f"{value & 0xFFFFFFFF:08x}" for value in (*powers.tolist(), *pairs.tolist()))
+
+
+FUNCTIONS = (sums, a_words, b_bytes, a_bytes, tiles, barriers, turns, ordered, registers, matrices, arithmetic)
+BY_NAME = {function.__name__: function for function in FUNCTIONS}
+
+
+def lines(library, name):
+    return [f"{name}: {line}" for line in BY_NAME[name](library)]
+
+
+def expected(name):
+    return [line for line in FACTS.read_text().splitlines() if line.startswith(f"{name}: ")]
+
+
+def main():
+    torch.set_default_device("cuda")
+    if len(sys.argv) == 2:
+        found = lines(compiled(), sys.argv[1])
+        wrong = [f"found  {a}\nwanted {b}" for a, b in zip(found, expected(sys.argv[1]), strict=True) if a != b]
+        print(*wrong, sep="\n")
+        sys.exit(bool(wrong))
+    compiled()
+    failed = 0
+    for name in sys.argv[1:] or BY_NAME:
+        try:  # A fault or a wait without end costs one fact.
+            done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=30)
+            status, output = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            status, output = 1, "no end after 30 s"
+        failed += status != 0
+        print(f"{name}: {'as expected' if status == 0 else output.strip()}", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
