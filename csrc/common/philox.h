@@ -26,13 +26,17 @@ FASTATTN_HOST_DEVICE inline Seed make_seed(const int64_t* key_offset) {
   return {(uint32_t)key, (uint32_t)(key >> 32), (uint32_t)(uint64_t)key_offset[1]};
 }
 
+FASTATTN_HOST_DEVICE inline void philox_round(uint32_t counter[4], uint32_t key0, uint32_t key1) {
+  const uint64_t p0 = (uint64_t)kPhiloxMultiplier0 * counter[0], p1 = (uint64_t)kPhiloxMultiplier1 * counter[2];
+  counter[0] = (uint32_t)(p1 >> 32) ^ counter[1] ^ key0;
+  counter[1] = (uint32_t)p1;
+  counter[2] = (uint32_t)(p0 >> 32) ^ counter[3] ^ key1;
+  counter[3] = (uint32_t)p0;
+}
+
 FASTATTN_HOST_DEVICE inline void philox(uint32_t counter[4], uint32_t key0, uint32_t key1) {
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t p0 = (uint64_t)kPhiloxMultiplier0 * counter[0], p1 = (uint64_t)kPhiloxMultiplier1 * counter[2];
-    counter[0] = (uint32_t)(p1 >> 32) ^ counter[1] ^ key0;
-    counter[1] = (uint32_t)p1;
-    counter[2] = (uint32_t)(p0 >> 32) ^ counter[3] ^ key1;
-    counter[3] = (uint32_t)p0;
+    philox_round(counter, key0, key1);
     key0 += kPhiloxKey0;
     key1 += kPhiloxKey1;
   }

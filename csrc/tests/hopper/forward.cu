@@ -9,20 +9,17 @@
 // on may hold anything. Dropout is the public formula (common/philox.h).
 #include <math.h>
 
-#include "../../common/philox.h"
-#include "../../cuda/hopper.h"
 #include "../../cuda/launch.h"
+#include "attention.h"
 #include "start.h"
 
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kKeys = 128, kStages = 2;
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kKeys = 128;
 
 struct Problem {
   int length, matrices;
-  bool is_causal;
   float scale;
   int threshold;
   const int64_t* seed;
@@ -42,43 +39,32 @@ struct Layout {
                        kValueEmpty = kKeyEmpty + 8 * kStages, kBytes = kValueEmpty + 8 * kStages;
 };
 
-// The stage of a ring of buffers, and the parity of the phase in which it is full.
-struct Stage {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++index == kStages) index = 0, parity ^= 1;
-  }
-};
-
 // One tile of queries: the matrix z, its first query, the number of its tiles of keys and of its keys.
 struct Tile {
   int z, first, count, keys;
 
-  template <int kRows>
+  template <int kRows, bool kCausal>
   static __device__ __forceinline__ Tile at(const Problem& p, int index) {
     const int tiles = (p.length + kRows - 1) / kRows, z = index / tiles, m = index % tiles;
-    const int first = (p.is_causal ? tiles - 1 - m : m) * kRows;
-    const int keys = p.lengths[z], last = p.is_causal && first + kRows < keys ? first + kRows : keys;
+    const int first = (kCausal ? tiles - 1 - m : m) * kRows;
+    const int keys = p.lengths[z], last = kCausal && first + kRows < keys ? first + kRows : keys;
     return {z, first, (last + kKeys - 1) / kKeys, keys};
   }
 };
 
-// Load columns of 64 elements, each as rows of 128 bytes, into a tile of `rows` rows.
+// Load a tile, the only one of a phase.
 template <int D>
-__device__ __forceinline__ void load_columns(uint32_t to, const CUtensorMap& map, uint32_t full, int rows, int first,
-                                             int z) {
+__device__ __forceinline__ void load(uint32_t to, const CUtensorMap& map, uint32_t full, int rows, int first, int z) {
   arrive_expecting(full, rows * D * 2);
-#pragma unroll
-  for (int c = 0; c < D / 64; ++c) load_tile(to + c * rows * 128, map, full, c * 64, first, z, 0);
+  load_columns<D>(to, map, full, rows, first, z);
 }
 
-template <int D, int kGroups, bool kDropout>
+template <int D, int kGroups, bool kDropout, bool kCausal>
 __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
     forward_kernel(const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap key,
                    const __grid_constant__ CUtensorMap value, const Problem p) {
   using At = Layout<D, kGroups>;
+  static_assert(!kCausal || At::kRows == kKeys, "the first tile of keys alone has the diagonal");
   constexpr int kTurn = 1, kCleared = kTurn + kGroups;  // named barriers
   uint8_t* const shared = dynamic_shared();
   const uint32_t base = shared_address(shared);
@@ -105,15 +91,15 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
     Stage stage;
     uint32_t turn = 0;
     for (int index = (int)blockIdx.x; index < tiles; index += (int)gridDim.x, turn ^= 1) {
-      const Tile tile = Tile::at<At::kRows>(p, index);
+      const Tile tile = Tile::at<At::kRows, kCausal>(p, index);
       wait(base + At::kQueryEmpty, turn ^ 1);
-      load_columns<D>(base + At::kQuery, query, base + At::kQueryFull, At::kRows, tile.first, tile.z);
+      load<D>(base + At::kQuery, query, base + At::kQueryFull, At::kRows, tile.first, tile.z);
       for (int n = tile.count - 1; n >= 0; --n, stage.advance()) {
         const int offset = stage.index * At::kTile, number = 8 * stage.index;
         wait(base + At::kKeyEmpty + number, stage.parity ^ 1);
-        load_columns<D>(base + At::kKey + offset, key, base + At::kKeyFull + number, kKeys, n * kKeys, tile.z);
+        load<D>(base + At::kKey + offset, key, base + At::kKeyFull + number, kKeys, n * kKeys, tile.z);
         wait(base + At::kValueEmpty + number, stage.parity ^ 1);
-        load_columns<D>(base + At::kValue + offset, value, base + At::kValueFull + number, kKeys, n * kKeys, tile.z);
+        load<D>(base + At::kValue + offset, value, base + At::kValueFull + number, kKeys, n * kKeys, tile.z);
       }
     }
     return;
@@ -125,7 +111,7 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
     take_registers<160>();
   const int w = group - 1, lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x % kWarpgroup / 32;
   const float scale = p.scale * kLog2e;
-  const Seed seed = make_seed(p.seed);
+  const RoundKeys keys(make_seed(p.seed));
   float S[kKeys / 2], O[D / 2], row_max[2], row_sum[2], factor[2];
   uint32_t P[kKeys / 4], words[kKeys / 4];
   Stage stage;
@@ -159,7 +145,7 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
   if (w == 0) arrive_named(kTurn, 2 * kWarpgroup);
 
   for (int index = (int)blockIdx.x; index < tiles; index += (int)gridDim.x, turn ^= 1) {
-    const Tile tile = Tile::at<At::kRows>(p, index);
+    const Tile tile = Tile::at<At::kRows, kCausal>(p, index);
     const int row = tile.first + w * 64 + warp * 16 + lane / 4;
     // Draw the words for the tile of keys n: those of columns 8c + 2 (lane % 4) + e, c / 4 = g, e < 2.
     const auto draw = [&](int n) {
@@ -169,15 +155,15 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             uint32_t four[4] = {(uint32_t)(n * (kKeys / 4) + g * 8 + lane % 4 * 2 + e),
-                                (uint32_t)(row / 16 * 8 + row % 8), (uint32_t)tile.z, seed.offset};
-            philox(four, seed.key0, seed.key1);
+                                (uint32_t)(row / 16 * 8 + row % 8), (uint32_t)tile.z, keys.offset};
+            philox(four, keys);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[8 * g + 4 * e + i] = four[i];
+            for (int i = 0; i < 4; ++i) keep(words[8 * g + 4 * e + i] = four[i]);
           }
       }
     };
-    // Wait for values, and set those of keys that do not exist to 0, because 0 * NaN is NaN. All consumers come, so
-    // that nobody may have the turn.
+    // Wait for values, and set those of keys that do not exist to 0, because 0 * NaN is NaN. All consumers meet here,
+    // so none may have the turn.
     const auto wait_cleared = [&](int n, const Stage& at) {
       const int first = tile.keys - n * kKeys;
       if (first >= kKeys) return;
@@ -188,11 +174,11 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
       sync_named(kCleared, kGroups * kWarpgroup);
     };
     const auto mask = [&](int n) {
-      if (n * kKeys + kKeys <= tile.keys && (!p.is_causal || n * kKeys + kKeys <= tile.first + w * 64 + 1)) return;
+      if (n * kKeys + kKeys <= tile.keys && (!kCausal || n * kKeys + kKeys <= tile.first + w * 64 + 1)) return;
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const int column = n * kKeys + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (column >= tile.keys || (p.is_causal && column > row + 8 * (i / 2 % 2))) S[i] = -INFINITY;
+        if (column >= tile.keys || (kCausal && column > row + 8 * (i / 2 % 2))) S[i] = -INFINITY;
       }
     };
     const auto softmax = [&] {
@@ -247,11 +233,11 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
     mask(n);
     softmax();
     pack_scores();
+    wait_cleared(n, stage);
 #pragma unroll 1
     while (--n >= 0) {
       const Stage before = stage;
       stage.advance();
-      wait_cleared(n + 1, before);
       wait(base + At::kKeyFull + 8 * stage.index, stage.parity);
       my_turn();
       fence_products(S);
@@ -263,7 +249,6 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
       draw(n);
       wait_products<1>(S);
       release(At::kKeyEmpty + 8 * stage.index);
-      if (p.is_causal) mask(n);
       softmax();
       wait_products<0>(O);
       release(At::kValueEmpty + 8 * before.index);
@@ -272,7 +257,6 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
       pack_scores();
     }
     release(At::kQueryEmpty);
-    wait_cleared(0, stage);
     wait(base + At::kValueFull + 8 * stage.index, stage.parity);
     fence_products(O, P);
     start_output(stage.index);
@@ -294,7 +278,7 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
   }
 }
 
-template <int D, int kGroups, bool kDropout>
+template <int D, int kGroups, bool kDropout, bool kCausal>
 void start_forward(const void* q, const void* k, const void* v, const Problem& p, int blocks, cudaStream_t stream) {
   using At = Layout<D, kGroups>;
   const auto map = [&](const void* data, int rows) {
@@ -302,23 +286,29 @@ void start_forward(const void* q, const void* k, const void* v, const Problem& p
     return tensor_map(data, {D, (uint64_t)p.length, (uint64_t)p.matrices, 1},
                       {row, matrix, matrix * (uint64_t)p.matrices}, {64, (uint32_t)rows, 1, 1}, Swizzle::bytes128);
   };
-  launch(forward_kernel<D, kGroups, kDropout>, dim3((unsigned)blocks), kWarpgroup * (kGroups + 1),
+  launch(forward_kernel<D, kGroups, kDropout, kCausal>, dim3((unsigned)blocks), kWarpgroup * (kGroups + 1),
          At::kBytes + kSharedAlignment, stream, map(q, At::kRows), map(k, kKeys), map(v, kKeys), p);
 }
 
 }  // namespace
 
-// A threshold above 0 turns on dropout. 192 queries per tile at a head size of 64, 128 at 128.
+// A threshold above 0 turns on dropout. A tile has 128 queries, or 192 at a head size of 64 if it is not causal.
 FASTATTN_EXPORT const char* hopper_forward(int head_dim, const void* q, const void* k, const void* v, void* out,
                                            float* lse, const int* lengths, const int64_t* seed, int threshold,
                                            int matrices, int length, int is_causal, float scale, int blocks,
                                            cudaStream_t stream) {
   return attempt([&] {
-    const Problem p = {length, matrices, is_causal != 0, scale, threshold, seed, lengths, (uint32_t*)out, lse};
-    if (head_dim == 64 && threshold) return start_forward<64, 3, true>(q, k, v, p, blocks, stream);
-    if (head_dim == 64) return start_forward<64, 3, false>(q, k, v, p, blocks, stream);
-    if (threshold) return start_forward<128, 2, true>(q, k, v, p, blocks, stream);
-    return start_forward<128, 2, false>(q, k, v, p, blocks, stream);
+    const Problem p = {length, matrices, scale, threshold, seed, lengths, (uint32_t*)out, lse};
+    const auto start = [&](auto dropout, auto causal) {
+      if (head_dim == 64)
+        start_forward<64, causal ? 2 : 3, dropout, causal>(q, k, v, p, blocks, stream);
+      else
+        start_forward<128, 2, dropout, causal>(q, k, v, p, blocks, stream);
+    };
+    const auto choose = [&](auto causal) {
+      threshold ? start(std::true_type(), causal) : start(std::false_type(), causal);
+    };
+    is_causal ? choose(std::true_type()) : choose(std::false_type());
   });
 }
 
