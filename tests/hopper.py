@@ -6,17 +6,19 @@ results are. Arguments: names of facts, by default all.
 
 import ctypes
 import functools
+import math
 import subprocess
 import sys
 import zlib
 from pathlib import Path
 
+import numpy as np
+import oracle
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = ROOT / "tests/hopper_facts.txt"
 IMAGE = 96 << 10  # bytes of shared memory that a product's test fills
-DEPTH, OUTER = 0, 1  # Major of csrc/cuda/hopper.h
 SWIZZLES = {"none": 0, "128": 1, "64": 2, "32": 3}
 
 
@@ -73,15 +75,12 @@ def as_map(values, bits, show=str):
         bits: Names of the index's bits, the lowest first.
         show: Return the text of a value.
     """
-    base, text = values[0], [f"0 is {show(values[0])}"]
-    others = 0
-    for i, value in enumerate(values):
-        expected = base
-        for b in range(len(bits)):
-            if i >> b & 1:
-                expected ^= values[1 << b] ^ base
-        others += value != expected
-    text += [f"{name} {show(values[1 << b] ^ base)}" for b, name in enumerate(bits)]
+    values = np.asarray(values)
+    index, base = np.arange(len(values)), values[0]
+    steps = [values[1 << b] ^ base for b in range(len(bits))]
+    mapped = np.bitwise_xor.reduce([base + 0 * index, *((index >> b & 1) * step for b, step in enumerate(steps))])
+    others = (mapped != values).sum()
+    text = [f"0 is {show(base)}", *(f"{name} {show(step)}" for name, step in zip(bits, steps, strict=True))]
     return ", ".join(text) + (f"; {others} others" if others else "")
 
 
@@ -89,8 +88,8 @@ def names(label, count):
     return [f"{label}{1 << b}" for b in range((count - 1).bit_length())]
 
 
-def swizzled(byte, swizzle):
-    return byte ^ (byte >> 7 & {0: 0, 1: 7, 2: 3, 3: 1}[swizzle]) << 4
+def swizzled(byte):
+    return byte ^ (byte >> 7 & 7) << 4
 
 
 def descriptor(offset, leading, stride, swizzle):
@@ -102,9 +101,8 @@ ROWS = descriptor(0, 16, 1024, SWIZZLES["128"])  # rows of 128 bytes, the depth 
 
 def place_rows(image, offset, rows):
     """Put (n, 16) numbers into an image where ``ROWS`` from this offset on reads them."""
-    outer, depth = torch.meshgrid(torch.arange(len(rows)), torch.arange(16), indexing="ij")
-    places = [swizzled(offset + 128 * o + 2 * d, 1) // 2 for o, d in zip(outer.flatten(), depth.flatten(), strict=True)]
-    image[torch.tensor(places)] = rows.flatten().bfloat16().cpu()
+    outer, depth = np.arange(len(rows))[:, None], np.arange(16)
+    image[torch.from_numpy(swizzled(offset + 128 * outer + 2 * depth) // 2)] = rows.bfloat16()
 
 
 def empty_image():
@@ -145,7 +143,7 @@ def by_bytes(measure):
     low, high = empty_image(), empty_image()
     count = 1 << 15
     low[:count], high[:count] = (torch.arange(count) % 256).bfloat16(), (torch.arange(count) // 256).bfloat16()
-    return [int(2 * (a + 256 * b)) for a, b in zip(measure(low), measure(high), strict=True)]
+    return (2 * (measure(low) + 256 * measure(high))).int()
 
 
 def sums(library):
@@ -157,7 +155,7 @@ def sums(library):
         place_rows(image, 0, row)
         place_rows(image, 8192, column)
         found = product(library, columns, 0, image, no_words(), ROWS, ROWS + (8192 >> 4))
-        values = [int(value) for value in found.T.flatten()]
+        values = found.T.flatten().int()
         bits = names("thread", 128) + names("register", columns // 2)
         yield f"{columns} columns: " + as_map(values, bits, lambda value: f"({value % 64},{value // 64})")
 
@@ -168,7 +166,7 @@ def a_words(library):
     place_rows(image, 0, torch.eye(64, 16))
     numbers = torch.arange(1024).reshape(128, 8)
     low, high = (product(library, 64, 2, image, as_words(part), 0, ROWS) for part in (numbers % 256, numbers // 256))
-    values = (matrix(low) + 256 * matrix(high))[:, :16].flatten().int().tolist()
+    values = (matrix(low) + 256 * matrix(high))[:, :16].flatten().int()
     bits = names("depth", 16) + names("row", 64)
     yield as_map(values, bits, lambda value: f"({value // 8},{value // 2 % 4},{value % 2})")
 
@@ -265,7 +263,7 @@ def tiles(library):
 def barriers(library):
     """Which parities have ended (1: parity 0, 2: parity 1) by event, and words that were loaded."""
     data = ((torch.arange(4096) * 7 + 1) % 256).to(torch.uint8)
-    out = torch.full((11,), -1, dtype=torch.int32)
+    out = torch.full((12,), -1, dtype=torch.int32)
     call(library, "barriers", data, out)
     yield " ".join(map(str, out.tolist()))
 
@@ -324,6 +322,69 @@ def lines(library, name):
 
 def expected(name):
     return [line for line in FACTS.read_text().splitlines() if line.startswith(f"{name}: ")]
+
+
+# Attention
+
+
+def forward(library, head_dim, length, lengths=None, *, dropout_p=0.0, is_causal=False, blocks=None):
+    """Run the forward pass, on fewer `blocks` of threads than tiles if given, and check it. Return its results.
+
+    What lies beyond the lengths is NaN."""
+    shape = len(lengths or (1, 1)), length, head_dim
+    generator = torch.Generator("cpu").manual_seed(length)
+    draw = functools.partial(torch.randn, shape, generator=generator, device="cpu")
+    query, key, value = (draw().bfloat16().to(torch.get_default_device()) for _ in range(3))
+    lengths = torch.tensor(lengths or [length] * shape[0], dtype=torch.int32)
+    for matrix, count in enumerate(lengths):
+        key[matrix, count:] = value[matrix, count:] = torch.nan
+    seed, threshold = torch.tensor([-0x123456789ABCDEF, 5_000_000_007]), oracle.threshold(dropout_p)
+    out, lse = torch.full_like(query, torch.nan), torch.full(shape[:2], torch.nan)
+    rows = 192 if head_dim == 64 and not is_causal else 128
+    blocks = blocks or -(-length // rows) * shape[0]
+    operands = (query, key, value, out, lse, lengths, seed, threshold, *shape[:2], int(is_causal), head_dim**-0.5)
+    call(library, "forward", head_dim, *operands, blocks)
+
+    def exact(dtype):
+        batch = (tensor[:, None] for tensor in (query, key, value))  # (matrices, 1, length, head_dim)
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "seed": seed, "key_lengths": lengths}
+        return oracle.attention(*batch, dtype=dtype, **options)
+
+    wanted, peer, wide_peer = exact(torch.float64), exact(torch.bfloat16), exact(torch.float32)
+    oracle.assert_accurate(out[:, None], wanted[0], peer[0], "out")
+    oracle.assert_accurate(lse[:, None], wanted[1], wide_peer[1], "lse")
+    return out, lse
+
+
+def backward(library, head_dim, length, *, dropout_p=0.0):
+    """Run the backward pass and check it. Return its results."""
+    shape, scale = (2, length, head_dim), head_dim**-0.5
+    generator = torch.Generator("cpu").manual_seed(length)
+    draw = functools.partial(torch.randn, shape, generator=generator, device="cpu")
+    query, key, value, grad = (draw().bfloat16().to(torch.get_default_device()) for _ in range(4))
+    seed, threshold = torch.tensor([0x7EDCBA987654321, 77]), oracle.threshold(dropout_p)
+
+    def exact(dtype):
+        leaves = [tensor[:, None].to(dtype).requires_grad_() for tensor in (query, key, value)]
+        out, lse, _ = oracle.attention(*leaves, dropout_p=dropout_p, seed=seed, dtype=dtype)
+        return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, grad[:, None].to(dtype))
+
+    (out, lse, wanted), peer = exact(torch.float64), exact(torch.bfloat16)[2]
+    factor = 65536 / (65536 - threshold)  # dropout's scale
+    delta = ((out[:, 0] * grad).sum(-1) / factor).float()
+    lse = (lse[:, 0] / math.log(2)).float()
+    sums = torch.full(shape, torch.nan)
+    grad_key, grad_value = torch.full_like(key, torch.nan), torch.full_like(value, torch.nan)
+    turn = torch.zeros(2 * (length // 64), dtype=torch.int32)
+    operands = (query, key, value, grad, lse, delta, sums, grad_key, grad_value, turn, seed, threshold, *shape[:2])
+    call(library, "backward", head_dim, *operands, scale)
+    parts = sums.reshape(2, length // 64, 2, head_dim // 16, 4, 8, 4, 2, 2)
+    # (matrix, tile, half, register / 4, warp, lane / 4, lane % 4, row / 8, column % 2)
+    grad_query = (parts.permute(0, 1, 4, 7, 5, 2, 3, 6, 8).reshape(shape) * (scale * factor)).bfloat16()
+    found = grad_query, grad_key, grad_value
+    for name, got, want, other in zip(("query", "key", "value"), found, wanted, peer, strict=True):
+        oracle.assert_accurate(got[:, None], want, other, f"gradient of {name}")
+    return sums, grad_key, grad_value
 
 
 def main():

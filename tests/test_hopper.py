@@ -1,0 +1,197 @@
+"""Hopper's instructions: facts and rules of the emulation, faults that it must find, and the machine code from nvcc.
+
+Without a GPU the test kernels of csrc/tests/hopper are emulated (csrc/tests/emulation)."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import DEVICE, require, slow
+from test_cuda import ROOT, build, planted
+
+import emulation
+import hopper
+
+SCHEDULES = [0, *slow(*range(1, 20))] if DEVICE == "cpu" else [0]
+
+
+@pytest.fixture
+def kernels():
+    """Return the library of the test kernels, emulated or compiled for the GPU."""
+    if DEVICE != "cpu":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("for GPUs of compute capability 9.0")
+        yield hopper.compiled()
+        return
+    require("cuda")
+    with emulation.strict():
+        yield emulation.library()[1]
+
+
+def schedule(library, seed):
+    """Begin a schedule of threads and asynchronous instructions; a GPU has its own."""
+    if DEVICE == "cpu":
+        library.seed_order(seed)
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("name", hopper.BY_NAME)
+def test_facts(kernels, name, seed):
+    """The emulation and a GPU show the same facts."""
+    schedule(kernels, seed)
+    assert hopper.lines(kernels, name) == hopper.expected(name) != []
+
+
+FORWARD = {
+    "whole tiles": ((64, 512), {}),
+    "dropout": ((64, 512), {"dropout_p": 0.1}),
+    "uneven lengths, several tiles per block": ((64, 400, [300, 400]), {"dropout_p": 0.1, "blocks": 3}),
+    "causal": ((64, 300), {"is_causal": True, "dropout_p": 0.1}),
+    "wide heads": ((128, 300, [300, 130]), {"is_causal": True, "blocks": 2}),
+    "wide heads, dropout": ((128, 260), {"dropout_p": 0.1, "blocks": 1}),
+}
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(kernels, name, seed):
+    """Every schedule gives right results, and the same bits."""
+    schedule(kernels, seed)
+    arguments, options = FORWARD[name]
+    first = hopper.forward(kernels, *arguments, **options)
+    assert all(map(torch.equal, first, hopper.forward(kernels, *arguments, **options | {"blocks": None})))
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backward(kernels, head_dim, dropout_p, seed):
+    """Every schedule gives right results, and the same bits although the blocks add to the same sums."""
+    schedule(kernels, seed)
+    first, second = (hopper.backward(kernels, head_dim, 256, dropout_p=dropout_p) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+def test_a_deadlock_is_found(kernels):
+    """The message names each place at which threads wait, and the seed that repeats it."""
+    turn = torch.full((1,), 7, dtype=torch.int32)  # nobody's
+
+    def message():
+        with pytest.raises(RuntimeError, match="deadlock") as error:
+            hopper.call(kernels, "ordered", 2, torch.zeros(1, 2, 16), 16, 1, turn, torch.zeros(1, 16))
+        return str(error.value)
+
+    kernels.seed_order(5)
+    found = message()
+    assert re.search(r" \d at wait_turn at \S*conformance.cu:\d+, the first is thread 0 of block [01],0,0;", found)
+    assert re.search(r" \d+ at __syncthreads at \S*conformance.cu:\d+, the first is thread 1 of block [01],0,0;", found)
+    kernels.seed_order(int(re.search(r"seed (\d+)$", found)[1]))
+    assert message() == found
+
+
+# Planted faults by name: (kernel, lines of its code, a part of them, the fault that replaces it, texts of which one must
+# appear in every schedule). Lines are compared without indentation and comments, and stand in the file exactly once.
+ACCURACY = "error .* > |not finite"
+FAULTS = {
+    "none": ("forward", "", "", "", "as expected"),
+    "none in the backward pass": ("backward", "", "", "", "as expected"),
+    "no proxy fence": (
+        "backward", "fence_async();\nsync_named(kScoresReady, 2 * kWarpgroup);", "fence_async();", "",
+        "has not called fence_async",
+    ),
+    "no proxy fence after clearing": (
+        "forward", "fence_async();\nsync_named(kCleared, kGroups * kWarpgroup);", "fence_async();", "",
+        "has not called fence_async",
+    ),
+    "parity off by one": (
+        "forward", "wait(base + At::kKeyFull + 8 * stage.index, stage.parity);\nint n = tile.count - 1;",
+        "stage.parity", "stage.parity ^ 1", "a pending load writes|deadlock",
+    ),
+    "parity of the producer off by one": (
+        "forward", "wait(base + At::kKeyEmpty + number, stage.parity ^ 1);", " ^ 1", "", "deadlock",
+    ),
+    "stage released before the wait": (
+        "forward", "wait_products<0>(O);\nrelease(At::kValueEmpty + 8 * before.index);",
+        "wait_products<0>(O);\nrelease(At::kValueEmpty + 8 * before.index);",
+        "release(At::kValueEmpty + 8 * before.index);\nwait_products<0>(O);", "a pending instruction reads",
+    ),
+    "too few bytes expected": (
+        "forward", "arrive_expecting(full, rows * D * 2);", "rows * D * 2", "rows * D * 2 - 1024",
+        "more bytes than barrier|bytes more are on the way",
+    ),
+    "too many bytes expected": (
+        "forward", "arrive_expecting(full, rows * D * 2);", "rows * D * 2", "rows * D * 2 + 16", "deadlock",
+    ),
+    "leading and stride swapped": (
+        "forward", "multiply<bfloat16, Major::outer>(O, &P[4 * k], descriptor(of_value, kKeys * 128, 1024), true);",
+        "kKeys * 128, 1024", "1024, kKeys * 128", f"{ACCURACY}|outside the block|no fence_products|pending",
+    ),
+    "an arrival missing": (
+        "forward", "wait_products<1>(S);\nrelease(At::kKeyEmpty + 8 * stage.index);",
+        "release(At::kKeyEmpty + 8 * stage.index);", "", "deadlock.* wait.barrier",
+    ),
+    "a turn not passed on": (
+        "forward", "start_output(before.index);\nnext_turn();", "next_turn();", "", "deadlock.* sync_named",
+    ),
+    "PV before V has arrived": (
+        "forward", "wait(base + At::kValueFull + 8 * before.index, before.parity);",
+        "wait(base + At::kValueFull + 8 * before.index, before.parity);", "", "a pending load writes",
+    ),
+    "semaphore raised before the sums have landed": (
+        "backward", "wait_stores<0>();\npass_turn(turn, number + 1);", "wait_stores<0>();", "",
+        "a pending store writes the same global memory",
+    ),
+    "sums added without a turn": (
+        "backward", "if (w == 0) wait_turn(turn, number);", "if (w == 0) wait_turn(turn, number);", "",
+        f"{ACCURACY}|a pending store writes the same global memory",
+    ),
+    "sums overwritten before they are read": (
+        "backward", "wait_stores_read<0>();", "wait_stores_read<0>();", "", "which a pending instruction reads",
+    ),
+    "values beyond a length not cleared": (
+        "forward", "if (first >= kKeys) return;", "if (first >= kKeys) ", "", ACCURACY,
+    ),
+    "registers not fenced": (
+        "forward", "fence_products(O, P);\nstart_output(before.index);", "fence_products(O, P);", "",
+        "no fence_products",
+    ),
+    "weights packed while they are read": (
+        "forward", "softmax();\nwait_products<0>(O);", "softmax();", "softmax();\npack_scores();",
+        "registers of A changed",
+    ),
+    "sums used before the wait": (
+        "forward", "wait_products<0>(O);\nrelease(At::kValueEmpty + 8 * before.index);", "wait_products<0>", 
+        "wait_products<1>", "sums were written|pending instruction reads|registers of A changed|fence_products",
+    ),
+    "registers that nobody has": ("backward", "take_registers<240>();", "240", "248", "deadlock.* take_registers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if FAULTS[name][1]])
+def test_planted_faults_are_still_possible(name):
+    kernel, *fault, _ = FAULTS[name]
+    planted(ROOT / f"csrc/tests/hopper/{kernel}.cu", *fault)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name, tmp_path):
+    """Each of 20 schedules finds the fault."""
+    require("cuda")
+    kernel, *fault, found = FAULTS[name]
+    for folder in ("cuda", "common", "tests/hopper"):
+        shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
+    path = tmp_path / f"tests/hopper/{kernel}.cu"
+    if fault[0]:
+        path.write_text(planted(path, *fault))
+    library = build.build_emulated(path)
+    program = [sys.executable, ROOT / "tests/planted_faults_hopper.py", library, kernel]
+    lines = subprocess.run(program, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
+    assert len(lines) == 20
+    assert [line for line in lines if not re.search(found, line)] == []
