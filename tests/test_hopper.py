@@ -146,10 +146,6 @@ FAULTS = {
         "backward", "wait_stores<0>();\npass_turn(turn, number + 1);", "wait_stores<0>();", "",
         "a pending store writes the same global memory",
     ),
-    "sums added without a turn": (
-        "backward", "if (w == 0) wait_turn(turn, number);", "if (w == 0) wait_turn(turn, number);", "",
-        f"{ACCURACY}|a pending store writes the same global memory",
-    ),
     "sums overwritten before they are read": (
         "backward", "wait_stores_read<0>();", "wait_stores_read<0>();", "", "which a pending instruction reads",
     ),
@@ -165,7 +161,7 @@ FAULTS = {
         "registers of A changed",
     ),
     "sums used before the wait": (
-        "forward", "wait_products<0>(O);\nrelease(At::kValueEmpty + 8 * before.index);", "wait_products<0>", 
+        "forward", "wait_products<0>(O);\nrelease(At::kValueEmpty + 8 * before.index);", "wait_products<0>",
         "wait_products<1>", "sums were written|pending instruction reads|registers of A changed|fence_products",
     ),
     "registers that nobody has": ("backward", "take_registers<240>();", "240", "248", "deadlock.* take_registers"),

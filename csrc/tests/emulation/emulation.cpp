@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -40,7 +41,8 @@ struct Fiber : Operation {
   bool finished = false;  // It has finished its thread of the present block.
   bool waiting = false;
   const std::function<bool()>* until = nullptr;  // It waits for this alone.
-  const char* what = nullptr;                    // what it waits for
+  const char* what = nullptr;                    // what it waits for, and the keys of instructions that may end it
+  Keys keys;
 };
 
 struct Block {
@@ -50,7 +52,8 @@ struct Block {
 };
 
 std::vector<std::unique_ptr<Block>> blocks;  // Kept from launch to launch, because fresh stacks take time.
-Block* block;                                // the one that runs
+std::vector<Block*> resident;
+Block* block;  // the one that runs
 const std::function<void()>* body;
 int threads, current;
 jmp_buf scheduler;
@@ -255,7 +258,7 @@ bool ask(bool (*function)(bool), bool argument) {
 }
 
 // List the places at which the threads of the resident blocks wait.
-void report_deadlock(const std::vector<Block*>& resident) {
+void report_deadlock() {
   std::map<std::string, std::pair<int, std::string>> waiting;  // count and first thread by place
   for (Block* one : resident) {
     choose(*one);
@@ -277,7 +280,8 @@ void report_deadlock(const std::vector<Block*>& resident) {
 
 // Run the blocks in this order, so many at a time, until all have ended and nothing is pending.
 void run_blocks(const std::vector<uint64_t>& order, size_t count, size_t shared_bytes, const Shared& shared) {
-  std::vector<Block*> resident, unused;
+  std::vector<Block*> unused;
+  resident.clear();
   while (blocks.size() < count) blocks.emplace_back(new Block);
   for (size_t i = 0; i < count; ++i) unused.push_back(blocks[i].get());
   for (size_t next = 0;;) {
@@ -301,9 +305,9 @@ void run_blocks(const std::vector<uint64_t>& order, size_t count, size_t shared_
       block->asynchronous = nullptr;
       resident.erase(resident.begin() + (long)n - 1);
     }
-    moved |= ask(finish_some, moved);
+    moved |= ask(finish_one, moved);
     if (error[0] || (resident.empty() && next == order.size() && !moved)) return;
-    if (!moved) return report_deadlock(resident);
+    if (!moved) return report_deadlock();
   }
 }
 
@@ -333,10 +337,19 @@ int thread() { return current; }
 
 unsigned lane() { return (unsigned)current % kWarp; }
 
-void wait_until(const std::function<bool()>& ready, const char* what, Place place) {
+bool is_awaited(const void* key) {
+  for (const Block* one : resident)
+    for (int i = 0; i < threads; ++i) {
+      const Fiber& fiber = *one->fibers[(size_t)i];
+      if (fiber.until && (fiber.keys.first == key || fiber.keys.second == key)) return true;
+    }
+  return false;
+}
+
+void wait_until(const std::function<bool()>& ready, const char* what, Place place, Keys keys) {
   if (ready()) return;
   Fiber& fiber = fiber_of(current);
-  fiber.place = place;
+  fiber.place = place, fiber.keys = keys;
   fiber.until = &ready, fiber.what = what, fiber.waiting = true;
   to_scheduler(fiber);
 }
@@ -361,7 +374,7 @@ uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, P
 void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
   constexpr unsigned kMaxThreads = 1024, kMaxYZ = 65535;
   constexpr size_t kMaxShared = 227 << 10;
-  constexpr uint64_t kMaxResident = 4;
+  constexpr uint64_t kMostResident = 4;
   threads = (int)(block_size.x * block_size.y * block_size.z);
   if (threads < 1 || threads > (int)kMaxThreads || grid.x > 0x7fffffffu || grid.y > kMaxYZ || grid.z > kMaxYZ ||
       grid.x * grid.y * grid.z == 0 || shared_bytes > kMaxShared)
@@ -374,9 +387,9 @@ void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<vo
   std::vector<uint64_t> order(count);
   for (uint64_t i = 0; i < count; ++i) order[i] = i;
   for (uint64_t n = count; n > 0 && !shared_bytes; --n) std::swap(order[random_below(n)], order[n - 1]);
-  const uint64_t resident = shared_bytes ? 1 + random_below(count < kMaxResident ? count : kMaxResident) : 1;
+  const uint64_t together = shared_bytes ? std::min(count, 2 + random_below(kMostResident - 1)) : 1;
   error[0] = 0;
-  run_blocks(order, resident, shared_bytes, shared);
+  run_blocks(order, together, shared_bytes, shared);
   asynchronous = nullptr;
   if (!error[0]) return;
   abandon();

@@ -1,7 +1,7 @@
 // Emulated instructions of Hopper, as csrc/cuda/hopper.h describes them: what is pending, and the rules of its use.
 //
-// An instruction that is pending finishes at a random time, or only once no thread can go on. Until then its
-// destination is NaN, and the launch ends with an error if
+// An instruction that is pending finishes at a random time, or only once no thread can go on and one waits for it.
+// Until then its destination is NaN, and the launch ends with an error if
 // - a thread reads or writes bytes of shared memory that it writes, or writes bytes that it reads (the compiler calls
 //   the functions at the end of this file for every access of a kernel to memory);
 // - it reads or overwrites bytes that a thread has written without fence_async();
@@ -86,30 +86,30 @@ struct Warpgroup {
   std::deque<Pending> products;  // references stay valid
   uint64_t finished = 0;
   size_t group = 0;  // the newest group of products
-  bool is_late = false;
+  int patience = 0;  // of that group
   int registers, wanted = 0, missing = kGroup;
   uint64_t phase = 0;  // of setmaxnreg
 };
 
-// A pending instruction. Late ones finish only once no thread can go on.
+// A pending instruction.
 struct Task {
-  bool is_late;
+  int patience;     // 0: it finishes at any time; else only once no thread can go on, the least patience first
+  const void* key;  // what a thread waits for that needs it
   std::function<bool()> can_finish;
   std::function<void()> finish;
 };
 
 std::vector<Task> tasks;  // of all blocks
 
+int draw_patience() { return (int)random_below(4); }
+
+// The key of stores that have read shared memory; before, it is the address itself.
+const void* written_key(const std::vector<char>& stores) { return (const char*)&stores + 1; }
+
 struct Range {
   const char *begin, *end;
 };
 std::vector<Range> storing;  // global memory that pending stores write
-
-void add_task(bool is_late, std::function<bool()> can_finish, std::function<void()> finish) {
-  tasks.push_back({is_late, std::move(can_finish), std::move(finish)});
-}
-
-bool is_late() { return random_below(2) == 0; }
 
 }  // namespace
 
@@ -216,14 +216,15 @@ struct Asynchronous {
     memset(at(to), 0xff, (size_t)size);
     barrier(at_barrier, place).loading += size;
     ++pending;
-    add_task(is_late(), nullptr, [=, this_ = this] {
+    const auto finish = [=, this_ = this] {
       copy();
       this_->each_chunk(to, size, [](Chunk& chunk) { --chunk.writes; });
       --this_->pending;
       Barrier& one = this_->barrier(at_barrier, place);
       one.loading -= size, one.bytes -= size;
       this_->try_end(at_barrier, place);
-    });
+    };
+    tasks.push_back({draw_patience(), &barrier(at_barrier, place), nullptr, finish});
   }
 
   // Start an instruction that reads shared memory, and then writes `range` of global memory by write(contents).
@@ -238,18 +239,20 @@ struct Asynchronous {
     const auto stores = threads[(size_t)thread()].stores;
     const size_t index = stores->size();
     stores->push_back(0);
-    add_task(is_late(), nullptr, [=, this_ = this] {
+    const auto finish = [=, this_ = this] {
       const std::string contents(this_->at(from), (size_t)size);
       this_->each_chunk(from, size, [](Chunk& chunk) { --chunk.reads; });
       --this_->pending;
       (*stores)[index] = 1;
-      add_task(is_late(), nullptr, [=] {
+      const auto finish_write = [=] {
         write(contents.data());
         (*stores)[index] = 2;
         for (size_t i = 0; i < storing.size(); ++i)
           if (storing[i].begin == range.begin) storing.erase(storing.begin() + (long)i--);
-      });
-    });
+      };
+      tasks.push_back({draw_patience(), written_key(*stores), nullptr, finish_write});
+    };
+    tasks.push_back({draw_patience(), stores.get(), nullptr, finish});
   }
 };
 
@@ -267,16 +270,20 @@ void end_block() {
     if (barrier.bytes) stop("the block ends while barrier %u expects %lld bytes", address, (long long)barrier.bytes);
 }
 
-bool finish_some(bool can_run) {
+bool finish_one(bool can_run) {
   std::vector<size_t> able;
-  for (size_t i = 0; i < tasks.size(); ++i)
-    if (!tasks[i].can_finish || tasks[i].can_finish()) able.push_back(i);
-  if (can_run) {
-    const auto stays = [](size_t i) { return tasks[i].is_late || random_below(4); };
-    able.erase(std::remove_if(able.begin(), able.end(), stays), able.end());
+  size_t awaited = 0;  // the first so many of the able ones, if any
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if ((tasks[i].can_finish && !tasks[i].can_finish()) || (can_run && (tasks[i].patience || random_below(4))))
+      continue;
+    able.push_back(i);
+    if (!can_run && is_awaited(tasks[i].key)) std::swap(able[awaited++], able.back());
   }
   if (able.empty()) return false;
-  const size_t chosen = able[random_below(able.size())];
+  if (awaited) able.resize(awaited);
+  size_t chosen = able[random_below(able.size())];
+  for (const size_t i : able)
+    if (tasks[i].patience < tasks[chosen].patience) chosen = i;
   const Task task = std::move(tasks[chosen]);
   tasks.erase(tasks.begin() + (long)chosen);
   task.finish();
@@ -343,7 +350,7 @@ void wait(uint32_t address, uint32_t parity, Place place) {
   const uint64_t phase = barrier.phase;
   char what[60];
   snprintf(what, sizeof what, "wait(barrier %u, parity %u)", address, parity);
-  wait_until([&] { return (barrier.phase & 1) != parity; }, what, place);
+  wait_until([&] { return (barrier.phase & 1) != parity; }, what, place, {&barrier});
   if (barrier.phase > phase + 1)
     stop("%s:%d: barrier %u has ended several phases while a thread waited for one", place.file, place.line, address);
 }
@@ -501,7 +508,8 @@ void wait_stores(int groups, bool are_read, Place place) {
       if ((*self.stores)[i] < (are_read ? 1 : 2)) return false;
     return true;
   };
-  wait_until(done, are_read ? "wait_stores_read" : "wait_stores", place);
+  const Keys keys = {self.stores.get(), are_read ? nullptr : written_key(*self.stores)};
+  wait_until(done, are_read ? "wait_stores_read" : "wait_stores", place, keys);
 }
 
 void wait_turn(const int* turn, int value, Place place) {
@@ -686,16 +694,16 @@ void multiply(float* sums, const Product& product, Place place) {
   if (one.started < kGroup) return;
   if (group.group != self.product_groups.size() + 1) {
     group.group = self.product_groups.size() + 1;
-    group.is_late = is_late();
+    group.patience = draw_patience();
   }
   each_operand_chunk(block, one, [&](Chunk& chunk) { block.begin_use(chunk, false, place); });
   ++block.pending;
-  add_task(
-      group.is_late, [&group, &one] { return &group.products.front() == &one; },
-      [&block, &group] {
-        --block.pending;
-        finish_product(block, group);
-      });
+  const auto is_first = [&group, &one] { return &group.products.front() == &one; };
+  const auto finish = [&block, &group] {
+    --block.pending;
+    finish_product(block, group);
+  };
+  tasks.push_back({group.patience, &group, is_first, finish});
 }
 
 void commit_products() {
@@ -712,7 +720,7 @@ void wait_products(int groups, Place place) {
   const size_t committed = self.product_groups.size();
   if (committed <= (size_t)groups) return;
   const uint64_t count = self.product_groups[committed - 1 - (size_t)groups];
-  wait_until([&] { return group.finished >= count; }, "wait_products", place);
+  wait_until([&] { return group.finished >= count; }, "wait_products", place, {&group});
 }
 
 }  // namespace emulation

@@ -18,8 +18,15 @@ uint64_t random_below(uint64_t n);
 // Return the number of the running thread in its block.
 int thread();
 
-// Let others run until ready() is true. `what` says in a message what the thread waits for.
-void wait_until(const std::function<bool()>& ready, const char* what, Place place);
+// Let others run until ready() is true. `what` says in a message what the thread waits for. `keys` are those of the
+// pending instructions that it waits for.
+struct Keys {
+  const void *first = nullptr, *second = nullptr;
+};
+void wait_until(const std::function<bool()>& ready, const char* what, Place place, Keys keys = {});
+
+// Return whether a thread waits for pending instructions of this key.
+bool is_awaited(const void* key);
 
 // The functions of hopper.cpp, for the scheduler
 
@@ -31,8 +38,9 @@ std::shared_ptr<Asynchronous> begin_block(size_t shared_bytes, int threads);
 // Stop if a block whose threads have ended leaves something pending.
 void end_block();
 
-// Finish some pending instructions at random: at least one if nothing else `can_run`. Return false if there was none.
-bool finish_some(bool can_run);
+// Finish a pending instruction: perhaps one at random if threads can run, else the one that has to. Return false if
+// there was none.
+bool finish_one(bool can_run);
 
 // Forget the pending instructions of a launch that has failed.
 void abandon();
