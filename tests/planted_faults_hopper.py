@@ -6,8 +6,9 @@ Arguments: LIBRARY KERNEL. This is a program of its own, because a fault may end
 import ctypes
 import sys
 
-import hopper
 import torch
+
+import hopper
 
 PROBLEMS = {
     "forward": lambda library: hopper.forward(library, 64, 400, [300, 400], dropout_p=0.1, blocks=3),

@@ -292,9 +292,8 @@ def test_what_is_counted_in_32_bits_is_refused(hopper, monkeypatch, batch, keys,
 # Machine code from nvcc
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Build the library for several architectures. Without nvcc, skip, or fail if FASTATTN_REQUIRE names nvcc."""
+def require_nvcc():
+    """Skip without nvcc, or fail if FASTATTN_REQUIRE names it."""
     if DEVICE != "cpu":
         pytest.skip("needs no GPU, and minutes of every core")
     try:
@@ -302,6 +301,12 @@ def compiled():
         compile_gate.cuobjdump("--version")
     except native_build.NotBuilt as reason:
         (pytest.fail if "nvcc" in REQUIRED else pytest.skip)(str(reason))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Build the library for several architectures."""
+    require_nvcc()
     return compile_gate.library()
 
 

@@ -2,7 +2,6 @@
 
 Without a GPU the test kernels of csrc/tests/hopper are emulated (csrc/tests/emulation)."""
 
-import ctypes
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import DEVICE, require, slow
-from test_cuda import ROOT, build, planted
+from test_cuda import ROOT, build, compile_gate, planted, require_nvcc
 
 import emulation
 import hopper
@@ -94,8 +93,8 @@ def test_a_deadlock_is_found(kernels):
     assert message() == found
 
 
-# Planted faults by name: (kernel, lines of its code, a part of them, the fault that replaces it, texts of which one must
-# appear in every schedule). Lines are compared without indentation and comments, and stand in the file exactly once.
+# Planted faults by name: (kernel, lines of its code, a part of them, the fault that replaces it, texts of which one
+# must appear in every schedule). Lines are compared without indentation and comments. They stand in the file once.
 ACCURACY = "error .* > |not finite"
 FAULTS = {
     "none": ("forward", "", "", "", "as expected"),
@@ -191,3 +190,41 @@ def test_planted_faults_are_found(name, tmp_path):
     lines = subprocess.run(program, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
     assert len(lines) == 20
     assert [line for line in lines if not re.search(found, line)] == []
+
+
+# Machine code from nvcc
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", compile_gate.hopper_sources(), ids=lambda path: path.stem)
+def test_machine_code_is_sound(source):
+    """The compiler serialises no products, and the plain loops are as they are written."""
+    require_nvcc()
+    path, messages = compile_gate.compile_hopper(source)
+    kernels = compile_gate.kernels_of(path)
+    assert messages == []
+    assert [str(kernel) for kernel in kernels if kernel.loop is None or kernel.faults()] == []
+    print(*kernels, sep="\n")
+
+
+GATED = {
+    "sums used while they are pending": (
+        "softmax();\nwait_products<0>(O);", "softmax();", "softmax();\nO[0] *= factor[0];", "C7514",
+    ),
+    "scores waited for with all others": ("wait_products<1>(S);", "1", "0", "no product is pending"),
+    "registers kept": ("give_registers<32>();", "give_registers<32>();", "", "no warpgroup gives registers"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATED)
+def test_the_gate_finds_planted_faults(name, tmp_path):
+    require_nvcc()
+    *fault, found = GATED[name]
+    for folder in ("cuda", "common", "tests/hopper"):
+        shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
+    path = tmp_path / "tests/hopper/forward.cu"
+    path.write_text(planted(path, *fault))
+    compiled, messages = compile_gate.compile_hopper(path, tmp_path)
+    faults = [fault for kernel in compile_gate.kernels_of(compiled) for fault in kernel.faults()]
+    assert any(re.search(found, text) for text in (*messages, *faults)), (messages, faults)

@@ -1,22 +1,35 @@
 """Compile the CUDA library for several architectures, without a GPU, and print the registers and faults of each kernel.
 
-Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0. The exit status is 1 if a kernel has a
-fault: local memory (spills or arrays), or aligned operands without 128-bit loads and stores.
+Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0, and the kernels with Hopper's
+asynchronous products for 9.0a. The exit status is 1 if a kernel has a fault: local memory (spills or arrays), or aligned
+operands without 128-bit loads and stores.
+
+A kernel with asynchronous products may have local memory, but hardly accesses it in its plain main loop. There a product
+is still pending behind the first wait, and at most two barriers stop the consumers. The compiler serialises no products.
 """
 
 import dataclasses
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "csrc"))
 import native_build  # noqa: E402
+from sass.code import Instruction, parse  # noqa: E402
+from sass.counts import Loop, order, plain_loop  # noqa: E402
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
+HOPPER = "9.0a"
+# Messages of ptxas: setmaxnreg has no effect, and reasons for which it puts waits between products.
+SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\)[^\n]*")
+MOST_LOCAL = 1 / 50  # Accesses to the stack per instruction of a plain main loop.
+MOST_BARRIERS = 2
 SCALAR = re.compile(r"add_groups|merge|attend<.*(false|, 0)")  # kernels with few or with unaligned operands
 
 
@@ -31,8 +44,26 @@ class Kernel:
     local: int  # bytes per thread, for arrays and spilled values
     wide_loads: int
     wide_stores: int
+    code: list[Instruction] = dataclasses.field(repr=False)
+
+    @cached_property
+    def loop(self) -> Loop | None:
+        """The plain main loop of a kernel with asynchronous products. The first of them gives the scores."""
+        body = plain_loop(self.code)
+        products = [i for i in body if i.base == "HGMMA"]
+        if not products:
+            return None
+        scores = products[0].multiply_adds // (16 * 32)  # per thread
+        return Loop(body, 90, sum(i.multiply_adds for i in products) // (32 * scores))
+
+    @property
+    def roles(self) -> list[int]:
+        """Registers per thread that the warpgroups take or keep, as setmaxnreg says."""
+        return sorted(i.count or 0 for i in self.code if i.base == "USETMAXREG")
 
     def faults(self) -> list[str]:
+        if self.loop is not None:
+            return self._faults_of(self.loop)
         found = []
         if self.local:
             found.append(f"spills or has arrays in {self.local} bytes of local memory")
@@ -40,7 +71,26 @@ class Kernel:
             found.append("lacks 128-bit loads or stores")
         return found
 
+    def _faults_of(self, loop: Loop) -> list[str]:
+        found = []
+        if loop.local > MOST_LOCAL * len(loop.body):
+            found.append(f"{loop.local} of {len(loop.body)} instructions of the loop access the stack")
+        if loop.barriers > MOST_BARRIERS:
+            found.append(f"{loop.barriers} barriers in the loop")
+        waits = [i.count or 0 for i in loop.body if i.base == "WARPGROUP" and "DEPBAR" in i.opcode]
+        if not waits or waits[0] == 0:
+            found.append("no product is pending behind the first wait of the loop")
+        if len(self.roles) < 2:
+            found.append("no warpgroup gives registers that another takes")
+        return found
+
     def __str__(self) -> str:
+        if self.loop is not None:
+            return (
+                f"sm_{self.architecture:4} {self.name:64} registers {self.roles}, {self.local} bytes of local memory, "
+                f"{len(self.loop.body) / self.loop.scores:.2f} instructions per score, {self.loop.local} to the stack\n"
+                f"    {order(self.loop.body)}" + "".join(f"; {fault.upper()}" for fault in self.faults())
+            )
         return (
             f"sm_{self.architecture:4} {self.name:64} {self.registers:4} registers, "
             f"{self.shared:5} bytes shared, {self.wide_loads:2} wide loads, {self.wide_stores:2} wide stores"
@@ -81,6 +131,7 @@ def kernels_of(path: Path) -> list[Kernel]:
             local=usage[architecture, symbol]["STACK"] + usage[architecture, symbol]["LOCAL"],
             wide_loads=len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", text)),
             wide_stores=len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", text)),
+            code=parse(text),
         )
         for ((architecture, symbol), text), name in zip(code.items(), names.stdout.splitlines(), strict=True)
     ]
@@ -99,7 +150,39 @@ def library(architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
     return native_build.compile_cuda(directory, native_build.torch_for_building(), list(architectures))
 
 
-if __name__ == "__main__":
+def compile_hopper(source: Path, directory: Path = ROOT / "build/compile_gate") -> tuple[Path, list[str]]:
+    """Compile a file of kernels with asynchronous products. Return the result, and the messages on serialised products.
+
+    Raises:
+        native_build.BuildError: The file does not compile.
+    """
+    target = directory / f"hopper.{source.stem}.o"
+    directory.mkdir(parents=True, exist_ok=True)
+    flags = shlex.split(native_build.cuda_flags([HOPPER]))
+    command = [native_build.nvcc()[0], *flags, "-Xptxas=-v", "-c", source, "-o", target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    if done.returncode:
+        raise native_build.BuildError(f"{source.name} does not compile: {output.strip()[-500:]}")
+    return target, [match[0] for match in SERIALISED.finditer(output)]
+
+
+def hopper_sources() -> list[Path]:
+    """Return the files of kernels whose main loop has asynchronous products."""
+    files = [path for folder in ("cuda", "tests/hopper") for path in sorted((ROOT / "csrc" / folder).glob("*.cu"))]
+    return [path for path in files if "wait_products<1>" in path.read_text()]
+
+
+def main() -> None:
     found = kernels_of(library(tuple(sys.argv[1:]) or ARCHITECTURES))
-    print(*found, sep="\n")
-    sys.exit(any(kernel.faults() for kernel in found))
+    messages = []
+    for source in hopper_sources():
+        path, serialised = compile_hopper(source)
+        found += kernels_of(path)
+        messages += [f"{source.name}: {message}" for message in serialised]
+    print(*found, *messages, sep="\n")
+    sys.exit(bool(messages) or any(kernel.faults() for kernel in found))
+
+
+if __name__ == "__main__":
+    main()
