@@ -1,11 +1,12 @@
 """Compile the CUDA library for several architectures, without a GPU, and print the registers and faults of each kernel.
 
 Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0, and the kernels with Hopper's
-asynchronous products for 9.0a. The exit status is 1 if a kernel has a fault: local memory (spills or arrays), or aligned
-operands without 128-bit loads and stores.
+asynchronous products for 9.0a. The exit status is 1 if a kernel has a fault: local memory (spills or arrays), or
+aligned operands without 128-bit loads and stores.
 
-A kernel with asynchronous products may have local memory, but hardly accesses it in its plain main loop. There a product
-is still pending behind the first wait, and at most two barriers stop the consumers. The compiler serialises no products.
+A kernel with asynchronous products may have local memory, but hardly accesses it in its plain main loop. There a
+product is still pending behind the first wait, and at most two barriers stop the consumers. The compiler serialises no
+products.
 """
 
 import dataclasses
