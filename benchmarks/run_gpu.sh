@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about ten minutes.
+# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about eleven minutes.
 # usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
-# stages: build tests sanitizer compile benchmarks tuning; default all
+# stages: build hopper replay tests sanitizer compile benchmarks tuning; default all
+# The first ones answer open questions: whether Hopper's instructions are as the emulation has them, whether captured
+# calls repeat their masks. `tests` goes on with the tests that have not passed yet at this commit.
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
@@ -15,9 +17,9 @@ if [[ ${1:-} == --out ]]; then
   shift 2
 fi
 declare -A seconds=(
-  [build]=75 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [tuning]=100
+  [build]=75 [hopper]=60 [replay]=60 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [tuning]=100
 )
-[[ $# -gt 0 ]] || set -- build tests sanitizer compile benchmarks tuning
+[[ $# -gt 0 ]] || set -- build hopper replay tests sanitizer compile benchmarks tuning
 for stage; do
   if [[ -z ${seconds[$stage]:-} ]]; then
     echo "unknown stage $stage; stages: ${!seconds[*]}" >&2
@@ -31,13 +33,29 @@ export PATH=$PATH:/usr/local/cuda/bin
 python=${PYTHON:-python3} shards=12 test_seconds=120 check_seconds=33 compile_seconds=90
 
 build() { FASTATTN_BUILD=1 FASTATTN_CUDA=1 "$python" setup.py build_ext --inplace && "$python" -m fastattn info; }
+# The facts first, each in a process of its own, then the kernels made of them.
+hopper() {
+  "$python" tests/hopper.py
+  local facts=$?
+  "$python" -m pytest -q -m "slow or not slow" -k "forward or backward" tests/test_hopper.py
+  combined "$facts" "$?"
+}
+replay() { "$python" benchmarks/replay.py --seconds 40; }
 # Most of a test's time is Triton's compiler: many processes share the device, and each says what it has got through
-# when its time is up.
-tests() { parallel "$shards" shard; }
+# when its time is up. The passed ones are in a folder of the commit, for the next run.
+tests() {
+  passed=$out/passed/$("$python" -c "from fastattn.bench import report; print(report.commit())")
+  export passed
+  mkdir -p "$passed"
+  cat "$passed"/shard-* >"$passed/all" 2>/dev/null
+  echo "passed before: $(wc -l <"$passed/all")"
+  parallel "$shards" shard
+}
 shard() {
-  FASTATTN_TEST_SHARD=$1/$2 timeout --signal=INT --kill-after=5 "$test_seconds" \
+  FASTATTN_TEST_SHARD=$1/$2 FASTATTN_TEST_PASSED=$passed timeout --signal=INT --kill-after=5 "$test_seconds" \
     "$python" -m pytest -q -m "slow or not slow" -k "triton or cuda" tests >"$out/tests-$1.log" 2>&1
   local status=$?
+  [[ $status != 5 ]] || status=0 # no test is left
   grep -E "^(FAILED|ERROR) " "$out/tests-$1.log" && status=1 # whether or not its time was up later
   echo "shard $1: $(tail -n 1 "$out/tests-$1.log")"
   return "$status"
@@ -93,7 +111,7 @@ combined() {
 # What the command prints becomes the summary, whole or not at all.
 summarise() { "$@" >"$out/summary.json.part" && mv "$out/summary.json.part" "$out/summary.json"; }
 
-export -f build tests shard sanitizer check compile part benchmarks tuning parallel combined
+export -f build hopper replay tests shard sanitizer check compile part benchmarks tuning parallel combined
 export python out shards test_seconds check_seconds compile_seconds
 summarise "$python" - <<'PYTHON' || exit 1
 import importlib.util

@@ -56,6 +56,7 @@ KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
 CUDA_TESTS = ("test_dropout", "test_large", "test_layer_norm", "test_softmax_dropout")
 KERNEL_TESTS = (*CUDA_TESTS, "test_attention", "test_exact_gradients", "test_varlen")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
+PASSED = os.environ.get("FASTATTN_TEST_PASSED")  # a folder: tests listed in its file `all` are left out
 REQUIRED = tuple(name for name in os.environ.get("FASTATTN_REQUIRE", "").split(",") if name)
 
 
@@ -124,10 +125,20 @@ def pytest_collection_modifyitems(items):
         name = backend_of(item)
         if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
             item.add_marker(pytest.mark.triton if name == "triton" else pytest.mark.slow)
+    if PASSED:
+        passed = set(Path(PASSED, "all").read_text().splitlines())
+        items[:] = [item for item in items if item.nodeid not in passed]
     if SHARD:  # representative tests come first, divided among the processes
         items.sort(key=lambda item: item.get_closest_marker("representative") is None)
         number, count = map(int, SHARD.split("/"))
         items[:] = items[number - 1 :: count]
+
+
+def pytest_runtest_logreport(report):
+    """List each passed test at once, because the process may be stopped."""
+    if PASSED and report.when == "call" and report.passed:
+        with Path(PASSED, f"shard-{(SHARD or '1').partition('/')[0]}").open("a") as file:
+            file.write(f"{report.nodeid}\n")
 
 
 def interpreted(backend):

@@ -1,7 +1,7 @@
 """The test kernels of Hopper's instructions (csrc/tests/hopper), in the emulation or on a GPU, and the facts they show.
 
-As a program on a GPU it checks each fact, in a process of its own, against ``hopper_facts.txt``, where the emulation's
-results are. Arguments: names of facts, by default all.
+As a program, on a GPU, it compares each fact with the emulation's, which are in ``hopper_facts.txt``. Arguments: names
+of facts, by default all, each in a process of its own.
 """
 
 import ctypes
@@ -40,18 +40,17 @@ def compiled():
 def call(library, name, *arguments):
     """Call a function of the test kernels and wait for it. Raise RuntimeError with its message if it fails.
 
-    Tensors are passed by address, lists as arrays of 32 or, with ``wide``, 64 bits."""
+    Tensors are on the CPU. A GPU works on copies, which are copied back. Lists are arrays of 32 bits."""
+    on_gpu = compiled.cache_info().currsize > 0
+    copies = [given.cuda() if on_gpu and isinstance(given, torch.Tensor) else given for given in arguments]
     function = getattr(library, f"hopper_{name}")
     function.restype = ctypes.c_char_p
-    message = function(*map(_argument, arguments), ctypes.c_void_p(0))
+    message = function(*map(_argument, copies), ctypes.c_void_p(0))
     if message:
         raise RuntimeError(message.decode())
-    if torch.get_default_device().type == "cuda":
-        torch.cuda.synchronize()
-
-
-def wide(values):
-    return (ctypes.c_uint64 * len(values))(*values)
+    for given, copy in zip(arguments, copies, strict=True):
+        if copy is not given:
+            given.copy_(copy)
 
 
 def _argument(value):
@@ -106,16 +105,14 @@ def place_rows(image, offset, rows):
 
 
 def empty_image():
-    return torch.zeros(IMAGE // 2, dtype=torch.bfloat16, device="cpu")
+    return torch.zeros(IMAGE // 2, dtype=torch.bfloat16)
 
 
 def product(library, columns, form, image, words, a, b):
     """Return the sums of one product, (thread, register)."""
     out = torch.full((128, columns // 2), torch.nan)
-    image, words = (torch.as_tensor(t).to(out.device) for t in (image, words))
-    arguments = (columns, form, image, words, ctypes.c_uint64(a), ctypes.c_uint64(b), out)
-    call(library, "product", *arguments)
-    return out.cpu()
+    call(library, "product", columns, form, image, words, ctypes.c_uint64(a), ctypes.c_uint64(b), out)
+    return out
 
 
 def no_words():
@@ -236,7 +233,7 @@ TILES = [
 
 
 def digest(tensor):
-    return f"{zlib.crc32(tensor.cpu().numpy().tobytes()):08x}"
+    return f"{zlib.crc32(tensor.numpy().tobytes()):08x}"
 
 
 def tiles(library):
@@ -246,7 +243,8 @@ def tiles(library):
         tensor = (torch.arange(cells) + 1).to(torch.int16)
         count = box[0] * box[1] * box[2] * box[3]
         image = torch.zeros(count, dtype=torch.int16)
-        options = wide(sizes), wide([2 * stride for stride in strides]), list(box), SWIZZLES[swizzle], list(at)
+        steps = [2 * stride for stride in strides]
+        options = (ctypes.c_uint64 * 4)(*sizes), (ctypes.c_uint64 * 3)(*steps), box, SWIZZLES[swizzle], at
         call(library, "tile", tensor, *options, 0, image)
         loaded, stored = digest(image), torch.zeros_like(tensor)
         places = {value: 2 * i for i, value in enumerate(image.tolist())}
@@ -279,12 +277,12 @@ def turns(library):
 def ordered(library):
     """Sums that depend on the order of their summands, in which the blocks take turns."""
     blocks, size, tiles = 16, 256, 8
-    generator = torch.Generator("cpu").manual_seed(0)
-    summands = torch.randn(tiles, blocks, size, generator=generator, device="cpu") ** 5
+    generator = torch.Generator().manual_seed(0)
+    summands = torch.randn(tiles, blocks, size, generator=generator) ** 5
     wanted = functools.reduce(torch.add, summands.unbind(1))
     out, turn = torch.full((tiles, size), torch.nan), torch.zeros(tiles, dtype=torch.int32)
-    call(library, "ordered", blocks, summands.to(out.device), size, tiles, turn, out)
-    yield f"{int((out.cpu() != wanted).sum())} of {wanted.numel()} differ"
+    call(library, "ordered", blocks, summands, size, tiles, turn, out)
+    yield f"{int((out != wanted).sum())} of {wanted.numel()} differ"
 
 
 def registers(library):
@@ -298,7 +296,7 @@ def matrices(library):
     """Lane, register and half that each element of four stored matrices comes from."""
     out = torch.zeros(128, dtype=torch.int32)
     call(library, "matrices", out)
-    values = out.cpu().view(torch.int16).tolist()
+    values = out.view(torch.int16).tolist()
     bits = names("column", 8) + names("row", 8) + names("matrix", 4)
     yield as_map(values, bits, lambda value: f"({value // 8},{value // 2 % 4},{value % 2})")
 
@@ -332,9 +330,8 @@ def forward(library, head_dim, length, lengths=None, *, dropout_p=0.0, is_causal
 
     What lies beyond the lengths is NaN."""
     shape = len(lengths or (1, 1)), length, head_dim
-    generator = torch.Generator("cpu").manual_seed(length)
-    draw = functools.partial(torch.randn, shape, generator=generator, device="cpu")
-    query, key, value = (draw().bfloat16().to(torch.get_default_device()) for _ in range(3))
+    draw = functools.partial(torch.randn, shape, generator=torch.Generator().manual_seed(length))
+    query, key, value = (draw().bfloat16() for _ in range(3))
     lengths = torch.tensor(lengths or [length] * shape[0], dtype=torch.int32)
     for matrix, count in enumerate(lengths):
         key[matrix, count:] = value[matrix, count:] = torch.nan
@@ -359,9 +356,8 @@ def forward(library, head_dim, length, lengths=None, *, dropout_p=0.0, is_causal
 def backward(library, head_dim, length, *, dropout_p=0.0):
     """Run the backward pass and check it. Return its results."""
     shape, scale = (2, length, head_dim), head_dim**-0.5
-    generator = torch.Generator("cpu").manual_seed(length)
-    draw = functools.partial(torch.randn, shape, generator=generator, device="cpu")
-    query, key, value, grad = (draw().bfloat16().to(torch.get_default_device()) for _ in range(4))
+    draw = functools.partial(torch.randn, shape, generator=torch.Generator().manual_seed(length))
+    query, key, value, grad = (draw().bfloat16() for _ in range(4))
     seed, threshold = torch.tensor([0x7EDCBA987654321, 77]), oracle.threshold(dropout_p)
 
     def exact(dtype):
@@ -388,7 +384,9 @@ def backward(library, head_dim, length, *, dropout_p=0.0):
 
 
 def main():
-    torch.set_default_device("cuda")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("nothing to do: no GPU of compute capability 9.0")
+        return
     if len(sys.argv) == 2:
         found = lines(compiled(), sys.argv[1])
         wrong = [f"found  {a}\nwanted {b}" for a, b in zip(found, expected(sys.argv[1]), strict=True) if a != b]

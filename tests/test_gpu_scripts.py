@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from unittest import mock
@@ -145,6 +146,55 @@ def test_tuner(monkeypatch, tmp_path):
     assert tune.TILES[0] in chosen
     assert tables() == before
     assert len(list(tune.calls())) >= 3 * 4 * 2 * 2 + 5 * 3
+
+
+@pytest.mark.parametrize("fault", ["", "seed", "output", "unwritten"])
+def test_what_differs_between_replays(monkeypatch, fault):
+    """A difference between replays of one seed is called by what may have caused it."""
+    replay = load("benchmarks/replay.py")
+    monkeypatch.setattr(replay, "DEVICE", "cpu")
+
+    def capture(call):
+        outputs, calls = call(), []
+
+        def again():
+            calls.append(1)
+            faulty = fault if len(calls) % 3 == 0 else ""
+            if faulty == "seed":
+                torch.rand(1)
+            fresh = call()
+            if faulty == "output":
+                fresh[1][5] += 1
+            for output, value in list(zip(outputs, fresh, strict=True))[faulty == "unwritten" :]:
+                output.copy_(value)
+
+        return again, outputs
+
+    monkeypatch.setattr(replay, "capture", capture)
+    counts = replay.search("torch", replay.Mode(rounds=2), time.time() + 0.05)
+    assert counts["rounds"] == 2 * counts["graphs"] > 0
+    assert {kind: counts[kind] for kind in replay.KINDS} == {
+        kind: counts["rounds"] * (kind == fault) for kind in replay.KINDS
+    }
+
+
+@pytest.mark.slow
+def test_passed_tests_are_left_out(tmp_path):
+    """A later run has the tests that have not passed."""
+    (tmp_path / "all").write_text("")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests/test_workflow.py"]
+    variables = {"FASTATTN_TEST_SHARD": "1/2", "FASTATTN_TEST_PASSED": str(tmp_path)}
+
+    def run():
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=ROOT)
+        return done.returncode, done.stdout.splitlines()[-1]
+
+    first = run()
+    passed = (tmp_path / "shard-1").read_text()
+    assert (first[0], len(passed.splitlines())) == (0, 3)
+    (tmp_path / "all").write_text(passed)
+    status, line = run()
+    assert (status, line.split(" in ")[0]) == (0, "1 passed")
 
 
 def stages(out, *names, **variables):
