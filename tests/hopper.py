@@ -1,7 +1,7 @@
 """The test kernels of Hopper's instructions (csrc/tests/hopper), in the emulation or on a GPU, and the facts they show.
 
-As a program, on a GPU, it compares each fact with the emulation's, which are in ``hopper_facts.txt``. Arguments: names
-of facts, by default all, each in a process of its own.
+Run as a program on a GPU, it compares the facts with the emulation's in ``hopper_facts.txt``. Arguments: names of
+facts, by default all, each of which gets a process of its own.
 """
 
 import ctypes
@@ -328,7 +328,7 @@ def expected(name):
 def forward(library, head_dim, length, lengths=None, *, dropout_p=0.0, is_causal=False, blocks=None):
     """Run the forward pass, on fewer `blocks` of threads than tiles if given, and check it. Return its results.
 
-    What lies beyond the lengths is NaN."""
+    Keys and values beyond the lengths are NaN."""
     shape = len(lengths or (1, 1)), length, head_dim
     draw = functools.partial(torch.randn, shape, generator=torch.Generator().manual_seed(length))
     query, key, value = (draw().bfloat16() for _ in range(3))

@@ -7,7 +7,7 @@
 // - Ordinary writes of shared memory need fence_async() by each thread that wrote, then a barrier, before an
 //   asynchronous instruction reads or overwrites the same bytes.
 // - Products need fence_products() of their registers after ordinary accesses to these.
-// - Shared memory is the dynamic one alone. A shared address is its 32-bit address, as of shared_address().
+// - Only dynamic shared memory is used. shared_address() returns its 32-bit addresses.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -20,15 +20,14 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kWarpgroup = 128;          // threads
-constexpr int kSharedLimit = 227 << 10;  // bytes of dynamic shared memory per block
-constexpr int kSharedAlignment = 1024;   // A launch asks for so many bytes more than the kernel uses.
+constexpr int kWarpgroup = 128;         // threads
+constexpr int kSharedAlignment = 1024;  // A launch needs so many bytes more than the kernel uses.
 
 // Which of an operand's dimensions is contiguous in shared memory: the depth of the product, or its rows or columns.
 enum class Major { depth, outer };
 
-// Bytes of a row whose 16-byte chunks are permuted: the number of a chunk within 128 bytes has the lowest bits of the
-// address divided by 128 added without carry, 3, 2 or 1 of them. The values are a descriptor's codes.
+// Width in bytes of rows whose 16-byte chunks are permuted. The number of a chunk within 128 bytes is changed by
+// exclusive or with the lowest 3, 2 or 1 bits of the address divided by 128. The values are a descriptor's codes.
 enum class Swizzle { none = 0, bytes128 = 1, bytes64 = 2, bytes32 = 3 };
 
 // Return the descriptor of an operand that begins at a shared address. The operand consists of 8 rows of the width of
@@ -217,7 +216,7 @@ __device__ __forceinline__ void wait_turn(const int* turn, int value) {
   while (now != value);
 }
 
-// Set the semaphore. What this thread has written, and its stores that it has waited for, is visible before.
+// Set the semaphore. This thread's writes, and the stores that it has waited for, are visible before that.
 __device__ __forceinline__ void pass_turn(int* turn, int value) {
   asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(value) : "memory");
 }
@@ -320,8 +319,9 @@ __device__ __forceinline__ void multiply(float (&d)[Registers], uint64_t a, uint
   Product<Registers>::template run<(int)A, (int)B>(d, a, b, (int)accumulate, T());
 }
 
-// The same with A from four registers: register 2h + g of thread 32w + l is A(16w + l / 4 + 8g, 8h + 2 (l % 4)) and,
-// in its high half, the next element of this row. Sums of 16 columns, packed in pairs, have this order.
+// Start such a product with A in four registers. The low half of register 2h + g of thread 32w + l is
+// A(16w + l / 4 + 8g, 8h + 2 (l % 4)). The high half is the next element of this row. Sums of 16 columns, packed in
+// pairs, have this order.
 template <class T, Major B, int Registers>
 __device__ __forceinline__ void multiply(float (&d)[Registers], const uint32_t* a, uint64_t b, bool accumulate) {
   Product<Registers>::template run<(int)B>(d, a, b, (int)accumulate, T());

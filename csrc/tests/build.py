@@ -46,7 +46,7 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     headers = f"-I{shlex.quote(str(emulation))}"
     include = f"-isystem {shlex.quote(str(torch / 'include'))}"
     # A wrong access that the compiler's checks find traps. The emulation reports the place. It is told of every access,
-    # because its own functions stand in for those of the thread sanitizer (hopper.cpp).
+    # because its own functions stand in for those of the thread sanitizer (asynchronous.cpp).
     checks = "-fno-strict-aliasing -fsanitize=alignment,bounds,thread -fsanitize-undefined-trap-on-error"
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} {headers} -Wno-unknown-pragmas -x c++"
     sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]

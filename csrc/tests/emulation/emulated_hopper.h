@@ -1,4 +1,4 @@
-// The functions of csrc/cuda/hopper.h for emulated threads; hopper.cpp has what they do. hopper.h includes this file.
+// The functions of csrc/cuda/hopper.h for emulated threads. hopper.h includes this file.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

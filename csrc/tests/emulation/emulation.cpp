@@ -40,8 +40,8 @@ struct Fiber : Operation {
   bool started = false;   // Its stack is in use, so it goes on by longjmp, which is faster than a context switch.
   bool finished = false;  // It has finished its thread of the present block.
   bool waiting = false;
-  const std::function<bool()>* until = nullptr;  // It waits for this alone.
-  const char* what = nullptr;                    // what it waits for, and the keys of instructions that may end it
+  const std::function<bool()>* until = nullptr;  // The condition for which it waits instead of other threads.
+  const char* what = nullptr;                    // name of that wait, and keys of the instructions that may end it
   Keys keys;
 };
 
@@ -239,7 +239,10 @@ void start_block(Block& fresh, uint64_t index, size_t shared_bytes) {
   const uint64_t rest = index / gridDim.x;
   fresh.index = {(unsigned)(index % gridDim.x), (unsigned)(rest % gridDim.y), (unsigned)(rest / gridDim.y)};
   while ((int)fresh.fibers.size() < threads) fresh.fibers.emplace_back(new Fiber);
-  for (int i = 0; i < threads; ++i) fiber_of(i).finished = fiber_of(i).waiting = false, fiber_of(i).until = nullptr;
+  for (const auto& fiber : fresh.fibers) {
+    fiber->finished = fiber->waiting = false, fiber->until = nullptr;
+    fiber->place = {"the beginning", 0};
+  }
   fresh.asynchronous = shared_bytes ? begin_block(shared_bytes, threads) : nullptr;
 }
 
@@ -251,7 +254,7 @@ bool has_ended() {
   return true;
 }
 
-// Call something of hopper.cpp that may stop the launch. Return its result, false if it did.
+// Call a function that may stop the launch from outside its threads. Return its result, false if it did.
 bool ask(bool (*function)(bool), bool argument) {
   if (_setjmp(scheduler)) return false;
   return function(argument);
@@ -337,6 +340,8 @@ int thread() { return current; }
 
 unsigned lane() { return (unsigned)current % kWarp; }
 
+Place last_wait() { return fiber_of(current).place; }
+
 bool is_awaited(const void* key) {
   for (const Block* one : resident)
     for (int i = 0; i < threads; ++i) {
@@ -347,9 +352,9 @@ bool is_awaited(const void* key) {
 }
 
 void wait_until(const std::function<bool()>& ready, const char* what, Place place, Keys keys) {
-  if (ready()) return;
   Fiber& fiber = fiber_of(current);
   fiber.place = place, fiber.keys = keys;
+  if (ready()) return;
   fiber.until = &ready, fiber.what = what, fiber.waiting = true;
   to_scheduler(fiber);
 }

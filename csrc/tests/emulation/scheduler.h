@@ -1,5 +1,4 @@
-// What the parts of the emulation that are not compiled with kernels share: the scheduler of threads (emulation.cpp)
-// and the asynchronous instructions (hopper.cpp).
+// The interface between the scheduler of threads (emulation.cpp) and the asynchronous instructions (asynchronous.h).
 #pragma once
 #include <memory>
 
@@ -7,7 +6,7 @@
 
 namespace emulation {
 
-// The scheduler's functions, for hopper.cpp
+// The scheduler's functions
 
 // Return a random number below n, the same ones on every run.
 uint64_t random_below(uint64_t n);
@@ -17,6 +16,9 @@ uint64_t random_below(uint64_t n);
 
 // Return the number of the running thread in its block.
 int thread();
+
+// Return where the running thread waited last.
+Place last_wait();
 
 // Let others run until ready() is true. `what` says in a message what the thread waits for. `keys` are those of the
 // pending instructions that it waits for.
@@ -28,7 +30,7 @@ void wait_until(const std::function<bool()>& ready, const char* what, Place plac
 // Return whether a thread waits for pending instructions of this key.
 bool is_awaited(const void* key);
 
-// The functions of hopper.cpp, for the scheduler
+// Functions of the asynchronous instructions, for the scheduler
 
 struct Asynchronous;                // a block's shared memory, barriers and pending instructions
 extern Asynchronous* asynchronous;  // of the running block, null without dynamic shared memory
@@ -44,5 +46,6 @@ bool finish_one(bool can_run);
 
 // Forget the pending instructions of a launch that has failed.
 void abandon();
+void forget_stores();
 
 }  // namespace emulation

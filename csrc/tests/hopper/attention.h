@@ -1,4 +1,4 @@
-// What the test kernels of attention share.
+// Common parts of the test kernels of attention.
 #pragma once
 #include "../../common/philox.h"
 #include "../../cuda/hopper.h"

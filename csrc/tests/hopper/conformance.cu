@@ -1,7 +1,7 @@
 // Small kernels, each of which shows a fact about Hopper's instructions: where they read and write, and what they wait
 // for. tests/hopper.py runs them in the emulation and on a GPU, and compares the results with one file.
 //
-// Every function launches one block. Results are 32-bit words.
+// Kernels run in one block of threads, except the ordered sums. Results are 32-bit words.
 #include "../../cuda/hopper.h"
 #include "../../cuda/launch.h"
 #include "start.h"

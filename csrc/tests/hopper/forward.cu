@@ -2,7 +2,7 @@
 //
 //   for each block: tiles of M = 64 kGroups queries of a matrix (batch, head):
 //     the producer, one thread: load Q; for each tile of N = 128 keys, the last first: load K, load V;
-//     consumer warpgroups of 64 queries, by turns: for each tile of keys:
+//     each consumer warpgroup, which takes turns with the others: for each tile of keys, with its 64 queries:
 //       S (64, N) = Q K';  O (64, D) += P V of the tile before;  P = keep exp2(S - row_max);  O = rescale O;
 //
 // q, k, v and out are (matrices, L, D), bfloat16, dense; lse is (matrices, L), natural log. Keys from lengths[matrix]

@@ -1,4 +1,4 @@
-// What the functions share that tests/hopper.py calls.
+// Common parts of the functions that tests/hopper.py calls.
 #pragma once
 #include <stdio.h>
 
