@@ -324,28 +324,52 @@ def expected(name):
 
 # Attention
 
+SEED = (-0x123456789ABCDEF, 5_000_000_007)
 
-def forward(library, head_dim, length, lengths=None, *, dropout_p=0.0, is_causal=False, blocks=None):
-    """Run the forward pass, on fewer `blocks` of threads than tiles if given, and check it. Return its results.
 
-    Keys and values beyond the lengths are NaN."""
-    shape = len(lengths or (1, 1)), length, head_dim
-    draw = functools.partial(torch.randn, shape, generator=torch.Generator().manual_seed(length))
-    query, key, value = (draw().bfloat16() for _ in range(3))
-    lengths = torch.tensor(lengths or [length] * shape[0], dtype=torch.int32)
+def run_forward(library, query, key, value, lengths, dropout_p=0.0, is_causal=False, blocks=None):
+    """Return (out, lse) of (matrices, length, head_dim), by so many blocks of threads or one per tile."""
+    matrices, length, head_dim = query.shape
+    out, lse = torch.full_like(query, torch.nan), torch.full((matrices, length), torch.nan)
+    rows = 192 if head_dim == 64 and not is_causal else 128
+    blocks = blocks or -(-length // rows) * matrices
+    operands = query, key, value, out, lse, torch.tensor(lengths, dtype=torch.int32), torch.tensor(SEED)
+    options = oracle.threshold(dropout_p), matrices, length, int(is_causal), head_dim**-0.5, blocks
+    call(library, "forward", head_dim, *operands, *options)
+    return out, lse
+
+
+def run_backward(library, query, key, value, grad, lse, delta, dropout_p=0.0):
+    """Return the sums of dQ as (matrices, length, head_dim), dK and dV, with lse and delta as the kernel takes them."""
+    matrices, length, head_dim = query.shape
+    sums = torch.full(query.shape, torch.nan)
+    grad_key, grad_value = torch.full_like(key, torch.nan), torch.full_like(value, torch.nan)
+    turn = torch.zeros(matrices * (length // 64), dtype=torch.int32)
+    operands = query, key, value, grad, lse, delta, sums, grad_key, grad_value, turn, torch.tensor(SEED)
+    call(library, "backward", head_dim, *operands, oracle.threshold(dropout_p), matrices, length, head_dim**-0.5)
+    # (matrix, tile, half, register / 4, warp, lane / 4, lane % 4, row / 8, column % 2)
+    parts = sums.reshape(matrices, length // 64, 2, head_dim // 16, 4, 8, 4, 2, 2)
+    return parts.permute(0, 1, 4, 7, 5, 2, 3, 6, 8).reshape(query.shape), grad_key, grad_value
+
+
+def operands(count, shape):
+    generator = torch.Generator().manual_seed(shape[1])
+    return (torch.randn(shape, generator=generator).bfloat16() for _ in range(count))
+
+
+def forward(library, head_dim, length, lengths=None, **options):
+    """Run the forward pass and check it. Return its results. Keys and values beyond the lengths are NaN."""
+    lengths = lengths or [length, length]
+    query, key, value = operands(3, (len(lengths), length, head_dim))
     for matrix, count in enumerate(lengths):
         key[matrix, count:] = value[matrix, count:] = torch.nan
-    seed, threshold = torch.tensor([-0x123456789ABCDEF, 5_000_000_007]), oracle.threshold(dropout_p)
-    out, lse = torch.full_like(query, torch.nan), torch.full(shape[:2], torch.nan)
-    rows = 192 if head_dim == 64 and not is_causal else 128
-    blocks = blocks or -(-length // rows) * shape[0]
-    operands = (query, key, value, out, lse, lengths, seed, threshold, *shape[:2], int(is_causal), head_dim**-0.5)
-    call(library, "forward", head_dim, *operands, blocks)
+    out, lse = run_forward(library, query, key, value, lengths, **options)
+    options = {name: option for name, option in options.items() if name != "blocks"}
 
     def exact(dtype):
         batch = (tensor[:, None] for tensor in (query, key, value))  # (matrices, 1, length, head_dim)
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "seed": seed, "key_lengths": lengths}
-        return oracle.attention(*batch, dtype=dtype, **options)
+        seed, key_lengths = torch.tensor(SEED), torch.tensor(lengths)
+        return oracle.attention(*batch, seed=seed, key_lengths=key_lengths, dtype=dtype, **options)
 
     wanted, peer, wide_peer = exact(torch.float64), exact(torch.bfloat16), exact(torch.float32)
     oracle.assert_accurate(out[:, None], wanted[0], peer[0], "out")
@@ -355,32 +379,36 @@ def forward(library, head_dim, length, lengths=None, *, dropout_p=0.0, is_causal
 
 def backward(library, head_dim, length, *, dropout_p=0.0):
     """Run the backward pass and check it. Return its results."""
-    shape, scale = (2, length, head_dim), head_dim**-0.5
-    draw = functools.partial(torch.randn, shape, generator=torch.Generator().manual_seed(length))
-    query, key, value, grad = (draw().bfloat16() for _ in range(4))
-    seed, threshold = torch.tensor([0x7EDCBA987654321, 77]), oracle.threshold(dropout_p)
+    query, key, value, grad = operands(4, (2, length, head_dim))
 
     def exact(dtype):
         leaves = [tensor[:, None].to(dtype).requires_grad_() for tensor in (query, key, value)]
-        out, lse, _ = oracle.attention(*leaves, dropout_p=dropout_p, seed=seed, dtype=dtype)
+        out, lse, _ = oracle.attention(*leaves, dropout_p=dropout_p, seed=torch.tensor(SEED), dtype=dtype)
         return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, grad[:, None].to(dtype))
 
     (out, lse, wanted), peer = exact(torch.float64), exact(torch.bfloat16)[2]
-    factor = 65536 / (65536 - threshold)  # dropout's scale
+    factor = 65536 / (65536 - oracle.threshold(dropout_p))  # dropout's scale
     delta = ((out[:, 0] * grad).sum(-1) / factor).float()
-    lse = (lse[:, 0] / math.log(2)).float()
-    sums = torch.full(shape, torch.nan)
-    grad_key, grad_value = torch.full_like(key, torch.nan), torch.full_like(value, torch.nan)
-    turn = torch.zeros(2 * (length // 64), dtype=torch.int32)
-    operands = (query, key, value, grad, lse, delta, sums, grad_key, grad_value, turn, seed, threshold, *shape[:2])
-    call(library, "backward", head_dim, *operands, scale)
-    parts = sums.reshape(2, length // 64, 2, head_dim // 16, 4, 8, 4, 2, 2)
-    # (matrix, tile, half, register / 4, warp, lane / 4, lane % 4, row / 8, column % 2)
-    grad_query = (parts.permute(0, 1, 4, 7, 5, 2, 3, 6, 8).reshape(shape) * (scale * factor)).bfloat16()
-    found = grad_query, grad_key, grad_value
-    for name, got, want, other in zip(("query", "key", "value"), found, wanted, peer, strict=True):
+    found = run_backward(library, query, key, value, grad, (lse[:, 0] / math.log(2)).float(), delta, dropout_p)
+    rounded = (found[0] * (head_dim**-0.5 * factor)).bfloat16(), *found[1:]
+    for name, got, want, other in zip(("query", "key", "value"), rounded, wanted, peer, strict=True):
         oracle.assert_accurate(got[:, None], want, other, f"gradient of {name}")
-    return sums, grad_key, grad_value
+    return found
+
+
+def kept(library, head_dim, length, dropout_p):
+    """Return which weights (2, length, length) the forward and the backward pass keep.
+
+    All scores are equal. Slices of the identity, as values and as the output's gradient, show single weights."""
+    zeros = torch.zeros(2, length, head_dim, dtype=torch.bfloat16)
+    statistics = torch.full((2, length), math.log2(length)), torch.zeros(2, length)
+    by_pass = [], []
+    for slice in torch.eye(length, dtype=torch.bfloat16).split(head_dim, 1):
+        one = slice.expand(2, -1, -1).contiguous()
+        by_pass[0].append(run_forward(library, zeros, zeros, one, [length, length], dropout_p)[0])
+        by_pass[1].append(run_backward(library, zeros, zeros, zeros, one, *statistics, dropout_p)[2])
+    ours, transposed = (torch.cat(parts, 2) != 0 for parts in by_pass)
+    return ours, transposed.mT
 
 
 def main():

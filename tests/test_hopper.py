@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import oracle
 import pytest
 import torch
 from conftest import DEVICE, require, slow
@@ -74,6 +75,20 @@ def test_backward(kernels, head_dim, dropout_p, seed):
     schedule(kernels, seed)
     first, second = (hopper.backward(kernels, head_dim, 256, dropout_p=dropout_p) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropped_weights(kernels, head_dim):
+    """Both passes drop the weights that the formula drops, and no other."""
+    wanted = oracle.dropout_mask((2, 256, 256), 0.1, hopper.SEED)
+    assert all(torch.equal(found, wanted) for found in hopper.kept(kernels, head_dim, 256, 0.1))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+def test_static_shared_memory_is_refused(kernels):
+    """Blocks that are resident together would share it."""
+    with pytest.raises(RuntimeError, match="static shared memory"):
+        hopper.call(kernels, "static_memory")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")

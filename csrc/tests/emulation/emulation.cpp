@@ -137,6 +137,12 @@ struct Shared {
   }
 
   void forget() const { memset(begin, 0xff, bytes); }
+
+  bool is_fresh() const {
+    for (size_t i = 0; i < bytes; ++i)
+      if (begin[i] != (char)0xff) return false;
+    return true;
+  }
 };
 
 // Run a thread until it waits or ends. Return false if that ended the launch.
@@ -394,8 +400,11 @@ void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<vo
   for (uint64_t n = count; n > 0 && !shared_bytes; --n) std::swap(order[random_below(n)], order[n - 1]);
   const uint64_t together = shared_bytes ? std::min(count, 2 + random_below(kMostResident - 1)) : 1;
   error[0] = 0;
+  if (shared_bytes) shared.forget();
   run_blocks(order, together, shared_bytes, shared);
   asynchronous = nullptr;
+  if (!error[0] && shared_bytes && !shared.is_fresh())
+    snprintf(error, sizeof error, "emulated kernel: static shared memory in a launch with dynamic shared memory;");
   if (!error[0]) return;
   abandon();
   for (const auto& one : blocks)

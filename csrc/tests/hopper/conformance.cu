@@ -208,7 +208,17 @@ __global__ void arithmetic_kernel(const float* in, int n, uint32_t* out) {
   }
 }
 
+// Write static shared memory, which kernels with dynamic shared memory do without.
+__global__ void static_kernel() {
+  __shared__ volatile int number;
+  number = (int)threadIdx.x;
+}
+
 }  // namespace
+
+FASTATTN_EXPORT const char* hopper_static_memory(cudaStream_t stream) {
+  return attempt([&] { launch(static_kernel, dim3(1), 1, kSharedAlignment, stream); });
+}
 
 FASTATTN_EXPORT const char* hopper_product(int columns, int form, const uint32_t* image, const uint32_t* words,
                                            uint64_t a, uint64_t b, float* out, cudaStream_t stream) {
