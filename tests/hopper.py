@@ -1,9 +1,10 @@
 """The test kernels of Hopper's instructions (csrc/tests/hopper), in the emulation or on a GPU, and the facts they show.
 
-Run as a program on a GPU, it compares the facts with the emulation's in ``hopper_facts.txt``. Arguments: names of
-facts, by default all, each of which gets a process of its own.
+Run as a program on a GPU, it compares the facts with the emulation's in ``hopper_facts.txt``. Argument: the name of a
+fact. Without it, each fact gets a process of its own, so that a fault or a wait without end costs one fact.
 """
 
+import concurrent.futures
 import ctypes
 import functools
 import math
@@ -411,26 +412,28 @@ def kept(library, head_dim, length, dropout_p):
     return ours, transposed.mT
 
 
+def compared_alone(name):
+    """Compare a fact with the emulation's in a process of its own. Return what differs, "" if nothing does."""
+    try:
+        done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=40)
+    except subprocess.TimeoutExpired:
+        return "no end after 40 s"
+    return done.stdout + done.stderr if done.returncode else ""
+
+
 def main():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("nothing to do: no GPU of compute capability 9.0")
         return
+    library = compiled()
     if len(sys.argv) == 2:
-        found = lines(compiled(), sys.argv[1])
+        found = lines(library, sys.argv[1])
         wrong = [f"found  {a}\nwanted {b}" for a, b in zip(found, expected(sys.argv[1]), strict=True) if a != b]
-        print(*wrong, sep="\n")
-        sys.exit(bool(wrong))
-    compiled()
-    failed = 0
-    for name in sys.argv[1:] or BY_NAME:
-        try:  # A fault or a wait without end costs one fact.
-            done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=30)
-            status, output = done.returncode, done.stdout + done.stderr
-        except subprocess.TimeoutExpired:
-            status, output = 1, "no end after 30 s"
-        failed += status != 0
-        print(f"{name}: {'as expected' if status == 0 else output.strip()}", flush=True)
-    sys.exit(failed > 0)
+        sys.exit("\n".join(wrong) or 0)
+    with concurrent.futures.ThreadPoolExecutor(len(BY_NAME)) as pool:
+        differences = dict(zip(BY_NAME, pool.map(compared_alone, BY_NAME), strict=True))
+    print(*(f"{name}: {text.strip() or 'as expected'}" for name, text in differences.items()), sep="\n")
+    sys.exit(any(differences.values()))
 
 
 if __name__ == "__main__":

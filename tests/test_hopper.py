@@ -123,6 +123,7 @@ FAULTS = {
         "forward", "fence_async();\nsync_named(kCleared, kGroups * kWarpgroup);", "fence_async();", "",
         "has not called fence_async",
     ),
+    "barriers not fenced": ("backward", "fence_barriers();", "fence_barriers();", "", "no fence_barriers"),
     "parity off by one": (
         "forward", "wait(base + At::kKeyFull + 8 * stage.index, stage.parity);\nint n = tile.count - 1;",
         "stage.parity", "stage.parity ^ 1", "a pending load writes|deadlock",

@@ -30,11 +30,12 @@ enum class Major { depth, outer };
 // exclusive or with the lowest 3, 2 or 1 bits of the address divided by 128. The values are a descriptor's codes.
 enum class Swizzle { none = 0, bytes128 = 1, bytes64 = 2, bytes32 = 3 };
 
-// Return the descriptor of an operand that begins at a shared address. The operand consists of 8 rows of the width of
-// the swizzle (16 bytes without), each of which is contiguous. Depth-major rows are those of A, or columns of B, and
-// `stride` bytes lie between groups of 8; without a swizzle, `leading` bytes lie between halves of the 16 elements of
-// depth. Outer-major rows are elements of depth, `stride` bytes between groups of 8, and `leading` bytes lie between
-// groups of as many outer elements as a row has; without a swizzle, the two change places.
+// Return the descriptor of an operand that begins at a shared address. Groups of 8 rows are contiguous in memory. A row
+// is as wide as the swizzle, 16 bytes without one.
+// - Depth contiguous: a row is a row of A or a column of B. Groups of 8 rows begin `stride` bytes apart. Without a
+//   swizzle, the halves of the depth begin `leading` bytes apart.
+// - Outer dimension contiguous: a row has one element of the depth. Groups of 8 rows begin `stride` bytes apart, and
+//   groups of as many outer elements as a row has `leading` bytes. Without a swizzle, the two change places.
 __host__ __device__ constexpr uint64_t descriptor(uint32_t address, int leading, int stride,
                                                   Swizzle swizzle = Swizzle::bytes128) {
   return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(leading >> 4 & 0x3fff) << 16 |

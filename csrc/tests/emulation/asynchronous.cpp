@@ -168,6 +168,10 @@ void init_barrier(uint32_t address, int arrivals, Place place) {
   fresh.arrivals = fresh.missing = arrivals;
 }
 
+void fence_barriers() {
+  for (auto& [address, barrier] : asynchronous->barriers) barrier.is_known = true;
+}
+
 void arrive(uint32_t address, int bytes, Place place) {
   Barrier& barrier = asynchronous->barrier(address, place);
   barrier.bytes += bytes;

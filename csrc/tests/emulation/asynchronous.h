@@ -36,6 +36,7 @@ struct Barrier {
   int64_t bytes = 0;              // bytes expected in this phase, less those that have come
   int64_t loading = 0;            // bytes of pending loads
   uint64_t phase = 0;
+  bool is_known = false;  // to asynchronous instructions, after fence_barriers()
 };
 
 struct Named {

@@ -31,6 +31,7 @@ void* dynamic_shared();
 void fence_async();
 void store_matrices(uint32_t to, const uint32_t* words, Place place);
 void init_barrier(uint32_t barrier, int arrivals, Place place);
+void fence_barriers();
 void arrive(uint32_t barrier, int bytes, Place place);
 bool has_ended(uint32_t barrier, uint32_t parity, Place place);
 void wait(uint32_t barrier, uint32_t parity, Place place);
@@ -72,7 +73,7 @@ inline void store_matrices(uint32_t to, const uint32_t* registers, FASTATTN_HERE
 inline void init_barrier(uint32_t barrier, int arrivals, FASTATTN_HERE) {
   emulation::init_barrier(barrier, arrivals, place);
 }
-inline void fence_barriers() {}
+inline void fence_barriers() { emulation::fence_barriers(); }
 inline void arrive(uint32_t barrier, FASTATTN_HERE) { emulation::arrive(barrier, 0, place); }
 inline void arrive_expecting(uint32_t barrier, int bytes, FASTATTN_HERE) { emulation::arrive(barrier, bytes, place); }
 inline bool has_ended(uint32_t barrier, uint32_t parity, FASTATTN_HERE) {

@@ -57,7 +57,9 @@ void start_load(Asynchronous& block, uint32_t to, int64_t size, uint32_t at_barr
                 Place place) {
   block.each_chunk(to, size, [&](Chunk& chunk) { block.begin_use(chunk, true, place); });
   memset(block.at(to), 0xff, (size_t)size);
-  block.barrier(at_barrier, place).loading += size;
+  Barrier& barrier = block.barrier(at_barrier, place);
+  if (!barrier.is_known) stop("%s:%d: no fence_barriers() since barrier %u began", place.file, place.line, at_barrier);
+  barrier.loading += size;
   ++block.pending;
   const auto finish = [=, &block] {
     copy();
@@ -67,7 +69,7 @@ void start_load(Asynchronous& block, uint32_t to, int64_t size, uint32_t at_barr
     one.loading -= size, one.bytes -= size;
     block.try_end(at_barrier, place);
   };
-  tasks.push_back({draw_patience(), &block.barrier(at_barrier, place), nullptr, finish});
+  tasks.push_back({draw_patience(), &barrier, nullptr, finish});
 }
 
 // Start an instruction that reads shared memory, and then writes `range` of global memory by write(contents).
