@@ -9,8 +9,8 @@ before each replay. So a difference between the first and the third replay is on
 - output: the seeds agree, another output does not, by memory, a missing dependency or the kernel;
 - unwritten: an output is still poisoned, because a kernel did not run or ran too early.
 
-Processes differ in the call (torch alone, or fastattn on each backend) and in how they replay it. Each prints a line of
-JSON per difference, and its counts. The exit status is 1 if there was a difference.
+Each process has its call (torch alone, or fastattn on each backend) and its way to replay it. It prints a line of JSON
+per difference, and its counts. The exit status is 1 if there was a difference.
 """
 
 import argparse

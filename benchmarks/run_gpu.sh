@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about eleven minutes.
+# Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about twelve minutes.
 # usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
 # stages: build hopper replay tests sanitizer compile benchmarks tuning; default all
 # The first ones answer open questions: whether Hopper's instructions are as the emulation has them, whether captured

@@ -1,14 +1,16 @@
 // Emulated instructions of Hopper, as csrc/cuda/hopper.h describes them: what is pending, and the rules of its use.
 //
-// An instruction that is pending finishes at a random time, or only once no thread can go on and one waits for it.
-// Until then its destination is NaN, and the launch ends with an error if
-// - a thread reads or writes bytes of shared memory that it writes, or writes bytes that it reads (the compiler reports
-//   every access of a kernel to memory);
-// - it reads or overwrites bytes that a thread has written without fence_async();
-// - registers of a product change, or were not fenced, or another instruction writes the same bytes.
+// An instruction that is pending finishes at a random time, or only once no thread can go on and one waits for it. Its
+// destination is NaN until then. These errors end the launch:
+// - A thread accesses bytes of shared memory that a pending instruction writes, or writes bytes that one reads. The
+//   compiler reports every access of a kernel to memory.
+// - An instruction reads or overwrites bytes that a thread has written without fence_async().
+// - Registers of a pending product change, or were not fenced before it.
+// - Two pending stores write the same bytes of global memory.
+// - A barrier gets more arrivals or bytes than it expects, or loads before fence_barriers().
+// - A block ends while something is pending in its shared memory.
 //
-// A barrier counts arrivals and bytes, and reports more of either than it expects. Blocks must end with nothing
-// pending in their shared memory. setmaxnreg takes registers from those that the block was launched with.
+// setmaxnreg takes registers from those that the block was launched with.
 #pragma once
 #include <cuda_runtime.h>
 
