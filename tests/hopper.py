@@ -102,11 +102,11 @@ ROWS = descriptor(0, 16, 1024, SWIZZLES["128"])  # rows of 128 bytes, the depth 
 def place_rows(image, offset, rows):
     """Put (n, 16) numbers into an image where ``ROWS`` from this offset on reads them."""
     outer, depth = np.arange(len(rows))[:, None], np.arange(16)
-    image[torch.from_numpy(swizzled(offset + 128 * outer + 2 * depth) // 2)] = rows.bfloat16()
+    image[torch.from_numpy(swizzled(offset + 128 * outer + 2 * depth) // 2)] = rows.to(image.dtype)
 
 
-def empty_image():
-    return torch.zeros(IMAGE // 2, dtype=torch.bfloat16)
+def empty_image(dtype=torch.bfloat16):
+    return torch.zeros(IMAGE // 2, dtype=dtype)
 
 
 def product(library, columns, form, image, words, a, b):
@@ -121,8 +121,8 @@ def no_words():
 
 
 def as_words(numbers):
-    """Return (128, 8) numbers as (128, 4) words of pairs."""
-    return numbers.bfloat16().view(torch.int32)
+    """Return (128, 8) numbers of 16 bits as (128, 4) words of pairs."""
+    return numbers.view(torch.int32)
 
 
 def matrix(sums):
@@ -163,10 +163,26 @@ def a_words(library):
     image = empty_image()
     place_rows(image, 0, torch.eye(64, 16))
     numbers = torch.arange(1024).reshape(128, 8)
-    low, high = (product(library, 64, 2, image, as_words(part), 0, ROWS) for part in (numbers % 256, numbers // 256))
+    low, high = (
+        product(library, 64, 2, image, as_words(part.bfloat16()), 0, ROWS) for part in (numbers % 256, numbers // 256)
+    )
     values = (matrix(low) + 256 * matrix(high))[:, :16].flatten().int()
     bits = names("depth", 16) + names("row", 64)
     yield as_map(values, bits, lambda value: f"({value // 8},{value // 2 % 4},{value % 2})")
+
+
+def float16(library):
+    """Sums of products of float16 numbers that bfloat16 would round, with A in shared memory and in registers."""
+    image, words = empty_image(torch.float16), torch.zeros(128, 8, dtype=torch.float16)
+    row, column = torch.zeros(64, 16), torch.zeros(64, 16)
+    row[:, 0], column[:, 0] = 1 + torch.arange(64) / 1024, torch.arange(64)
+    words[::4, 0] = row.view(4, 2, 8, 16)[:, 0, :, 0].flatten().half()
+    words[::4, 2] = row.view(4, 2, 8, 16)[:, 1, :, 0].flatten().half()
+    place_rows(image, 0, row)
+    place_rows(image, 8192, column)
+    for form in (4, 5):
+        found = product(library, 64, form, image, as_words(words), ROWS, ROWS + (8192 >> 4))
+        yield f"{int((matrix(found) != row[:, :1] * column[:, 0]).sum())} of 4096 differ"
 
 
 # (offset, leading, stride, swizzle) in bytes
@@ -182,7 +198,7 @@ OUTER_FORMS = [
 
 def b_bytes(library):
     """Byte of shared memory that each element of B comes from: B(depth, column) is the sum in row `depth`."""
-    one_hot = torch.zeros(128, 8)
+    one_hot = torch.zeros(128, 8, dtype=torch.bfloat16)
     for thread in range(32):
         for half in range(8):
             if thread // 4 + 8 * (half // 2 % 2) == thread % 4 * 2 + half % 2 + 8 * (half // 4):
@@ -311,7 +327,7 @@ def arithmetic(library):
     yield " ".join(f"{value & 0xFFFFFFFF:08x}" for value in (*powers.tolist(), *pairs.tolist()))
 
 
-FUNCTIONS = (sums, a_words, b_bytes, a_bytes, tiles, barriers, turns, ordered, registers, matrices, arithmetic)
+FUNCTIONS = (sums, a_words, float16, b_bytes, a_bytes, tiles, barriers, turns, ordered, registers, matrices, arithmetic)
 BY_NAME = {function.__name__: function for function in FUNCTIONS}
 
 

@@ -17,7 +17,7 @@ __device__ void copy_words(uint32_t* to, const uint32_t* from, int count) {
 
 // Start one product from an image of shared memory, or of A from `words` (thread, register). Store the sums (thread,
 // register). The descriptors count from the image's beginning.
-template <int N, bool kFromRegisters, Major A, Major B>
+template <class T, int N, bool kFromRegisters, Major A, Major B>
 __global__ void __launch_bounds__(kWarpgroup)
     product_kernel(const uint32_t* image, const uint32_t* words, uint64_t a, uint64_t b, float* out) {
   uint8_t* const shared = dynamic_shared();
@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(kWarpgroup)
   for (int i = 0; i < 4; ++i) of_a[i] = words[threadIdx.x * 4 + i];
   fence_products(sums, of_a);
   if constexpr (kFromRegisters)
-    multiply<bfloat16, B>(sums, of_a, b + start, false);
+    multiply<T, B>(sums, of_a, b + start, false);
   else
-    multiply<bfloat16, A, B>(sums, a + start, b + start, false);
+    multiply<T, A, B>(sums, a + start, b + start, false);
   commit_products();
   wait_products<0>(sums);
 #pragma unroll
@@ -47,8 +47,9 @@ void start_product(int form, const uint32_t* image, const uint32_t* words, uint6
                    cudaStream_t stream) {
   constexpr Major kDepth = Major::depth, kOuter = Major::outer;
   void (*const kernels[])(const uint32_t*, const uint32_t*, uint64_t, uint64_t, float*) = {
-      product_kernel<N, false, kDepth, kDepth>, product_kernel<N, false, kOuter, kDepth>,
-      product_kernel<N, true, kDepth, kDepth>, product_kernel<N, true, kDepth, kOuter>};
+      product_kernel<bfloat16, N, false, kDepth, kDepth>, product_kernel<bfloat16, N, false, kOuter, kDepth>,
+      product_kernel<bfloat16, N, true, kDepth, kDepth>,  product_kernel<bfloat16, N, true, kDepth, kOuter>,
+      product_kernel<float16, N, false, kDepth, kDepth>,  product_kernel<float16, N, true, kDepth, kDepth>};
   launch(kernels[form], dim3(1), kWarpgroup, kImage + kSharedAlignment, stream, image, words, a, b, out);
 }
 
