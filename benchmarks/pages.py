@@ -17,6 +17,7 @@ from fastattn.bench import contest, report
 from fastattn.bench.cases import FLOORED, PROGRAMS, listed, sweep
 from fastattn.bench.report import Row, markdown, origin, processor
 
+NAMED = 10  # missed floors that a page names
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results.csv"
 GRADIENTS = ROOT / "benchmarks/gradients.csv"
@@ -160,7 +161,8 @@ def missed_words(isa: str, found: dict[str, dict[str, Row]]) -> str:
             row, times = peers["torch"], {peer: row.ratio for peer, row in peers.items()}
             if words := contest.missed(floors[case], row.seconds or 0.0, times, row.share):
                 missed.append(f"{case} ({'; '.join(words)})")
-    return f"Floors missed: {', '.join(missed)}." if missed else "Every floor is reached."
+    more = f", and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
+    return f"Floors missed: {', '.join(missed[:NAMED])}{more}." if missed else "Every floor is reached."
 
 
 def machines(rows: list[Row], torch: str) -> str:
