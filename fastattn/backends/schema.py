@@ -229,14 +229,17 @@ _STEMS: dict[str, dict[str, tuple[Any, str]]] = {
 # tensors. `NAME_fast` returns the first result. `NAME_fast_saving` returns all, then the other fields of the record,
 # then the seed if the record has one, copied or drawn.
 _FAST_PATHS = {
-    "attention": "float dropout_p, bool is_causal, float? scale, bool enable_gqa, int window_left, int window_right",
-    "varlen_attention": (
-        "int max_q, int max_k, float dropout_p, bool is_causal, float? scale, bool enable_gqa, int window_left, "
-        "int window_right"
+    "attention": (
+        "float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, int window_left=-1, "
+        "int window_right=-1"
     ),
-    "softmax_dropout": "float dropout_p, bool is_causal, float scale",
-    "layer_norm": "int columns, float eps",
-    "dropout_add_layer_norm": "float dropout_p, float eps",
+    "varlen_attention": (
+        "int max_q, int max_k, float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, "
+        "int window_left=-1, int window_right=-1"
+    ),
+    "softmax_dropout": "float dropout_p=0.0, bool is_causal=False, float scale=1.0",
+    "layer_norm": "int columns, float eps=1e-05",
+    "dropout_add_layer_norm": "float dropout_p=0.0, float eps=1e-05",
     "dropout": "float dropout_p",
 }
 _TYPES = {
@@ -309,6 +312,8 @@ def _fast_schemas(name: str, settings: str) -> dict[str, str]:
     record, results = next(functions[name] for functions in _STEMS.values() if name in functions)
     listed = [(kind.replace("SymInt", "int"), label) for label, kind in arguments(record)]
     tensors = [f"{'Tensor?' if label == 'seed' else kind} {label}" for kind, label in listed[: TENSORS[record]]]
+    if all("=" in setting for setting in settings.split(", ")):  # a default must not precede what has none
+        tensors = [f"{tensor}=None" if tensor.startswith("Tensor?") else tensor for tensor in tensors]
     others = [f"{kind} {label}" for kind, label in listed[TENSORS[record] :]]
     others += ["Tensor? seed"] * ("seed" in record._fields)
     given = f"({', '.join(tensors)}, {settings})"

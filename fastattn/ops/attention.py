@@ -112,7 +112,7 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if causal_variant == "upper_left" and return_lse is False and _is_pair(window_size):
+    if causal_variant == "upper_left" and return_lse is False and type(window_size) is tuple and len(window_size) == 2:
         out = plain_attention(
             query,
             key,
@@ -282,7 +282,7 @@ def varlen_attn(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
     """
-    if return_lse is False and not unsupported and _is_pair(window_size):
+    if return_lse is False and not unsupported and type(window_size) is tuple and len(window_size) == 2:
         out = _plain_varlen(
             query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, max_q, max_k, dropout_p, is_causal, scale,
             enable_gqa, *window_size,
@@ -319,10 +319,6 @@ def varlen_attn(
 
 
 # Checks
-
-
-def _is_pair(window_size: object) -> bool:
-    return type(window_size) is tuple and len(window_size) == 2
 
 
 def _operands(

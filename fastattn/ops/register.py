@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -319,13 +320,16 @@ class FastPath:
 
     def __init__(self, name: str, *, is_cast: bool = False) -> None:
         given = [argument.split() for argument in SCHEMAS[f"{name}_fast"].split("(")[1].split(")")[0].split(", ")]
-        labels = [label for _, label in given]
+        labels = [label.split("=")[0] for _, label in given]
+        defaults = [label.split("=")[1] for _, label in given if "=" in label]
         self._name = name
         self._is_cast = is_cast
         self._compiled = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast")
         self._kinds = [_TYPES[kind] for kind, _ in given]
-        self._accepted: set[tuple[type, ...]] = set()
         self._tensors = TENSORS[RECORDS[name]]
+        self._required = len(given) - len(defaults)
+        self._defaults = tuple(map(ast.literal_eval, defaults))
+        self._accepted: dict[tuple[type, ...], bool] = {}
         # The caller may change these before the backward pass, which reads copies.
         owned = ("attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k")
         self._copied = frozenset(place for place, label in enumerate(labels) if label in owned)
@@ -335,7 +339,9 @@ class FastPath:
     def __call__(self, *values: Any) -> Any:
         if self._compiled is None or thread.forced is not None or thread.explaining or is_observed():
             return None
-        if not self._are_accepted(values):
+        types = tuple(map(type, values))
+        has_tensors = self._accepted.get(types)
+        if has_tensors is None and (has_tensors := self._accept(types)) is None:
             return None
         if self._is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
             return None
@@ -345,13 +351,19 @@ class FastPath:
             for value in values[: self._tensors]:
                 if value is not None and value.requires_grad:
                     return self._apply(*values)
-        return self._called(self._compiled, values)
-
-    def _called(self, compiled: Callable[..., Any], values: Sequence[Any]) -> Any:
+        if not has_tensors and values[self._required :] == self._defaults:  # each argument takes 0.1 us
+            values = values[: self._required]
         try:
-            return compiled(*values)
+            return self._compiled(*values)
         except RuntimeError:  # torch refuses the layout, or the bindings packed sequences
             return None
+
+    def _accept(self, types: tuple[type, ...]) -> bool | None:
+        """Return whether optional tensors are given, or None if a type is not the schema's. A bool is no integer."""
+        if not all(kind in kinds for kind, kinds in zip(types, self._kinds, strict=True)):
+            return None
+        self._accepted[types] = any(kind in PLAIN for kind in types[self._required :])
+        return self._accepted[types]
 
     def _with_mask(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments with leading dimensions of 1 in front of a mask of fewer than 4."""
@@ -371,7 +383,7 @@ class FastPath:
         compiled = TABLE["cpu"].FUNCTIONS[f"{self._name}_fast_saving"]
         differentiate = TABLE["cpu"].FUNCTIONS[function.derivative].operation
         absent = (None,) * (function.count - 1)
-        copied, seed, called = self._copied, self._seed, self._called
+        copied, seed = self._copied, self._seed
 
         class Plain(function):  # type: ignore[misc, valid-type]
             @staticmethod
@@ -384,8 +396,11 @@ class FastPath:
                         given[place] = expanded_copy(value)
                     elif value.is_inference():  # cannot be saved
                         return None
-                found = called(compiled, given)
-                if found is None or found[0] is None:
+                try:
+                    found = compiled(*given)
+                except RuntimeError:
+                    return None
+                if found[0] is None:
                     return None
                 if seed is None:
                     args = record(*given[:tensors], *found[results:])
@@ -409,12 +424,3 @@ class FastPath:
                 return function.selected(ctx, found)
 
         return bind_apply(_named(Plain, self._name))
-
-    def _are_accepted(self, values: tuple[Any, ...]) -> bool:
-        """Return whether the arguments have the schema's types; a bool is no integer."""
-        types = tuple(map(type, values))
-        if types not in self._accepted:
-            if not all(kind in kinds for kind, kinds in zip(types, self._kinds, strict=True)):
-                return False
-            self._accepted.add(types)
-        return True
