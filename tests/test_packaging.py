@@ -524,6 +524,15 @@ def test_pip_install_in_a_plain_environment(clean, tmp_path):
     assert len(translated.splitlines()) == 1
 
 
+def test_a_program_beside_an_editable_clone_imports_the_package(clean, tmp_path):
+    """The clone is a folder of the package's name, so that a program beside it has that folder on its path."""
+    assert clean.name == "fastattn"
+    python, wheel = new_environment(tmp_path / "env"), call_hook(clean, "build_editable", tmp_path, FASTATTN_BUILD="0")
+    pip_install(python, "--no-deps", str(wheel), cwd=tmp_path)
+    program = "import fastattn; from fastattn import DropoutAddLayerNorm; print(fastattn.__file__)"
+    assert Path(run(python, "-c", program, cwd=clean.parent).strip()) == clean / "fastattn/__init__.py"
+
+
 @pytest.mark.slow
 def test_editable_install_without_isolation(clean, tmp_path):
     python = new_environment(tmp_path / "env")
