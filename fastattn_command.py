@@ -5,11 +5,13 @@ help, the version and errors in the arguments appear at once. The commands thems
 """
 
 import argparse
+import difflib
+import itertools
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,10 +61,38 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that reports an error in the arguments in one line."""
+    """Parser that reports an error in the arguments in one line, and the name that was probably meant."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        """Report an unknown option before anything else: argparse would report a missing argument instead."""
+        words = sys.argv[1:] if args is None else list(args)
+        is_top = self._subparsers is not None
+        for word in itertools.takewhile(lambda word: word != "--" and (word[:1] == "-" or not is_top), words):
+            option = word.partition("=")[0]
+            if self._is_unknown(option):
+                meant = _did_you_mean("--" + option.lstrip("-"), self._option_string_actions)
+                self.error(f"unrecognized arguments: {option}{meant}")
+        return super().parse_known_args(words, namespace)
+
+    def _is_unknown(self, option: str) -> bool:
+        if not re.match(r"--?[a-z]", option, re.IGNORECASE) or " " in option:
+            return False  # a word, such as a number
+        if option.startswith("--"):
+            return not any(known.startswith(option) for known in self._option_string_actions)
+        return option[:2] not in self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
+        choice = re.match(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
+        if choice:
+            meant = _did_you_mean(choice[2], re.findall(r"[\w.-]+", choice[3]))
+            message = choice[1] + meant if meant else message
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the question whether the most similar known name was meant, or "" if none is similar."""
+    similar = difflib.get_close_matches(given, known, n=1)
+    return f": did you mean {similar[0]}?" if similar else ""
 
 
 def parser() -> argparse.ArgumentParser:
