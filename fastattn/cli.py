@@ -96,9 +96,12 @@ def _translate(options: argparse.Namespace) -> None:
     if is_bundled:
         options.model = checkpoint.PRETRAINED
     picture, kind = options.attention, options.attention_kind or "cross"
+    read = [] if options.input is None else [options.input]
     if picture is not None:
-        check_path(picture)
-    search, dtype = _search(options, options.n_best)
+        check_path(picture, read)
+        if options.output is not None and options.output.absolute() == picture.absolute():
+            raise InputError(f"cannot draw {picture}: the translations go there too: name another file")
+    search, dtype = _search(options, read, options.n_best)
     if options.input is None:
         parts, total = arriving_lines(sys.stdin.buffer, "standard input", CHUNK * options.batch_size), None
     else:
@@ -160,7 +163,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from fastattn.translation.sanity import evaluation_warnings, overlap_warnings
     from fastattn.translation.search import translate
 
-    search, dtype = _search(options)
+    search, dtype = _search(options, options.test)
     require("sacrebleu")  # before anything is translated
     sources, references = read_parallel(*options.test)
     tokenize, warnings = choose(references, options.tokenize)
@@ -192,7 +195,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    from fastattn.translation import plots
+    from fastattn.translation import checkpoint, plots
     from fastattn.translation.train import METRICS, read_metrics
 
     picture = options.output or options.folder / "loss.png"
@@ -200,7 +203,7 @@ def _plot(options: argparse.Namespace) -> None:
         check_path(picture)
     rows = read_metrics(options.folder)
     if not rows:
-        raise InputError(f"{options.folder} holds no {METRICS} yet: expected the folder of a run of `fastattn train`")
+        raise checkpoint.lacking(options.folder, f"{METRICS} yet")
     plots.loss_curve(rows, picture)
     print(picture)
 
@@ -239,8 +242,8 @@ def _export(options: argparse.Namespace) -> None:
     print(f"{options.out} holds the model and its tokenizer for {reader.get(options.to, 'every command')}")
 
 
-def _search(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any]:
-    """The search and the dtype that the options name, all of which are checked."""
+def _search(options: argparse.Namespace, read: list[Path], n_best: int = 1) -> tuple[Any, Any]:
+    """The search and the dtype that the options name, all of which are checked; ``read`` are the files of the text."""
     from fastattn.translation import precision
     from fastattn.translation.search import Search
 
@@ -249,7 +252,7 @@ def _search(options: argparse.Namespace, n_best: int = 1) -> tuple[Any, Any]:
         options.temperature, options.top_k, options.top_p, options.seed,
     )  # fmt: skip
     if options.output is not None:
-        check_file(options.output)
+        check_file(options.output, read)
     return search, precision.DTYPES[precision.resolve(options.precision)]
 
 

@@ -1,6 +1,7 @@
 """Figures of matplotlib, and their files."""
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from fastattn.errors import InputError, require
 FORMATS = ("png", "svg")
 
 
-def check_path(path: Path) -> None:
-    """Raise :class:`InputError` unless a picture can be written to ``path``."""
+def check_path(path: Path, read: Iterable[Path] = ()) -> None:
+    """Raise :class:`InputError` unless a picture can be written to ``path``, which is none of the files ``read``."""
     if path.suffix[1:] not in FORMATS:
         raise InputError(f"cannot draw {path}: expected a name that ends in .{' or .'.join(FORMATS)}")
-    files.check_file(path)
+    files.check_file(path, read)
     require("matplotlib")
 
 

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fastattn.errors import InputError
@@ -38,8 +38,14 @@ def write_file(path: Path, content: bytes) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def check_file(path: Path) -> None:
-    """Raise :class:`InputError` unless :func:`write_file` may write to ``path``; call it before the work."""
+def check_file(path: Path, read: Iterable[Path] = ()) -> None:
+    """Raise :class:`InputError` unless :func:`write_file` may write to ``path``; call it before the work.
+
+    Args:
+        read: files that the same work reads, which it must not replace.
+    """
+    if any(path.is_file() and other.is_file() and path.samefile(other) for other in read):
+        raise InputError(f"cannot write {path}: it is also read: name another file")
     path = path.absolute()
     if len(os.fsencode(f"{PARTIAL}{path.name}")) > LONGEST_NAME:
         raise InputError(f"cannot write {path}: its name is too long")

@@ -253,7 +253,6 @@ def test_pictures(run, pairs, tmp_path, capsys):
             ("its folder does not exist", *arguments, "no/heads.png"),
             ("the layer of the cross attention is 4, expected 1 to", *arguments, tmp_path / "heads.png", *layer),
             (f"{tmp_path} holds no metrics.jsonl yet", "plot", tmp_path),
-            (f"{tmp_path / 'missing'} holds no metrics.jsonl yet", "plot", tmp_path / "missing"),
         ],
     )
 
@@ -278,7 +277,7 @@ def test_info(capsys):
         (["--max-minutes", "nan"], "argument --max-minutes: nan is given, expected a positive number"),
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--seed", str(2**63)], "seed is 9223372036854775808, expected an integer of 64 bits"),
-        (["--resume"], "holds no checkpoint to resume from"),
+        (["--resume"], "out does not exist: expected the folder of a run of `fastattn train`"),
     ],
 )
 def test_bad_training_options(pairs, tmp_path, capsys, options, message):
@@ -332,8 +331,7 @@ def test_bad_models_and_search_options(run, pairs, tmp_path, capsys):
     assert_failures(
         capsys,
         [
-            ("holds no checkpoint", "evaluate", tmp_path, "--test", *pairs),
-            ("holds no checkpoint", "translate", tmp_path / "missing", "--input", pairs[0]),
+            (f"{tmp_path} holds no checkpoint", "evaluate", tmp_path, "--test", *pairs),
             (f"cannot read the checkpoint {broken}: model.safetensors", "evaluate", broken, "--test", *pairs),
             ("top_p is 2", *evaluate, "--top-p", "2", "--output", output),
             ("cannot read", "translate", run, "--input", tmp_path / "none", "--output", output),
@@ -343,6 +341,48 @@ def test_bad_models_and_search_options(run, pairs, tmp_path, capsys):
         ],
     )
     assert output.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "translate {} --input {text}",
+        "evaluate {} --test {text} {text}",
+        "plot {}",
+        "average {} out",
+        "export {} --to int8 out",
+        "train --train {text} {text} --valid {text} {text} --out {} --resume",
+    ],
+)
+def test_a_folder_that_is_none_is_said_to_be(command, day, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, problem in (("missing", "missing does not exist"), ("day", "day is a file")):
+        message = failure(shlex.split(command.format(name, text=day)), capsys)
+        assert f"error: {problem}: expected the folder of a run of `fastattn train`" in message
+
+
+def test_no_file_is_written_over_what_is_read(run, pairs, tmp_path, capsys, monkeypatch):
+    """A link to a file is that file. Nothing is translated before the refusal."""
+    monkeypatch.setattr(checkpoint, "load", None)
+    files = [
+        shutil.copy(path, tmp_path / f"{side}.png") for path, side in zip(pairs, ("source", "target"), strict=True)
+    ]
+    before, link = snapshot(tmp_path), tmp_path / "link.png"
+    link.symlink_to(files[0])
+    translate, evaluate = ["translate", run, "--input", files[0]], ["evaluate", run, "--test", *files]
+    said = "it is also read: name another file"
+    assert_failures(
+        capsys,
+        [
+            (f"cannot write {files[0]}: {said}", *translate, "--output", files[0]),
+            (f"cannot write {link}: {said}", *translate, "--output", link),
+            (f"cannot write {files[0]}: {said}", *translate, "--attention", files[0]),
+            (f"cannot write {files[1]}: {said}", *evaluate, "--output", files[1]),
+            ("the translations go there too", *translate, "--output", "new.png", "--attention", "new.png"),
+        ],
+    )
+    link.unlink()
+    assert snapshot(tmp_path) == before
 
 
 def test_output_goes_where_it_is_sent(run, day, tmp_path, capsys):
@@ -539,9 +579,18 @@ def without_the_package(*arguments):
         ("bench --help", 0, "usage: fastattn bench"),
         ("", 2, "fastattn: error: the following arguments are required: COMMAND"),
         ("train", 2, "fastattn train: error: the following arguments are required: --train, --valid, --out"),
-        ("trian", 2, "fastattn: error: argument COMMAND: invalid choice: 'trian'"),
+        ("trian", 2, "fastattn: error: argument COMMAND: invalid choice: 'trian': did you mean train? (see"),
+        ("xyz", 2, "fastattn: error: argument COMMAND: invalid choice: 'xyz' (choose from"),
+        ("--verison", 2, "fastattn: error: unrecognized arguments: --verison: did you mean --version? (see fastattn"),
+        ("-verison info", 2, "fastattn: error: unrecognized arguments: -verison: did you mean --version?"),
+        ("train --trian a b", 2, "fastattn train: error: unrecognized arguments: --trian: did you mean --train?"),
+        ("translate --beem=3", 2, "fastattn translate: error: unrecognized arguments: --beem: did you mean --beam?"),
         ("info --colour", 2, "fastattn info: error: unrecognized arguments: --colour (see fastattn info --help)"),
-        ("train --preset tinny", 2, "fastattn train: error: argument --preset: invalid choice: 'tinny'"),
+        (
+            "train --preset D-eps02",
+            2,
+            "fastattn train: error: argument --preset: invalid choice: 'D-eps02': did you mean D-eps0.2?",
+        ),
         ("prepare wmt15 out --archives .", 2, "fastattn prepare: error: argument CORPUS: invalid choice"),
         ("translate --beam 0", 2, "fastattn translate: error: argument --beam: 0 is given, expected a positive"),
         ("translate --attention-layer 1", 2, "fastattn translate: error: argument --attention-layer: says what --att"),

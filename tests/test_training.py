@@ -866,7 +866,7 @@ def test_the_average_of_checkpoints(tmp_path, save):
     for run, last, out, message in (
         ("run", 0, "other", "last is 0, expected 1 to 2"),
         ("run", 3, "other", "last is 3, expected 1 to 2"),
-        ("missing", 5, "other", "missing holds no trained checkpoint"),
+        ("missing", 5, "other", "missing does not exist: expected the folder of a run"),
         ("run", 1, "mean", "exists already"),
     ):
         refused(message, checkpoint.average, tmp_path / run, last, tmp_path / out)
@@ -900,7 +900,7 @@ def test_an_older_best_is_not_averaged(tmp_path, save):
 
 
 def test_which_checkpoints_are_found_and_kept(tmp_path, save):
-    message = "holds no checkpoint: expected a folder that `fastattn train --out` wrote"
+    message = "holds no checkpoint: expected the folder of a run of `fastattn train`"
     refused(message, checkpoint.find, tmp_path)
     for step in range(1, 6):
         saved = save(tmp_path, step)

@@ -95,7 +95,7 @@ def average(run: Path, last: int, out: Path) -> None:
     expect_absent(out)
     trained = [path for path in steps(run) if updates(path) != 0]
     if not trained:
-        raise InputError(f"{run} holds no trained checkpoint: expected the folder of a run of `fastattn train`")
+        raise lacking(run, "trained checkpoint")
     gaps = [i for i, pair in enumerate(itertools.pairwise(trained), 1) if _removed_between(*pair)]
     found = trained[max(gaps, default=0) :]
     if not 1 <= last <= len(found):
@@ -259,14 +259,20 @@ def find(path: Path) -> Path:
         return path / "best"
     if steps(path):
         return steps(path)[-1]
-    raise InputError(f"{path} holds no checkpoint: expected a folder that `fastattn train --out` wrote")
+    raise lacking(path, "checkpoint")
 
 
 def newest(run: Path) -> Path:
     """Return the checkpoint to resume a run from."""
     if not steps(run):
-        raise InputError(f"{run} holds no checkpoint to resume from")
+        raise lacking(run, "checkpoint to resume from")
     return steps(run)[-1]
+
+
+def lacking(run: Path, what: str) -> InputError:
+    """Return the error of a path that is not the folder of a run, or of a folder that has no ``what``."""
+    problem = f"holds no {what}" if run.is_dir() else "is a file" if run.exists() else "does not exist"
+    return InputError(f"{run} {problem}: expected the folder of a run of `fastattn train`")
 
 
 def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
