@@ -9,6 +9,7 @@ from fastattn import info
 from fastattn.bench import contest, report
 from fastattn.bench.cases import Case
 from fastattn.errors import require
+from fastattn.files import StrPath
 from fastattn.translation import checkpoint, plots
 from fastattn.translation.data import read_lines, verses
 from fastattn.translation.evaluate import scores
@@ -33,13 +34,13 @@ CASES = [
 ]
 
 
-def run(out: Path | None = None) -> int:
+def run(out: StrPath | None = None) -> int:
     """The whole demo; what it makes goes into the new folder ``out``. Returns the number of operations that were wrong.
 
     Raises:
         InputError: ``out`` exists and is not empty, or the ``train`` extra is not installed.
     """
-    folder = out or Path(time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
+    folder = Path(out or time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
     for package in ("safetensors.torch", "sentencepiece", "sacrebleu", "tqdm", "matplotlib"):
         require(package)
     checkpoint.expect_new(folder)

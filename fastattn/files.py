@@ -9,18 +9,21 @@ from pathlib import Path
 
 from fastattn.errors import InputError
 
+StrPath = str | os.PathLike[str]
+"""The name of a file or folder, as every function takes it."""
 PARTIAL = ".partial-"
 """The prefix of names that are still being written or already being removed."""
 LONGEST_NAME = 255
 """The maximum bytes of a name on Linux's file systems."""
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: StrPath, content: bytes) -> None:
     """Write a file whole or not at all. A device or a pipe is written to directly.
 
     Raises:
         InputError: the file cannot be written.
     """
+    path = Path(path)
     try:
         if path.exists() and not path.is_file():  # not resolved: a link such as /dev/stdout may lead nowhere
             path.write_bytes(content)
@@ -38,13 +41,14 @@ def write_file(path: Path, content: bytes) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def check_file(path: Path, read: Iterable[Path] = ()) -> None:
+def check_file(path: StrPath, read: Iterable[StrPath] = ()) -> None:
     """Raise :class:`InputError` unless :func:`write_file` may write to ``path``; call it before the work.
 
     Args:
         read: files that the same work reads, which it must not replace.
     """
-    if any(path.is_file() and other.is_file() and path.samefile(other) for other in read):
+    path = Path(path)
+    if path.is_file() and any(os.path.isfile(other) and path.samefile(other) for other in read):
         raise InputError(f"cannot write {path}: it is also read: name another file")
     path = path.absolute()
     if len(os.fsencode(f"{PARTIAL}{path.name}")) > LONGEST_NAME:
@@ -57,14 +61,15 @@ def check_file(path: Path, read: Iterable[Path] = ()) -> None:
         raise InputError(f"cannot write {path}: permission denied")
 
 
-def expect_absent(folder: Path) -> None:
+def expect_absent(folder: StrPath) -> None:
     """Raise :class:`InputError` if the folder exists."""
+    folder = Path(folder)
     if folder.exists():
         raise InputError(f"{folder} exists already: name another folder")
 
 
 @contextlib.contextmanager
-def written_whole(final: Path) -> Iterator[Path]:
+def written_whole(final: StrPath) -> Iterator[Path]:
     """Yield a folder to write into, which becomes ``final`` when all is written.
 
     Until then it has a hidden name. It is flushed to the disk before it is renamed. One process at a time writes it.
@@ -73,6 +78,7 @@ def written_whole(final: Path) -> Iterator[Path]:
         InputError: ``final`` exists, or cannot be written, or is being written by another process. This process then
             leaves nothing behind.
     """
+    final = Path(final)
     expect_absent(final)
     partial = final.with_name(f"{PARTIAL}{final.name}")
     with contextlib.ExitStack() as stack:
@@ -115,8 +121,9 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove(path: Path) -> None:
+def remove(path: StrPath) -> None:
     """Remove a link or folder. A folder is renamed first, so that its name never leads to a half-removed one."""
+    path = Path(path)
     if path.is_symlink():
         path.unlink()
         return
@@ -128,7 +135,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def flush(path: Path) -> None:
+def flush(path: StrPath) -> None:
     """Flush the file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastattn.errors import InputError, require
-from fastattn.files import PARTIAL, expect_absent, flush, remove, written_whole
+from fastattn.files import PARTIAL, StrPath, expect_absent, flush, remove, written_whole
 from fastattn.translation.config import TrainingConfig, TransformerConfig, from_json
 from fastattn.translation.model import Transformer
 from fastattn.translation.tokenizer import Tokenizer
@@ -41,8 +41,11 @@ LOCK, TEXT = ".lock", "text"
 ABOUT = "text.json"  # file in the folder TEXT that identifies its text and tokenizer
 
 
-def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, config: TrainingConfig) -> Path:
+def save(
+    run: StrPath, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, config: TrainingConfig
+) -> Path:
     """Write ``run/step-NNNNNNNN`` and return its path. ``state`` holds only tensors, numbers and strings."""
+    run = Path(run)
     final = run / f"step-{step:08d}"
     with written_whole(final) as partial:
         _write(partial, model, tokenizer, _parameters(model), step, config)
@@ -51,7 +54,7 @@ def save(run: Path, step: int, model: Transformer, tokenizer: Tokenizer, state: 
     return final
 
 
-def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out: Path) -> None:
+def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out: StrPath) -> None:
     """Write a checkpoint for translating, a quarter of the usual size, to the new folder ``out``.
 
     Each row of a matrix is int8 times a float32 ``scale``, its largest absolute value / 127.
@@ -70,7 +73,7 @@ def save_int8(model: Transformer, tokenizer: Tokenizer, updates: int | None, out
         _write(partial, model, tokenizer, weights, updates)
 
 
-def save_model(model: Transformer, tokenizer: Tokenizer, out: Path, number: int | None = None) -> None:
+def save_model(model: Transformer, tokenizer: Tokenizer, out: StrPath, number: int | None = None) -> None:
     """Write a checkpoint for translating to the new folder ``out``.
 
     Args:
@@ -83,7 +86,7 @@ def save_model(model: Transformer, tokenizer: Tokenizer, out: Path, number: int 
         _write(partial, model, tokenizer, _parameters(model), number)
 
 
-def average(run: Path, last: int, out: Path) -> None:
+def average(run: StrPath, last: int, out: StrPath) -> None:
     """Write the mean of the weights of a run's ``last`` checkpoints (section 6.1) to the new folder ``out``.
 
     The checkpoint before the first update does not count. Neither does an older one that was kept as the best while
@@ -92,6 +95,7 @@ def average(run: Path, last: int, out: Path) -> None:
     Raises:
         InputError: ``out`` exists, or the run has fewer checkpoints, or they are not of one run.
     """
+    run = Path(run)
     expect_absent(out)
     trained = [path for path in steps(run) if updates(path) != 0]
     if not trained:
@@ -141,8 +145,9 @@ def _write(
     write_tokenizer(tokenizer, folder)
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: StrPath) -> None:
     """Write the file of the tokenizer, or its two files."""
+    folder = Path(folder)
     for name, model in zip((TOKENIZER, TARGET_TOKENIZER), tokenizer.models, strict=False):
         (folder / name).write_bytes(model)
 
@@ -152,14 +157,14 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(*((folder / name).read_bytes() for name in names))
 
 
-def write_weights(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def write_weights(weights: dict[str, Tensor], path: StrPath, metadata: dict[str, str]) -> None:
     """Write a safetensors file; raise :class:`InputError` if the disk refuses it."""
     with _writable(path):
         require("safetensors.torch").save_file(weights, path, metadata)
 
 
 @contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def _writable(path: StrPath) -> Iterator[None]:
     """Turn a library's error into an :class:`InputError` that names the file; on a full disk each raises its own."""
     try:
         yield
@@ -168,7 +173,7 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(run: Path, launch: str = "") -> Iterator[None]:
+def locked(run: StrPath, launch: str = "") -> Iterator[None]:
     """Make this process the only one that writes the run's folder, and create the folder if it is missing.
 
     The kernel holds the lock (``flock``) and releases it when the process ends, in any way. :func:`locked_by` returns
@@ -177,6 +182,7 @@ def locked(run: Path, launch: str = "") -> Iterator[None]:
     Raises:
         InputError: another process holds the lock.
     """
+    run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
     with open(run / LOCK, "a+", encoding="utf-8") as file:
         try:
@@ -191,14 +197,16 @@ def locked(run: Path, launch: str = "") -> Iterator[None]:
         yield
 
 
-def locked_by(run: Path) -> str:
+def locked_by(run: StrPath) -> str:
     """Return the launch of the process that last locked the run's folder; "" if there was none."""
+    run = Path(run)
     lock = run / LOCK
     return lock.read_text(encoding="utf-8").partition("\n")[2] if lock.exists() else ""
 
 
-def is_new(run: Path) -> bool:
+def is_new(run: StrPath) -> bool:
     """Return whether the folder is missing or holds only what an interrupted start left."""
+    run = Path(run)
     if not run.exists():
         return True
     return run.is_dir() and all(
@@ -207,8 +215,9 @@ def is_new(run: Path) -> bool:
     )
 
 
-def expect_new(run: Path) -> None:
+def expect_new(run: StrPath) -> None:
     """Raise :class:`InputError` unless a run may begin in this folder; checked before the work begins."""
+    run = Path(run)
     if not is_new(run):
         raise InputError(f"{run} exists already: name another folder, or continue its run with --resume")
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
@@ -218,8 +227,9 @@ def expect_new(run: Path) -> None:
         raise InputError(f"cannot write {run}: {(error.strerror or str(error)).lower()}") from None
 
 
-def mark_best(checkpoint: Path) -> None:
+def mark_best(checkpoint: StrPath) -> None:
     """Set the run's link ``best`` to ``checkpoint``."""
+    checkpoint = Path(checkpoint)
     link = checkpoint.parent / f"{PARTIAL}best"
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
@@ -230,8 +240,9 @@ def mark_best(checkpoint: Path) -> None:
     flush(checkpoint.parent)
 
 
-def prune(run: Path, keep: int) -> None:
+def prune(run: StrPath, keep: int) -> None:
     """Remove all checkpoints except the newest ``keep`` and the best, and the remains of interrupted writes."""
+    run = Path(run)
     best = (run / "best").resolve()
     for checkpoint in steps(run)[:-keep]:
         if checkpoint.resolve() != best:
@@ -241,8 +252,9 @@ def prune(run: Path, keep: int) -> None:
             remove(left_behind)
 
 
-def steps(run: Path) -> list[Path]:
+def steps(run: StrPath) -> list[Path]:
     """Return the complete checkpoints of a run's folder, oldest first. A copy with another name does not count."""
+    run = Path(run)
     found = (path for path in run.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
     return sorted(found, key=_step)
 
@@ -251,8 +263,9 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def find(path: Path) -> Path:
+def find(path: StrPath) -> Path:
     """Return the checkpoint that ``path`` means: itself, the best of a run's folder, or its newest."""
+    path = Path(path)
     if (path / WEIGHTS).is_file():
         return path
     if (path / "best" / WEIGHTS).is_file():
@@ -262,20 +275,21 @@ def find(path: Path) -> Path:
     raise lacking(path, "checkpoint")
 
 
-def newest(run: Path) -> Path:
+def newest(run: StrPath) -> Path:
     """Return the checkpoint to resume a run from."""
     if not steps(run):
         raise lacking(run, "checkpoint to resume from")
     return steps(run)[-1]
 
 
-def lacking(run: Path, what: str) -> InputError:
+def lacking(run: StrPath, what: str) -> InputError:
     """Return the error of a path that is not the folder of a run, or of a folder that has no ``what``."""
+    run = Path(run)
     problem = f"holds no {what}" if run.is_dir() else "is a file" if run.exists() else "does not exist"
     return InputError(f"{run} {problem}: expected the folder of a run of `fastattn train`")
 
 
-def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
+def load(path: StrPath, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
     """Load the model, in evaluation mode, and the tokenizer of a checkpoint or a run's folder (see :func:`find`)."""
     checkpoint = find(path)
     for package in ("safetensors.torch", "sentencepiece"):  # a missing package must not read as a damaged checkpoint
@@ -291,7 +305,7 @@ def load(path: Path, device: str | torch.device = "cpu") -> tuple[Transformer, T
     return model.to(device).eval(), tokenizer
 
 
-def updates(path: Path) -> int | None:
+def updates(path: StrPath) -> int | None:
     """Return the number of updates that the weights of :func:`load`'s checkpoint have had; None if it is not stored."""
     checkpoint = find(path)
     with _readable(checkpoint), _undamaged(checkpoint / WEIGHTS):
@@ -300,8 +314,9 @@ def updates(path: Path) -> int | None:
         return int(number) if number and number.isdecimal() else None
 
 
-def load_config(checkpoint: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
+def load_config(checkpoint: StrPath) -> tuple[TransformerConfig, TrainingConfig | None]:
     """Return the configuration of a checkpoint's model, and that of its run, or None if it is not stored."""
+    checkpoint = Path(checkpoint)
     with _readable(checkpoint):
         model, training = from_json((checkpoint / CONFIG).read_text(encoding="utf-8"))
     if training is not None and not (checkpoint / TARGET_TOKENIZER).exists():
@@ -310,8 +325,9 @@ def load_config(checkpoint: Path) -> tuple[TransformerConfig, TrainingConfig | N
     return model, training
 
 
-def read_config(path: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
+def read_config(path: StrPath) -> tuple[TransformerConfig, TrainingConfig | None]:
     """Return the configurations in a file, like :func:`load_config` of a checkpoint."""
+    path = Path(path)
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except InputError as error:
@@ -322,8 +338,9 @@ def read_config(path: Path) -> tuple[TransformerConfig, TrainingConfig | None]:
         raise InputError(f"cannot read {path}: it is not UTF-8") from None
 
 
-def load_training(checkpoint: Path) -> dict:
+def load_training(checkpoint: StrPath) -> dict:
     """Load the ``state`` that :func:`save` wrote."""
+    checkpoint = Path(checkpoint)
     with _readable(checkpoint):
         try:
             state = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.errors import InputError
-from fastattn.files import remove, written_whole
+from fastattn.files import StrPath, remove, written_whole
 from fastattn.translation import checkpoint
 from fastattn.translation.model import ROW_MULTIPLE, Packed
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
@@ -35,21 +35,22 @@ SIDES, TOKENS, OFFSETS = ("source", "target"), ".tokens", ".offsets"  # files of
 
 VERSES = Path(__file__).parent.parent / "verses"
 
-Files = tuple[Path, Path]
+Files = tuple[StrPath, StrPath]
 
 
-def verses(split: str) -> Files:
+def verses(split: str) -> tuple[Path, Path]:
     """Return the files of the bundled English and Spanish text: "train", "dev" or "test"."""
     suffix = ".gz" if split == "train" else ""
     return VERSES / f"{split}.en{suffix}", VERSES / f"{split}.es{suffix}"
 
 
-def lines_of(path: Path) -> Iterator[str]:
+def lines_of(path: StrPath) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, plain or gzip (``.gz``), as they are read.
 
     Raises:
         InputError: the file cannot be read, or has no text.
     """
+    path = Path(path)
     is_blank = True
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -72,7 +73,7 @@ def _decoded(line: bytes, number: int, name: str) -> str:
         raise InputError(f"{name} is not UTF-8: byte {error.object[error.start]:#04x} in line {number}") from None
 
 
-def read_lines(path: Path) -> list[str]:
+def read_lines(path: StrPath) -> list[str]:
     """Return all lines of :func:`lines_of`."""
     return list(lines_of(path))
 
@@ -134,7 +135,7 @@ def _reopened(stream: BinaryIO) -> BinaryIO:
         return stream
 
 
-def pairs_of(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+def pairs_of(source: StrPath, target: StrPath) -> Iterator[tuple[str, str]]:
     """Yield the pairs of lines of two files, whose lines n translate each other, as they are read.
 
     Raises:
@@ -151,18 +152,19 @@ def pairs_of(source: Path, target: Path) -> Iterator[tuple[str, str]]:
         yield first, second
 
 
-def read_parallel(source: Path, target: Path) -> tuple[list[str], list[str]]:
+def read_parallel(source: StrPath, target: StrPath) -> tuple[list[str], list[str]]:
     """Return all lines of :func:`pairs_of`, per side."""
     sources, targets = zip(*pairs_of(source, target), strict=True)
     return list(sources), list(targets)
 
 
-def digest(source: Path, target: Path) -> str:
+def digest(source: StrPath, target: StrPath) -> str:
     """Return a checksum of the text of two files, gzipped or not, which must be readable again.
 
     Raises:
         InputError: as :func:`pairs_of`, or one is not a regular file, such as a pipe, which can be read only once.
     """
+    source, target = Path(source), Path(target)
     for path in (source, target):
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no regular file, and training reads its text again and again: write it to one")
@@ -192,12 +194,13 @@ class Sentences:
         return cls(tokens, lengths.cumsum(0))
 
     @classmethod
-    def mapped(cls, stem: Path) -> "Sentences":
+    def mapped(cls, stem: StrPath) -> "Sentences":
         """Map two files that :func:`encode` wrote into memory; pages are read on demand and shared by processes.
 
         Raises:
             InputError: the files do not fit each other.
         """
+        stem = Path(stem)
 
         def read(path: Path, dtype: torch.dtype) -> Tensor:
             size = path.stat().st_size // dtype.itemsize
@@ -346,8 +349,9 @@ class ParallelText:
         return cls(Sentences.of(kept[0]), Sentences.of(kept[1]), len(left_out), min(left_out, default=None))
 
     @classmethod
-    def mapped(cls, folder: Path) -> "ParallelText":
+    def mapped(cls, folder: StrPath) -> "ParallelText":
         """Map the text that :func:`encode` wrote; it is read on demand."""
+        folder = Path(folder)
         about = json.loads((folder / checkpoint.ABOUT).read_text(encoding="utf-8"))
         sources, targets = (Sentences.mapped(folder / side) for side in SIDES)
         return cls(sources, targets, about["left_out"], about["first_left_out"])
@@ -405,7 +409,7 @@ def _says(folder: Path, about: Mapping[str, str | int | None]) -> bool:
         return False
 
 
-def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
+def training_sources(path: StrPath, tokenizer: Tokenizer) -> Sentences | None:
     """Return the sources that a checkpoint, or a run's best, was trained on; None if the run's folder lacks their text.
 
     Raises:
@@ -415,7 +419,7 @@ def training_sources(path: Path, tokenizer: Tokenizer) -> Sentences | None:
     return Sentences.mapped(folder / SIDES[0]) if _says(folder, _by(tokenizer)) else None
 
 
-def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -> None:
+def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: StrPath) -> None:
     """Write the text of ``files`` for :meth:`ParallelText.mapped`, unless ``folder`` has it already.
 
     An older encoded text in ``folder`` is removed.
@@ -426,6 +430,7 @@ def encode(tokenizer: Tokenizer, files: Files, text_digest: str, folder: Path) -
     Raises:
         InputError: ``folder`` holds something else.
     """
+    folder = Path(folder)
     about: dict[str, str | int | None] = {"text": text_digest, **_by(tokenizer)}
     if _says(folder, about):
         return

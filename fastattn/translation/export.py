@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattn._torch_private import is_observed_module
 from fastattn.errors import InputError, require
-from fastattn.files import written_whole
+from fastattn.files import StrPath, written_whole
 from fastattn.translation import checkpoint
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import LearnedPositions, Transformer
@@ -24,7 +24,7 @@ from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 SINUSOIDS = 4096  # number of positions in an exported table of sinusoids
 
 
-def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
+def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``, for ``ctranslate2.Translator``.
 
     The translator takes and returns pieces of ``tokenizer``. It appends the end of the sentence itself.
@@ -74,7 +74,7 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
         checkpoint.write_tokenizer(tokenizer, partial)
 
 
-def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
+def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and AutoTokenizer.
 
     The tokenizer reads every text as text and gives the ids of ``tokenizer``, except that adjacent unknown words are

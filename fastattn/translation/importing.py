@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattn.errors import InputError
+from fastattn.files import StrPath
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.data import read_lines
 from fastattn.translation.model import Transformer
@@ -36,7 +37,7 @@ Weights = dict[str, Tensor]
 
 
 def import_model(
-    path: Path, source_words: Path, target_words: Path, heads: int | None = None
+    path: StrPath, source_words: StrPath, target_words: StrPath, heads: int | None = None
 ) -> tuple[Transformer, Tokenizer]:
     """Return the model and the tokenizer of a program's checkpoint.
 
@@ -53,6 +54,7 @@ def import_model(
         InputError: the file cannot be read, is of neither program or holds several models. Or the words do not fit, or
             :class:`~fastattn.Transformer` cannot represent the model; the message has the reason.
     """
+    path = Path(path)
     saved = _read(path)
     models = list(_models(saved))
     if not models:
@@ -232,7 +234,7 @@ def _sizes(weights: Weights, heads: int) -> dict[str, int]:
     return {"d_model": d_model, "d_ff": d_ff, "num_heads": heads, **layers}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: StrPath) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -248,7 +250,7 @@ def _read(path: Path) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def _words(path: Path) -> list[str]:
+def _words(path: StrPath) -> list[str]:
     words = read_lines(path)
     twice = len(words) - len(set(words))
     if twice:

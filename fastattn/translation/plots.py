@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastattn import figures
 from fastattn.errors import InputError
+from fastattn.files import StrPath
 from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import AttentionWeights, Transformer
 from fastattn.translation.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
 LABELS = (84, 56)  # number of columns and rows in the whole picture that have room for a label
 
 
-def loss_curve(rows: list[dict[str, float]], path: Path) -> None:
+def loss_curve(rows: list[dict[str, float]], path: StrPath) -> None:
     """Draw the cross-entropy of training and validation, without label smoothing, over the updates."""
     picture = figures.figure(7, 4)
     axes = picture.add_subplot()
@@ -68,7 +68,7 @@ def attention_heads(
     return Heads(of_layer, tokenizer.pieces(rows), tokenizer.pieces(columns))
 
 
-def heat_maps(heads: Heads, path: Path, title: str) -> None:
+def heat_maps(heads: Heads, path: StrPath, title: str) -> None:
     """Draw one map per head, all on one scale, as a PNG or SVG of a screen's size."""
     number = len(heads.weights)
     high = math.isqrt(number)

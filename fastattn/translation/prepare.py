@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from fastattn.errors import InputError, require
-from fastattn.files import written_whole
+from fastattn.files import StrPath, written_whole
 from fastattn.translation import checkpoint
 
 MANIFEST = "manifest.json"
@@ -117,7 +117,7 @@ CORPORA = {
 }
 
 
-def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
+def prepare(corpus: str, archives: StrPath, out: StrPath) -> dict[str, int]:
     """Write the new folder ``out``: ``train``, ``dev`` and ``test``, each with one file ``.LANGUAGE`` per language.
 
     Line n of one file translates line n of the other. ``out/manifest.json`` holds the checksums of the archives, the
@@ -134,6 +134,7 @@ def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
         InputError: ``out`` exists, an archive differs from the expected one or cannot be fetched, or its text does not
             pair up. After an error there is no new ``out``.
     """
+    archives = Path(archives)
     if corpus not in CORPORA:
         raise InputError(f"unknown corpus {corpus!r}, expected one of {', '.join(CORPORA)}")
     *languages, parts = CORPORA[corpus]
@@ -159,7 +160,7 @@ def prepare(corpus: str, archives: Path, out: Path) -> dict[str, int]:
     return {split: sum(numbers.values()) for split, numbers in pairs.items()}
 
 
-def fetch(archive: Archive, folder: Path) -> None:
+def fetch(archive: Archive, folder: StrPath) -> None:
     """Fetch the archive into ``folder`` unless it is there, and check its size and checksum.
 
     A download goes into a separate file, NAME.part. The next download continues at its end. Only one process at a time
@@ -169,6 +170,7 @@ def fetch(archive: Archive, folder: Path) -> None:
         InputError: the archive cannot be fetched, the file differs from it, or another process downloads into the
             folder.
     """
+    folder = Path(folder)
     path = folder / archive.name
     with contextlib.ExitStack() as stack:
         if not path.exists():

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastattn.errors import InputError, require
-from fastattn.files import write_file
+from fastattn.files import StrPath, write_file
 from fastattn.translation import checkpoint, distributed, memory
 from fastattn.translation import precision as precisions
 from fastattn.translation.bleu import choose
@@ -211,10 +211,10 @@ def dropout_seeds(seed: int, update: int, micro_batch: int, sites: int) -> Tenso
 def train(
     train_files: Files,
     valid_files: Files,
-    out: Path,
+    out: StrPath,
     *,
     preset: str | None = None,
-    config: Path | None = None,
+    config: StrPath | None = None,
     accumulate: int | None = None,
     shard: bool = False,
     resume: bool = False,
@@ -246,6 +246,7 @@ def train(
             (with it), or is being written by another process. Nothing is overwritten.
         KeyboardInterrupt: Ctrl-C; the message says from where the run can be resumed.
     """
+    out = Path(out)
     for package in ("safetensors.torch", "sentencepiece", "tqdm"):
         require(package)
     with distributed.joined() as world, contextlib.ExitStack() as stack:
@@ -299,7 +300,7 @@ def _begin(
     stack: contextlib.ExitStack,
     out: Path,
     preset: str | None,
-    config: Path | None,
+    config: StrPath | None,
     accumulate: int | None,
     shard: bool,
     resume: bool,
@@ -362,7 +363,7 @@ def _expect_positions(
 
 
 def _configured(
-    preset: str | None, path: Path | None, accumulate: int | None, changes: dict[str, Any], processes: int
+    preset: str | None, path: StrPath | None, accumulate: int | None, changes: dict[str, Any], processes: int
 ) -> tuple[TransformerConfig, TrainingConfig]:
     """Return the configuration of a new run, with every default resolved."""
     changes = dict(changes)
@@ -682,12 +683,13 @@ class _Progress:
         print(f"update {row['step']}: {', '.join(words + validation)}", file=sys.stderr, flush=True)
 
 
-def read_metrics(out: Path) -> list[dict[str, float]]:
+def read_metrics(out: StrPath) -> list[dict[str, float]]:
     """Return the rows of a run's ``metrics.jsonl``, without an incomplete last line.
 
     Raises:
         InputError: another line is damaged.
     """
+    out = Path(out)
     path, rows = out / METRICS, []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
