@@ -267,7 +267,8 @@ def test_info(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows"),
+        (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows: it has "),
+        (["--vocab-size", "100000"], " pieces at most (--vocab-size "),
         (["--vocab-size", str(10**12)], f"vocab_size is {10**12}, expected an integer from 1 to"),
         (["--vocab-size", "5"], "a vocabulary of 5"),
         (["--vocab-size", "3"], "a vocabulary of 3 is too small: padding, begin, end and unknown alone are 4 pieces"),
@@ -283,6 +284,19 @@ def test_info(capsys):
 def test_bad_training_options(pairs, tmp_path, capsys, options, message):
     assert message in failure(train_arguments(pairs, tmp_path / "out", *options), capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_three_lines_are_enough_to_train(tmp_path, capsys):
+    """The preset's vocabulary is lowered to what the text allows, with a notice that names the option."""
+    files = [tmp_path / side for side in ("en", "es")]
+    for path, text in zip(files, ("the king\nGod is good\nthe day\n", "el rey\nDios es bueno\nel día\n"), strict=True):
+        path.write_text(text)
+    run_command("train", "--train", *files, "--valid", *files, "--out", tmp_path / "run", "--max-steps", "1")
+    config, _ = checkpoint.load_config(tmp_path / "run/best")
+    _, notice, *_ = capsys.readouterr().err.splitlines()
+    assert config.vocab_size < 200
+    assert f"allows a vocabulary of {config.vocab_size} pieces at most" in notice
+    assert "--vocab-size" in notice
 
 
 def test_an_existing_folder_is_left_alone(run, pairs, tmp_path, capsys):

@@ -23,6 +23,17 @@ RARE = 2**23
 LONGEST_LINE = 2**30  # bytes; sentencepiece drops longer lines
 
 
+class VocabularyTooLarge(InputError):
+    """The error of a vocabulary that is larger than its text allows; ``most`` is the size that the text allows."""
+
+    def __init__(self, given: int, most: int):
+        super().__init__(
+            f"a vocabulary of {given} is larger than this text allows: it has {most} pieces at most "
+            f"(--vocab-size {most} or less)"
+        )
+        self.most = most
+
+
 class Tokenizer:
     """Converter of text to piece ids and back.
 
@@ -65,7 +76,8 @@ class Tokenizer:
                 "identity".
 
         Raises:
-            InputError: a rule is another one, or the vocabulary size does not fit the text.
+            InputError: a rule is another one, or the vocabulary is too small for the text.
+            VocabularyTooLarge: it is larger than the text allows.
         """
         rules = normalization, target_normalization
         sides = [_normalizer(rule) for rule in rules]
@@ -192,13 +204,12 @@ def _learned(lines: Iterable[str], vocab_size: int) -> bytes:
             raise raised[0] from None
         most = re.search(r"value <= (\d+)", str(error))
         if most:
-            raise InputError(
-                f"a vocabulary of {vocab_size} is larger than this text allows: it has {most[1]} pieces at most"
-            ) from None
+            raise VocabularyTooLarge(vocab_size, int(most[1])) from None
         least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
         if least:
             raise InputError(
-                f"a vocabulary of {vocab_size} is too small for this text: its characters alone need {least[1]}"
+                f"a vocabulary of {vocab_size} is too small for this text: its characters alone need {least[1]} "
+                f"(--vocab-size {least[1]} or more)"
             ) from None
         raise InputError(f"sentencepiece could not learn a vocabulary of {vocab_size}: {error}") from None
     return model.getvalue()

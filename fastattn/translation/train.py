@@ -47,7 +47,7 @@ from fastattn.translation.evaluate import held_out, loss_of, perplexity, scores
 from fastattn.translation.model import Transformer
 from fastattn.translation.sanity import training_warnings
 from fastattn.translation.search import Search, translate
-from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
+from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, VocabularyTooLarge
 
 METRICS = "metrics.jsonl"
 REPORT_EVERY = 20  # updates
@@ -265,14 +265,14 @@ def train(
         else:
 
             def learn_pieces() -> tuple[bytes, ...]:
-                print(f"learning a vocabulary of {model_config.vocab_size} pieces", file=sys.stderr, flush=True)
-                rules = training.normalization, training.target_normalization
-                pieces = Tokenizer.of_pairs(pairs_of(*train_files), model_config.vocab_size, *rules).models
+                is_default = config is None and "vocab_size" not in changes
+                pieces = _learned(train_files, model_config.vocab_size, is_default, training).models
                 stack.enter_context(checkpoint.locked(out, world.launch))
                 checkpoint.expect_new(out)
                 return pieces
 
             tokenizer = Tokenizer(*world.on_main(learn_pieces))
+            model_config = dataclasses.replace(model_config, vocab_size=tokenizer.vocab_size)
             model = world.main_first(lambda: _new_model(model_config, training.seed))
         valid = world.main_first(lambda: ParallelText.encoded(tokenizer, *valid_pairs, "validation"))
         world.on_main(lambda: encode(tokenizer, train_files, text_digest, out / checkpoint.TEXT))
@@ -319,6 +319,24 @@ def _begin(
         return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
     checkpoint.expect_new(out)
     return None, *_configured(preset, config, accumulate, changes, world.size)
+
+
+def _learned(files: Files, vocab_size: int, is_default: bool, training: TrainingConfig) -> Tokenizer:
+    """Learn a vocabulary from the text; a preset's ``vocab_size`` is lowered to what a small text allows."""
+    rules = training.normalization, training.target_normalization
+    print(f"learning a vocabulary of {vocab_size} pieces", file=sys.stderr, flush=True)
+    try:
+        return Tokenizer.of_pairs(pairs_of(*files), vocab_size, *rules)
+    except VocabularyTooLarge as error:
+        if not is_default:
+            raise
+        most = error.most
+    print(
+        f"this text allows a vocabulary of {most} pieces at most, which are learned instead; --vocab-size sets fewer",
+        file=sys.stderr,
+        flush=True,
+    )
+    return Tokenizer.of_pairs(pairs_of(*files), most, *rules)
 
 
 def _warn(
