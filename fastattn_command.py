@@ -377,7 +377,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         help="in addition to torch's functions: its math backend, FlexAttention and torch.compile",
     )
     command.add_argument("--threads", type=_positive(int), help="threads (default: torch's)")
-    command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 1)")
+    command.add_argument("--seconds", type=_positive(float), help="time per contestant and case (default: 0.5)")
     command.add_argument("--output", type=Path, metavar="FILE", help="add the rows of what was not noisy to a CSV file")
 
 

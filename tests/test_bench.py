@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -344,7 +345,28 @@ def test_a_commit_is_marked_where_code_differs_and_not_where_results_do(tmp_path
 )
 def test_no_share_of_a_limit_is_above_it(share, limit, shown):
     assert report.share(share, limit) == shown
-    assert f"| {shown} |" in report.table([result(2.0, share=share, limit=limit)])
+    assert (f"| {shown} |" in report.table([result(2.0, share=share, limit=limit)])) is bool(shown)
+
+
+def test_a_column_that_would_be_empty_is_left_out():
+    plain, noisy = result(1.53), result(0.8, name="other", share=0.5, limit="arithmetic", own=0.6, noise="busy")
+    assert report.table([plain]) == (
+        "| case | ours | compared with torch |\n| --- | --- | --- |\n| case | 1000.00 ms | 1.53x as fast (1.53-1.53) |"
+    )
+    head, _, *rows = report.table([plain, noisy]).splitlines()
+    assert head == "| case | ours | compared with torch | of the limit | of own plain time | noisy |"
+    assert rows[0].endswith(" | 1.53x as fast (1.53-1.53) |  |  |  |")
+    assert rows[1].endswith(" | 0.80x as fast (0.80-0.80) | 50% | 0.60 | busy |")
+
+
+def test_a_line_of_the_command_says_what_its_numbers_are():
+    assert report.sentence(result(1.53)) == "case: 1000.00 ms, 1.53x as fast as torch (1.53-1.53)"
+    full = result(0.8, share=0.5, limit="copy", own=0.6, noise="busy")
+    full.ratios["flex"] = Ratio(2.0, 2.0, 2.0)
+    assert report.sentence(full) == (
+        "case: 1000.00 ms, 0.80x as fast as torch (0.80-0.80), 50% of a copy, 0.60 of own plain time, "
+        "2.00x as fast as flex, noisy: busy"
+    )
 
 
 def test_limits_that_other_programs_disturbed_have_no_rows(monkeypatch):
@@ -390,8 +412,8 @@ def test_a_filter_chooses_by_words(text, has, lacks):
     assert not bench.has_text(lacks, text)
 
 
-def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsys, tmp_path):
-    """The file leaves out what was noisy; the table says so."""
+def test_lines_stand_below_the_machine_and_its_limits(monkeypatch, capsys, tmp_path):
+    """Each has its number and the total. The file leaves out what was noisy; the line says so."""
 
     def run(case, **options):
         return result(2.0, name=case.name, share=0.5, limit="arithmetic", noise="busy" * (case.dtype == torch.bfloat16))
@@ -401,14 +423,22 @@ def test_rows_stand_below_the_machine_its_limits_and_a_header(monkeypatch, capsy
     monkeypatch.setattr(contest, "run", run)
     output = tmp_path / "results.csv"
     assert command("--filter", "1x8x1x64 32 keys", "--output", output) == 0
-    machine, header, _, *rows = capsys.readouterr().out.splitlines()
+    machine, *lines = capsys.readouterr().out.splitlines()
     assert machine.startswith(report.cpu_name())
     assert machine.endswith("limits: 100 GFLOP/s float32")
-    assert header.startswith("| case | ours | times torch | of the limit |")
     names = [f"attention {dtype} 1x8x1x64 32 keys forward" for dtype in ("float32", "bfloat16")]
-    assert [row[:-2].split(" | ")[::6] for row in rows] == [[f"| {names[0]}", ""], [f"| {names[1]}", "busy"]]
-    assert " | 1000.00 ms | 2.00 (2.00-2.00) | 50% | " in rows[0]
+    figures = "1000.00 ms, 2.00x as fast as torch (2.00-2.00), 50% of the limit"
+    assert lines == [f"1/2 {names[0]}: {figures}", f"2/2 {names[1]}: {figures}, noisy: busy"]
     assert [row.case for row in report.read(output)] == ["limit: float32", names[0]]
+
+
+def test_a_terminal_shows_which_case_is_being_measured(monkeypatch, capsys):
+    """Before its line, and removed by an escape sequence that clears the terminal's line."""
+    monkeypatch.setattr(limits, "measure", lambda: {"float32": 1e11})
+    monkeypatch.setattr(contest, "run", lambda case, **options: result(2.0, name=case.name))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert command("--filter", "float32 1x8x1x64 32 keys") == 0
+    assert capsys.readouterr().err == "1/1 attention float32 1x8x1x64 32 keys forward ...\r\033[K"
 
 
 @pytest.mark.slow

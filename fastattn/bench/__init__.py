@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 
 import torch
 
@@ -19,9 +20,11 @@ from fastattn.files import check_file
 
 __all__ = ["main"]
 
+SECONDS, ROUNDS = 0.5, (4, 100)  # per contestant and case: the first line appears within ten seconds
+
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write a results file: `fastattn bench`. Return the exit status.
+    """Measure, print a line per case, and write a results file: `fastattn bench`. Return the exit status.
 
     Raises:
         InputError: no case has the text of ``--filter``, or the file cannot be written.
@@ -53,10 +56,14 @@ def _measure(args: argparse.Namespace) -> list[report.Row]:
         raise InputError(f"--filter {args.filter!r}: no case has this in its name; one is {cases[0].name!r}")
     rows = report.limit_rows(where)
     print(report.origin([report.Row(**where)]) + report.limit_words(rows), flush=True)
-    for number, case in enumerate(chosen):
-        result = contest.run(case, budget=args.seconds or 1.0, everyone=args.peers)
-        lines = report.table([result]).splitlines()
-        print(*lines[2 if number else 0 :], sep="\n", flush=True)
+    on_terminal = sys.stderr.isatty()
+    for number, case in enumerate(chosen, 1):
+        if on_terminal:  # until the line of figures takes its place
+            print(f"{number}/{len(chosen)} {case.name} ...", end="\r", file=sys.stderr, flush=True)
+        result = contest.run(case, budget=args.seconds or SECONDS, rounds=ROUNDS, everyone=args.peers)
+        if on_terminal:
+            print("\033[K", end="", file=sys.stderr, flush=True)
+        print(f"{number}/{len(chosen)} {report.sentence(result)}", flush=True)
         if not result.noise:
             rows += report.rows_of(result, str(case.dtype).removeprefix("torch."), where)
     return rows

@@ -214,18 +214,40 @@ def brief(error: Exception) -> str:
     return " ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
+def cells(result: Result) -> dict[str, str]:
+    """Return the figures of a result in words, by the head of their column in `table`; "" where there is none."""
+    torchs, plain = result.ratios["torch"], result.ratios.get("plain")
+    others = [f"{n} {ratio.median:.2f}x" for n, ratio in result.ratios.items() if n not in ("torch", "plain")]
+    return {
+        "case": result.name,
+        "ours": duration(result.seconds["ours"]),
+        "compared with torch": f"{torchs.median:.2f}x as fast ({torchs.low:.2f}-{torchs.high:.2f})",
+        "of the limit": share(result.share.median if result.share else None, result.limit),
+        "of own plain time": f"{1 / plain.median:.2f}" if plain else "",
+        "compared with others": ", ".join(others),
+        "noisy": result.noise,
+    }
+
+
 def table(results: Iterable[Result]) -> str:
-    """Return a Markdown table of results."""
-    rows = [("case", "ours", "times torch", "of the limit", "of own plain time", "other peers", "noisy")]
-    for result in results:
-        torchs, plain = result.ratios["torch"], result.ratios.get("plain")
-        times = f"{torchs.median:.2f} ({torchs.low:.2f}-{torchs.high:.2f})"
-        limit = share(result.share.median if result.share else None, result.limit)
-        others = [f"{n} {ratio.median:.2f}" for n, ratio in result.ratios.items() if n not in ("torch", "plain")]
-        own = f"{1 / plain.median:.2f}" if plain else ""
-        ours = duration(result.seconds["ours"])
-        rows.append((result.name, ours, times, limit, own, ", ".join(others), result.noise))
-    return markdown(rows)
+    """Return a Markdown table of results, without the columns that would be empty."""
+    rows = [cells(result) for result in results]
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    return markdown([heads, *([row[head] for head in heads] for row in rows)])
+
+
+def sentence(result: Result) -> str:
+    """Return the figures of a result as one line."""
+    of = cells(result)
+    words = (
+        of["ours"],
+        of["compared with torch"].replace("as fast", "as fast as torch"),
+        of["of the limit"].replace("%", "% of the limit") if result.limit == "arithmetic" else of["of the limit"],
+        of["of own plain time"] and f"{of['of own plain time']} of own plain time",
+        *(f"{r.median:.2f}x as fast as {name}" for name, r in result.ratios.items() if name not in ("torch", "plain")),
+        of["noisy"] and f"noisy: {of['noisy']}",
+    )
+    return f"{result.name}: {', '.join(filter(None, words))}"
 
 
 def markdown(rows: Iterable[Iterable[str]]) -> str:
