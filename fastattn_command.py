@@ -260,7 +260,8 @@ def parser() -> argparse.ArgumentParser:
         "--to",
         required=True,
         choices=("ctranslate2", "huggingface", "int8"),
-        help="CTranslate2, transformers (as a Marian model), or a checkpoint of ours of a quarter of the size",
+        help="ctranslate2 holds every preset except B-dk16 and B-dk32; huggingface, a Marian model for transformers, "
+        "every preset except these, tiny and E-learned; int8 is a checkpoint of ours of a quarter of the size",
     )
     command.add_argument("out", type=Path, metavar="OUT", help="a new folder")
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ from torch.nn import functional as F
 import fastattn
 import fastattn_command
 from fastattn.cli import COMMANDS
+from fastattn.translation import checkpoint
+from fastattn.translation.export import to_ctranslate2, to_huggingface
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -72,6 +75,7 @@ PAGES = {
     for page in sorted(DOCS.rglob("*.md"))
     if page.name not in ("migrate.md", "design.md")  # the design's block lists signatures
 }
+EXPORTED = PAGES.pop("translate.md")
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
@@ -80,6 +84,23 @@ def test_page_runs(page):
     namespace = {"__name__": "__main__"}
     for block in PAGES[page]:
         exec(block, namespace)
+
+
+def test_exported_models_are_used_as_shown(tmp_path, monkeypatch, capsys):
+    """The blocks of docs/translate.md translate by the other programs. Marian's model is random."""
+    for package in ("ctranslate2", "transformers"):
+        require_package(package)
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
+    to_ctranslate2(model, tokenizer, "model-ct2")
+    checkpoint.save_int8(model, tokenizer, None, "model-int8")
+    to_huggingface(fastattn.Transformer(replace(model.config, norm_first=False)), tokenizer, "model-hf")
+    capsys.readouterr()
+    for block in EXPORTED:
+        exec(block, {})
+    by_ctranslate2, by_marian, by_int8 = capsys.readouterr().out.splitlines()
+    assert by_ctranslate2 == by_int8 == "['Y el rey salió.']"
+    assert re.fullmatch(r"\[['\"].+['\"]\]", by_marian)
 
 
 def commands(page):

@@ -21,6 +21,7 @@ from fastattn.translation.config import TransformerConfig
 from fastattn.translation.model import LearnedPositions, Transformer
 from fastattn.translation.tokenizer import UNK_ID, Tokenizer
 
+INT8_HOLDS_IT = "--to int8 holds every model, for fastattn's own commands"
 SINUSOIDS = 4096  # number of positions in an exported table of sinusoids
 
 
@@ -35,11 +36,8 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> No
     _check_modules(model)
     specs = require("ctranslate2.specs", "export")
     config = model.config
-    if config.window_size != (-1, -1):
-        raise InputError("CTranslate2 has no restricted self-attention: it cannot hold this model's window_size")
-    attention: Any = model.encoder.layers[0].self_attention
-    if attention.value_head_dim != attention.head_dim:
-        raise InputError("CTranslate2 has one size for the queries and the values of a head: this model has two")
+    if lacks := ctranslate2_lacks(config):
+        raise InputError(f"CTranslate2 has {lacks}; {INT8_HOLDS_IT}")
 
     shape = {"num_heads": config.num_heads, "pre_norm": config.norm_first}
     if config.head_dim is not None:
@@ -74,6 +72,16 @@ def to_ctranslate2(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> No
         checkpoint.write_tokenizer(tokenizer, partial)
 
 
+def ctranslate2_lacks(config: TransformerConfig) -> str:
+    """Return why CTranslate2 cannot hold models of this configuration, or ""."""
+    if config.window_size != (-1, -1):
+        return "no restricted self-attention: this model has a window_size"
+    head_dim = config.head_dim or config.d_model // config.num_heads
+    if config.value_head_dim not in (None, head_dim):
+        return "one size for the queries and the values of a head: this model has two"
+    return ""
+
+
 def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> None:
     """Write ``model`` in float32, and its tokenizer, into the new folder ``out``: MarianMTModel and AutoTokenizer.
 
@@ -90,7 +98,7 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> No
     """
     _check_modules(model)
     config = model.config
-    _expect_marian(config)
+    expect_marian(config)
     order = torch.arange(config.d_model, device="cpu").view(-1, 2).t().flatten()  # even features, then odd ones
     tied = config.tying != "none" and not config.scale_logits
     share = config.tying == "all" and tied  # transformers passes a shared matrix only to tied models
@@ -147,18 +155,22 @@ def to_huggingface(model: Transformer, tokenizer: Tokenizer, out: StrPath) -> No
             (folder / "sentencepiece.bpe.model").write_bytes(tokens)
 
 
-def _expect_marian(config: TransformerConfig) -> None:
+def expect_marian(config: TransformerConfig) -> None:
     """Raise InputError unless Marian's architecture can represent a model of this configuration."""
+    sizes = {config.head_dim, config.value_head_dim}
     for holds, what in (
-        (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first)"),
+        (not config.norm_first, "normalises after each sub-layer: this model normalises before (norm_first), as tiny"),
         (config.positions == "sinusoidal", "has sinusoidal positions: this model has learned ones"),
         (config.window_size == (-1, -1), "has no restricted self-attention: this model has a window_size"),
-        ({config.head_dim, config.value_head_dim} <= {None, config.d_model // config.num_heads},
+        (sizes <= {None, config.d_model // config.num_heads},
          "has heads of d_model / num_heads features: this model has other head_dim or value_head_dim"),
         (config.norm_eps == 1e-5, f"adds 1e-5 in its norms: this model has norm_eps={config.norm_eps}"),
     ):  # fmt: skip
         if not holds:
-            raise InputError(f"Marian's architecture {what}")
+            held = INT8_HOLDS_IT if ctranslate2_lacks(config) else "--to ctranslate2 holds it"
+            raise InputError(
+                f"Marian's architecture {what}; {held}, and `fastattn train --preset base` trains one for transformers"
+            )
 
 
 def _write_json(folder: Path, files: dict[str, Any]) -> None:
