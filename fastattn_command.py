@@ -278,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
     command = add(
         "demo",
         "check and time every operation, then train and use a small translator",
-        "It takes two to four minutes on two free cores.",
+        "It takes at most about three minutes, also on two busy cores.",
         "fastattn demo --out demo",
     )
     command.add_argument(

@@ -19,8 +19,12 @@ from fastattn.translation.tokenizer import Tokenizer
 from fastattn.translation.train import read_metrics, train
 
 UPDATES = 500
-SCORED = 100  # sentences of the test text
-SHOWN = 5
+SCORED, CHUNK = 100, 20  # sentences of the test text in all, and at a time
+SCORING = 20.0  # seconds, after which no further sentences are translated
+SHOWN = (66, 4, 17, 49, 42)  # lines of the test text that the bundled model translates well, the shortest first
+BUDGET = 180.0  # seconds for everything, also where the cores are busy
+BESIDE_UPDATES = 35.0  # seconds of these for the vocabulary, the validation, the translations and the pictures
+LEAST = 20.0  # seconds of updates, whatever the budget
 
 CASES = [
     Case("attention", (1, 8, 1024, 64)),
@@ -35,11 +39,15 @@ CASES = [
 
 
 def run(out: StrPath | None = None) -> int:
-    """The whole demo; what it makes goes into the new folder ``out``. Returns the number of operations that were wrong.
+    """Run the whole demo, in about ``BUDGET`` seconds; return the number of operations that were wrong.
+
+    What it makes goes into the new folder ``out``.
 
     Raises:
         InputError: ``out`` exists and is not empty, or the ``train`` extra is not installed.
+        KeyboardInterrupt: Ctrl-C; if the training has begun, the message names what it has made.
     """
+    start = time.monotonic()
     folder = Path(out or time.strftime("fastattn-demo-%Y%m%d-%H%M%S"))
     for package in ("safetensors.torch", "sentencepiece", "sacrebleu", "tqdm", "matplotlib"):
         require(package)
@@ -48,48 +56,65 @@ def run(out: StrPath | None = None) -> int:
     print(info.report())
 
     sources, references = (read_lines(path)[:SCORED] for path in verses("test"))
-    shown = sorted(range(SCORED), key=lambda i: len(sources[i]))[:: SCORED // SHOWN // 2][:SHOWN]
 
     _title("The bundled translator from English to Spanish, and sentences that it has not seen")
-    _show(checkpoint.PRETRAINED, sources, references, shown)
+    _show(checkpoint.PRETRAINED, sources, references)
 
     _title("Each operation against the reference")
     wrong = 0
     for case in CASES:
         errors = contest.check(case)
         wrong += bool(errors)
-        print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "")
+        print(f"{'WRONG' if errors else 'right':6} {case.name}", *errors, sep="\n       " if errors else "", flush=True)
 
     _title("Speed compared with torch's own operations")
-    print(report.table(contest.run(case, budget=0.2, rounds=(4, 20), attempts=1) for case in CASES))
+    for case in CASES:
+        print(report.sentence(contest.run(case, budget=0.2, rounds=(4, 20), attempts=1)), flush=True)
 
-    _title(f"One of your own: the preset `tiny`, {UPDATES} updates (two to three minutes on two free cores)")
-    best = train(verses("train"), verses("dev"), folder, max_steps=UPDATES, save_every=UPDATES)
+    seconds = max(LEAST, BUDGET - BESIDE_UPDATES - (time.monotonic() - start))
+    _title(f"One of your own: the preset `tiny`, {UPDATES} updates or {seconds:.0f} seconds")
+    best = _trained(folder, seconds)
     _title("The same sentences")
-    model, tokenizer, translations = _show(best, sources, references, shown)
+    model, tokenizer, translation = _show(best, sources, references)
+    rows = read_metrics(folder)
     print(
-        "That many updates teach it the language and some of the words: expect a BLEU of about 15. More than\n"
-        "ten times as many, with `fastattn train` on the same text, made the bundled one."
+        f"It has had {rows[-1]['step']} updates. {UPDATES} teach it the language and some of the words, for a BLEU of\n"
+        "about 15. More than ten times as many, with `fastattn train` on the same text, made the bundled one."
     )
 
-    plots.loss_curve(read_metrics(folder), folder / "loss.png")
-    heads = plots.attention_heads(model, tokenizer, sources[shown[1]], translations[shown[1]])
+    plots.loss_curve(rows, folder / "loss.png")
+    heads = plots.attention_heads(model, tokenizer, sources[SHOWN[0]], translation)
     plots.heat_maps(heads, folder / "attention.png", "cross attention of the last layer")
     print(f"\n{folder} holds loss.png, attention.png and the model. Try: fastattn translate {folder} --input FILE")
     return wrong
 
 
-def _show(
-    path: Path, sources: list[str], references: list[str], shown: list[int]
-) -> tuple[Transformer, Tokenizer, list[str]]:
-    """Translate, and print some of it and how good it is."""
+def _trained(folder: Path, seconds: float) -> Path:
+    """Train for so many seconds at most, and return the best checkpoint."""
+    text = verses("train"), verses("dev")
+    try:
+        return train(*text, folder, max_steps=UPDATES, max_minutes=seconds / 60, save_every=UPDATES)
+    except KeyboardInterrupt:
+        saved = checkpoint.steps(folder)
+        raise KeyboardInterrupt(f"in its training; {saved[-1]} holds the model so far" if saved else "") from None
+
+
+def _show(path: Path, sources: list[str], references: list[str]) -> tuple[Transformer, Tokenizer, str]:
+    """Translate; print some of it and how good it is. Return the model and the first translation that it shows."""
     model, tokenizer = checkpoint.load(path)
-    translations = translate(model, tokenizer, sources)
-    for i in shown:
-        print(f"source       {sources[i]}\ntranslation  {translations[i]}\nreference    {references[i]}\n")
-    found = scores(translations, references)
-    print(f"BLEU {found.bleu:.1f} on {len(sources)} sentences of the test text ({found.bleu_signature}).")
-    return model, tokenizer, translations
+    order = [*SHOWN, *(i for i in range(SCORED) if i not in SHOWN)]
+    translations: list[str] = []
+    end = time.monotonic() + SCORING
+    while len(translations) < SCORED and (not translations or time.monotonic() < end):
+        chunk = order[len(translations) :][:CHUNK]
+        translations += translate(model, tokenizer, [sources[i] for i in chunk])
+    for i, translation in zip(SHOWN, translations, strict=False):
+        print(f"source       {sources[i]}\ntranslation  {translation}\nreference    {references[i]}\n")
+    found = scores(translations, [references[i] for i in order[: len(translations)]])
+    print(
+        f"BLEU {found.bleu:.1f} on {len(translations)} sentences of the test text ({found.bleu_signature}).", flush=True
+    )
+    return model, tokenizer, translations[0]
 
 
 def _title(text: str) -> None:

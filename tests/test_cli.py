@@ -507,15 +507,39 @@ def test_demo(monkeypatch, tmp_path, capsys):
     """The whole demo runs, with fewer updates and sentences."""
     monkeypatch.setattr(demo, "UPDATES", 5)
     monkeypatch.setattr(demo, "SCORED", 20)
+    monkeypatch.setattr(demo, "SHOWN", (3, 4))
     run_command("demo", "--out", tmp_path / "out")
     printed = capsys.readouterr().out
     assert printed.count("\nright ") == len(demo.CASES)
     assert "WRONG" not in printed
-    assert re.search(r"^\| layer_norm float32 4096x512 forward\+backward \| [\d.]+ ", printed, re.MULTILINE)
+    assert re.search(
+        r"^layer_norm float32 4096x512 forward\+backward: [\d.]+ ms, [\d.]+x as fast", printed, re.MULTILINE
+    )
+    assert "It has had 5 updates." in printed
     bundled, own = (float(bleu) for bleu in re.findall(r"BLEU ([\d.]+) on 20 sentences of the test text", printed))
     assert own < 5 < 20 < bundled
     for name in ("loss.png", "attention.png", "best/model.safetensors"):
         assert (tmp_path / "out" / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [(demo.BUDGET, 60, 145), (0.0, demo.LEAST, demo.LEAST)])
+def test_the_demo_keeps_its_budget_and_says_where_ctrl_c_left_it(monkeypatch, tmp_path, capsys, budget, least, most):
+    """Training has the seconds that are left. After Ctrl-C nothing advises an option that the demo lacks."""
+    given = {}
+
+    def train(sources, valid, folder, **options):
+        given.update(options)
+        shutil.copytree(checkpoint.PRETRAINED, folder / "step-00000003")
+        raise KeyboardInterrupt("after update 3, which is saved: --resume goes on from there")
+
+    for name, value in {"BUDGET": budget, "CASES": [], "SCORED": 5, "SHOWN": (3, 4), "train": train}.items():
+        monkeypatch.setattr(demo, name, value)
+    out = tmp_path / "out"
+    assert cli.main(["demo", "--out", str(out)]) == 130
+    assert least <= 60 * given["max_minutes"] <= most
+    said = capsys.readouterr().err
+    assert said == f"fastattn demo: interrupted in its training; {out / 'step-00000003'} holds the model so far\n"
+    assert failure(["demo", "--out", out], capsys) == f"fastattn demo: error: {out} exists already: name another folder"
 
 
 def test_what_an_interrupted_start_left_is_no_run(pairs, tmp_path):

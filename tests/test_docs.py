@@ -177,6 +177,7 @@ SHORTER = (
     ("--preset base", "--preset tiny --max-steps 2"),
 )
 MADE = {
+    "README.md": [],
     "docs/quickstart.md": [],
     "docs/translate.md": [
         *("test.es", "sampled.es", "heads.svg", "model/best", "loss.svg", "model-mean", "model-ct2", "model-int8"),
@@ -228,7 +229,7 @@ def test_commands_of_a_page_run(page, tmp_path):
         ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert ("En el principio" in done.stdout) == ("In the beginning" in script)
+    assert ("Y dijo Dios: Sea la luz, y fué la luz.\n" in done.stdout) == ("Let there be light" in script)
     assert [name for name in MADE[page] if not (tmp_path / name).exists()] == []
 
 

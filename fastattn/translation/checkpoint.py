@@ -215,11 +215,15 @@ def is_new(run: StrPath) -> bool:
     )
 
 
-def expect_new(run: StrPath) -> None:
-    """Raise :class:`InputError` unless a run may begin in this folder; checked before the work begins."""
+def expect_new(run: StrPath, mend: str = "name another folder") -> None:
+    """Raise :class:`InputError` unless a run may begin in this folder; checked before the work begins.
+
+    Args:
+        mend: what to do if the folder exists already.
+    """
     run = Path(run)
     if not is_new(run):
-        raise InputError(f"{run} exists already: name another folder, or continue its run with --resume")
+        raise InputError(f"{run} exists already: {mend}")
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryDirectory(prefix=PARTIAL, dir=existing).cleanup()

@@ -50,6 +50,7 @@ from fastattn.translation.search import Search, translate
 from fastattn.translation.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, VocabularyTooLarge
 
 METRICS = "metrics.jsonl"
+ANOTHER_FOLDER = "name another folder, or continue its run with --resume"
 REPORT_EVERY = 20  # updates
 NOTHING = torch.zeros((), device="cpu")  # begins a sum, on any device
 
@@ -268,7 +269,7 @@ def train(
                 is_default = config is None and "vocab_size" not in changes
                 pieces = _learned(train_files, model_config.vocab_size, is_default, training).models
                 stack.enter_context(checkpoint.locked(out, world.launch))
-                checkpoint.expect_new(out)
+                checkpoint.expect_new(out, ANOTHER_FOLDER)
                 return pieces
 
             tokenizer = Tokenizer(*world.on_main(learn_pieces))
@@ -317,7 +318,7 @@ def _begin(
         stack.enter_context(checkpoint.locked(out, world.launch))
         # After a restart the number of processes may differ, and with it the meaning of --accumulate.
         return newest, *_resumed(newest, preset, None if again else accumulate, changes, world.size)
-    checkpoint.expect_new(out)
+    checkpoint.expect_new(out, ANOTHER_FOLDER)
     return None, *_configured(preset, config, accumulate, changes, world.size)
 
 
