@@ -63,7 +63,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 class _Parser(argparse.ArgumentParser):
     """Parser that reports an error in the arguments in one line, and the name that was probably meant."""
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+    def parse_known_args(self, args=None, namespace=None):
         """Report an unknown option before anything else: argparse would report a missing argument instead."""
         words = sys.argv[1:] if args is None else list(args)
         is_top = self._subparsers is not None
