@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with torch, Triton, nvcc and one, and no network; in about twelve minutes.
 # usage: benchmarks/run_gpu.sh [--out OUT] [STAGE...]
-# stages: build hopper replay tests sanitizer compile benchmarks tuning; default all
+# stages: build hopper replay compile benchmarks tests sanitizer tuning; default all
 # The first ones answer open questions: whether Hopper's instructions are as the emulation has them, whether captured
-# calls repeat their masks. `tests` goes on with the tests that have not passed yet at this commit.
+# calls repeat their masks, how fast today's tiles are. `tests` goes on with the tests that have not passed yet at this
+# commit; where the commit is unknown or the code differs from it, with all.
 # Python packages beside torch and Triton: pytest>=8, hypothesis, numpy, ninja, setuptools>=77. Environment: PYTHON names
 # the interpreter, python3 by default; FASTATTN_COMMIT the commit, where the files were copied without .git.
 # A stage that fails or runs out of its time is reported and does not stop the others. OUT/summary.json says how each so
@@ -17,9 +18,9 @@ if [[ ${1:-} == --out ]]; then
   shift 2
 fi
 declare -A seconds=(
-  [build]=75 [hopper]=60 [replay]=60 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [tuning]=100
+  [build]=75 [hopper]=90 [replay]=60 [tests]=135 [sanitizer]=75 [compile]=95 [benchmarks]=115 [tuning]=100
 )
-[[ $# -gt 0 ]] || set -- build hopper replay tests sanitizer compile benchmarks tuning
+[[ $# -gt 0 ]] || set -- build hopper replay compile benchmarks tests sanitizer tuning
 for stage; do
   if [[ -z ${seconds[$stage]:-} ]]; then
     echo "unknown stage $stage; stages: ${!seconds[*]}" >&2
@@ -37,14 +38,17 @@ build() { FASTATTN_BUILD=1 FASTATTN_CUDA=1 "$python" setup.py build_ext --inplac
 hopper() {
   "$python" tests/hopper.py
   local facts=$?
-  "$python" -m pytest -q -m "slow or not slow" -k "forward or backward" tests/test_hopper.py
+  "$python" -m pytest -q -m "slow or not slow" -k "forward or backward or dropped" tests/test_hopper.py
   combined "$facts" "$?"
 }
 replay() { "$python" benchmarks/replay.py --seconds 40; }
 # Most of a test's time is Triton's compiler: many processes share the device, and each says what it has got through
 # when its time is up. The passed ones are in a folder of the commit, for the next run.
 tests() {
-  passed=$out/passed/$("$python" -c "from fastattn.bench import report; print(report.commit())")
+  local commit
+  commit=$("$python" -c "from fastattn.bench import report; print(report.commit())")
+  passed=$out/passed/${commit:-unknown}
+  [[ -n $commit && $commit != *+ ]] || rm -rf "$passed"
   export passed
   mkdir -p "$passed"
   cat "$passed"/shard-* >"$passed/all" 2>/dev/null

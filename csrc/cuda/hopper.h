@@ -1,6 +1,6 @@
 // Hopper's asynchronous instructions (sm_90a) as functions: products by warpgroups (wgmma), bulk copies (TMA), and the
-// barriers, fences and semaphores that order them. Kernels use no inline PTX besides these. csrc/tests/emulation has
-// the same functions for the host, which check the rules below.
+// barriers, fences and semaphores that order them. Kernels for Hopper use no inline PTX besides these.
+// csrc/tests/emulation has the same functions for the host, which check the rules below.
 //
 // - An asynchronous instruction is pending until a wait for it returns. Until then a thread touches neither its
 //   destination nor its operands.

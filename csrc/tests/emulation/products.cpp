@@ -178,12 +178,13 @@ void multiply(float* sums, const Product& product, Place place) {
     part.values.assign(sums, sums + product.columns / 2);
     for (int i = 0; i < product.columns / 2; ++i) memcpy(&sums[i], &kPoison, 4);
   }
+  // The operands must be ready for the first thread that starts the product.
+  if (one.started == 1) each_operand_chunk(block, one, [&](Chunk& chunk) { block.begin_use(chunk, false, place); });
   if (one.started < kGroup) return;
   if (group.group != self.product_groups.size() + 1) {
     group.group = self.product_groups.size() + 1;
     group.patience = draw_patience();
   }
-  each_operand_chunk(block, one, [&](Chunk& chunk) { block.begin_use(chunk, false, place); });
   ++block.pending;
   const auto is_first = [&group, &one] { return &group.products.front() == &one; };
   const auto finish = [&block, &group] {
