@@ -47,12 +47,12 @@ def check_file(path: StrPath, read: Iterable[StrPath] = ()) -> None:
     Args:
         read: files that the same work reads, which it must not replace.
     """
-    path = Path(path)
-    if path.is_file() and any(os.path.isfile(other) and path.samefile(other) for other in read):
-        raise InputError(f"cannot write {path}: it is also read: name another file")
-    path = path.absolute()
+    given = Path(path)
+    path = given.absolute()
     if len(os.fsencode(f"{PARTIAL}{path.name}")) > LONGEST_NAME:
         raise InputError(f"cannot write {path}: its name is too long")
+    if path.is_file() and any(os.path.isfile(other) and path.samefile(other) for other in read):
+        raise InputError(f"cannot write {given}: it is also read: name another file")
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder")
     if not path.parent.is_dir():
