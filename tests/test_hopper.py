@@ -158,6 +158,10 @@ FAULTS = {
         "forward", "wait(base + At::kValueFull + 8 * before.index, before.parity);",
         "wait(base + At::kValueFull + 8 * before.index, before.parity);", "", "a pending load writes",
     ),
+    "a single thread waits for V": (
+        "forward", "wait(base + At::kValueFull + 8 * before.index, before.parity);",
+        "wait(base", "if (threadIdx.x % 128 == 0) wait(base", "a pending load writes",
+    ),
     "semaphore raised before the sums have landed": (
         "backward", "wait_stores<0>();\npass_turn(turn, number + 1);", "wait_stores<0>();", "",
         "a pending store writes the same global memory",
