@@ -385,7 +385,7 @@ class FastPath:
         absent = (None,) * (function.count - 1)
         copied, seed = self._copied, self._seed
 
-        class Plain(function):  # type: ignore[misc, valid-type]
+        class Plain(function):  # type: ignore[misc, valid-type]  # mypy requires a base known before the program runs
             @staticmethod
             def forward(ctx: Any, *values: Any) -> Any:
                 given = list(values)
