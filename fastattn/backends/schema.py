@@ -226,8 +226,9 @@ _STEMS: dict[str, dict[str, tuple[Any, str]]] = {
     "dropout": {"dropout": (DropoutArgs, "out"), "dropout_mask": (DropoutMaskArgs, "mask")},
 }
 # Compiled fast paths (ops/register.py), by operation: the settings of the public function, which follow the record's
-# tensors. `NAME_fast` returns the first result. `NAME_fast_saving` returns all, then the other fields of the record,
-# then the seed if the record has one, copied or drawn.
+# tensors. `NAME_fast` returns the first result, `attention_fast_defaults` that of a call with defaults only.
+# `NAME_fast_saving` returns all results, then the other fields of the record, then the seed if the record has one,
+# copied or drawn.
 _FAST_PATHS = {
     "attention": (
         "float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, int window_left=-1, "
@@ -327,4 +328,5 @@ RESULTS = {name: results.split() for functions in _STEMS.values() for name, (_, 
 SCHEMAS = {name: name + _schema(*signature) for functions in _STEMS.values() for name, signature in functions.items()}
 for _name, _settings in _FAST_PATHS.items():
     SCHEMAS |= _fast_schemas(_name, _settings)
+SCHEMAS["attention_fast_defaults"] = "attention_fast_defaults(Tensor query, Tensor key, Tensor value) -> Tensor"
 CONTRACT = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()[:12]  # compiled into the libraries

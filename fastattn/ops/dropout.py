@@ -16,13 +16,13 @@ from fastattn.backends.common import empty_dense
 from fastattn.backends.schema import DropoutArgs, DropoutMaskArgs
 from fastattn.ops import check
 from fastattn.ops.jagged import is_jagged, on_values
-from fastattn.ops.register import FastPath, Op
+from fastattn.ops.register import Op, fast_path
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["dropout", "dropout_mask"]
 
 
-_plain = FastPath("dropout")
+_plain = fast_path("dropout")
 
 
 @check.unscriptable

@@ -24,7 +24,7 @@ from fastattn.backends.schema import (
 from fastattn.ops import check
 from fastattn.ops.dropout import dropout
 from fastattn.ops.jagged import is_jagged, on_values
-from fastattn.ops.register import FastPath, Op, may_want_gradient
+from fastattn.ops.register import Op, fast_path, may_want_gradient
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["dropout_add_layer_norm", "layer_norm"]
@@ -32,8 +32,8 @@ __all__ = ["dropout_add_layer_norm", "layer_norm"]
 _SIZES = (int, numbers.Integral, torch.SymInt)
 
 
-_plain = FastPath("layer_norm")
-_plain_residual = FastPath("dropout_add_layer_norm")
+_plain = fast_path("layer_norm")
+_plain_residual = fast_path("dropout_add_layer_norm")
 
 
 @check.unscriptable

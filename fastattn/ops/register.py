@@ -306,121 +306,128 @@ _TYPES = {
 }
 
 
-class FastPath:
-    """Plain calls of a public function: one call of compiled code, and autograd's node if a gradient is needed.
+def fast_path(name: str, *, is_cast: bool = False) -> Callable[..., Any]:
+    """Return a function for plain calls: one call of compiled code, with autograd's node if a gradient is needed.
 
-    It is called with the record's tensors and the settings of its schema, and returns the result. For a call that is
-    not plain it returns None; the public function then serves the call, or raises the error. docs/design.md says what
-    is plain.
+    It takes the record's tensors and the settings of the operation's ``NAME_fast`` in the schema; the last ones may be
+    left out. It returns the result. For a call that is not plain it returns None; the public function then serves the
+    call, or raises the error. docs/design.md says what is plain.
 
     Args:
         name: name of the operation.
         is_cast: whether autocast casts the operands on the CPU.
     """
+    compiled = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast")
+    if compiled is None:
+        return lambda *values: None
+    compiled_defaults = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast_defaults", compiled)
+    labels, kinds, defaults = _fast_arguments(name)
+    tensors, required = TENSORS[RECORDS[name]], len(labels) - len(defaults)
+    mask = labels.index("attn_mask") if "attn_mask" in labels else None
+    accepted: dict[tuple[type, ...], tuple[Any, ...]] = {}  # defaults of the arguments given, or (), by types
+    differentiated = functools.cache(functools.partial(_plain_apply, name, labels))
 
-    def __init__(self, name: str, *, is_cast: bool = False) -> None:
-        given = [argument.split() for argument in SCHEMAS[f"{name}_fast"].split("(")[1].split(")")[0].split(", ")]
-        labels = [label.split("=")[0] for _, label in given]
-        defaults = [label.split("=")[1] for _, label in given if "=" in label]
-        self._name = name
-        self._is_cast = is_cast
-        self._compiled = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast")
-        self._kinds = [_TYPES[kind] for kind, _ in given]
-        self._tensors = TENSORS[RECORDS[name]]
-        self._required = len(given) - len(defaults)
-        self._defaults = tuple(map(ast.literal_eval, defaults))
-        self._accepted: dict[tuple[type, ...], bool] = {}
-        # The caller may change these before the backward pass, which reads copies.
-        owned = ("attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k")
-        self._copied = frozenset(place for place, label in enumerate(labels) if label in owned)
-        self._mask = labels.index("attn_mask") if "attn_mask" in labels else -1
-        self._seed = labels.index("seed") if "seed" in labels else None
+    def accept(types: tuple[type, ...]) -> tuple[Any, ...] | None:
+        """Return what ``accepted`` holds for these types, or None if one is not the schema's. A bool is no integer.
 
-    def __call__(self, *values: Any) -> Any:
-        if self._compiled is None or thread.forced is not None or thread.explaining or is_observed():
+        It holds () if a tensor is among the arguments with a default: comparing a tensor with them would run a kernel.
+        """
+        if not all(kind in allowed for kind, allowed in zip(types, kinds, strict=False)):
+            return None
+        accepted[types] = () if any(kind in PLAIN for kind in types[required:]) else defaults[: len(types) - required]
+        return accepted[types]
+
+    def call(*values: Any) -> Any:
+        if thread.forced is not None or thread.explaining or is_observed():
             return None
         types = tuple(map(type, values))
-        has_tensors = self._accepted.get(types)
-        if has_tensors is None and (has_tensors := self._accept(types)) is None:
+        usual = accepted.get(types)
+        if usual is None and (usual := accept(types)) is None:
             return None
-        if self._is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
+        if is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
             return None
-        if self._mask >= 0 and values[self._mask] is not None:
-            values = self._with_mask(values)
+        if mask is not None and values[mask] is not None:
+            values = *values[:mask], _of_four_dimensions(values[mask]), *values[mask + 1 :]
         if torch.is_grad_enabled():
-            for value in values[: self._tensors]:
+            for value in values[:tensors]:
                 if value is not None and value.requires_grad:
-                    return self._apply(*values)
-        if not has_tensors and values[self._required :] == self._defaults:  # each argument takes 0.1 us
-            values = values[: self._required]
+                    return differentiated()(*values)
         try:
-            return self._compiled(*values)
+            if values[required:] == usual:  # each argument takes 0.1 us
+                return compiled_defaults(*values[:required])
+            return compiled(*values)
         except RuntimeError:  # torch refuses the layout, or the bindings packed sequences
             return None
 
-    def _accept(self, types: tuple[type, ...]) -> bool | None:
-        """Return whether optional tensors are given, or None if a type is not the schema's. A bool is no integer."""
-        if not all(kind in kinds for kind, kinds in zip(types, self._kinds, strict=True)):
-            return None
-        self._accepted[types] = any(kind in PLAIN for kind in types[self._required :])
-        return self._accepted[types]
+    return call
 
-    def _with_mask(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with leading dimensions of 1 in front of a mask of fewer than 4."""
-        mask = values[self._mask]
-        if mask.layout is not torch.strided or mask.is_nested or mask.dim() >= 4:
-            return values
-        return *values[: self._mask], mask[(None,) * (4 - mask.dim())], *values[self._mask + 1 :]
 
-    @functools.cached_property
-    def _apply(self) -> Callable[..., Any]:
-        """The ``apply`` of a function of autograd whose inputs are the arguments of a call.
+def _fast_arguments(name: str) -> tuple[list[str], list[frozenset[Any]], tuple[Any, ...]]:
+    """Return the names of a fast path's arguments, the types that each accepts, and the defaults of the last ones."""
+    given = [argument.split() for argument in SCHEMAS[f"{name}_fast"].split("(")[1].split(")")[0].split(", ")]
+    defaults = [label.split("=")[1] for _, label in given if "=" in label]
+    labels = [label.split("=")[0] for _, label in given]
+    return labels, [_TYPES[kind] for kind, _ in given], tuple(map(ast.literal_eval, defaults))
 
-        It returns the first result, or None for a call that is not plain.
-        """
-        function, record = OPS[self._name].function, RECORDS[self._name]
-        tensors, results = TENSORS[record], len(RESULTS[self._name])
-        compiled = TABLE["cpu"].FUNCTIONS[f"{self._name}_fast_saving"]
-        differentiate = TABLE["cpu"].FUNCTIONS[function.derivative].operation
-        absent = (None,) * (function.count - 1)
-        copied, seed = self._copied, self._seed
 
-        class Plain(function):  # type: ignore[misc, valid-type]  # mypy requires a base known before the program runs
-            @staticmethod
-            def forward(ctx: Any, *values: Any) -> Any:
-                given = list(values)
-                for place, value in enumerate(given[:tensors]):
-                    if value is None:
-                        continue
-                    if place in copied and not value.is_floating_point():
-                        given[place] = expanded_copy(value)
-                    elif value.is_inference():  # cannot be saved
-                        return None
-                try:
-                    found = compiled(*given)
-                except RuntimeError:
+def _of_four_dimensions(mask: Tensor) -> Tensor:
+    """Return a strided mask of fewer than 4 dimensions with leading dimensions of 1, and any other as it is."""
+    if mask.layout is not torch.strided or mask.is_nested or mask.dim() >= 4:
+        return mask
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _plain_apply(name: str, labels: Sequence[str]) -> Callable[..., Any]:
+    """Return the ``apply`` of a function of autograd whose inputs are the arguments of a fast path.
+
+    It returns the first result, or None for a call that is not plain.
+    """
+    function, record = OPS[name].function, RECORDS[name]
+    tensors, results = TENSORS[record], len(RESULTS[name])
+    compiled = TABLE["cpu"].FUNCTIONS[f"{name}_fast_saving"]
+    differentiate = TABLE["cpu"].FUNCTIONS[function.derivative].operation
+    absent = (None,) * (function.count - 1)
+    # The caller may change these before the backward pass, which reads copies.
+    copied = {"attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k"}
+    is_copied = [label in copied for label in labels[:tensors]]
+    seed = labels.index("seed") if "seed" in labels else None
+
+    class Plain(function):  # type: ignore[misc, valid-type]  # mypy requires a base known before the program runs
+        @staticmethod
+        def forward(ctx: Any, *values: Any) -> Any:
+            given = list(values)
+            for place, value in enumerate(given[:tensors]):
+                if value is None:
+                    continue
+                if is_copied[place] and not value.is_floating_point():
+                    given[place] = expanded_copy(value)
+                elif value.is_inference():  # cannot be saved
                     return None
-                if found[0] is None:
-                    return None
-                if seed is None:
-                    args = record(*given[:tensors], *found[results:])
-                else:
-                    given[seed] = found[-1]
-                    args = record(*given[:tensors], *found[results:-1])
-                function.keep(ctx, "cpu", len(given), args, found[:results])
-                return found[0]
+            try:
+                found = compiled(*given)
+            except RuntimeError:
+                return None
+            if found[0] is None:
+                return None
+            if seed is None:
+                args = record(*given[:tensors], *found[results:])
+            else:
+                given[seed] = found[-1]
+                args = record(*given[:tensors], *found[results:-1])
+            function.keep(ctx, "cpu", len(given), args, found[:results])
+            return found[0]
 
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor | None) -> Any:
-                if (
-                    type(grad) is not Tensor
-                    or grad.is_sparse
-                    or torch.is_grad_enabled()
-                    or is_observed()
-                    or is_batched_gradient(grad)
-                ):
-                    return function.backward(ctx, grad)
-                found = differentiate(grad, *absent, *ctx.saved_tensors, *ctx.settings)
-                return function.selected(ctx, found)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None) -> Any:
+            if (
+                type(grad) is not Tensor
+                or grad.is_sparse
+                or torch.is_grad_enabled()
+                or is_observed()
+                or is_batched_gradient(grad)
+            ):
+                return function.backward(ctx, grad)
+            found = differentiate(grad, *absent, *ctx.saved_tensors, *ctx.settings)
+            return function.selected(ctx, found)
 
-        return bind_apply(_named(Plain, self._name))
+    return bind_apply(_named(Plain, name))

@@ -15,13 +15,13 @@ from fastattn.backends.common import stat_dtype
 from fastattn.backends.schema import TENSORS, SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
 from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
-from fastattn.ops.register import FastPath, Op
+from fastattn.ops.register import Op, fast_path
 from fastattn.ops.sharding import Shards, is_sharded
 
 __all__ = ["softmax_dropout"]
 
 
-_plain = FastPath("softmax_dropout")
+_plain = fast_path("softmax_dropout")
 
 
 @check.unscriptable
