@@ -252,7 +252,7 @@ def test_every_kind_of_operands_has_tiles():
     """No kind of operands lacks a tile."""
     for lines in (tiles.HALF, tiles.HALF_10):
         for kernel in ("forward", "grad_query", "grad_key_value"):
-            for kind in ("regular", "pointers", "irregular", "masked"):
+            for kind in ("regular", "pointers", "irregular", "masked", "float_masked"):
                 assert lines.get(f"{kernel}_{kind}", lines[kernel]).keys() == {64, 128, 256}
 
 

@@ -55,7 +55,8 @@ def attention(kind, size, threshold):
         rest = starts, starts, None, seed, longest, longest, size**-0.5, longest, longest, threshold, True
     else:
         shape, name = (batch, heads, length, size), "attention"
-        mask = torch.ones(batch, 1, 1, length, device=DEVICE, dtype=torch.bool) if kind == "masked" else None
+        dtypes = {"masked": torch.bool, "float_masked": torch.float32}
+        mask = torch.ones(batch, 1, 1, length, device=DEVICE, dtype=dtypes[kind]) if kind in dtypes else None
         rest = mask, None, seed, size**-0.5, length, length, False, threshold, True
     *operands, out, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(5))
     stats = torch.ones(2, *shape[:-1], device=DEVICE)  # arbitrary, because times do not depend on values
@@ -93,7 +94,7 @@ def rows(columns):
 def candidates():
     """Yield (name, table, key, values to try, call to time, kernel of the call to time, or None for all kernels)."""
     table = tiles.table(torch.bfloat16, is_aligned=True, device=torch.device(DEVICE))
-    kinds = "regular", "irregular", "pointers", "masked"
+    kinds = "regular", "irregular", "pointers", "masked", "float_masked"
     for kind, size, threshold in itertools.product(kinds, (64, 128), (0, THRESHOLD)):
         forward, backward = attention(kind, size, threshold)
         for kernel in KERNELS:

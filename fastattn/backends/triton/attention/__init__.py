@@ -105,7 +105,7 @@ class _Call:
     def _tile(self, kernel: str) -> tiles.Tile:
         largest = max(self.head_dim, self.value_head_dim)
         if self.problem.mask is not None:
-            kind = "masked"
+            kind = "float_masked" if self.problem.mask.pointer.is_floating_point() else "masked"
         elif self.is_packed or self.head_dim != self.value_head_dim or largest & (largest - 1):
             kind = "irregular"
         else:

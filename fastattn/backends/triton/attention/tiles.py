@@ -90,6 +90,10 @@ HALF_10 = HALF | {
 }
 HALF_10 |= {f"{kernel}_pointers": HALF_10[kernel] for kernel in ("forward", "grad_query", "grad_key_value")}
 HALF_10["forward_irregular"] = HALF_10["forward"]
+# A float mask takes a register per score. On 9.0 these tiles have eight warps, because with four and dropout they spill
+# up to 750 bytes (as compiled, not measured on a GPU).
+HALF["forward_float_masked"] = HALF["forward_masked"] | {64: Tile(128, 64, 8, 2)}
+HALF["grad_query_float_masked"] = HALF["grad_query_masked"] | {64: Tile(128, 64, 8, 2)}
 # Other devices: mma reads its operands from registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Dropout
 # requires that warps divide a tile by rows. They do so only if the tile has at least as many rows as the head columns.
 HALF_SMALL = {
@@ -214,10 +218,11 @@ def choose(kernel: str, dtype: torch.dtype, head_dim: int, kind: str, is_aligned
 
     Args:
         head_dim: the larger of the two head sizes.
-        kind: "regular", "pointers", "masked" or "irregular".
+        kind: "regular", "pointers", "masked", "float_masked" or "irregular".
     """
     lines = table(dtype, is_aligned, device)
-    line = lines.get(f"{kernel}_{kind}", lines[kernel])
+    names = f"{kernel}_{kind}", f"{kernel}_{kind.removeprefix('float_')}", kernel
+    line = next(lines[name] for name in names if name in lines)
     return next(tile for largest, tile in line.items() if head_dim <= largest)
 
 
