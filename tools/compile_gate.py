@@ -1,14 +1,17 @@
 """Compile the CUDA library for several architectures, without a GPU, and print the registers and faults of each kernel.
 
-Usage: python tools/compile_gate.py [ARCHITECTURE ...], by default 8.0 9.0 10.0, and the kernels with Hopper's
-asynchronous products for 9.0a. The exit status is 1 if a kernel has a fault: local memory (spills or arrays), or
-aligned operands without 128-bit loads and stores.
+Usage: python tools/compile_gate.py [--record] [ARCHITECTURE ...], by default 8.0 9.0 10.0, and the kernels with
+Hopper's asynchronous products for 9.0a. The exit status is 1 if a kernel has a fault: local memory (spills or arrays),
+or aligned operands without 128-bit loads and stores.
 
-A kernel with asynchronous products may have local memory, but hardly accesses it in its plain main loop. There a
-product is still pending behind the first wait, and at most two barriers stop the consumers. The compiler serialises no
-products.
+A file with asynchronous products has no kernel without them. Their compiler serialises none. Their plain main loop has
+a product that is still pending behind the first wait, and at most two barriers that stop the consumers. Only a kernel
+with dropout accesses the stack, a few times per iteration. The registers of its roles, and the instructions per score
+and the order of products, waits and barriers in its plain main loop are those in tests/hopper_code.txt. --record writes
+that file after an intended change, and does nothing else.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import re
@@ -29,8 +32,12 @@ ARCHITECTURES = ("8.0", "9.0", "10.0")
 HOPPER = "9.0a"
 # Messages of ptxas: setmaxnreg has no effect, and reasons for which it puts waits between products.
 SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\)[^\n]*")
-MOST_LOCAL = 1 / 50  # Accesses to the stack per instruction of a plain main loop.
+PHILOX = "-0x2daee0ad"  # 0xd2511f53, a multiplier of Philox, as the disassembler writes it
+MOST_LOCAL = 10  # Accesses to the stack per iteration of a plain main loop with dropout, 24 instructions per score.
 MOST_BARRIERS = 2
+RECORD = ROOT / "tests/hopper_code.txt"
+RECORDED = ("HGMMA", "WARPGROUP", "BAR", "SYNCS")  # instructions whose order is recorded
+TOLERANCE = 0.02  # Relative change of the instructions per score, which differ a little between compilers.
 SCALAR = re.compile(r"add_groups|merge|attend<.*(false|, 0)")  # kernels with few or with unaligned operands
 
 
@@ -46,6 +53,7 @@ class Kernel:
     wide_loads: int
     wide_stores: int
     code: list[Instruction] = dataclasses.field(repr=False)
+    source: str = ""  # name of its file, if that has asynchronous products
 
     @cached_property
     def loop(self) -> Loop | None:
@@ -62,10 +70,26 @@ class Kernel:
         """Registers per thread that the warpgroups take or keep, as setmaxnreg says."""
         return sorted(i.count or 0 for i in self.code if i.base == "USETMAXREG")
 
+    @property
+    def drops(self) -> bool:
+        """Whether the kernel draws dropout's random numbers."""
+        return any(PHILOX in i.operands for i in self.code)
+
+    @property
+    def record(self) -> str:
+        """The kernel's line in the file of records, "" without a loop with products."""
+        if self.loop is None:
+            return ""
+        registers, rate = " and ".join(map(str, self.roles)), len(self.loop.body) / self.loop.scores
+        events = order([i for i in self.loop.body if i.base in RECORDED])
+        return f"{self.source}: {self.name}: registers {registers}; {rate:.2f} instructions per score; {events}"
+
     def faults(self) -> list[str]:
         if self.loop is not None:
             return self._faults_of(self.loop)
         found = []
+        if self.source:
+            found.append("has no loop with asynchronous products")
         if self.local:
             found.append(f"spills or has arrays in {self.local} bytes of local memory")
         if not SCALAR.match(self.name) and not (self.wide_loads and self.wide_stores):
@@ -74,8 +98,10 @@ class Kernel:
 
     def _faults_of(self, loop: Loop) -> list[str]:
         found = []
-        if loop.local > MOST_LOCAL * len(loop.body):
-            found.append(f"{loop.local} of {len(loop.body)} instructions of the loop access the stack")
+        if self.local and not self.drops:
+            found.append(f"{self.local} bytes of local memory without dropout")
+        if loop.local > MOST_LOCAL:
+            found.append(f"{loop.local} accesses to the stack in the loop")
         if loop.barriers > MOST_BARRIERS:
             found.append(f"{loop.barriers} barriers in the loop")
         waits = [i.count or 0 for i in loop.body if i.base == "WARPGROUP" and "DEPBAR" in i.opcode]
@@ -110,8 +136,8 @@ def cuobjdump(*arguments: object) -> str:
     return subprocess.run([command, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
 
 
-def kernels_of(path: Path) -> list[Kernel]:
-    """Return all kernels in a compiled file."""
+def kernels_of(path: Path, source: str = "") -> list[Kernel]:
+    """Return all kernels in a compiled file. ``source`` names its source if that has asynchronous products."""
     code = {}
     for part in re.split(r"^arch = sm_", cuobjdump("--dump-sass", path), flags=re.MULTILINE)[1:]:
         architecture, *functions = re.split(r"Function : ", part)
@@ -133,6 +159,7 @@ def kernels_of(path: Path) -> list[Kernel]:
             wide_loads=len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", text)),
             wide_stores=len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", text)),
             code=parse(text),
+            source=source,
         )
         for ((architecture, symbol), text), name in zip(code.items(), names.stdout.splitlines(), strict=True)
     ]
@@ -174,13 +201,54 @@ def hopper_sources() -> list[Path]:
     return [path for path in files if "wait_products<1>" in path.read_text()]
 
 
-def main() -> None:
-    found = kernels_of(library(tuple(sys.argv[1:]) or ARCHITECTURES))
+def hopper_kernels() -> tuple[list[Kernel], list[str]]:
+    """Compile all kernels with asynchronous products. Return them and the messages on serialised products."""
+    found: list[Kernel] = []
     messages = []
     for source in hopper_sources():
         path, serialised = compile_hopper(source)
-        found += kernels_of(path)
+        found += kernels_of(path, source.name)
         messages += [f"{source.name}: {message}" for message in serialised]
+    return found, messages
+
+
+def record(kernels: list[Kernel]) -> None:
+    """Write the file of records."""
+    RECORD.write_text("".join(f"{line}\n" for line in sorted(kernel.record for kernel in kernels) if line))
+
+
+def differences(kernels: list[Kernel], source: str = "") -> list[str]:
+    """Return how the kernels, all those of one file or of all, differ from their records."""
+    recorded, present = (
+        {": ".join(parts[:2]): parts[2].split("; ") for parts in (line.split(": ", 2) for line in lines)}
+        for lines in (
+            [line for line in RECORD.read_text().splitlines() if line.split(": ")[0] == source or not source],
+            [kernel.record for kernel in kernels if kernel.record],
+        )
+    )
+    found = [f"{name}: recorded, but not found" for name in recorded if name not in present]
+    for name, now in present.items():
+        if name not in recorded:
+            found.append(f"{name}: not in {RECORD.name}")
+            continue
+        rates = [float(parts[1].split()[0]) for parts in (recorded[name], now)]
+        is_other = [before != after for before, after in zip(recorded[name], now, strict=True)]
+        is_other[1] = abs(rates[1] / rates[0] - 1) > TOLERANCE
+        parts = zip(is_other, recorded[name], now, strict=True)
+        found += [f"{name}: {after}; recorded: {before}" for other, before, after in parts if other]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the CUDA kernels and examine their machine code.")
+    parser.add_argument("architectures", nargs="*", default=ARCHITECTURES, metavar="ARCHITECTURE")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)} and do nothing else")
+    arguments = parser.parse_args()
+    hopper, messages = hopper_kernels()
+    if arguments.record:
+        return record(hopper)
+    found = [*kernels_of(library(tuple(arguments.architectures))), *hopper]
+    messages += differences(hopper)
     print(*found, *messages, sep="\n")
     sys.exit(bool(messages) or any(kernel.faults() for kernel in found))
 
