@@ -2,6 +2,8 @@
 
 Run as a program on a GPU, it compares the facts with the emulation's in ``hopper_facts.txt``. Argument: the name of a
 fact. Without it, each fact gets a process of its own, so that a fault or a wait without end costs one fact.
+
+``python tests/hopper.py --record`` writes that file, from the emulation.
 """
 
 import concurrent.futures
@@ -92,8 +94,8 @@ def swizzled(byte):
     return byte ^ (byte >> 7 & 7) << 4
 
 
-def descriptor(offset, leading, stride, swizzle):
-    return offset >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | swizzle << 62
+def descriptor(offset, leading, stride, swizzle, base=0):
+    return offset >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | base << 49 | swizzle << 62
 
 
 ROWS = descriptor(0, 16, 1024, SWIZZLES["128"])  # rows of 128 bytes, the depth contiguous
@@ -103,6 +105,16 @@ def place_rows(image, offset, rows):
     """Put (n, 16) numbers into an image where ``ROWS`` from this offset on reads them."""
     outer, depth = np.arange(len(rows))[:, None], np.arange(16)
     image[torch.from_numpy(swizzled(offset + 128 * outer + 2 * depth) // 2)] = rows.to(image.dtype)
+
+
+COLUMNS = descriptor(0, 2048, 1024, SWIZZLES["128"])  # rows of 128 bytes, the other dimension contiguous
+
+
+def place_columns(image, offset, rows):
+    """Put (n, 16) numbers into an image where ``COLUMNS`` from this offset on reads them."""
+    outer, depth = np.arange(len(rows))[:, None], np.arange(16)
+    bytes = offset + outer // 64 * 2048 + outer % 64 * 2 + depth * 128
+    image[torch.from_numpy(swizzled(bytes) // 2)] = rows.to(image.dtype)
 
 
 def empty_image(dtype=torch.bfloat16):
@@ -171,18 +183,35 @@ def a_words(library):
     yield as_map(values, bits, lambda value: f"({value // 8},{value // 2 % 4},{value % 2})")
 
 
-def float16(library):
-    """Sums of products of float16 numbers that bfloat16 would round, with A in shared memory and in registers."""
-    image, words = empty_image(torch.float16), torch.zeros(128, 8, dtype=torch.float16)
-    row, column = torch.zeros(64, 16), torch.zeros(64, 16)
-    row[:, 0], column[:, 0] = 1 + torch.arange(64) / 1024, torch.arange(64)
-    words[::4, 0] = row.view(4, 2, 8, 16)[:, 0, :, 0].flatten().half()
-    words[::4, 2] = row.view(4, 2, 8, 16)[:, 1, :, 0].flatten().half()
-    place_rows(image, 0, row)
-    place_rows(image, 8192, column)
-    for form in (4, 5):
-        found = product(library, 64, form, image, as_words(words), ROWS, ROWS + (8192 >> 4))
-        yield f"{int((matrix(found) != row[:, :1] * column[:, 0]).sum())} of 4096 differ"
+# Form of the kernel's product, by dtype, and by where A is and which dimension of A and of B is contiguous.
+FORMS = {
+    (torch.bfloat16, "A depth, B depth"): 0, (torch.bfloat16, "A outer, B depth"): 1,
+    (torch.bfloat16, "A in registers, B depth"): 2, (torch.bfloat16, "A in registers, B outer"): 3,
+    (torch.bfloat16, "A outer, B outer"): 6,
+    (torch.float16, "A depth, B depth"): 4, (torch.float16, "A in registers, B depth"): 5,
+    (torch.float16, "A outer, B outer"): 7, (torch.float16, "A in registers, B outer"): 8,
+}  # fmt: skip
+
+
+def numbers(library):
+    """Sums of products of random numbers, in float16 those that bfloat16 would round, by form of the product.
+
+    The sums are exact in float32."""
+    generator = torch.Generator().manual_seed(0)
+    for (dtype, form), number in FORMS.items():
+        largest = 2048 if dtype == torch.float16 else 256
+        for columns in (64, 128):
+            a = torch.randint(1 - largest, largest, (64, 16), generator=generator) / 1024
+            b = torch.randint(-8, 9, (columns, 16), generator=generator).float()
+            image = empty_image(dtype)
+            (place_columns if "A outer" in form else place_rows)(image, 0, a)
+            (place_columns if "B outer" in form else place_rows)(image, 8192, b)
+            of_a, of_b = (COLUMNS if f"{name} outer" in form else ROWS for name in "AB")
+            # (warp, row / 8, row % 8, depth / 8, depth % 8 / 2, depth % 2) by (thread, register, half)
+            words = a.view(4, 2, 8, 2, 4, 2).permute(0, 2, 4, 3, 1, 5).reshape(128, 8).to(dtype)
+            found = product(library, columns, number, image, as_words(words), of_a, of_b + (8192 >> 4))
+            name = str(dtype).removeprefix("torch.")
+            yield f"{name}, {form}: {int((matrix(found) != a @ b.T).sum())} of {64 * columns} differ"
 
 
 # (offset, leading, stride, swizzle) in bytes
@@ -233,6 +262,17 @@ def a_bytes(library):
             yield f"{label} contiguous, {(offset, leading, stride)}, swizzle {swizzle}: {values}"
 
 
+def base_offset(library):
+    """Byte that each element of A comes from, counted from where the swizzle's pattern of 1024 bytes begins: at 512."""
+
+    def measure(image):
+        place_rows(image, 1 << 16, torch.eye(64, 16))
+        a = descriptor(512, 16, 1024, SWIZZLES["128"], base=4)
+        return matrix(product(library, 64, 0, image, no_words(), a, ROWS + (1 << 12)))[:, :16].flatten()
+
+    yield as_map(by_bytes(measure) - 512, names("depth", 16) + names("row", 64))
+
+
 # (sizes, strides in elements, box, swizzle, place)
 TILES = [
     ((128, 300, 1, 1), (128, 38400, 38400), (64, 64, 1, 1), "128", (64, 32, 0, 0)),
@@ -278,7 +318,7 @@ def tiles(library):
 def barriers(library):
     """Which parities have ended (1: parity 0, 2: parity 1) by event, and words that were loaded."""
     data = ((torch.arange(4096) * 7 + 1) % 256).to(torch.uint8)
-    out = torch.full((12,), -1, dtype=torch.int32)
+    out = torch.full((14,), -1, dtype=torch.int32)
     call(library, "barriers", data, out)
     yield " ".join(map(str, out.tolist()))
 
@@ -327,7 +367,10 @@ def arithmetic(library):
     yield " ".join(f"{value & 0xFFFFFFFF:08x}" for value in (*powers.tolist(), *pairs.tolist()))
 
 
-FUNCTIONS = (sums, a_words, float16, b_bytes, a_bytes, tiles, barriers, turns, ordered, registers, matrices, arithmetic)
+FUNCTIONS = (
+    sums, a_words, numbers, b_bytes, a_bytes, base_offset, tiles, barriers, turns, ordered, registers, matrices,
+    arithmetic,
+)  # fmt: skip
 BY_NAME = {function.__name__: function for function in FUNCTIONS}
 
 
@@ -437,7 +480,19 @@ def compared_alone(name):
     return done.stdout + done.stderr if done.returncode else ""
 
 
+def record():
+    """Write the file of facts from the emulation."""
+    import emulation
+
+    with emulation.strict():
+        library = emulation.library()[1]
+        FACTS.write_text("".join(f"{line}\n" for name in BY_NAME for line in lines(library, name)))
+
+
 def main():
+    if sys.argv[1:] == ["--record"]:
+        record()
+        return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("nothing to do: no GPU of compute capability 9.0")
         return

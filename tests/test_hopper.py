@@ -92,6 +92,22 @@ def test_static_shared_memory_is_refused(kernels):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+@pytest.mark.parametrize(
+    ("form", "offset", "leading", "stride", "swizzle", "base"),
+    [
+        (2, 512, 16, 1024, "128", 0), (2, 512, 16, 1024, "128", 2), (2, 0, 16, 1024, "128", 4),
+        (2, 0, 16, 512, "128", 0), (2, 64, 16, 512, "64", 0), (2, 128, 16, 256, "32", 0),
+        (3, 128, 8192, 1024, "128", 0), (3, 0, 2048 + 128, 512, "64", 0), (3, 0, 4096, 256, "none", 1),
+    ],
+)  # fmt: skip
+def test_operands_that_begin_within_a_pattern_are_refused(kernels, form, offset, leading, stride, swizzle, base):
+    """Where the swizzle's pattern begins is a multiple of its size, or what the base offset says."""
+    b = hopper.descriptor(offset, leading, stride, hopper.SWIZZLES[swizzle], base)
+    with pytest.raises(RuntimeError, match=f"base offset {base} is not where its swizzle's pattern"):
+        hopper.product(kernels, 64, form, hopper.empty_image(), hopper.no_words(), 0, b)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 def test_a_deadlock_is_found(kernels):
     """The message names each place at which threads wait, and the seed that repeats it."""
     turn = torch.full((1,), 7, dtype=torch.int32)  # nobody's

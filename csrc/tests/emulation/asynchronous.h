@@ -138,10 +138,11 @@ struct Asynchronous {
   void try_end(uint32_t address, Place place);
 };
 
-// Return where an element at a shared address lies.
-inline uint32_t swizzled(uint32_t address, int swizzle) {
+// Return where an element at a shared address lies. The pattern begins `base` * 128 bytes behind a multiple of its
+// size.
+inline uint32_t swizzled(uint32_t address, int swizzle, uint32_t base = 0) {
   const uint32_t bits = swizzle ? 8u >> swizzle << 1 : 1;
-  return address ^ (address >> 7 & (bits - 1)) << 4;
+  return address ^ (((address >> 7) - base) & (bits - 1)) << 4;
 }
 
 }  // namespace emulation

@@ -9,22 +9,43 @@ constexpr uint32_t kPoison = 0x7fc0dead;  // NaN: sums of a pending product
 
 // An operand in shared memory.
 struct Operand {
-  uint64_t descriptor;
   bool is_outer;
+  uint32_t start, leading, stride, base;  // The base offset is where the swizzle's pattern begins, in 128 bytes.
+  int swizzle;
+  uint32_t width, row;  // of a swizzled row: bytes, elements
+
+  Operand(uint64_t descriptor, bool is_outer)
+      : is_outer(is_outer),
+        start((uint32_t)(descriptor & 0x3fff) << 4),
+        leading((uint32_t)(descriptor >> 16 & 0x3fff) << 4),
+        stride((uint32_t)(descriptor >> 32 & 0x3fff) << 4),
+        base((uint32_t)(descriptor >> 49 & 7)),
+        swizzle((int)(descriptor >> 62)),
+        width(swizzle ? 256u >> swizzle : 16),
+        row(width / 2) {}
+
+  // Stop unless each group of 8 rows begins where the pattern of the swizzle does.
+  void check(int size, Place place) const {
+    const uint32_t pattern = 8 * width;
+    const bool is_leading_used = is_outer && (uint32_t)size > row;
+    if (swizzle ? start % pattern / 128 != base || start % 128 >= width || stride % pattern ||
+                      (is_leading_used && leading % pattern)
+                : base)
+      stop(
+          "%s:%d: an operand at shared address %u, leading %u, stride %u, base offset %u is not where its swizzle's "
+          "pattern of %u bytes begins",
+          place.file, place.line, start, leading, stride, base, pattern);
+  }
 
   // Return the shared address of an element, by its place along rows or columns and along the depth.
   uint32_t address(uint32_t outer, uint32_t depth) const {
-    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
-                   stride = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
-    const int swizzle = (int)(descriptor >> 62);
-    const uint32_t width = swizzle ? 256u >> swizzle : 16, row = width / 2;
     uint32_t at = start;
     if (!is_outer)
       at += outer / 8 * stride + outer % 8 * width + (swizzle ? depth * 2 : depth % 8 * 2 + depth / 8 * leading);
     else
       at += outer % row * 2 + depth % 8 * width +
             (swizzle ? outer / row * leading + depth / 8 * stride : outer / row * stride + depth / 8 * leading);
-    return swizzled(at, swizzle);
+    return swizzled(at, swizzle, base);
   }
 
   // Call use(shared address) for the chunks of the operand.
@@ -41,8 +62,8 @@ void each_operand_chunk(Asynchronous& block, const Pending& product, Use use) {
     block.check(address, kChunk, kChunk, product.place);
     use(block.chunks[(address - block.first) / kChunk]);
   };
-  if (!product.words) Operand{product.a, product.is_a_outer}.each_chunk(64, chunk);
-  Operand{product.b, product.is_b_outer}.each_chunk(product.columns, chunk);
+  if (!product.words) Operand(product.a, product.is_a_outer).each_chunk(64, chunk);
+  Operand(product.b, product.is_b_outer).each_chunk(product.columns, chunk);
 }
 
 float element(const Asynchronous& block, const Pending& product, const Operand& operand, uint32_t outer,
@@ -75,7 +96,7 @@ void check_fenced(Thread& self, const void* registers, size_t bytes, Place place
 
 // Multiply, and return the sums by thread and register.
 std::vector<float> compute(const Asynchronous& block, const Pending& product) {
-  const Operand of_a = {product.a, product.is_a_outer}, of_b = {product.b, product.is_b_outer};
+  const Operand of_a(product.a, product.is_a_outer), of_b(product.b, product.is_b_outer);
   const int columns = product.columns, registers = columns / 2;
   std::vector<float> a(64 * 16), b((size_t)(16 * columns)), sums((size_t)(64 * columns)), result(sums.size());
   for (int k = 0; k < 16; ++k) {
@@ -137,6 +158,8 @@ Pending& started(Warpgroup& group, Thread& self, const Product& product, Place p
     group.products.emplace_back();
     (Product&)group.products[index] = product;
     group.products[index].place = place;
+    if (!product.words) Operand(product.a, product.is_a_outer).check(64, place);
+    Operand(product.b, product.is_b_outer).check(product.columns, place);
   }
   Pending& one = group.products[index];
   if (one.columns != product.columns || one.a != product.a || one.b != product.b ||

@@ -49,7 +49,9 @@ void start_product(int form, const uint32_t* image, const uint32_t* words, uint6
   void (*const kernels[])(const uint32_t*, const uint32_t*, uint64_t, uint64_t, float*) = {
       product_kernel<bfloat16, N, false, kDepth, kDepth>, product_kernel<bfloat16, N, false, kOuter, kDepth>,
       product_kernel<bfloat16, N, true, kDepth, kDepth>,  product_kernel<bfloat16, N, true, kDepth, kOuter>,
-      product_kernel<float16, N, false, kDepth, kDepth>,  product_kernel<float16, N, true, kDepth, kDepth>};
+      product_kernel<float16, N, false, kDepth, kDepth>,  product_kernel<float16, N, true, kDepth, kDepth>,
+      product_kernel<bfloat16, N, false, kOuter, kOuter>, product_kernel<float16, N, false, kOuter, kOuter>,
+      product_kernel<float16, N, true, kDepth, kOuter>};
   launch(kernels[form], dim3(1), kWarpgroup, kImage + kSharedAlignment, stream, image, words, a, b, out);
 }
 
@@ -122,6 +124,15 @@ __global__ void barrier_kernel(const uint8_t* from, uint32_t* out) {
   arrive_expecting(one, 1024);
   arrive_expecting(one, 2048);
   load_bytes(to, from, 3072, one);
+  wait(one, 0);
+  note(one);
+  one = fresh(4, 1);  // half of the bytes, for some time
+  arrive_expecting(one, 4096);
+  load_bytes(to, from, 2048, one);
+  bool ended = false;
+  for (int i = 0; i < 100; ++i) ended |= has_ended(one, 0);
+  *out++ = ended;
+  load_bytes(to + 2048, from, 2048, one);
   wait(one, 0);
   note(one);
 }
@@ -253,7 +264,7 @@ FASTATTN_EXPORT const char* hopper_tile(void* data, const uint64_t* sizes, const
 }
 
 FASTATTN_EXPORT const char* hopper_barriers(const uint8_t* from, uint32_t* out, cudaStream_t stream) {
-  return attempt([&] { launch(barrier_kernel, dim3(1), 32, 4096 + 32 + kSharedAlignment, stream, from, out); });
+  return attempt([&] { launch(barrier_kernel, dim3(1), 32, 4096 + 40 + kSharedAlignment, stream, from, out); });
 }
 
 FASTATTN_EXPORT const char* hopper_turns(int groups, int rounds, uint32_t* out, cudaStream_t stream) {
