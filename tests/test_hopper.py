@@ -51,6 +51,8 @@ FORWARD = {
     "whole tiles": ((64, 512), {}),
     "dropout": ((64, 512), {"dropout_p": 0.1}),
     "uneven lengths, several tiles per block": ((64, 400, [300, 400]), {"dropout_p": 0.1, "blocks": 3}),
+    "no key": ((64, 260, [0, 200]), {"dropout_p": 0.1, "blocks": 2}),
+    "no key, causal": ((128, 130, [130, 0]), {"is_causal": True}),
     "causal": ((64, 300), {"is_causal": True, "dropout_p": 0.1}),
     "wide heads": ((128, 300, [300, 130]), {"is_causal": True, "blocks": 2}),
     "wide heads, dropout": ((128, 260), {"dropout_p": 0.1, "blocks": 1}),
@@ -199,6 +201,48 @@ FAULTS = {
     "sums used before the wait": (
         "forward", "wait_products<0>(O);\nrelease(At::kValueEmpty + 8 * before.index);", "wait_products<0>",
         "wait_products<1>", "sums were written|pending instruction reads|registers of A changed|fence_products",
+    ),
+    "barriers fenced by another thread": (
+        "forward", "fence_barriers();\n}\n__syncthreads();", "fence_barriers();\n}",
+        "}\nif (threadIdx.x == 1) fence_barriers();", "no fence_barriers",
+    ),
+    "a store into a barrier": (
+        "forward", "fence_barriers();\n}\n__syncthreads();", "fence_barriers();",
+        "fence_barriers();\n*(uint32_t*)(shared + At::kValueFull) = 0;", "writes the barrier",
+    ),
+    "a load into a barrier": (
+        "forward", "kBarriers = kValue + kStages * kTile;", "kTile", "kTile - 16", "a load writes the barrier",
+    ),
+    "a barrier begun twice": (
+        "forward", "init_barrier(base + At::kValueFull + 8 * i, 1);", "kValueFull", "kKeyFull", "one has begun",
+    ),
+    "some lanes without a proxy fence": (
+        "backward", "fence_async();\nsync_named(kScoresReady, 2 * kWarpgroup);", "fence_async();",
+        "if (lane % 4) fence_async();", "has not called fence_async",
+    ),
+    "the first of two writers without a proxy fence": (
+        "forward", "fence_async();\nsync_named(kCleared, kGroups * kWarpgroup);", "fence_async();",
+        "fence_async();\nsync_named(kCleared, kGroups * kWarpgroup);\n"
+        "uint32_t* const last = (uint32_t*)(shared + At::kValue + (at.index + 1) * At::kTile - 16);\n"
+        "if (threadIdx.x == kWarpgroup + 1) *last = 0;\n__syncwarp();\n"
+        "if (threadIdx.x == kWarpgroup) {\n*last = 0;\nfence_async();\n}",
+        "thread 129 wrote .* has not called fence_async",
+    ),
+    "a lane alone at a named barrier": (
+        "forward", "const auto next_turn = [&] { arrive_named(kTurn + (w + 1) % kGroups, 2 * kWarpgroup); };",
+        "arrive_named", "if (lane == 0) arrive_named", "deadlock.* a shuffle|a shuffle .* waits for thread|different",
+    ),
+    "half a warp at a named barrier": (
+        "backward", "constexpr int kParty = kWarpgroup + 32;", "32", "16", "no named barrier",
+    ),
+    "polls of a barrier that never ends": (
+        "forward", "wait(base + At::kValueFull + 8 * before.index, before.parity);",
+        "wait(base + At::kValueFull + 8 * before.index, before.parity);",
+        "while (!has_ended(base + At::kQueryEmpty, turn)) {\n}", r"deadlock.* has_ended.barrier \d+, parity \d. at ",
+    ),
+    "a loop on memory that nobody writes": (
+        "forward", "wait(base + At::kQueryFull, turn);", "wait(base + At::kQueryFull, turn);",
+        "while (*(volatile uint32_t*)p.out != 7) {\n}", "goes on without end",
     ),
     "registers that nobody has": ("backward", "take_registers<240>();", "240", "248", "deadlock.* take_registers"),
 }  # fmt: skip

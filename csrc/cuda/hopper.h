@@ -85,7 +85,8 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Make fresh barriers known to asynchronous instructions; __syncthreads() does so to the block's threads.
+// Make the barriers that this thread has begun known to asynchronous instructions; __syncthreads() does so to the
+// block's threads.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {

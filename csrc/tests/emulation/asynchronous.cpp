@@ -3,6 +3,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+
 namespace emulation {
 
 Asynchronous* asynchronous;
@@ -11,6 +13,7 @@ std::vector<Task> tasks;
 namespace {
 
 constexpr size_t kWindow = 256 << 10;
+constexpr int kBarrierBytes = 8;
 std::vector<char*> unused;  // windows of memory
 
 // Return memory that an inaccessible page follows.
@@ -50,9 +53,11 @@ void Asynchronous::check(uint32_t address, int64_t size, uint32_t alignment, Pla
 
 void Asynchronous::begin_use(Chunk& chunk, bool writes, Place place) {
   const uint32_t address = first + kChunk * (uint32_t)(&chunk - chunks.data());
-  if (chunk.writer >= 0)
+  if (!chunk.writers.empty())
     stop("%s:%d: thread %d wrote shared address %u and has not called fence_async() since", place.file, place.line,
-         chunk.writer, address);
+         chunk.writers[0], address);
+  if (writes && chunk.has_barrier)
+    stop("%s:%d: a load writes the barrier at shared address %u", place.file, place.line, address);
   if (chunk.writes || (writes && chunk.reads))
     stop("%s:%d: a pending %s shared address %u", place.file, place.line,
          chunk.writes ? "load writes" : "instruction reads", address);
@@ -65,10 +70,19 @@ void Asynchronous::access(uint32_t offset, size_t size, bool writes) {
     if (chunk.writes || (writes && chunk.reads))
       stop("a thread that last waited at %s:%d %s shared address %u, which a pending instruction %s", last_wait().file,
            last_wait().line, writes ? "writes" : "reads", first + i * kChunk, chunk.writes ? "writes" : "reads");
-    if (!writes || chunk.writer == thread()) continue;
-    chunk.writer = thread();
+    if (!writes) continue;
+    if (chunk.has_barrier && has_barrier(first + offset, size))
+      stop("a thread that last waited at %s:%d writes the barrier at shared address %u", last_wait().file,
+           last_wait().line, first + offset);
+    if (std::find(chunk.writers.begin(), chunk.writers.end(), thread()) != chunk.writers.end()) continue;
+    chunk.writers.push_back(thread());
     self().written.push_back(i);
   }
+}
+
+bool Asynchronous::has_barrier(uint32_t address, size_t size) const {
+  const auto next = barriers.lower_bound(address + (uint32_t)size);
+  return next != barriers.begin() && std::prev(next)->first + kBarrierBytes > address;
 }
 
 Barrier& Asynchronous::barrier(uint32_t address, Place place) {
@@ -145,8 +159,10 @@ void* dynamic_shared() {
 
 void fence_async() {
   Thread& self = asynchronous->self();
-  for (const uint32_t i : self.written)
-    if (asynchronous->chunks[i].writer == thread()) asynchronous->chunks[i].writer = -1;
+  for (const uint32_t i : self.written) {
+    std::vector<int>& writers = asynchronous->chunks[i].writers;
+    writers.erase(std::find(writers.begin(), writers.end(), thread()));
+  }
   self.written.clear();
 }
 
@@ -162,14 +178,18 @@ void store_matrices(uint32_t to, const uint32_t* words, Place place) {
 // Barriers
 
 void init_barrier(uint32_t address, int arrivals, Place place) {
-  asynchronous->check(address, 8, 8, place);
+  asynchronous->check(address, kBarrierBytes, kBarrierBytes, place);
   if (arrivals < 1) stop("%s:%d: a barrier for %d arrivals", place.file, place.line, arrivals);
-  Barrier& fresh = asynchronous->barriers[address] = Barrier();
-  fresh.arrivals = fresh.missing = arrivals;
+  if (asynchronous->has_barrier(address, kBarrierBytes))
+    stop("%s:%d: a barrier at shared address %u, where one has begun", place.file, place.line, address);
+  asynchronous->access(address - asynchronous->first, kBarrierBytes, false);
+  asynchronous->each_chunk(address, kBarrierBytes, [](Chunk& chunk) { chunk.has_barrier = true; });
+  Barrier& fresh = asynchronous->barriers[address];
+  fresh.arrivals = fresh.missing = arrivals, fresh.owner = thread();
 }
 
 void fence_barriers() {
-  for (auto& [address, barrier] : asynchronous->barriers) barrier.is_known = true;
+  for (auto& [address, barrier] : asynchronous->barriers) barrier.is_known |= barrier.owner == thread();
 }
 
 void arrive(uint32_t address, int bytes, Place place) {
@@ -179,8 +199,15 @@ void arrive(uint32_t address, int bytes, Place place) {
   asynchronous->try_end(address, place);
 }
 
+// The instruction may wait for some time.
 bool has_ended(uint32_t address, uint32_t parity, Place place) {
-  return (asynchronous->barrier(address, place).phase & 1) != parity;
+  const Barrier& barrier = asynchronous->barrier(address, place);
+  const auto ended = [&] { return (barrier.phase & 1) != parity; };
+  if (ended() || random_below(2)) return ended();
+  char what[60];
+  snprintf(what, sizeof what, "has_ended(barrier %u, parity %u)", address, parity);
+  poll(ended, what, place, {&barrier});
+  return ended();
 }
 
 void wait(uint32_t address, uint32_t parity, Place place) {
@@ -193,20 +220,31 @@ void wait(uint32_t address, uint32_t parity, Place place) {
     stop("%s:%d: barrier %u has ended several phases while a thread waited for one", place.file, place.line, address);
 }
 
-void arrive_named(int id, int threads, Place place) {
+namespace {
+
+// Count the running thread at a named barrier, to which its warp comes as a whole. Return the number of the phase.
+uint64_t come(int id, int threads, Place place) {
   if (id < 1 || id > 15 || threads % 32 || threads < 32)
     stop("%s:%d: no named barrier %d for %d threads", place.file, place.line, id, threads);
+  const int first = shuffle(0xffffffff, id, 0, place);
+  if (first != id)
+    stop("%s:%d: lanes of a warp come to the named barriers %d and %d", place.file, place.line, first, id);
   Named& barrier = asynchronous->named[id];
+  const uint64_t phase = barrier.phase;
   if (!barrier.missing) barrier.threads = barrier.missing = threads;
   if (barrier.threads != threads)
     stop("%s:%d: named barrier %d for %d threads, which others use for %d", place.file, place.line, id, threads,
          barrier.threads);
   if (!--barrier.missing) ++barrier.phase;
+  return phase;
 }
 
+}  // namespace
+
+void arrive_named(int id, int threads, Place place) { come(id, threads, place); }
+
 void sync_named(int id, int threads, Place place) {
-  const uint64_t phase = asynchronous->named[id & 15].phase;
-  arrive_named(id, threads, place);
+  const uint64_t phase = come(id, threads, place);
   const Named& barrier = asynchronous->named[id];
   char what[40];
   snprintf(what, sizeof what, "sync_named(%d, %d)", id, threads);
@@ -246,6 +284,9 @@ void set_registers(int count, bool more, Place place) {
 
 namespace {
 inline void note(void* address, size_t bytes, bool writes) {
+  if (++emulation::accesses == emulation::kMostAccesses)
+    emulation::stop("a thread that last waited at %s:%d goes on without end", emulation::last_wait().file,
+                    emulation::last_wait().line);
   emulation::Asynchronous* block = emulation::asynchronous;
   if (block && (size_t)((char*)address - block->begin) < block->bytes)
     block->access((uint32_t)((char*)address - block->begin), bytes, writes);

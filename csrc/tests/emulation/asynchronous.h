@@ -4,10 +4,14 @@
 // destination is NaN until then. These errors end the launch:
 // - A thread accesses bytes of shared memory that a pending instruction writes, or writes bytes that one reads. The
 //   compiler reports every access of a kernel to memory.
-// - An instruction reads or overwrites bytes that a thread has written without fence_async().
+// - An instruction reads or overwrites bytes that a thread has written without fence_async(). Each of several writers
+//   needs a fence, even if another thread has written the same bytes since.
 // - Registers of a pending product change, or were not fenced before it.
 // - Two pending stores write the same bytes of global memory.
-// - A barrier gets more arrivals or bytes than it expects, or loads before fence_barriers().
+// - A barrier gets more arrivals or bytes than it expects. It gets loads before the thread that began it has called
+//   fence_barriers().
+// - Something else writes a barrier's memory, or begins a barrier there again.
+// - Lanes of a warp come to different named barriers. A lane alone waits for the others.
 // - A block ends while something is pending in its shared memory.
 //
 // setmaxnreg takes registers from those that the block was launched with.
@@ -29,8 +33,9 @@ constexpr uint32_t kChunk = 16;  // bytes of shared memory whose state is known
 
 // Sixteen bytes of shared memory.
 struct Chunk {
-  int writer = -1;            // thread that wrote last and has not fenced since
+  std::vector<int> writers;   // threads that have written and have not fenced since
   int reads = 0, writes = 0;  // pending
+  bool has_barrier = false;
 };
 
 struct Barrier {
@@ -38,7 +43,8 @@ struct Barrier {
   int64_t bytes = 0;              // bytes expected in this phase, less those that have come
   int64_t loading = 0;            // bytes of pending loads
   uint64_t phase = 0;
-  bool is_known = false;  // to asynchronous instructions, after fence_barriers()
+  int owner = 0;          // thread that began it
+  bool is_known = false;  // to asynchronous instructions, after the owner's fence_barriers()
 };
 
 struct Named {
@@ -133,6 +139,9 @@ struct Asynchronous {
   void access(uint32_t offset, size_t size, bool writes);
 
   Barrier& barrier(uint32_t address, Place place);
+
+  // Return whether any of these bytes belongs to a barrier.
+  bool has_barrier(uint32_t address, size_t size) const;
 
   // End the phase if all arrivals and bytes have come.
   void try_end(uint32_t address, Place place);

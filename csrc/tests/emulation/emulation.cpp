@@ -24,6 +24,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int kWarp = 32;
+constexpr int kMostPolls = 1000;  // Polls in which nothing else happens end the launch.
 
 // The operation at which a fiber waits.
 struct Operation {
@@ -43,6 +44,7 @@ struct Fiber : Operation {
   const std::function<bool()>* until = nullptr;  // The condition for which it waits instead of other threads.
   const char* what = nullptr;                    // name of that wait, and keys of the instructions that may end it
   Keys keys;
+  bool is_polling = false;  // That wait may end without the condition.
 };
 
 struct Block {
@@ -98,7 +100,7 @@ void fiber_main() {
 
 [[noreturn]] void enter(int index) {
   Fiber& fiber = fiber_of(index);
-  current = index, blockIdx = block->index;
+  current = index, blockIdx = block->index, accesses = 0;
   const unsigned x = (unsigned)index % blockDim.x, rest = (unsigned)index / blockDim.x;
   threadIdx = {x, rest % blockDim.y, rest / blockDim.y};
   if (fiber.started) _longjmp(fiber.at, 1);
@@ -246,7 +248,7 @@ void start_block(Block& fresh, uint64_t index, size_t shared_bytes) {
   fresh.index = {(unsigned)(index % gridDim.x), (unsigned)(rest % gridDim.y), (unsigned)(rest / gridDim.y)};
   while ((int)fresh.fibers.size() < threads) fresh.fibers.emplace_back(new Fiber);
   for (const auto& fiber : fresh.fibers) {
-    fiber->finished = fiber->waiting = false, fiber->until = nullptr;
+    fiber->finished = fiber->waiting = fiber->is_polling = false, fiber->until = nullptr;
     fiber->place = {"the beginning", 0};
   }
   fresh.asynchronous = shared_bytes ? begin_block(shared_bytes, threads) : nullptr;
@@ -264,6 +266,18 @@ bool has_ended() {
 bool ask(bool (*function)(bool), bool argument) {
   if (_setjmp(scheduler)) return false;
   return function(argument);
+}
+
+// End the waits of threads that poll. Return whether there were any.
+bool end_polls() {
+  bool found = false;
+  for (Block* one : resident)
+    for (int i = 0; i < threads; ++i) {
+      Fiber& fiber = *one->fibers[(size_t)i];
+      if (!fiber.until || !fiber.is_polling) continue;
+      fiber.until = nullptr, fiber.waiting = false, found = true;
+    }
+  return found;
 }
 
 // List the places at which the threads of the resident blocks wait.
@@ -293,6 +307,7 @@ void run_blocks(const std::vector<uint64_t>& order, size_t count, size_t shared_
   resident.clear();
   while (blocks.size() < count) blocks.emplace_back(new Block);
   for (size_t i = 0; i < count; ++i) unused.push_back(blocks[i].get());
+  int polls = 0;
   for (size_t next = 0;;) {
     while (next < order.size() && !unused.empty()) {
       if (!shared_bytes) shared.forget();
@@ -309,18 +324,20 @@ void run_blocks(const std::vector<uint64_t>& order, size_t count, size_t shared_
       if (!has_ended()) continue;
       ask([](bool) { return end_block(), true; }, true);
       if (error[0]) return;
-      moved = true;
+      moved = true, polls = 0;
       unused.push_back(block);
       block->asynchronous = nullptr;
       resident.erase(resident.begin() + (long)n - 1);
     }
-    moved |= ask(finish_one, moved);
+    if (ask(finish_one, moved)) moved = true, polls = 0;
     if (error[0] || (resident.empty() && next == order.size() && !moved)) return;
-    if (!moved) return report_deadlock();
+    if (!moved && (++polls > kMostPolls || !end_polls())) return report_deadlock();
   }
 }
 
 }  // namespace
+
+uint64_t accesses;
 
 // Return a random number by splitmix64.
 uint64_t random_below(uint64_t n) {
@@ -363,6 +380,13 @@ void wait_until(const std::function<bool()>& ready, const char* what, Place plac
   if (ready()) return;
   fiber.until = &ready, fiber.what = what, fiber.waiting = true;
   to_scheduler(fiber);
+}
+
+void poll(const std::function<bool()>& ready, const char* what, Place place, Keys keys) {
+  Fiber& fiber = fiber_of(current);
+  fiber.is_polling = true;
+  wait_until(ready, what, place, keys);
+  fiber.is_polling = false;
 }
 
 uint64_t meet(Collective kind, unsigned mask, uint64_t value, unsigned source, Place place) {

@@ -27,6 +27,13 @@ struct Keys {
 };
 void wait_until(const std::function<bool()>& ready, const char* what, Place place, Keys keys = {});
 
+// Let others run until ready() is true, or for some time.
+void poll(const std::function<bool()>& ready, const char* what, Place place, Keys keys);
+
+// Accesses to memory since the running thread went on. Hardly any thread has so many between two waits.
+constexpr uint64_t kMostAccesses = 1 << 28;
+extern uint64_t accesses;
+
 // Return whether a thread waits for pending instructions of this key.
 bool is_awaited(const void* key);
 

@@ -58,7 +58,8 @@ void start_load(Asynchronous& block, uint32_t to, int64_t size, uint32_t at_barr
   block.each_chunk(to, size, [&](Chunk& chunk) { block.begin_use(chunk, true, place); });
   memset(block.at(to), 0xff, (size_t)size);
   Barrier& barrier = block.barrier(at_barrier, place);
-  if (!barrier.is_known) stop("%s:%d: no fence_barriers() since barrier %u began", place.file, place.line, at_barrier);
+  if (!barrier.is_known)
+    stop("%s:%d: no fence_barriers() by the thread that began barrier %u", place.file, place.line, at_barrier);
   barrier.loading += size;
   ++block.pending;
   const auto finish = [=, &block] {

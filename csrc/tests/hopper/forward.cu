@@ -6,7 +6,8 @@
 //       S (64, N) = Q K';  O (64, D) += P V of the tile before;  P = keep exp2(S - row_max);  O = rescale O;
 //
 // q, k, v and out are (matrices, L, D), bfloat16, dense; lse is (matrices, L), natural log. Keys from lengths[matrix]
-// on may hold anything. Dropout is the public formula (common/philox.h).
+// on may hold anything. A matrix without keys has one tile of them, whose scores are all masked. Dropout is the public
+// formula (common/philox.h).
 #include <math.h>
 
 #include "../../cuda/launch.h"
@@ -48,7 +49,7 @@ struct Tile {
     const int tiles = (p.length + kRows - 1) / kRows, z = index / tiles, m = index % tiles;
     const int first = (kCausal ? tiles - 1 - m : m) * kRows;
     const int keys = p.lengths[z], last = kCausal && first + kRows < keys ? first + kRows : keys;
-    return {z, first, (last + kKeys - 1) / kKeys, keys};
+    return {z, first, last > 0 ? (last + kKeys - 1) / kKeys : 1, keys};
   }
 };
 
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kWarpgroup*(kGroups + 1), 1)
       row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 2);
       const int query_row = row + 8 * r;
       if (query_row >= p.length) continue;
-      const float by = dropout_scale(p.threshold) / row_sum[r];
+      const float by = row_sum[r] > 0.0f ? dropout_scale(p.threshold) / row_sum[r] : 0.0f;
       uint32_t* const out = p.out + ((size_t)tile.z * p.length + query_row) * (D / 2) + lane % 4;
 #pragma unroll
       for (int c = 0; c < D / 8; ++c) out[4 * c] = pack(O[4 * c + 2 * r] * by, O[4 * c + 2 * r + 1] * by, bfloat16());
