@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import oracle
 import pytest
@@ -84,6 +85,17 @@ def test_dropped_weights(kernels, head_dim):
     """Both passes drop the weights that the formula drops, and no other."""
     wanted = oracle.dropout_mask((2, 256, 256), 0.1, hopper.SEED)
     assert all(torch.equal(found, wanted) for found in hopper.kept(kernels, head_dim, 256, 0.1))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_the_emulation_is_fast(kernels, dropout_p):
+    """The forward pass at (1, 2, 512, 64) takes under 10 s."""
+    schedule(kernels, 0)
+    operands = [*hopper.operands(3, (2, 512, 64))]
+    begin = time.perf_counter()
+    hopper.run_forward(kernels, *operands, [512, 512], dropout_p)
+    assert time.perf_counter() - begin < 10
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
