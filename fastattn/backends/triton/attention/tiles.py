@@ -90,8 +90,8 @@ HALF_10 = HALF | {
 }
 HALF_10 |= {f"{kernel}_pointers": HALF_10[kernel] for kernel in ("forward", "grad_query", "grad_key_value")}
 HALF_10["forward_irregular"] = HALF_10["forward"]
-# A float mask takes a register per score. On 9.0 these tiles have eight warps, because with four and dropout they spill
-# up to 750 bytes (as compiled, not measured on a GPU).
+# A float mask takes a register per score. Its tiles have eight warps, because with four they spill, on 9.0 up to 750
+# bytes with dropout (as compiled, not measured on a GPU).
 HALF["forward_float_masked"] = HALF["forward_masked"] | {64: Tile(128, 64, 8, 2)}
 HALF["grad_query_float_masked"] = HALF["grad_query_masked"] | {64: Tile(128, 64, 8, 2)}
 # Other devices: mma reads its operands from registers, and 8.6, 8.9 and 12.x have 99 KiB of shared memory. Dropout
@@ -136,6 +136,10 @@ HALF_SMALL = {
         256: Tile(16, 32, 8, 1),
     },
     "grad_mask": {256: Tile(64, 32, 8, 2)},
+}
+HALF_SMALL["grad_query_float_masked"] = HALF_SMALL["grad_query_masked"] | {
+    64: Tile(128, 32, 8, 2),
+    128: Tile(64, 32, 8, 2),
 }
 # float32: without tf32, scalar FMAs compute the products. Workaround (Triton 3.6): on 10.x it may compute a product of
 # 64 or more rows in tf32 without permission, so tiles are below 64 x 64. Workaround (ptxas): ``maxnreg`` is set for
