@@ -131,9 +131,10 @@ class _SmoothedLoss(torch.autograd.Function):
                 grad_bias.sub_((~is_padding).sum(), alpha=uniform)
             ctx.save_for_backward(grad_features, grad_weight, grad_bias)
         row_max, row_sum, of_label = torch.cat(found, 1)
-        log_sum = row_max + row_sum.log()
-        nll = log_sum - of_label
-        loss = (1 - smoothing) * nll + smoothing * (log_sum - mean)
+        # The logarithm of a confident row's sum is tiny: row_max + log_sum would round it away.
+        log_sum = row_sum.log()
+        nll = (row_max - of_label) + log_sum
+        loss = (1 - smoothing) * nll + smoothing * ((row_max - mean) + log_sum)
         of_rows = torch.stack((loss, nll, of_label >= row_max))
         loss, nll, correct = of_rows.masked_fill(is_padding, 0.0).double().sum(1)
         ctx.mark_non_differentiable(nll, correct)

@@ -110,10 +110,10 @@ def beam_search(model: Transformer, source: Tensor, source_lengths: Tensor, sear
 
     for step in range(1, longest + 1):
         logits = model.logits(model.step(tokens[:, :, -1], state)).float()
-        log_sum = logits.amax(-1, keepdim=True) - logits.softmax(-1).amax(-1, keepdim=True).log()
+        highest, log_p_highest = logits.amax(-1, keepdim=True), logits.softmax(-1).amax(-1, keepdim=True).log()
         logits[..., [config.pad_id, config.bos_id]] = -torch.inf
         choice, token = _largest(logits, min(beam, config.vocab_size - 2))
-        choice = choice - log_sum
+        choice = (choice - highest) + log_p_highest  # in this order, a confident choice keeps its digits
         # The only continuation of a finished hypothesis is the hypothesis itself.
         choice[finished] = -torch.inf
         choice[..., 0].masked_fill_(finished, 0.0)
@@ -167,6 +167,7 @@ def sample(model: Transformer, source: Tensor, source_lengths: Tensor, search: S
     finished = torch.zeros(len(source), width, dtype=torch.bool, device=device)
     for step in range(1, int(limits.max()) + 1):
         logits = model.logits(model.step(tokens[:, :, -1], state)).float()
+        logits = logits - logits.amax(-1, keepdim=True)  # the log-sum-exp of a confident row keeps its digits
         log_sum = logits.logsumexp(-1)
         logits[..., [config.pad_id, config.bos_id]] = -torch.inf
         uniform = torch.tensor(  # float64, because a float32 could round to 1
