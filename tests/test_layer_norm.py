@@ -167,6 +167,25 @@ def test_eps(backend, eps):
     check(torch.randn(9, 33) * 1e-3, (33,), eps=eps)
 
 
+@pytest.mark.representative
+def test_residuals_far_from_zero(backend):
+    """Where the residual's mean is 1e3 or 1e4 deviations, output, sum and gradients are as near as those of torch's
+    operations in float32, within half of their error and a rounding of each element."""
+    columns = 512
+    for mean, p in itertools.product((1e3, 1e4), (0.0, 0.25)):
+        tensors = [torch.randn(32, columns), torch.randn(32, columns) + mean, *affine((columns,), "wb", torch.float32)]
+        ours, wanted, peer = (
+            gradients(function, tensors)
+            for function in (
+                lambda *t, p=p: dropout_add_layer_norm(*t, p, seed=SEED, prenorm=True),
+                lambda *t, p=p: exact_fused(*t, p, 1e-5, seed=SEED),
+                lambda *t, p=p: exact_fused(*t, p, 1e-5, seed=SEED, dtype=torch.float32),
+            )
+        )
+        for one, exactly, torchs in zip(*([*out, *grads] for out, grads in (ours, wanted, peer)), strict=True):
+            assert (one - exactly).norm() <= 1.5 * (torchs - exactly).norm() + 2**-24 * exactly.norm()
+
+
 @pytest.mark.parametrize("columns", [17, 512, 3001, 9003])
 def test_rows_far_from_zero(backend, columns):
     """Rows whose mean is a thousand deviations from zero are accurate. A one-pass variance from squares would lose its
