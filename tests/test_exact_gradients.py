@@ -190,15 +190,55 @@ def test_a_small_batch(backend, regime, dtype):
     assert_pooled([draw(regime, (4, 1, 1, 24, 40, 16, 16), dtype, padded=True)])
 
 
-@pytest.mark.parametrize("backend", ["cpu", *KERNELS[1:2], *KERNELS[4:]], indirect=True)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("regime", list(REGIMES)[:7])
-@pytest.mark.parametrize("keys", [7, *slow(64)])
-def test_single_small_calls(backend, keys, regime, dtype):
-    """Every call of few elements is within 3 times math's error, which is by chance small itself in some. Peaked rows
-    are left out: if all are saturated, the gradient is rounding alone."""
-    for _ in range(DRAWS):
-        assert_pooled([draw(regime, (1, 1, 1, 7, keys, 16, 16), dtype)], factor=3)
+def test_single_small_calls(backend, dtype):
+    """Every call of few elements is within 3 times math's error, which is by chance small itself in some. On
+    Triton, whose kernels round dS to 16 bits for few queries too, a row of one large weight may cost 4 times.
+
+    In peaked and deeply negative rows, a key has the weight of a few large queries. If their dS cancel by chance, the
+    roundings remain: within 12 times. Of 7 keys, rows are saturated and the gradient is rounding alone."""
+    most = 4 if interpreted(backend) else 3
+    for regime, (queries, keys) in itertools.product(REGIMES, ((7, 7), (12, 64))):
+        is_large = regime.startswith(("peaked", "negative"))
+        for _ in range(2 if interpreted(backend) else DRAWS):
+            if keys == 64 or not is_large:
+                found = draw(regime, (1, 1, 1, queries, keys, 16, 16), dtype)
+                assert_pooled([found], factor=12 if is_large else most)
+
+
+def mask_gradients(operands, grad, dtype):
+    """Return the gradients of query, key, value and a float mask by the formula, computed in a dtype."""
+    query, key, value, mask = leaves = [t.to(dtype, copy=True).requires_grad_() for t in operands]
+    out = (query @ key.mT * query.size(-1) ** -0.5 + mask).softmax(-1) @ value
+    return torch.autograd.grad(out, leaves, grad.to(dtype))
+
+
+@pytest.mark.parametrize("backend", [*KERNELS[:1], *KERNELS[2:]], indirect=True)
+def test_gradients_of_a_float_mask(backend):
+    """The errors of all gradients, pooled over draws, are compared with those of the formula in float32.
+
+    In float32 both passes sum the scores in the same order, also those of few queries. Values of mean 20 beside peaked
+    rows cost up to twice the formula's error."""
+    regimes = {"normal": (1, 0, 0), "both + 20": (1, 20, 20), "peaked": (6, 0, 0), "peaked, values + 20": (6, 0, 20)}
+    batch = 4 if interpreted(backend) else DRAWS
+    for dtype, queries, (regime, (size, of_keys, of_values)) in itertools.product(
+        (torch.float32, *HALVES), (4, 24), regimes.items()
+    ):
+        errors = torch.zeros(4, 2, dtype=torch.float64)
+        for shape in (1, 1, queries, 64), (64,):
+            operands = torch.randn(batch, 2, queries, 32) * size, *torch.randn(2, batch, 2, 64, 32).unbind()
+            operands = operands[0], operands[1] + of_keys, operands[2] + of_values, torch.randn(shape)
+            operands = [t.to(dtype) for t in operands]
+            grad = (torch.randn(batch, 2, queries, 32) + 0.5).to(dtype)
+
+            wanted, peer = (mask_gradients(operands, grad, wide) for wide in (torch.float64, torch.float32))
+            leaves = [t.requires_grad_() for t in operands]
+            ours = torch.autograd.grad(scaled_dot_product_attention(*leaves), leaves, grad)
+            for pair, one, exactly, torchs in zip(errors, ours, wanted, peer, strict=True):
+                pair += torch.tensor([squares(one, exactly), squares(torchs.to(dtype), exactly)])
+        ratios = (errors[:, 0] / errors[:, 1]).sqrt()
+        most = FACTOR if dtype != torch.float32 else 2 if regime == "peaked, values + 20" else 1.5
+        assert ratios.max() <= most, f"{dtype}, {queries} queries, {regime}: dQ, dK, dV, dM {ratios}"
 
 
 def draw_packed(regime, dtype, queries, keys, dropout_p=0.0, **options):

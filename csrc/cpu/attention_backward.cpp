@@ -26,6 +26,18 @@ constexpr int kChunkPanels = 128;  // Panels per chunk of dK and dV. Blocked sum
 template <class T>
 struct Backward;
 
+// Call use(kernel, kernel of the mask's gradient). Both sum scores in the order of the forward pass's kernel.
+template <class T, class Use>
+void with_kernels(const AttentionBackward& a, const BlockMask& mask, const QueryGradients<T>& query_gradients,
+                  const Use& use) {
+  if (FewQueriesBackward<T>::serves(a)) {
+    const FewQueriesBackward<T> kernel{a, mask, query_gradients};
+    use(kernel, FewQueriesMaskGradient<T>{kernel});
+  } else {
+    use(Backward<T>{a, mask, query_gradients}, MaskGradient<T>{a, mask});
+  }
+}
+
 template <class T>
 void run(const AttentionBackward& a, const Parallel& parallel, char* workspace) {
   Arena arena = {(uintptr_t)workspace};
@@ -33,12 +45,10 @@ void run(const AttentionBackward& a, const Parallel& parallel, char* workspace) 
   const QueryGradients<T> query_gradients(a, &arena);
   const BlockMask mask(a, &arena);
   mask.read(a, parallel, workers);
-  if (FewQueriesBackward<T>::serves(a)) {
-    run_tasks(FewQueriesBackward<T>{a, mask, query_gradients}, parallel, workers, arena);
-  } else {
-    run_tasks(Backward<T>{a, mask, query_gradients}, parallel, workers, arena);
-    if (a.grad_mask) run_tasks(MaskGradient<T>{a, mask}, parallel, workers, arena);
-  }
+  with_kernels(a, mask, query_gradients, [&](const auto& kernel, const auto& of_mask) {
+    run_tasks(kernel, parallel, workers, arena);
+    if (a.grad_mask) run_tasks(of_mask, parallel, workers, arena);
+  });
   query_gradients.add_splits(parallel, workers);
 }
 
@@ -48,13 +58,11 @@ int64_t workspace(const AttentionBackward& a, const Parallel& parallel) {
   const int workers = useful_workers(a, parallel, 5);
   const QueryGradients<T> query_gradients(a, &arena);
   const BlockMask mask(a, &arena);
-  if (FewQueriesBackward<T>::serves(a)) {
-    take_scratch(FewQueriesBackward<T>{a, mask, query_gradients}, workers, &arena);
-    return (int64_t)arena.at;
-  }
   Arena again = arena;  // the mask's gradient uses the same memory afterwards
-  take_scratch(Backward<T>{a, mask, query_gradients}, workers, &arena);
-  if (a.grad_mask) take_scratch(MaskGradient<T>{a, mask}, workers, &again);
+  with_kernels(a, mask, query_gradients, [&](const auto& kernel, const auto& of_mask) {
+    take_scratch(kernel, workers, &arena);
+    if (a.grad_mask) take_scratch(of_mask, workers, &again);
+  });
   return (int64_t)max(arena.at, again.at);
 }
 

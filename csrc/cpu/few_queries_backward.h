@@ -37,9 +37,7 @@ struct FewQueriesBackward {
     uint8_t* seen;                     // (kBlockN)
   };
 
-  static bool serves(const AttentionBackward& a) {
-    return a.seqlen_q <= kFewQueries && a.threshold == 0 && !a.grad_mask;
-  }
+  static bool serves(const AttentionBackward& a) { return a.seqlen_q <= kFewQueries && a.threshold == 0; }
 
   int64_t tasks() const { return a.batch * a.num_kv_heads * query_gradients.splits.count; }
 
@@ -70,15 +68,9 @@ struct FewQueriesBackward {
     for (int64_t key = begin; key < stored; key += kBlockN) {
       const int64_t last = key + kBlockN > first_visible ? min(key + kBlockN, end_visible) : key;
       const int keys = (int)max(last - key, 0), count = (int)min(kBlockN, stored - key);
-      const T* k = key_row<T>(a.key, s, kv_head, key);
-      const T* v = key_row<T>(a.value, s, kv_head, key);
-      const int ahead = rows_ahead(key, end_visible);
-      row_products(rows.count, scratch.query, width, k, a.key.row, keys, a.head_dim, a.scale, ahead,
-                   scratch.probability);
-      row_products(rows.count, scratch.grad, value_width, v, a.value.row, keys, a.value_head_dim, 1.0f, ahead,
-                   scratch.grad_score);
-      for (int r = 0; r < rows.count; ++r) differentiate(s, rows.head(r), rows.query(r), key, keys, r, scratch);
-      add_rows(rows.count, scratch.grad_score, k, a.key.row, keys, a.head_dim, nullptr, 0, scratch.grad_query, width);
+      compute(s, kv_head, rows, key, keys, rows_ahead(key, end_visible), scratch);
+      add_rows(rows.count, scratch.grad_score, key_row<T>(a.key, s, kv_head, key), a.key.row, keys, a.head_dim, nullptr,
+               0, scratch.grad_query, width);
       if (is_end_of_chunk(key, begin, stored)) {
         end_chunk(!several, rows.count * width, scratch.grad_query, scratch.query_total);
         several = true;
@@ -108,6 +100,16 @@ struct FewQueriesBackward {
     scratch.inv_sum[r] = 1 / a.row_sum[row];
     scratch.delta[r] = delta_of<T>(a, s, head, query);
     scratch.missing[r] = split == 0 ? grad_lse_of(a, s, head, query) : 0;
+  }
+
+  // Compute P and dS of the rows and the keys [key, key + keys), a block. `ahead` is that of row_products.
+  void compute(const Sequence& s, int64_t kv_head, const QueryRows& rows, int64_t key, int keys, int ahead,
+               const Scratch& scratch) const {
+    row_products(rows.count, scratch.query, width, key_row<T>(a.key, s, kv_head, key), a.key.row, keys, a.head_dim,
+                 a.scale, ahead, scratch.probability);
+    row_products(rows.count, scratch.grad, value_width, key_row<T>(a.value, s, kv_head, key), a.value.row, keys,
+                 a.value_head_dim, 1.0f, ahead, scratch.grad_score);
+    for (int r = 0; r < rows.count; ++r) differentiate(s, rows.head(r), rows.query(r), key, keys, r, scratch);
   }
 
   // Replace the scores and dP of row r and the keys [key, key + keys) by P and dS, in place.
