@@ -5,9 +5,13 @@
 adds rows to benchmarks/results.csv; `make tables` shows them.
 
 All get the same operands, rounded to the dtype. The float64 result of torch's functions on them is the truth.
-Dropout is left out, because masks differ; where an element is kept, dropout multiplies it by a constant.
+Dropout is left out, because masks differ; where an element is kept, dropout multiplies it by a constant. Regimes are
+also measured on Triton's kernels, in its interpreter and with few operands.
 """
 
+import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -17,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fastattn
 from fastattn.bench import peers, report
 from fastattn.bench.cases import OPERATIONS, Case
 
@@ -26,6 +31,10 @@ LENGTHS = (64, 256, 1024, 4096, 16384)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PEERS = ("torch", "torch math")
 GRADIENTS = ("dQ", "dK", "dV")
+SHAPES = {"cpu": (1, 8, 256, 64), "triton": (1, 2, 128, 64)}  # of attention's operands in the regimes
+ROTATED, STEP = "RoPE of keys with bias 5; values + 5", "keys + 20; then - 20; values + 20"
+MOVING = (ROTATED, STEP)
+"""Regimes in which the mean of the keys changes along the sequence. One mean per head does not centre such keys."""
 ROW_REGIMES = (  # operation, which operand has this deviation and mean
     ("softmax_dropout", 0, 10, 0),
     ("layer_norm", 0, 1, 1000),
@@ -46,11 +55,22 @@ def cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
     ]
 
 
-def regimes(shape: tuple[int, ...] = (1, 8, 256, 64)) -> Iterator[tuple[Case, str, list[Tensor]]]:
+def rotated(tensor: Tensor) -> Tensor:
+    """Return a tensor (..., L, E) with rotary position embeddings: each pair of columns turned by an angle."""
+    length, width = tensor.shape[-2:]
+    angle = torch.arange(length)[:, None] * 10000 ** (-torch.arange(0, width, 2) / width)
+    pairs = torch.view_as_complex(tensor.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+
+def regimes(shape: tuple[int, ...] = SHAPES["cpu"]) -> Iterator[tuple[Case, str, list[Tensor]]]:
     """Yield cases, the name of what costs their backward passes digits, and operands that have it."""
 
     def normal(mean: float = 0.0) -> Tensor:
         return torch.randn(shape) + mean
+
+    def columns(deviation: float) -> Tensor:
+        return normal() + deviation * torch.randn(shape[-1])
 
     def wide() -> Tensor:
         return torch.rand(shape) * 18 - 9
@@ -58,6 +78,7 @@ def regimes(shape: tuple[int, ...] = (1, 8, 256, 64)) -> Iterator[tuple[Case, st
     torch.manual_seed(2017)
     direction = F.normalize(torch.randn(shape[-1]), dim=0)
     below = torch.where(torch.arange(shape[-2])[:, None] % 4 == 0, normal() - 60 * direction, normal())
+    step = torch.where(torch.arange(shape[-2])[:, None] < shape[-2] // 2, 20.0, -20.0)
     of_attention = {
         "normal": (normal(), normal(), normal()),
         "keys + 20": (normal(), normal(20), normal()),
@@ -66,6 +87,9 @@ def regimes(shape: tuple[int, ...] = (1, 8, 256, 64)) -> Iterator[tuple[Case, st
         "peaked": (wide(), wide(), normal()),
         "peaked; values + 20": (wide(), wide(), normal(20)),
         "deeply negative": (below, normal() + 10 * direction, normal()),
+        "a mean per column; deviation 20": (normal(), columns(20), columns(20)),
+        ROTATED: (rotated(normal()), rotated(columns(5)), normal(5)),
+        STEP: (normal(), normal() + step, normal(20)),
     }
     for dtype, regime in product(DTYPES[1:], of_attention):
         yield Case("attention", shape, dtype, True), regime, [tensor.to(dtype) for tensor in of_attention[regime]]
@@ -104,6 +128,15 @@ def error(value: Tensor, truth: Tensor) -> float:
     return ((value - truth).norm() / truth.norm()).item()
 
 
+def interpreter() -> contextlib.AbstractContextManager[None]:
+    """Run Triton's kernels in its interpreter, with a GPU's rounding, inside the block."""
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    sys.path.append(str(RESULTS.parent.parent / "tests"))
+    from interpreter import strict
+
+    return strict()
+
+
 def main() -> None:
     where, rows = report.here(), []
 
@@ -118,10 +151,12 @@ def main() -> None:
         for part in ("output", "gradients"):
             name = f"accuracy of {case.operation}, {case.keys or case.shape[1]}, {part}"
             record(name, case.dtype, *found[part][:2])
-    for case, regime, tensors in regimes():
-        found = measure(case, tensors, 0.5)
-        for part in GRADIENTS if case.operation == "attention" else ("output", "gradients"):
-            record(f"regime of {case.operation}, {regime}, {part}", case.dtype, *found[part])
+    for backend, shape in SHAPES.items():
+        with interpreter() if backend == "triton" else contextlib.nullcontext(), fastattn.backend(backend):
+            for case, regime, tensors in regimes(shape):
+                found = measure(case, tensors, 0.5)
+                for part in GRADIENTS if case.operation == "attention" else ("output", "gradients"):
+                    record(f"regime of {case.operation} on {backend}, {regime}, {part}", case.dtype, *found[part])
     report.append(RESULTS, rows)
 
 

@@ -191,15 +191,16 @@ def accuracy(rows: list[Row]) -> str:
 
 
 def regimes(rows: list[Row]) -> str:
-    """Return relative errors by regime: fastattn's / torch's, and for attention / its math backend's."""
+    """Return relative errors by backend and regime: fastattn's / torch's, and for attention / its math backend's."""
     rows = chosen(rows, "regime of ")
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
     for row in rows:
-        operation, regime, part = row.case.removeprefix("regime of ").split(", ")
-        found.setdefault((OPERATIONS[operation], regime, row.dtype), {}).setdefault(part, []).append(row)
+        where, regime, part = row.case.removeprefix("regime of ").split(", ")
+        operation, backend = where.split(" on ")
+        found.setdefault((OPERATIONS[operation], backend, regime, row.dtype), {}).setdefault(part, []).append(row)
     tables = []
     for parts in (("dQ", "dK", "dV"), ("output", "gradients")):
-        lines = [["operation", "regime", "dtype", *parts]]
+        lines = [["operation", "backend", "regime", "dtype", *parts]]
         for key, of in found.items():
             if parts[0] in of:
                 errors = [[of[part][0].value, *(row.theirs for row in of[part])] for part in parts]
