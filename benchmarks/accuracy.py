@@ -91,7 +91,7 @@ def regimes(shape: tuple[int, ...] = SHAPES["cpu"]) -> Iterator[tuple[Case, str,
         ROTATED: (rotated(normal()), rotated(columns(5)), normal(5)),
         STEP: (normal(), normal() + step, normal(20)),
     }
-    for dtype, regime in product(DTYPES[1:], of_attention):
+    for dtype, regime in product(DTYPES, of_attention):
         yield Case("attention", shape, dtype, True), regime, [tensor.to(dtype) for tensor in of_attention[regime]]
     for (operation, which, deviation, mean), dtype in product(ROW_REGIMES, DTYPES):
         case = Case(operation, (ROWS, 512), dtype, True)

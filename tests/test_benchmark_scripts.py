@@ -68,15 +68,16 @@ def test_curves_of_training_runs_are_written_and_shown(tmp_path, monkeypatch):
     pages.curves(rows)
 
 
-def test_16_bit_gradients_are_as_accurate_as_the_math_backends():
+def test_gradients_are_as_accurate_as_the_math_backends():
     """In every regime. The operands are few, so the factor is larger than for many. If the mean of the keys changes
-    along the sequence, dQ is only nearer than that of torch's flash kernel."""
+    along the sequence, 16-bit dQ is only nearer than that of torch's flash kernel."""
     for case, regime, tensors in accuracy.regimes((1, 2, 32, 16)):
         if case.operation == "attention":
             found = accuracy.measure(case, tensors, 0.5)
-            parts = accuracy.GRADIENTS[1 if regime in accuracy.MOVING else 0 :]
+            is_moving = regime in accuracy.MOVING and case.dtype != torch.float32
+            parts = accuracy.GRADIENTS[is_moving:]
             assert all(found[part][0] < 3 * found[part][2] for part in parts), regime
-            assert regime not in accuracy.MOVING or 5 * found["dQ"][0] < found["dQ"][1]
+            assert not is_moving or 5 * found["dQ"][0] < found["dQ"][1]
 
 
 # --- a training step ---
