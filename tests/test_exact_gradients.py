@@ -196,7 +196,7 @@ def test_single_small_calls(backend, dtype):
     Triton, whose kernels round dS to 16 bits for few queries too, a row of one large weight may cost 4 times.
 
     In peaked and deeply negative rows, a key has the weight of a few large queries. If their dS cancel by chance, the
-    roundings remain: within 12 times. Of 7 keys, rows are saturated and the gradient is rounding alone."""
+    roundings remain: within 12 times. Rows of 7 keys are saturated, and their gradient is only rounding."""
     most = 4 if interpreted(backend) else 3
     for regime, (queries, keys) in itertools.product(REGIMES, ((7, 7), (12, 64))):
         is_large = regime.startswith(("peaked", "negative"))
@@ -217,7 +217,7 @@ def mask_gradients(operands, grad, dtype):
 def test_gradients_of_a_float_mask(backend):
     """The errors of all gradients, pooled over draws, are compared with those of the formula in float32.
 
-    In float32 both passes sum the scores in the same order, also those of few queries. Values of mean 20 beside peaked
+    In float32 both passes sum the scores in the same order, also those of few queries. Values of mean 20 with peaked
     rows cost up to twice the formula's error."""
     regimes = {"normal": (1, 0, 0), "both + 20": (1, 20, 20), "peaked": (6, 0, 0), "peaked, values + 20": (6, 0, 20)}
     batch = 4 if interpreted(backend) else DRAWS
