@@ -87,9 +87,16 @@ void normalize_around(const LayerNorm& p, const X* x, float about, int64_t row, 
 
 constexpr int64_t kConverted = 4096;
 
+// The sums with the residual are kept, or are in the place of the output until their row is normalised.
+template <class Sum>
+Sum* sum_row(const LayerNorm& p, int64_t row) {
+  return (Sum*)(p.sum ? p.sum : p.out) + row * p.columns;
+}
+
 // Run the first pass, for the mean, then the others. 16-bit rows that fit the L1 cache are kept in float32 for them.
 template <class T, class Out>
-void normalize_row(const LayerNorm& p, const T* x, int64_t row) {
+void normalize_row(const LayerNorm& p, int64_t row) {
+  const T* x = p.residual ? sum_row<T>(p, row) : (const T*)p.input + row * p.input_row;
   float converted[kConverted];
   const bool convert = sizeof(T) < sizeof(float) && p.columns <= kConverted;
   double total = 0;
@@ -124,33 +131,31 @@ void with_output_type(Dtype dtype, const F& f) {
     f(T{});
 }
 
-// Compute sum = residual + dropout(input) in a row. `keep` is null without dropout.
+// Compute sum = residual + dropout(input) in `count` columns of a row. `keep` is null without dropout.
 template <class Input, class Residual, class Sum>
-void add_row(const Input* input, const Residual* residual, Sum* sum, int64_t columns, const uint32_t* keep,
-             float scale) {
-  for_each_vector(columns, [&](int64_t j, int n) {
+void add_row(const LayerNorm& p, int64_t row, int64_t column, int64_t count, const uint32_t* keep) {
+  const Input* input = (const Input*)p.input + row * p.input_row + column;
+  const Residual* residual = (const Residual*)p.residual + row * p.residual_row + column;
+  Sum* sum = sum_row<Sum>(p, row) + column;
+  const float scale = dropout_scale(p.threshold);
+  for_each_vector(count, [&](int64_t j, int n) {
     vf x = load_ahead(input + j, n);
     if (keep) x = keep_bits(keep[j / 32] >> j % 32, x * scale);
     store(sum + j, load_ahead(residual + j, n) + x, n);
   });
 }
 
-template <class T>
-void normalize(const LayerNorm& p, const Parallel& parallel) {
+using NormalizeRow = decltype(&normalize_row<float, float>);
+using AddRow = decltype(&add_row<float, float, float>);
+
+void normalize(const LayerNorm& p, NormalizeRow normalize_row, const Parallel& parallel) {
   for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
-    for (int r = 0; r < block.rows; ++r) {
-      if (!block.has(r)) continue;
-      const int64_t row = block.z * p.rows + block.first + r;
-      normalize_row<T, T>(p, (const T*)p.input + row * p.input_row, row);
-    }
+    for (int r = 0; r < block.rows; ++r)
+      if (block.has(r)) normalize_row(p, block.z * p.rows + block.first + r);
   });
 }
 
-template <class Input, class Residual, class Sum>
-void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
-  const float scale = dropout_scale(p.threshold);
-  void (*normalize_sum)(const LayerNorm&, const Sum*, int64_t) = nullptr;
-  with_output_type<Sum>(p.out_dtype, [&](auto out) { normalize_sum = &normalize_row<Sum, decltype(out)>; });
+void add_and_normalize(const LayerNorm& p, AddRow add_row, NormalizeRow normalize_row, const Parallel& parallel) {
   for_each_block(p.matrices, p.rows, p.columns, parallel, [&](const RowBlock& block, int) {
     const int64_t first = block.z * p.rows + block.first;
     KeepChunk keep;
@@ -159,11 +164,8 @@ void add_and_normalize(const LayerNorm& p, const Parallel& parallel) {
       keep.load(p, block, column);
       for (int r = 0; r < block.rows; ++r) {
         if (!block.has(r)) continue;
-        Sum* sum = (Sum*)(p.sum ? p.sum : p.out) + (first + r) * p.columns;
-        add_row((const Input*)p.input + (first + r) * p.input_row + column,
-                (const Residual*)p.residual + (first + r) * p.residual_row + column, sum + column, n,
-                p.threshold > 0 ? keep.bits[r] : nullptr, scale);
-        if (column + n == p.columns) normalize_sum(p, sum, first + r);
+        add_row(p, first + r, column, n, p.threshold > 0 ? keep.bits[r] : nullptr);
+        if (column + n == p.columns) normalize_row(p, first + r);
       }
     }
   });
@@ -206,10 +208,12 @@ void forward(const LayerNorm& problem, const Parallel& parallel, char* workspace
   p.bias = as_float32(problem.bias, problem.bias_dtype, p.columns, &workspace);
   with_type(p.input_dtype, [&](auto input) {
     using Input = decltype(input);
-    if (!p.residual) return normalize<Input>(p, parallel);
+    if (!p.residual) return normalize(p, &normalize_row<Input, Input>, parallel);
     with_type(p.residual_dtype, [&](auto residual) {
-      using Residual = decltype(residual);
-      add_and_normalize<Input, Residual, typename Promoted<Input, Residual>::type>(p, parallel);
+      using Sum = typename Promoted<Input, decltype(residual)>::type;
+      with_output_type<Sum>(p.out_dtype, [&](auto out) {
+        add_and_normalize(p, &add_row<Input, decltype(residual), Sum>, &normalize_row<Sum, decltype(out)>, parallel);
+      });
     });
   });
 }
@@ -240,7 +244,7 @@ struct Chunks {
 
 // Compute the gradients of one row. Interleaved loads of several rows would defeat the hardware prefetcher.
 template <class T, class Input, class Grad>
-void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& keep, float* weight_sum,
+void backward_row(const LayerNormBackward& p, const RowBlock& block, int r, KeepChunk& keep, float* weight_sum,
                   float* bias_sum) {
   const int64_t row = block.z * p.rows + block.first + r, elements = p.matrices * p.rows * p.columns;
   const float *weight = (const float*)p.weight, mean = p.mean[row], rstd = p.rstd[row];
@@ -269,7 +273,6 @@ void backward_row(const LayerNormBackward& p, RowBlock block, int r, KeepChunk& 
   const OutputRow<T> grad_x(p.grad_x, row * p.columns, elements);
   const OutputRow<Input> grad_input(p.grad_input, row * p.columns, elements);
   const T* grad_sum = p.grad_sum ? (const T*)p.grad_sum + row * p.grad_sum_row : nullptr;
-  if (p.columns > kChunk) block.line_begin = r % 8, block.line_end = r % 8 + 1;  // the next row cannot reuse the bits
   for (int64_t column = 0; column < p.columns; column += kChunk) {
     keep.load(p, block, column);
     const uint32_t* bits = keep.bits[r];
@@ -299,9 +302,11 @@ inline void add_to(float* total, int64_t count, const float* sums) {
   for_each_vector(count, [&](int64_t j, int n) { store(total + j, load(total + j, n) + load(sums + j, n), n); });
 }
 
+using BackwardRow = decltype(&backward_row<float, float, float>);
+
+// Compute all gradients, those of a row by `backward_row`.
 // workspace: (chunks + workers, up to 2, columns), float32: a row of grad_weight and one of grad_bias, if wanted.
-template <class T, class Input, class Grad>
-void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* workspace) {
+void backward_of(const LayerNormBackward& p, BackwardRow backward_row, const Parallel& parallel, float* workspace) {
   const Chunks chunks(p);
   const int64_t weight_row = p.grad_weight ? p.columns : 0, bias_row = p.grad_bias ? p.columns : 0;
   const int64_t chunk_row = weight_row + bias_row;
@@ -322,8 +327,10 @@ void backward_of(const LayerNormBackward& p, const Parallel& parallel, float* wo
       KeepChunk keep;
       for (int r = 0; r < block.rows; ++r)
         if (block.has(r)) {
-          backward_row<T, Input, Grad>(p, block, r, keep, weight_row ? sums : nullptr,
-                                       bias_row ? sums + weight_row : nullptr);
+          RowBlock line = block;
+          if (p.columns > kChunk)
+            line.line_begin = r % 8, line.line_end = r % 8 + 1;  // later rows cannot reuse the bits
+          backward_row(p, line, r, keep, weight_row ? sums : nullptr, bias_row ? sums + weight_row : nullptr);
           ++group_rows;
         }
       if (chunk_row && i + 1 < end && group_rows >= kGroupRows) {
@@ -372,13 +379,14 @@ void backward(const LayerNormBackward& problem, const Parallel& parallel, char* 
   LayerNormBackward p = problem;
   char* converted = workspace + sum_bytes(p, parallel);
   p.weight = as_float32(problem.weight, problem.weight_dtype, p.columns, &converted);
+  BackwardRow row = nullptr;
   with_type(p.dtype, [&](auto type) {
     with_type(p.input_dtype, [&](auto input) {
-      with_output_type<decltype(type)>(p.grad_out_dtype, [&](auto grad) {
-        backward_of<decltype(type), decltype(input), decltype(grad)>(p, parallel, (float*)workspace);
-      });
+      with_output_type<decltype(type)>(
+          p.grad_out_dtype, [&](auto grad) { row = &backward_row<decltype(type), decltype(input), decltype(grad)>; });
     });
   });
+  backward_of(p, row, parallel, (float*)workspace);
 }
 
 }  // namespace

@@ -93,8 +93,9 @@ void for_each_block(int64_t matrices, int64_t rows, int64_t columns, const Paral
 }
 
 // Compute keep[row * stride + tile - tile_begin], the keep bits of the block's rows for tiles [tile_begin, tile_end).
-FASTATTN_INLINE void keep_block(Seed seed, int threshold, const RowBlock& block, int64_t tile_begin, int64_t tile_end,
-                                uint32_t* keep, int64_t stride) {
+// It is not inlined, because the callers are templates: each combination of dtypes would compile Philox again.
+__attribute__((noinline)) void keep_block(Seed seed, int threshold, const RowBlock& block, int64_t tile_begin,
+                                          int64_t tile_end, uint32_t* keep, int64_t stride) {
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t bits[kTileRows];
     keep_tile(seed, threshold, (uint32_t)block.z, block.first / kTileRows, tile, block.line_begin,

@@ -249,15 +249,35 @@ FASTATTN_INLINE void finish_stream() {
 #endif
 }
 
+#if !defined(__AVX512F__)
+// The loads and stores of a part of a vector, which is rare. They are not inlined, because every loop has them.
+__attribute__((noinline)) inline vf load_part(const float* p, int n) {
+  vf x = {};
+  memcpy(&x, p, (size_t)n * sizeof *p);
+  return x;
+}
+
+template <class T>
+__attribute__((noinline)) vf load_part(const T* p, int n) {
+  vh x = {};
+  memcpy(&x, p, (size_t)n * sizeof *p);
+  return to_float(x, T{});
+}
+
+template <class T>
+__attribute__((noinline)) void store_part(T* p, vf x, int n) {
+  const vh h = from_float(x, T{});
+  memcpy(p, &h, (size_t)n * sizeof *p);
+}
+#endif
+
 // Load or store the first n lanes, 0 <= n <= kLanes. The other lanes read as 0; their memory is not accessed.
 FASTATTN_INLINE vf load(const float* p, int n) {
   if (n == kLanes) return load(p);
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_loadu_ps((__mmask16)first_lanes(n), p);
 #else
-  vf x = {};
-  memcpy(&x, p, (size_t)n * sizeof *p);
-  return x;
+  return load_part(p, n);
 #endif
 }
 
@@ -273,23 +293,20 @@ FASTATTN_INLINE void store(float* p, vf x, int n) {
 template <class T>
 FASTATTN_INLINE vf load(const T* p, int n) {
   if (n == kLanes) return load(p);
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512F__)
   return to_float((vh)_mm256_maskz_loadu_epi16((__mmask16)first_lanes(n), p), T{});
 #else
-  vh x = {};
-  memcpy(&x, p, (size_t)n * sizeof *p);
-  return to_float(x, T{});
+  return load_part(p, n);
 #endif
 }
 
 template <class T>
 FASTATTN_INLINE void store(T* p, vf x, int n) {
   if (n == kLanes) return store(p, x);
-  const vh h = from_float(x, T{});
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-  _mm256_mask_storeu_epi16(p, (__mmask16)first_lanes(n), (__m256i)h);
+#if defined(__AVX512F__)
+  _mm256_mask_storeu_epi16(p, (__mmask16)first_lanes(n), (__m256i)from_float(x, T{}));
 #else
-  memcpy(p, &h, (size_t)n * sizeof *p);
+  store_part(p, x, n);
 #endif
 }
 
