@@ -31,6 +31,7 @@ demo:  ## every operation checked and timed, then a small translator trained and
 	fastattn demo
 
 slow:  ## the longer tests, two at a time: every instruction set, sanitizers, fresh installs
+	FASTATTN_CPU_BUILD=all python setup.py build_ext --inplace
 	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist worksteal
 
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
@@ -53,8 +54,11 @@ docs:  ## the documentation as a site, in site/; every warning is an error
 
 dist:  ## sdist and wheel in dist/, and whether an index would take them
 	rm -rf dist
-	FASTATTN_BUILD=1 python -m build --no-isolation
+	FASTATTN_BUILD=1 FASTATTN_CPU_BUILD=all python -m build --no-isolation
 	python -m twine check --strict dist/*
+
+wheels:  ## the release in dist/: the sdist, and wheels for x86-64 and aarch64 that need no compiler
+	python tools/wheels.py
 
 presets:  ## the table of presets in docs/training.md
 	python tools/presets.py
@@ -68,4 +72,4 @@ report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"
 
 .PHONY: help install lint format test bench tables demo slow triton aot-gate compile-gate dry-launch planted-faults docs \
-	dist presets torch-versions ci report
+	dist wheels presets torch-versions ci report

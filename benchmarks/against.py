@@ -109,7 +109,8 @@ def built(ref: str) -> Iterator[Path]:
         subprocess.run([*git, "add", "--detach", folder, ref], check=True, capture_output=True)
         try:
             build = [sys.executable, "setup.py", "build_ext", "--inplace"]
-            environment = os.environ | {"FASTATTN_BUILD": "1", "FASTATTN_CUDA": "0"}
+            wanted = {"FASTATTN_CPU_BUILD": os.environ.get("FASTATTN_CPU_ISA") or "native"}
+            environment = os.environ | {"FASTATTN_BUILD": "1", "FASTATTN_CUDA": "0"} | wanted
             subprocess.run(build, cwd=folder, check=True, env=environment, stdout=subprocess.DEVNULL)
             yield Path(folder)
         finally:

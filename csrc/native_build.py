@@ -7,7 +7,6 @@ libraries use PyTorch's stable ABI, so that one build serves every torch from 2.
 
 import json
 import os
-import platform
 import re
 import runpy
 import shlex
@@ -45,7 +44,7 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDES
 
 def bindings(library: str, torch: Path, optimize: str) -> list[tuple[str, Path, str]]:
     """Return (object, source, flags) of the files that include torch, for operations with kernels in the library."""
-    kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library"}
+    kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library", "runtime"}
     contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
         f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
@@ -74,11 +73,47 @@ class NotBuilt(BuildError):
 
 
 def instruction_sets() -> dict[str, str]:
-    """Return the compiler flags of this machine's instruction sets by name, best first."""
-    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    if sys.platform != "linux" or machine not in INSTRUCTION_SETS:
-        raise BuildError(f"the kernels are for Linux on x86-64 and aarch64, this is {sys.platform} on {machine}")
+    """Return the compiler flags of the instruction sets by name, best first, of the platform that is built for.
+
+    _PYTHON_HOST_PLATFORM, which Python's own cross-compilation reads, names another one than this machine's.
+    """
+    system, _, machine = sysconfig.get_platform().partition("-")
+    if system != "linux" or machine not in INSTRUCTION_SETS:
+        raise BuildError(f"the kernels are for Linux on x86-64 and aarch64, this is {system} on {machine}")
     return INSTRUCTION_SETS[machine]
+
+
+def machine_has(flags: str) -> bool:
+    """Return whether this machine's processors have what these compiler flags name, by Linux's list of features."""
+    renamed = {"bmi": "bmi1", "avx512bf16": "avx512_bf16"}
+    listed = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    names = [flag.removeprefix("-m") for flag in flags.split() if "=" not in flag]
+    return {renamed.get(name, name).replace("-", "_") for name in names} <= set(listed[1].split() if listed else ())
+
+
+def cpu_choice() -> list[str]:
+    """Return the words of FASTATTN_CPU_BUILD, by default "native"."""
+    words = (os.environ.get("FASTATTN_CPU_BUILD") or "native").split(",")
+    names = {name for sets in INSTRUCTION_SETS.values() for name in sets}
+    if words not in (["native"], ["all"]) and not names.issuperset(words):
+        raise BuildError(
+            f"FASTATTN_CPU_BUILD={','.join(words)}: expected native (this machine's best set), all, or some "
+            f"of {', '.join(INSTRUCTION_SETS['x86_64'])}, separated by commas"
+        )
+    return words
+
+
+def chosen_sets() -> dict[str, str]:
+    """Return those of ``instruction_sets`` that FASTATTN_CPU_BUILD chooses, and the generic one.
+
+    The kernels for amx_bf16 call those for avx512_bf16.
+    """
+    sets, names = instruction_sets(), cpu_choice()
+    if names == ["native"]:
+        names = [next(name for name, flags in sets.items() if machine_has(flags))]
+    if "amx_bf16" in names:
+        names.append("avx512_bf16")
+    return {name: flags for name, flags in sets.items() if name in [*names, "generic"] or names == ["all"]}
 
 
 def compiler() -> list[str]:
@@ -209,9 +244,15 @@ def hide_symbols(directory: Path) -> None:
 
 def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     """Compile the library of the `cpu` backend. Return the file and facts about the build."""
-    torch = torch_for_building()
+    torch, sets = torch_for_building(), chosen_sets()
     objects = bindings("cpu", torch, OPTIMIZE)
-    objects += kernel_objects(f"{CXX_FLAGS} {OPTIMIZE}", instruction_sets())
+    objects += kernel_objects(f"{CXX_FLAGS} {OPTIMIZE}", sets)
+    others = ", ".join(name for name in instruction_sets() if name not in sets)
+    print(
+        f"fastattn: {len(objects)} files for the CPU's {', '.join(sets)}"
+        + (f" (FASTATTN_CPU_BUILD=all compiles {others} too)" if others else ""),
+        flush=True,
+    )
     hide_symbols(directory)
     link = (
         f"-shared -Wl,--version-script=exports.map -Wl,--no-undefined -Wl,--as-needed"
@@ -221,7 +262,7 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
     version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()
     return library, {
         "compiler": version[0] if version else shlex.join(compiler()),
-        "instruction_sets": list(instruction_sets()),
+        "instruction_sets": list(sets),
         "torch_headers": torch_version(torch),
     }
 
@@ -356,8 +397,8 @@ def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
     next build compiles only changed sources.
 
     FASTATTN_BUILD=0 builds no library. FASTATTN_BUILD=1 raises `BuildError` if one cannot be built, except for the CUDA
-    library without nvcc or a CUDA torch. FASTATTN_CUDA=0 omits the CUDA library; FASTATTN_CUDA=1 raises if it cannot be
-    built.
+    library without nvcc or a CUDA torch. FASTATTN_CPU_BUILD chooses the instruction sets of the CPU library (see
+    ``chosen_sets``). FASTATTN_CUDA=0 omits the CUDA library; FASTATTN_CUDA=1 raises if it cannot be built.
     """
     wanted = os.environ.get("FASTATTN_BUILD", "")
     if wanted not in ("", "0", "1"):
@@ -365,6 +406,7 @@ def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:
     cuda = os.environ.get("FASTATTN_CUDA", "")
     if cuda not in ("", "0", "1"):
         raise BuildError(f"FASTATTN_CUDA={cuda}: expected 0 (no CUDA library), 1 (compile it or fail) or nothing")
+    cpu_choice()
     package.mkdir(parents=True, exist_ok=True)
     record, written = {}, [package / "_build.json"]
     for name, builder in LIBRARIES.items():

@@ -59,4 +59,7 @@ def _library(name: str) -> str:
     built = f"built by {record['compiler']} with the headers of torch {record['torch_headers']}" if record else "loaded"
     if name == "cuda":
         return f"{built} for compute capability {', '.join(record.get('architectures', ['unknown']))}"
-    return f"{built}; {native.library(name).isa()} in use of {native.library(name).isas()}"
+    library = native.library(name)
+    missing = [isa for isa in library.machine_isas().split(",") if isa not in library.compiled_isas().split(",")]
+    left_out = f"; not compiled: {', '.join(missing)} (FASTATTN_CPU_BUILD=all adds them)" if missing else ""
+    return f"{built}; {library.isa()} in use of {library.isas()}{left_out}"

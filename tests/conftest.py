@@ -48,8 +48,17 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def machine_isas():
+    """Return this machine's instruction sets, best first, without AMX where Linux refuses its registers."""
+    library = native.library("cpu")
+    if library is None:
+        return []
+    usable, compiled = library.isas().split(","), library.compiled_isas().split(",")
+    return [isa for isa in library.machine_isas().split(",") if isa in usable or isa not in compiled]
+
+
 # Every instruction set of this machine is tested. All except the best one are slow tests.
-ISAS = torch.ops.fastattn_cpu.isas().split(",")[1:] if native.library("cpu") else []
+ISAS = machine_isas()[1:]
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
 # Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
 KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
@@ -84,6 +93,13 @@ def require(name, **options):
         pytest.fail(f"no {name} backend: {why}")
     if why is not None:
         pytest.skip(f"no {name} backend: {why}", **options)
+
+
+def require_instruction_set(isa):
+    """Skip if this build left out the instruction set's kernels; fail if FASTATTN_REQUIRE names `isas`."""
+    if isa not in torch.ops.fastattn_cpu.compiled_isas().split(","):
+        why = f"built without the kernels for {isa} (FASTATTN_CPU_BUILD=all compiles them)"
+        (pytest.fail if "isas" in REQUIRED else pytest.skip)(why)
 
 
 def require_package(name):
@@ -169,6 +185,7 @@ def _conditions(name, isa):
 @contextlib.contextmanager
 def instruction_set(isa):
     """Run the cpu kernels that are compiled for `isa`."""
+    require_instruction_set(isa)
     best = torch.ops.fastattn_cpu.isa()
     torch.ops.fastattn_cpu.set_isa(isa)
     try:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REQUIRED
+from conftest import REQUIRED, machine_isas
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -51,12 +51,40 @@ def passing(output: str) -> list[str]:
 def test_every_instruction_set_of_this_machine():
     names = passing(run(program("plain"), 100))
     assert names[-1] == "generic"
-    import torch
-
     from fastattn.backends import native
 
     if native.library("cpu") is not None:
-        assert names == torch.ops.fastattn_cpu.isas().split(",")
+        assert names == machine_isas()
+
+
+DISPATCHED = """
+#include "kernels.h"
+#include <stdio.h>
+namespace fastattn {
+extern const Limits limits_generic, limits_avx2;
+const Limits limits_generic = {}, limits_avx2 = {};
+}
+using namespace fastattn;
+int main() {
+  for (int i = 0; i < kInstructionSetCount; ++i) if (has_instruction_set(i)) puts(kInstructionSets[i]);
+  puts(instruction_set() < 0 ? "none" : kInstructionSets[instruction_set()]);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets of x86-64")
+@pytest.mark.skipif("avx2" not in machine_isas(), reason="the program needs AVX2")
+def test_a_set_that_is_not_compiled_is_replaced_by_the_next_one(tmp_path):
+    """A library with two sets offers these alone. FASTATTN_CPU_ISA selects one, or the next one below it."""
+    (tmp_path / "main.cpp").write_text(DISPATCHED)
+    sources = tmp_path / "main.cpp", ROOT / "csrc/cpu/dispatch.cpp"
+    run(*native_build.compiler(), "-std=gnu++17", f"-I{ROOT / 'csrc/cpu'}", *sources, "-o", tmp_path / "main")
+    machine = machine_isas()
+    expected = {"": "avx2", "avx2": "avx2", "generic": "generic", "sse9": "none"}
+    for isa in ("amx_bf16", "avx512_bf16", "avx512"):
+        expected[isa] = "avx2" if isa in machine else "none"
+    for isa, used in expected.items():
+        assert run(tmp_path / "main", FASTATTN_CPU_ISA=isa).split() == ["avx2", "generic", used], isa
 
 
 @pytest.mark.slow

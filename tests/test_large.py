@@ -9,7 +9,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from conftest import instruction_set, require
+from conftest import instruction_set, machine_isas, require
 from oracle import dropout_values, gradients, threshold
 
 from fastattn import (
@@ -108,7 +108,7 @@ def test_more_than_2_31_keys_and_values():
     torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(math.exp(score) + keys - 1)]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
+@pytest.mark.parametrize("isa", machine_isas())
 @pytest.mark.parametrize("queries", [1, 9], ids=["few queries", "a panel"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal terms", "random terms"])
 def test_attention_sums_a_million_keys(isa, queries, equal):
@@ -135,7 +135,7 @@ def test_attention_sums_a_million_keys(isa, queries, equal):
     assert (error <= 32 * eps * (p * (grad_probability + delta) @ k.abs() / 2)).all()
 
 
-@pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
+@pytest.mark.parametrize("isa", machine_isas())
 @pytest.mark.parametrize("equal", [True, False], ids=["equal terms", "random terms"])
 def test_rows_of_a_million_columns(isa, equal):
     """Errors do not grow with the number of terms, not even if all terms round alike."""
@@ -168,7 +168,7 @@ def test_rows_of_a_million_columns(isa, equal):
     assert ((grad_x - (grad - grad.mean() - y * (grad * y).mean()) * rstd).abs() <= 16 * eps * terms * rstd).all()
 
 
-@pytest.mark.parametrize("isa", torch.ops.fastattn_cpu.isas().split(","))
+@pytest.mark.parametrize("isa", machine_isas())
 def test_gradients_of_keys_sum_a_million_queries(isa):
     """Gradients of keys and values stay accurate for a million queries, whose terms are equal and round alike."""
     queries, eps = 2**20, torch.finfo(torch.float32).eps

@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import types
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import require
+from conftest import machine_isas, require
 from packaging.requirements import Requirement
 
 import fastattn
@@ -107,6 +108,48 @@ def test_a_build_that_fails_installs_pure_python(build, tmp_path):
         build("cpu", FASTATTN_BUILD="1", CXX="no-such-compiler")
     with pytest.raises(native_build.BuildError, match="FASTATTN_BUILD=yes: expected 0"):
         build("cpu", FASTATTN_BUILD="yes")
+
+
+def test_instruction_sets_of_a_build(monkeypatch):
+    """By default a build has this machine's best instruction set and the generic one."""
+
+    def chosen(choice):
+        monkeypatch.setenv("FASTATTN_CPU_BUILD", choice)
+        return list(native_build.chosen_sets())
+
+    sets = native_build.INSTRUCTION_SETS["x86_64"]
+    monkeypatch.setattr(native_build, "instruction_sets", lambda: sets)
+    monkeypatch.setattr(native_build, "machine_has", lambda flags: "avx512bf16" not in flags)
+    assert chosen("") == chosen("native") == ["avx512", "generic"]
+    assert chosen("all") == list(sets)
+    assert chosen("generic") == ["generic"]
+    assert chosen("avx2,avx512") == ["avx512", "avx2", "generic"]
+    assert chosen("amx_bf16") == ["amx_bf16", "avx512_bf16", "generic"]
+    with pytest.raises(native_build.BuildError, match="FASTATTN_CPU_BUILD=axv2: expected native"):
+        chosen("axv2")
+
+
+def test_the_build_and_the_library_know_the_same_machine(library):
+    """Linux's list of features, which the build reads, names the sets that the library finds by the processor."""
+    found = [name for name, flags in native_build.instruction_sets().items() if native_build.machine_has(flags)]
+    assert found == native.library("cpu").machine_isas().split(",")
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "expected"),
+    [
+        ("", "avx512,avx2,generic", ""),
+        ("", "avx2,generic", "avx512"),
+        ("avx2", "avx512,generic", "avx2"),
+        ("generic", "avx2,generic", ""),
+        ("amx_bf16", "generic", ""),  # this machine lacks it: an error at the first call
+    ],
+)
+def test_a_set_that_is_asked_for_and_not_compiled(monkeypatch, asked, compiled, expected):
+    library = types.SimpleNamespace(machine_isas=lambda: "avx512,avx2,generic", compiled_isas=lambda: compiled)
+    monkeypatch.setattr(native, "library", lambda name: library)
+    monkeypatch.setenv("FASTATTN_CPU_ISA", asked)
+    assert native.missing_instruction_set() == expected
 
 
 def script(path: Path, body: str) -> Path:
@@ -541,6 +584,19 @@ def test_editable_install_without_isolation(clean, tmp_path):
     text = describe(python)
     assert "with the headers of torch " in text
     assert str(clean / "fastattn") in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(machine_isas()) < 2, reason="this machine has one instruction set")
+def test_a_build_without_this_machines_instruction_set_warns_once(clean, tmp_path):
+    """The warning and `fastattn info` name the set. Results are right all the same."""
+    python, best = new_environment(tmp_path / "env"), machine_isas()[0]
+    wheel = call_hook(clean, "build_wheel", tmp_path, FASTATTN_BUILD="1", FASTATTN_CPU_BUILD="generic")
+    pip_install(python, "--no-deps", str(wheel), cwd=tmp_path)
+    done = subprocess.run([python, "-c", COMPUTES], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"fastattn is built without its kernels for {best}, slower ones run") == 1
+    assert f"generic in use of generic; not compiled: {', '.join(machine_isas()[:-1])} (" in done.stdout
 
 
 @pytest.mark.slow

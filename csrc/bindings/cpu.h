@@ -7,16 +7,17 @@
 
 namespace fastattn {
 
-inline std::string available_instruction_sets() {
+// Return the names of the instruction sets for which has(index) holds, separated by commas.
+inline std::string instruction_sets_with(bool (*has)(int)) {
   std::string names;
   for (int i = 0; i < kInstructionSetCount; ++i)
-    if (has_instruction_set(i)) names += (names.empty() ? "" : ",") + std::string(kInstructionSets[i]);
+    if (has(i)) names += (names.empty() ? "" : ",") + std::string(kInstructionSets[i]);
   return names;
 }
 
 inline void check_instruction_set() {
   STD_TORCH_CHECK(instruction_set() >= 0, "FASTATTN_CPU_ISA names an instruction set that this machine does not have; ",
-                  "it has ", available_instruction_sets());
+                  "it has ", instruction_sets_with(&has_instruction_set));
 }
 
 inline Parallel torch_threads() {

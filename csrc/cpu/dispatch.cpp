@@ -9,14 +9,28 @@
 #include "kernels.h"
 
 namespace fastattn {
+
+FASTATTN_DECLARE(Limits, limits);
+
 namespace {
 
-struct Available {
-  bool has[kInstructionSetCount] = {};
-  int current = -1;
+int index_of(const char* name) {
+  for (int i = 0; i < kInstructionSetCount; ++i)
+    if (strcmp(kInstructionSets[i], name) == 0) return i;
+  return -1;
+}
 
-  Available() {
-    const char* name = getenv("FASTATTN_CPU_ISA");
+// The instruction set that FASTATTN_CPU_ISA names, or null.
+const char* named() {
+  const char* name = getenv("FASTATTN_CPU_ISA");
+  return name && *name ? name : nullptr;
+}
+
+// The instruction sets that this machine can run. It does not know yet whether Linux permits AMX's tiles.
+struct Machine {
+  bool has[kInstructionSetCount] = {};
+
+  Machine() {
     int i = kInstructionSetCount;
     has[--i] = true;
 #if defined(__x86_64__)
@@ -29,26 +43,11 @@ struct Available {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512cd");
     const bool avx512_bf16 = avx512 && has_avx512_bf16();
-    const bool unwanted = name && *name && strcmp(name, "amx_bf16") != 0;
     has[--i] = avx2;
     has[--i] = avx512;
     has[--i] = avx512_bf16;
-    has[--i] = avx512_bf16 && !unwanted && has_amx_bf16() && may_use_tiles();
+    has[--i] = avx512_bf16 && has_amx_bf16();
 #endif
-    if (name && *name) {
-      use(name);
-    } else {
-      for (current = 0; !has[current];) ++current;
-    }
-  }
-
-  bool use(const char* name) {
-    for (int i = 0; i < kInstructionSetCount; ++i)
-      if (has[i] && strcmp(kInstructionSets[i], name) == 0) {
-        __atomic_store_n(&current, i, __ATOMIC_RELEASE);
-        return true;
-      }
-    return false;
   }
 
  private:
@@ -60,19 +59,50 @@ struct Available {
 
   static bool has_amx_bf16() { return (cpuid(7, 0, 3) >> 22 & 5) == 5; }  // the bfloat16 instructions and the tiles
 
-  // Request the tiles' 8 KiB of state from Linux. A signal stack must then hold some 12 KiB. Linux refuses the request
-  // if a signal stack is already smaller.
-  static bool may_use_tiles() {
-    constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
-    return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;
-  }
-
   static unsigned cpuid(unsigned leaf, unsigned subleaf, int which) {
     unsigned out[4];
     __asm__("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(subleaf));
     return out[which];
   }
 #endif
+};
+
+// Request the tiles' 8 KiB of state from Linux. A signal stack must then hold some 12 KiB. Linux refuses the request
+// if a signal stack is already smaller.
+bool may_use_tiles() {
+#if defined(__x86_64__)
+  constexpr long kArchReqXcompPerm = 0x1023, kXtiledata = 18;
+  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0;
+#else
+  return false;
+#endif
+}
+
+// The instruction sets that this machine can run and the library has, and the one in use.
+struct Available {
+  bool has[kInstructionSetCount];
+  int current = -1;
+
+  Available() {
+    Machine machine;
+    const char* name = named();
+    const int amx = index_of("amx_bf16");
+    // Tiles are requested only if they may be used.
+    if (amx >= 0 && machine.has[amx] && is_compiled(amx))
+      machine.has[amx] = (!name || index_of(name) == amx) && may_use_tiles();
+    for (int i = 0; i < kInstructionSetCount; ++i) has[i] = machine.has[i] && is_compiled(i);
+    const int wanted = name ? index_of(name) : 0;
+    if (wanted < 0 || (name && !machine.has[wanted])) return;
+    // A set that is not compiled is replaced by the next one that is. The last one always is.
+    for (current = wanted; !has[current];) ++current;
+  }
+
+  bool use(const char* name) {
+    const int i = index_of(name);
+    if (i < 0 || !has[i]) return false;
+    __atomic_store_n(&current, i, __ATOMIC_RELEASE);
+    return true;
+  }
 };
 
 Available& available() {
@@ -83,6 +113,16 @@ Available& available() {
 }  // namespace
 
 bool has_instruction_set(int index) { return available().has[index]; }
+
+bool machine_has_instruction_set(int index) {
+  static const Machine machine;
+  return machine.has[index];
+}
+
+bool is_compiled(int index) {
+  static const Limits* const all[] = {FASTATTN_OF_EACH(&, limits)};
+  return all[index] != nullptr;
+}
 
 int instruction_set() { return __atomic_load_n(&available().current, __ATOMIC_ACQUIRE); }
 

@@ -30,14 +30,20 @@ constexpr const char* kInstructionSets[] = {"generic"};
 #endif
 constexpr int kInstructionSetCount = sizeof kInstructionSets / sizeof *kInstructionSets;
 
-// Whether this machine can run the instruction set with this index.
+// Whether this machine can run the instruction set with this index. It does not request AMX's tiles from Linux.
+bool machine_has_instruction_set(int index);
+
+// Whether the library has the kernels of the instruction set. FASTATTN_CPU_BUILD leaves sets out (native_build.py).
+bool is_compiled(int index);
+
+// Whether both hold, and Linux permits the tiles.
 bool has_instruction_set(int index);
 
-// Return the index of the instruction set in use: the one that the environment variable FASTATTN_CPU_ISA names, else
-// the best one. -1 if the variable names one that this machine does not have.
+// Return the index of the instruction set in use: the best one, or the one that FASTATTN_CPU_ISA names. If the library
+// lacks that one's kernels, it is the next one. -1 if the variable names one that this machine does not have.
 int instruction_set();
 
-// Switch to the named instruction set. Return false if this machine does not have it.
+// Switch to the named instruction set. Return false if this machine or the library does not have it.
 bool use_instruction_set(const char* name);
 
 // Defines an export of a kernel file. FASTATTN_ISA is the instruction set that the file is being compiled for.
@@ -70,9 +76,12 @@ bool use_instruction_set(const char* name);
   }                                                                               \
   FASTATTN_EXPORT(Kernel<Problem>, stem) = {&workspace_any, &run_any}
 
+// Declares the exports `stem` of every instruction set. The address of an export that is not compiled is null.
+#define FASTATTN_DECLARE(Type, stem) extern __attribute__((weak)) const Type FASTATTN_OF_EACH(, stem)
+
 // Defines function(...) outside of kernel files. It returns the export `stem` for the instruction set in use.
 #define FASTATTN_IMPORT(Type, stem, function)                     \
-  extern const Type FASTATTN_OF_EACH(, stem);                     \
+  FASTATTN_DECLARE(Type, stem);                                   \
   inline const Type& function {                                   \
     static const Type* const all[] = {FASTATTN_OF_EACH(&, stem)}; \
     return *all[instruction_set()];                               \

@@ -6,6 +6,7 @@ built.
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,17 @@ def reason(name: str) -> str:
 def missing(name: str) -> str:
     """Return `reason(name)` in the words of `explain`, or "" if the library is loaded."""
     return f"its library is not loaded: {reason(name)}" if reason(name) else ""
+
+
+def missing_instruction_set() -> str:
+    """Return the instruction set that this process asks of the loaded `cpu` library and the build left out, or "".
+
+    That is the one which FASTATTN_CPU_ISA names, else the machine's best one.
+    """
+    loaded = library("cpu")
+    machine = loaded.machine_isas().split(",")
+    wanted = os.environ.get("FASTATTN_CPU_ISA") or machine[0]
+    return wanted if wanted in machine and wanted not in loaded.compiled_isas().split(",") else ""
 
 
 _defined: list[torch.library.Library] = []  # keeps the schemas: each is removed with its Library object

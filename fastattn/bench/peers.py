@@ -18,13 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from .cases import Case
+from .limits import instruction_set
 
 Peer = Callable[..., Tensor]
 
 MOST_SCORES = 1 << 27
 """Maximum scores of peers that hold all of them: half a GB in float32, several times that in all."""
 
-# If FASTATTN_CPU_ISA limits our kernels to a smaller instruction set, torch, MKL and oneDNN are limited too: the
+# If FASTATTN_CPU_ISA limits our kernels to a smaller instruction set, torch, MKL and oneDNN are limited to it too: the
 # ratios are then those of a machine that has no more. torch reads its limit when its first kernel runs. MKL reads the
 # first of its two variables on Intel's processors only, and uses AVX2 at most on others.
 _HELD_TO = {
@@ -42,7 +43,8 @@ _HELD_TO = {
         "ONEDNN_MAX_CPU_ISA": "SSE41",
     },
 }
-os.environ.update(_HELD_TO.get(os.environ.get("FASTATTN_CPU_ISA", ""), {}))
+if os.environ.get("FASTATTN_CPU_ISA"):
+    os.environ.update(_HELD_TO.get(instruction_set(), {}))
 
 
 def _attention(case: Case, query: Tensor, key: Tensor, value: Tensor, **mask: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from fastattn.backends import native
 from fastattn.backends.common import common_refusal
 from fastattn.backends.schema import AnyArgs
@@ -9,6 +11,13 @@ from fastattn.backends.schema import AnyArgs
 DEVICE = "cpu"
 MISSING = native.missing("cpu")
 FUNCTIONS = {} if MISSING else native.functions("cpu")
+
+if not MISSING and native.missing_instruction_set():
+    warnings.warn(
+        f"fastattn is built without its kernels for {native.missing_instruction_set()}, slower ones run; "
+        "FASTATTN_CPU_BUILD=all at the installation adds those of every processor",
+        stacklevel=2,
+    )
 
 
 def refusal(op: str, args: AnyArgs) -> str | None:
