@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results.csv"
 GRADIENTS = ROOT / "benchmarks/gradients.csv"
 TORCH, NEWEST_TORCH = "2.13.0", "2.14.1"
+WIDTH = 6.4  # inches of a picture: a phone shows it at six tenths of its size, where 10 points are still legible
 DTYPES = ("float32", "bfloat16")
 CELL = (
     "A cell: torch's time over ours; our share of the limit; our time over our own without mask, padding or dropout. "
@@ -346,12 +348,16 @@ def gradients(rows: list[dict[str, str]]) -> str:
     return f"{gradient_origin(rows)}.\n\n{markdown(lines)}"
 
 
+def wrapped(text: str, width: int = 90) -> str:
+    return "\n".join(textwrap.wrap(text, width))
+
+
 def curves(rows: list[dict[str, str]]) -> Any:
     """Draw error and angle of W_q's gradient, and the loss: a column per setting, a line per backend and layer."""
     shown = {"query_error": "error of W_q's gradient", "query_angle": "its angle, degrees", "loss": "held-out loss"}
     settings = [setting for (setting,) in runs(rows, "setting")]
     backends = [backend for (backend,) in runs(rows, "backend")]
-    picture = figures.figure(9.0, 7.0)
+    picture = figures.figure(WIDTH, 7.5)
     panels = picture.subplots(len(shown), len(settings), sharex=True, sharey="row", squeeze=False)
     for (setting, backend, layer), group in runs(rows, "setting", "backend", "layer").items():
         column = panels[:, settings.index(setting)]
@@ -361,14 +367,14 @@ def curves(rows: list[dict[str, str]]) -> Any:
             if name != "loss" or layer == "1":  # which all layers share
                 values = [float(row[name]) for row in group]
                 axes.plot(updates, values, label=f"{backend}, layer {layer}", linewidth=1.2, **style)
-        column[0].set_title(setting, fontsize=10)
+        column[0].set_title(setting, fontsize=11)
     for axes, (name, label) in zip(panels[:, 0], shown.items(), strict=True):
-        axes.set_ylabel(label, fontsize=8)
+        axes.set_ylabel(label, fontsize=10)
         axes.set_yscale("linear" if name == "loss" else "log")
     for axes in panels.flat:
         axes.grid(alpha=0.3)
-    panels[0, 0].legend(fontsize=7)
-    picture.supxlabel(f"updates\n{gradient_origin(rows)}", fontsize=7, color="0.35")
+    picture.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=10)
+    picture.supxlabel(f"updates\n{wrapped(gradient_origin(rows))}", fontsize=9, color="0.35")
     return picture
 
 
@@ -383,9 +389,12 @@ def in_bars(rows: list[Row]) -> list[Row]:
 def bars(rows: list[Row]) -> Any:
     """Draw how many times as fast as torch, a panel per machine, a bar per dtype."""
     groups = on_machines(rows, TORCH)
-    picture = figures.figure(3.4 + 2.7 * len(groups), 4.4)
-    panels = picture.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, ((machine, _), group) in zip(panels, groups.items(), strict=True):
+    lines = -(-len(groups) // 2)
+    picture = figures.figure(WIDTH, 1.0 + 4.2 * lines)
+    panels = picture.subplots(lines, 2, sharex=True, sharey=True, squeeze=False).flatten()
+    for unused in panels[len(groups) :]:
+        unused.set_visible(False)
+    for axes, ((machine, _), group) in zip(panels, groups.items(), strict=False):
         known = {row.case: row.ratio for row in group if row.peer == "torch"}
         for offset, dtype in enumerate(DTYPES):
             values = {
@@ -393,22 +402,21 @@ def bars(rows: list[Row]) -> Any:
             }
             places = [place + 0.4 * offset for place in values]
             drawn = axes.barh(places, [v - 1 for v in values.values()], 0.38, 1, label=dtype, color=f"C{offset}")
-            axes.bar_label(drawn, [f"{value:.1f}" for value in values.values()], padding=2, fontsize=8)
+            axes.bar_label(drawn, [f"{value:.1f}" for value in values.values()], padding=2, fontsize=9)
         axes.axvline(1.0, color="black", linewidth=1)
-        axes.set_title(processor(machine), fontsize=10)
+        axes.set_title(processor(machine), fontsize=11)
         axes.set(xscale="log")
-        axes.set_xlabel("times as fast as torch (log)", fontsize=8)
         axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
         axes.minorticks_off()
         axes.set_xlim(0.75, 45)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-    panels[0].set_yticks([place + 0.2 for place in range(len(BARS))], list(BARS), fontsize=9)
+    panels[0].set_yticks([place + 0.2 for place in range(len(BARS))], [wrapped(name, 22) for name in BARS], fontsize=9)
     panels[0].invert_yaxis()
-    panels[0].legend(fontsize=8, loc="upper right")
-    origins = "\n".join(origin(row for row in group if row.peer == "torch") for group in groups.values())
-    text = f"forward + backward where nothing else is said\n{origins}"
-    picture.supxlabel(text, fontsize=7, color="0.35", x=0.01, ha="left")
+    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=10)
+    origins = "\n".join(wrapped(origin(row for row in group if row.peer == "torch")) for group in groups.values())
+    text = f"times as fast as torch (log), forward + backward where nothing else is said\n{origins}"
+    picture.supxlabel(text, fontsize=8, color="0.35", x=0.01, ha="left")
     return picture
 
 

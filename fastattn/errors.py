@@ -15,5 +15,5 @@ def require(module: str, extra: str = "train") -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        words = f'{error.name} is not installed; in a clone of fastattn it comes with: pip install -e ".[{extra}]"'
-        raise InputError(words) from None
+        commands = f'pip install "fastattn[{extra}]", in a clone pip install -e ".[{extra}]"'
+        raise InputError(f"{error.name} is not installed; it comes with: {commands}") from None

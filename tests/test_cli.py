@@ -698,7 +698,8 @@ def test_without_the_train_extra(pairs, day, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     for arguments in (train_arguments(pairs, tmp_path / "out"), ["translate", "--input", day]):
         assert failure(arguments, capsys).endswith(
-            'sentencepiece is not installed; in a clone of fastattn it comes with: pip install -e ".[train]"'
+            'sentencepiece is not installed; it comes with: pip install "fastattn[train]", '
+            'in a clone pip install -e ".[train]"'
         )
     assert not (tmp_path / "out").exists()
 

@@ -2,6 +2,7 @@
 
 The reference and the design list everything that exists."""
 
+import doctest
 import importlib
 import inspect
 import itertools
@@ -138,6 +139,26 @@ def test_the_reference_lists_every_public_name():
     assert sorted((*listed, alias)) == sorted(public | {"Transformer", "TransformerConfig"})
 
 
+DOCUMENTED = [
+    name for page in sorted((DOCS / "api").glob("*.md")) for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_examples_of_the_reference_run(name):
+    """Every name of the reference has an example in its docstring, which prints what it shows."""
+    if "huggingface" in name:
+        require_package("transformers")
+    module, _, attribute = name.rpartition(".")
+    documented = getattr(importlib.import_module(module), attribute)
+    names = {"torch": torch, "fastattn": fastattn} | {own: getattr(fastattn, own) for own in dir(fastattn)}
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(documented), names, name, None, None)
+    failures: list[str] = []
+    doctest.DocTestRunner().run(example, out=failures.append)
+    assert example.examples
+    assert failures == []
+
+
 @pytest.mark.parametrize("page", ["docs/troubleshooting.md", "CONTRIBUTING.md"])
 def test_pages_name_what_ci_requires(page):
     names = re.search(r"FASTATTN_REQUIRE=(\S+)", (ROOT / ".ci/run").read_text())[1].split(",")
@@ -178,6 +199,7 @@ SHORTER = (
 )
 MADE = {
     "README.md": [],
+    "docs/install.md": [],
     "docs/quickstart.md": [],
     "docs/translate.md": [
         *("test.es", "sampled.es", "heads.svg", "model/best", "loss.svg", "model-mean", "model-ct2", "model-int8"),

@@ -59,6 +59,12 @@ class Explanation:
         op: name of the operation.
         backend: name of the backend that would run, or None if the forced backend cannot.
         reasons: for every other backend, why it was not taken.
+
+    Examples:
+        >>> with fastattn.backend("reference"):
+        ...     explanation = fastattn.explain(fastattn.dropout, torch.ones(8))
+        >>> explanation.backend, explanation.reasons["cpu"]
+        ('reference', 'this thread is in backend("reference")')
     """
 
     op: str
@@ -154,6 +160,12 @@ def backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: no backend has this name.
+
+    Examples:
+        >>> x = torch.randn(4, 512)
+        >>> with fastattn.backend("reference"):
+        ...     wanted = fastattn.layer_norm(x, (512,))
+        >>> torch.testing.assert_close(fastattn.layer_norm(x, (512,)), wanted)
     """
     if not isinstance(name, str) or name not in TABLE:
         raise ValueError(f"backend: name must be one of {', '.join(map(repr, TABLE))}, got {name!r}")
@@ -194,6 +206,15 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], cont
 
     Returns:
         The contexts of the forward pass and of the recomputation, as ``context_fn`` returns them.
+
+    Examples:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> x = torch.randn(4, 512, requires_grad=True)
+        >>> with fastattn.backend("reference"):
+        ...     out = checkpoint(
+        ...         fastattn.softmax_dropout, x, use_reentrant=False, context_fn=fastattn.checkpoint_contexts
+        ...     )
+        >>> out.sum().backward()
     """
     return contextlib.nullcontext(), _Recomputation(thread.forced)
 
@@ -216,6 +237,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         TypeError: ``op`` is not callable, or reaches no operation of fastattn.
         ValueError, TypeError: ``op`` itself raises them for bad arguments.
+
+    Examples:
+        >>> x = torch.randn(4, 512, dtype=torch.float64)
+        >>> fastattn.explain(fastattn.layer_norm, x, (512,)).backend
+        'reference'
     """
     if not callable(op):
         raise TypeError(f"explain: op must be a function such as fastattn.layer_norm, got {op!r}")

@@ -47,6 +47,13 @@ def register() -> None:
 
     Raises:
         ImportError: transformers is missing, or older than 5.8.
+
+    Examples:
+        >>> import fastattn.integrations.huggingface
+        >>> fastattn.integrations.huggingface.register()
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+        >>> model = BertModel(BertConfig(**sizes, attn_implementation="fastattn"))
     """
     try:
         import transformers

@@ -199,6 +199,11 @@ def intercept_sdpa() -> Iterator[None]:
     The backward pass uses the kernel of its forward pass, inside the block or not. This holds even if
     ``torch.utils.checkpoint`` computes the forward pass again, except for checkpoints inside a compiled function. For
     these, and for the whole process, use ``torch.nn.attention.activate_flash_attention_impl("fastattn")``.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 8, 128, 64)
+        >>> with fastattn.intercept_sdpa():
+        ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
     wrap_checkpointed(_intercepted)
     with _Intercept():
@@ -436,6 +441,13 @@ class Handle:
     """Handle of an implementation in torch's registry.
 
     torch 2.10 cannot restore its own kernels: call ``remove`` there.
+
+    Examples:
+        >>> from fastattn.integrations import registry
+        >>> torch.nn.attention.activate_flash_attention_impl("fastattn")
+        >>> query, key, value = torch.randn(3, 2, 8, 128, 64)
+        >>> out = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        >>> registry.handle.remove()
     """
 
     def __init__(self) -> None:

@@ -66,6 +66,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         TypeError: a size is not an integer.
         ValueError: a size is not positive; embed_dim is not a multiple of num_heads and head_dim is not given (also an
             AssertionError, torch's type); num_heads is not a multiple of num_kv_heads; dropout is outside [0, 1].
+
+    Examples:
+        >>> attention = fastattn.MultiHeadAttention(512, 8, dropout=0.1, batch_first=True)
+        >>> x, key_lengths = torch.randn(2, 128, 512), torch.tensor([128, 70])
+        >>> out, _ = attention(x, x, x, need_weights=False, is_causal=True, key_lengths=key_lengths)
+        >>> out.shape
+        torch.Size([2, 128, 512])
     """
 
     __prepare_scriptable__ = check.refuse_torchscript

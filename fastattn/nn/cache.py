@@ -19,6 +19,15 @@ class KeyValueCache:
 
     Raises:
         ValueError: ``max_length`` is not an integer of at least 1.
+
+    Examples:
+        >>> attention = fastattn.MultiHeadAttention(64, 4, batch_first=True).eval()
+        >>> cache = fastattn.KeyValueCache()
+        >>> with torch.no_grad():
+        ...     for token in torch.randn(5, 1, 1, 64):
+        ...         out, _ = attention(token, token, token, need_weights=False, cache=cache)
+        >>> cache.length
+        5
     """
 
     def __init__(self, max_length: int | None = None, *, static: bool = False) -> None:

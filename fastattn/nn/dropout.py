@@ -19,6 +19,10 @@ class SoftmaxDropout(nn.Module):
 
     Raises:
         TypeError, ValueError: p is not a number, or is outside [0, 1].
+
+    Examples:
+        >>> fastattn.SoftmaxDropout(0.1).eval()(torch.zeros(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     __prepare_scriptable__ = check.refuse_torchscript
@@ -48,7 +52,13 @@ class SoftmaxDropout(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """A ``torch.nn.Dropout`` that calls fastattn's ``dropout``."""
+    """A ``torch.nn.Dropout`` that calls fastattn's ``dropout``.
+
+    Examples:
+        >>> x = torch.ones(4)
+        >>> fastattn.Dropout(0.5).eval()(x)
+        tensor([1., 1., 1., 1.])
+    """
 
     __prepare_scriptable__ = check.refuse_torchscript
 

@@ -14,7 +14,13 @@ from fastattn.ops.layer_norm import dropout_add_layer_norm, layer_norm
 
 
 class LayerNorm(nn.LayerNorm):
-    """A ``torch.nn.LayerNorm`` that calls fastattn's ``layer_norm``: same constructor, parameters and state dict."""
+    """A ``torch.nn.LayerNorm`` that calls fastattn's ``layer_norm``: same constructor, parameters and state dict.
+
+    Examples:
+        >>> norm = fastattn.LayerNorm(512)
+        >>> norm(torch.randn(4, 512)).shape
+        torch.Size([4, 512])
+    """
 
     __prepare_scriptable__ = check.refuse_torchscript
 
@@ -36,6 +42,12 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 
     Raises:
         TypeError, ValueError: p is outside [0, 1], or ``normalized_shape`` is not one integer.
+
+    Examples:
+        >>> end = fastattn.DropoutAddLayerNorm(512, p=0.1)
+        >>> sublayer, x = torch.randn(2, 4, 512)
+        >>> end(sublayer, x).shape
+        torch.Size([4, 512])
     """
 
     __prepare_scriptable__ = check.refuse_torchscript

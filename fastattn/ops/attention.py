@@ -112,6 +112,13 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 8, 128, 64)
+        >>> key_lengths = torch.tensor([128, 70])
+        >>> out = scaled_dot_product_attention(query, key, value, is_causal=True, key_lengths=key_lengths)
+        >>> out.shape
+        torch.Size([2, 8, 128, 64])
     """
     if causal_variant == "upper_left" and return_lse is False and type(window_size) is tuple and len(window_size) == 2:
         out = plain_attention(
@@ -189,6 +196,12 @@ def attention_weights(
 
     Raises:
         TypeError, ValueError: as in ``scaled_dot_product_attention``.
+
+    Examples:
+        >>> query, key = torch.randn(2, 1, 8, 5, 64)
+        >>> weights = attention_weights(query, key, is_causal=True)
+        >>> weights[0, 0, 0]  # the first query sees the first key only
+        tensor([1., 0., 0., 0., 0.])
     """
     name = "attention_weights"
     check.flag(name, "enable_gqa", enable_gqa)
@@ -286,6 +299,14 @@ def varlen_attn(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+
+    Examples:
+        Two sequences of 3 and 5 tokens:
+
+        >>> query, key, value = torch.randn(3, 8, 4, 64)
+        >>> offsets = torch.tensor([0, 3, 8])
+        >>> varlen_attn(query, key, value, offsets, offsets, 5, 5, is_causal=True).shape
+        torch.Size([8, 4, 64])
     """
     if return_lse is False and not unsupported and type(window_size) is tuple and len(window_size) == 2:
         out = _plain_varlen(

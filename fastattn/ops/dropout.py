@@ -46,6 +46,10 @@ def dropout(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+
+    Examples:
+        >>> dropout(torch.ones(8), 0.5, seed=torch.tensor([1, 2]))
+        tensor([2., 0., 2., 2., 0., 2., 0., 0.])
     """
     if training is True and inplace is False:
         out = _plain(input, seed, p)
@@ -85,6 +89,12 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, seed: Tensor) -> Tensor
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or value; the message names it.
+
+    Examples:
+        >>> seed = torch.tensor([1, 2])
+        >>> kept = dropout_mask((2, 8), 0.5, seed)
+        >>> torch.equal(dropout(torch.ones(2, 8), 0.5, seed=seed), 2.0 * kept)
+        True
     """
     name = "dropout_mask"
     if not isinstance(seed, Tensor):

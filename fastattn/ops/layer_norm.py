@@ -62,6 +62,10 @@ def layer_norm(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+
+    Examples:
+        >>> layer_norm(torch.tensor([1.0, 2.0, 3.0]), (3,))
+        tensor([-1.2247,  0.0000,  1.2247])
     """
     shape: Any = normalized_shape
     out = _plain(input, weight, bias, shape[0] if isinstance(shape, tuple) and len(shape) == 1 else shape, eps)
@@ -153,6 +157,12 @@ def dropout_add_layer_norm(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+
+    Examples:
+        >>> sublayer, residual = torch.randn(4, 512, dtype=torch.bfloat16), torch.randn(4, 512)
+        >>> out, residual = dropout_add_layer_norm(sublayer, residual, dropout_p=0.1, prenorm=True)
+        >>> out.dtype, residual.dtype
+        (torch.float32, torch.float32)
     """
     if prenorm is False and out_dtype is None:
         out = _plain_residual(input, residual, weight, bias, seed, dropout_p, eps)

@@ -54,6 +54,12 @@ def softmax_dropout(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; the message names it.
+
+    Examples:
+        >>> softmax_dropout(torch.zeros(3, 3), is_causal=True)
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
     """
     out = _plain(input, attn_mask, None, seed, dropout_p, is_causal, scale)
     if out is not None:

@@ -43,6 +43,11 @@ class TransformerConfig:
 
     Raises:
         InputError: a value is out of its range; the message names it and the expected range.
+
+    Examples:
+        >>> big = fastattn.TransformerConfig(vocab_size=37000, d_model=1024, d_ff=4096, num_heads=16, dropout=0.3)
+        >>> sum(parameter.numel() for parameter in fastattn.Transformer(big, device="meta").parameters())
+        214171648
     """
 
     vocab_size: int

@@ -25,7 +25,17 @@ from fastattn.translation.config import TransformerConfig
 
 @dataclasses.dataclass
 class AttentionWeights:
-    """Attention probabilities of one forward pass, one (B, H, Lq, Lk) tensor per layer."""
+    """Attention probabilities of one forward pass, one (B, H, Lq, Lk) tensor per layer.
+
+    Examples:
+        >>> config = fastattn.TransformerConfig(vocab_size=100, d_model=64, num_heads=4, d_ff=128)
+        >>> model = fastattn.Transformer(config).eval()
+        >>> weights = fastattn.translation.model.AttentionWeights()
+        >>> source, target = torch.randint(4, 100, (2, 9)), torch.randint(4, 100, (2, 7))
+        >>> logits = model(source, target, weights=weights)
+        >>> len(weights.cross), weights.cross[0].shape
+        (6, torch.Size([2, 4, 7, 9]))
+    """
 
     encoder: list[Tensor] = dataclasses.field(default_factory=list)
     decoder: list[Tensor] = dataclasses.field(default_factory=list)
@@ -69,6 +79,15 @@ class DecoderState:
         memory, source_lengths: the encoder's output (B, S, d_model), and int64 (B,).
         position: number of target tokens seen.
         ancestry: bool (B, W, keys), in the order in which the keys were appended.
+
+    Examples:
+        >>> config = fastattn.TransformerConfig(vocab_size=100, d_model=64, num_heads=4, d_ff=128)
+        >>> model = fastattn.Transformer(config).eval()
+        >>> state = model.begin(torch.randint(4, 100, (2, 9)))
+        >>> with torch.no_grad():
+        ...     logits = model.logits(model.step(torch.full((2, 1), config.bos_id), state))
+        >>> state.position
+        1
     """
 
     def __init__(self, memory: Tensor, source_lengths: Tensor, layers: int):
@@ -118,6 +137,12 @@ class Transformer(nn.Module):
     Args:
         config: shape of the model.
         device, dtype: device and dtype of the parameters; use ``torch.autocast`` to compute in bfloat16.
+
+    Examples:
+        >>> model = fastattn.Transformer(fastattn.TransformerConfig(vocab_size=100, d_model=64, num_heads=4, d_ff=128))
+        >>> source, target = torch.randint(4, 100, (2, 9)), torch.randint(4, 100, (2, 7))
+        >>> model(source, target).shape
+        torch.Size([2, 7, 100])
     """
 
     def __init__(self, config: TransformerConfig, device=None, dtype=None):

@@ -14,8 +14,8 @@ from fastattn.translation.model import AttentionWeights, Transformer
 from fastattn.translation.tokenizer import Tokenizer
 
 KINDS = [field.name for field in dataclasses.fields(AttentionWeights)]  # encoder, decoder, cross
-SCREEN = (12.8, 7.2)  # inches: 1280 x 720 pixels
-LABELS = (84, 56)  # number of columns and rows in the whole picture that have room for a label
+HEAD = (3.2, 3.2)  # inches per head: four of them are legible on a phone, fill the width of a page
+LABELS = (17, 19)  # number of a head's columns and rows that have room for a label
 
 
 def loss_curve(rows: list[dict[str, float]], path: StrPath) -> None:
@@ -69,26 +69,26 @@ def attention_heads(
 
 
 def heat_maps(heads: Heads, path: StrPath, title: str) -> None:
-    """Draw one map per head, all on one scale, as a PNG or SVG of a screen's size."""
+    """Draw one map per head, all on one scale, as a PNG or SVG."""
     number = len(heads.weights)
     high = math.isqrt(number)
     wide = math.ceil(number / high)
-    picture = figures.figure(*SCREEN)
+    picture = figures.figure(HEAD[0] * max(wide, 2), HEAD[1] * high)
     grid = picture.subplots(high, wide, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[number:]:
         axes.set_axis_off()
     image = None
     for head, (axes, weights) in enumerate(zip(grid.flat, heads.weights.numpy(), strict=False), 1):
         image = axes.imshow(weights, cmap="viridis", vmin=0.0, vmax=float(heads.weights.max()), aspect="auto")
-        axes.set_title(f"head {head}", fontsize=8)
+        axes.set_title(f"head {head}", fontsize=10)
         axes.tick_params(labelbottom=head + wide > number, labelleft=head % wide == 1 or wide == 1)
         for axis, pieces, most, turn in (
-            (axes.xaxis, heads.columns, LABELS[0] // wide, 90),
-            (axes.yaxis, heads.rows, LABELS[1] // high, 0),
+            (axes.xaxis, heads.columns, LABELS[0], 90),
+            (axes.yaxis, heads.rows, LABELS[1], 0),
         ):
             every = math.ceil(len(pieces) / most)
-            axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=7, parse_math=False)
-    picture.suptitle(title, fontsize=10)
+            axis.set_ticks(range(0, len(pieces), every), pieces[::every], rotation=turn, fontsize=9, parse_math=False)
+    picture.suptitle(title, fontsize=11)
     picture.colorbar(image, ax=grid, label="attention probability", fraction=0.03)
     figures.save(picture, path, dpi=100)
 

@@ -28,6 +28,12 @@ class PatchReport:
     Attributes:
         changed: the family as which each changed module was recognised.
         left: the reason why each other recognised module is unchanged.
+
+    Examples:
+        >>> print(fastattn.patch(torch.nn.Sequential(torch.nn.LayerNorm(64))))
+        changed: 1 modules
+          torch.nn.LayerNorm: 0
+        left: 0 modules
     """
 
     changed: dict[str, str] = field(default_factory=dict)
@@ -66,6 +72,11 @@ def patch(model: nn.Module, *, trust: Iterable[type[nn.Module]] = ()) -> PatchRe
     Raises:
         TypeError: model is not a module, or trust is not a collection of module classes.
         ValueError: the model has no module of a class in trust.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> fastattn.patch(model).changed
+        {'1': 'torch.nn.LayerNorm'}
     """
     _check("patch", model)
     trusted = _trusted(model, trust)
@@ -94,6 +105,13 @@ def unpatch(model: nn.Module) -> PatchReport:
 
     Raises:
         TypeError: model is not a module.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> report = fastattn.patch(model)
+        >>> report = fastattn.unpatch(model)
+        >>> type(model[1])
+        <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     _check("unpatch", model)
     changed, left = {}, {}
