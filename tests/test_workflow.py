@@ -3,12 +3,34 @@
 import re
 from pathlib import Path
 
+import fastattn
 import torch_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = (ROOT / ".ci/run").read_text()
 WORKFLOW = (ROOT / ".github/workflows/ci.yml").read_text()
 JOBS = dict(re.findall(r"^  (\w+):\n((?:    .*\n|\n)+)", WORKFLOW.partition("\njobs:\n")[2], re.MULTILINE))
+
+
+RELEASE = (ROOT / ".github/workflows/release.yml").read_text()
+
+
+def test_the_release_is_built_tested_and_published_from_its_tag():
+    """Only the job that publishes may ask for a token, only for a tag, and only after the tests."""
+    assert re.findall(r"^  (\w+):$", RELEASE.partition("\njobs:\n")[2], re.MULTILINE) == ["build", "test", "publish"]
+    before, publish = RELEASE.split("\n  publish:\n")
+    assert "id-token" not in before
+    assert "needs: test\n    if: github.ref_type == 'tag'" in publish
+    assert "make wheels" in before
+    assert {*re.findall(r'torch: "(.*?)"', before)} >= set(torch_versions.VERSIONS)
+
+
+def test_the_version_is_in_one_place():
+    """The package states it, and the changelog has its newest section for it, with a date."""
+    newest = re.findall(r"^## (\S+) - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest[0] == fastattn.__version__
+    assert 'version = { attr = "fastattn.__version__" }' in (ROOT / "pyproject.toml").read_text()
+    assert fastattn.__version__ not in (ROOT / "pyproject.toml").read_text() + (ROOT / "CITATION.cff").read_text()
 
 
 def test_jobs():
@@ -38,4 +60,4 @@ def test_what_is_required():
 
 def test_the_torch_is_readmes():
     wanted = re.search(r"torch==[\d.]+", (ROOT / "README.md").read_text())[0]
-    assert set(re.findall(r"torch==[\d.]+", WORKFLOW)) == {wanted}
+    assert set(re.findall(r"torch==[\d.]+", WORKFLOW + RELEASE)) == {wanted}
