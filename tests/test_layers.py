@@ -9,6 +9,7 @@ import pytest
 
 import fastattn
 from fastattn.backends import TABLE
+from fastattn.backends.schema import OWN
 
 ROOT = Path(__file__).resolve().parent.parent
 STEMS = {"attention", "softmax_dropout", "layer_norm", "dropout"}
@@ -214,6 +215,12 @@ def test_stems():
     assert stems("fastattn/backends/reference", "*.py") == STEMS
     assert stems("csrc/cpu", "*.cpp") == STEMS
     assert stems("csrc/bindings", "*.cpp") == STEMS | {"varlen_attention", "library", "runtime"}
+
+
+def test_the_contract_names_what_the_libraries_define_themselves():
+    """A library without one of these operations is of another version, and is not used."""
+    sources = "".join(path.read_text() for path in (ROOT / "csrc/bindings").glob("*.cpp"))
+    assert sorted(re.findall(r'm\.def\("(\w+)\(', sources)) == sorted(OWN)
 
 
 def test_torch_headers_only_in_bindings():

@@ -66,6 +66,16 @@ def test_undefined_symbols_are_stable(library):
     assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
 
 
+def test_the_run_time_is_no_newer_than_that_of_torchs_wheels(library):
+    """csrc/bindings/runtime.cpp has what is newer than glibc 2.28 and GCC 8, so that wheels load there."""
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
+    symbols = [symbol for _, symbol in nm("-D", "--undefined-only", library) if "@" in symbol]
+    found = [re.fullmatch(r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", symbol).groups() for symbol in symbols]
+    assert {name for name, _ in found} >= {"GLIBC", "GLIBCXX"}
+    newer = [tuple(map(int, version.split("."))) > newest[name] for name, version in found]
+    assert [symbol for symbol, is_newer in zip(symbols, newer, strict=True) if is_newer] == []
+
+
 @pytest.mark.slow
 @pytest.mark.torch_version
 @pytest.mark.parametrize("library", ["cpu", "cuda"])
@@ -127,6 +137,15 @@ def test_instruction_sets_of_a_build(monkeypatch):
     assert chosen("amx_bf16") == ["amx_bf16", "avx512_bf16", "generic"]
     with pytest.raises(native_build.BuildError, match="FASTATTN_CPU_BUILD=axv2: expected native"):
         chosen("axv2")
+
+
+@pytest.mark.parametrize("machine", native_build.INSTRUCTION_SETS)
+def test_a_cross_compiler_builds_for_its_platform(monkeypatch, machine):
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", f"linux-{machine}")
+    assert native_build.instruction_sets() is native_build.INSTRUCTION_SETS[machine]
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "macosx-11.0-arm64")
+    with pytest.raises(native_build.BuildError, match=r"for Linux on x86-64 and aarch64, this is macosx on"):
+        native_build.instruction_sets()
 
 
 def test_the_build_and_the_library_know_the_same_machine(library):

@@ -329,4 +329,6 @@ SCHEMAS = {name: name + _schema(*signature) for functions in _STEMS.values() for
 for _name, _settings in _FAST_PATHS.items():
     SCHEMAS |= _fast_schemas(_name, _settings)
 SCHEMAS["attention_fast_defaults"] = "attention_fast_defaults(Tensor query, Tensor key, Tensor value) -> Tensor"
-CONTRACT = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()[:12]  # compiled into the libraries
+# Operations that the libraries define themselves: facts about them (csrc/bindings/library.cpp, limits.cpp).
+OWN = ("contract", "operations", "isa", "isas", "machine_isas", "compiled_isas", "set_isa", "multiply_add")
+CONTRACT = hashlib.sha256(repr((SCHEMAS, OWN)).encode()).hexdigest()[:12]  # compiled into the libraries
