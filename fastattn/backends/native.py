@@ -95,9 +95,9 @@ def missing(name: str) -> str:
 
 
 def missing_instruction_set() -> str:
-    """Return the instruction set that this process asks of the loaded `cpu` library and the build left out, or "".
+    """Return the instruction set that FASTATTN_CPU_ISA names, else the machine's best one, if the build left it out.
 
-    That is the one which FASTATTN_CPU_ISA names, else the machine's best one.
+    Otherwise return "". The `cpu` library is loaded.
     """
     loaded = library("cpu")
     machine = loaded.machine_isas().split(",")
