@@ -42,23 +42,31 @@ OPTIMIZE = "-O3"
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 
 
-def bindings(library: str, torch: Path, optimize: str) -> list[tuple[str, Path, str]]:
-    """Return (object, source, flags) of the files that include torch, for operations with kernels in the library."""
+def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> list[tuple[str, Path, str]]:
+    """Return (object, source, flags) of the files that include torch, for operations with kernels in the library.
+
+    Args:
+        hopper: Whether the library has the kernels of ``HOPPER_SOURCE``.
+    """
     kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library", "runtime"}
     contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
         f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
         f" -DFASTATTN_CONTRACT='\"{contract}\"' -DFASTATTN_BACKEND='\"{library}.h\"'"
+        f"{' -DFASTATTN_HOPPER' if hopper else ''}"
     )
     return [
         (f"bindings.{source.stem}.o", source, flags)
         for source in sorted((ROOT / "csrc/bindings").glob("*.cpp"))
-        if library == "cpu" or source.stem in kernels
+        if library == "cpu" or source.stem.removeprefix("varlen_") in kernels
     ]
 
 
 # Architectures of the CUDA library if no GPU is found. The library has PTX of the last one too.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+# The kernels with Hopper's asynchronous products are compiled for this architecture alone, if the list names 9.0.
+HOPPER = "9.0a"
+HOPPER_SOURCE = ROOT / "csrc/cuda/attention_hopper.cu"
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # programs that $CXX may name before the compiler
 # The oldest architecture with the matrix instructions used. A list may name older ones, for other packages.
 OLDEST_ARCHITECTURE = 80
@@ -358,15 +366,22 @@ def cuda_flags(names: list[str], files: int = 1) -> str:
     return " ".join(["-std=c++17 -O3", host, *codes, f"--threads {nvcc_threads(len(names), files)}"])
 
 
+def has_hopper(names: list[str]) -> bool:
+    """Return whether the library for these architectures has the kernels of ``HOPPER_SOURCE``."""
+    known = subprocess.run([nvcc()[0], "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    return any(_number(name) == 90 for name in names) and "sm_90a" in known
+
+
 def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
     """Compile and link the library of the `cuda` backend for these architectures.
 
     If torch has no libtorch_cuda, symbols of it stay undefined, and the library cannot be loaded.
     """
-    objects = bindings("cuda", torch, OPTIMIZE)
-    kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-    flags = cuda_flags(names, len(kernels))
-    objects += [(f"{source.stem}.o", source, flags) for source in kernels]
+    hopper = has_hopper(names)
+    kernels = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if hopper or path != HOPPER_SOURCE]
+    flags = {path: cuda_flags([HOPPER] if path == HOPPER_SOURCE else names, len(kernels)) for path in kernels}
+    objects = [(f"{source.stem}.o", source, flags[source]) for source in kernels]
+    objects += bindings("cuda", torch, OPTIMIZE, hopper)
     hide_symbols(directory)
     torch_cuda = "-ltorch_cuda" if (torch / "lib/libtorch_cuda.so").exists() else ""
     link = (
@@ -384,6 +399,7 @@ def build_cuda(directory: Path) -> tuple[Path, dict[str, object]]:
     check_cuda(torch, version)
     names = architectures(command)
     library = compile_cuda(directory, torch, names)
+    names += [HOPPER] if has_hopper(names) and HOPPER not in names else []
     return library, {"compiler": f"nvcc {version}", "architectures": names, "torch_headers": torch_version(torch)}
 
 

@@ -31,7 +31,7 @@ def compiled():
     sys.path.insert(0, str(ROOT / "csrc"))
     import native_build
 
-    sources = sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))
+    sources = [native_build.HOPPER_SOURCE, *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]
     flags = native_build.cuda_flags(["9.0a"], len(sources))
     objects = [(f"{source.stem}.o", source, flags) for source in sources]
     path = native_build.run_ninja(
@@ -391,9 +391,9 @@ def run_forward(library, query, key, value, lengths, dropout_p=0.0, is_causal=Fa
     """Return (out, lse) of (matrices, length, head_dim), by so many blocks of threads or one per tile."""
     matrices, length, head_dim = query.shape
     out, lse = torch.full_like(query, torch.nan), torch.full((matrices, length), torch.nan)
-    rows = 192 if head_dim == 64 and not is_causal else 128
+    rows = 192 if head_dim == 64 else 128
     blocks = blocks or -(-length // rows) * matrices
-    operands = query, key, value, out, lse, torch.tensor(lengths, dtype=torch.int32), torch.tensor(SEED)
+    operands = query, key, value, out, lse, torch.tensor(lengths), torch.tensor(SEED)
     options = oracle.threshold(dropout_p), matrices, length, int(is_causal), head_dim**-0.5, blocks
     call(library, "forward", head_dim, *operands, *options)
     return out, lse

@@ -38,7 +38,8 @@ MOST_BARRIERS = 2
 RECORD = ROOT / "tests/hopper_code.txt"
 RECORDED = ("HGMMA", "WARPGROUP", "BAR", "SYNCS")  # instructions whose order is recorded
 TOLERANCE = 0.02  # Relative change of the instructions per score, which differ a little between compilers.
-SCALAR = re.compile(r"add_groups|merge|attend<.*(false|, 0)")  # kernels with few or with unaligned operands
+# Kernels with few, unaligned or strided operands
+SCALAR = re.compile(r"add_groups|merge|cover_tiles|list_tiles|attend<.*(false|, 0)")
 
 
 @dataclasses.dataclass
@@ -169,6 +170,7 @@ def _short(name: str) -> str:
     """Shorten a kernel's name to name<template arguments>(type of the first parameter)."""
     name = re.sub(r"\(anonymous namespace\)::|fastattn::(?:cuda::)?|^void ", "", name)
     name = re.sub(r"\(Span\)(\d)", lambda m: ("warp", "block", "pieces")[int(m[1])], name)
+    name = re.sub(r"\(Kind\)(\d)", lambda m: ("plain", "dropout", "general")[int(m[1])], name)
     return re.sub(r"\((\w+).*\)$", r"(\1)", name)
 
 

@@ -40,13 +40,41 @@ inline void set_operands(Attention& a, const Tensor& query, const Tensor& key, c
   a.batch = q[0], a.num_heads = q[1], a.num_kv_heads = k[1];
   STD_TORCH_CHECK(v[1] == k[1] && (k[1] ? q[1] % k[1] == 0 : q[1] == 0), "attention: ", q[1], ", ", k[1], " and ", v[1],
                   " heads of query, key and value");
-  a.seqlen_q = q[row], a.seqlen_k = k[row];
+  a.seqlen_q = a.rows_q = q[row], a.seqlen_k = a.rows_k = k[row];
   a.head_dim = (int)q[q.size() - 1], a.value_head_dim = (int)v[v.size() - 1];
   a.query = heads_of(query), a.key = heads_of(key), a.value = heads_of(value);
   a.scale = (float)scale;
   a.window_left = window_left, a.window_right = window_right;
   a.lower_right = lower_right;
   set_dropout(a, seed, threshold);
+}
+
+// Check offsets against their bound, because the bounds determine the sizes of the kernels' buffers. Python checks only
+// values that it can read, and it can read none while a call is compiled or exported.
+inline void check_offsets(const Tensor& offsets, const char* name, int64_t total, int64_t longest, const char* bound) {
+  const int64_t *at = offsets.const_data_ptr<int64_t>(), count = offsets.numel();
+  STD_TORCH_CHECK(at[0] == 0 && at[count - 1] == total, "varlen_attn: ", name, " must rise from 0 to ", total,
+                  ", got from ", at[0], " to ", at[count - 1]);
+  for (int64_t s = 1; s < count; ++s) {
+    const int64_t length = at[s] - at[s - 1];
+    STD_TORCH_CHECK(length >= 0, "varlen_attn: ", name, " must rise, got ", at[s], " after ", at[s - 1]);
+    STD_TORCH_CHECK(length <= longest, "varlen_attn: ", bound, " must be at least the longest sequence, got ", longest,
+                    " and a sequence of ", length);
+  }
+}
+
+// Set the packed sequences. A bound above the sum of all lengths is reduced to it, because no sequence is longer.
+inline void set_packed(Attention& a, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                       const std::optional<Tensor>& seqused_k, int64_t max_q, int64_t max_k) {
+  a.batch = cu_seq_q.numel() - 1;
+  if constexpr (Backend::kReadsOffsets) {
+    check_offsets(cu_seq_q, "cu_seq_q", a.seqlen_q, max_q, "max_q");
+    check_offsets(cu_seq_k, "cu_seq_k", a.seqlen_k, max_k, "max_k");
+  }
+  a.seqlen_q = std::min(max_q, a.seqlen_q), a.seqlen_k = std::min(max_k, a.seqlen_k);
+  a.window_left = std::min(a.window_left, a.seqlen_k), a.window_right = std::min(a.window_right, a.seqlen_q);
+  a.cu_seq_q = cu_seq_q.const_data_ptr<int64_t>(), a.cu_seq_k = cu_seq_k.const_data_ptr<int64_t>();
+  a.key_lengths = data_of<int64_t>(seqused_k);
 }
 
 inline void set_stats(Attention& a, const Tensor& stats) {

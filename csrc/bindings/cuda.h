@@ -46,13 +46,21 @@ struct Backend {
 
   void run(const Attention& a) const {
     const int64_t rows = a.batch * a.num_heads * a.seqlen_q;
-    STD_TORCH_CHECK(a.threshold == 0, "attention: this backend has no dropout");
-    STD_TORCH_CHECK(a.seqlen_k <= cuda::kMaxKeys && rows <= INT32_MAX, "attention: at most ", cuda::kMaxKeys,
-                    " keys and 2**31 - 1 rows of queries");
+    STD_TORCH_CHECK(a.seqlen_q <= cuda::kMaxKeys && a.seqlen_k <= cuda::kMaxKeys && rows <= INT32_MAX,
+                    "attention: at most ", cuda::kMaxKeys, " queries or keys and 2**31 - 1 rows of queries");
     if (rows == 0) return;
-    const int num_splits = cuda::num_splits_of(a, device.index);
-    const Tensor workspace = empty({cuda::workspace(a, num_splits)}, Dtype::float32, device);
-    cuda::run(a, num_splits, workspace.mutable_data_ptr<float>(), stream);
+    if (cuda::is_for_decoding(a)) {
+      const int num_splits = cuda::num_splits_of(a, device.index);
+      const Tensor workspace = empty({cuda::workspace(a, num_splits)}, Dtype::float32, device);
+      return cuda::run(a, num_splits, workspace.mutable_data_ptr<float>(), stream);
+    }
+#ifdef FASTATTN_HOPPER
+    STD_TORCH_CHECK(cuda::is_for_hopper(a), "attention: operands that no kernel of this backend takes");
+    const Tensor workspace = empty({cuda::hopper_workspace(a)}, Dtype::float32, device);
+    cuda::run_hopper(a, workspace.mutable_data_ptr<float>(), cuda::multiprocessors_of(device.index), stream);
+#else
+    STD_TORCH_CHECK(false, "attention: this library has no kernel for Hopper");
+#endif
   }
 };
 

@@ -13,6 +13,7 @@ struct Attention {
   Dtype dtype;
   int64_t batch, num_heads, num_kv_heads;
   int64_t seqlen_q, seqlen_k;  // per sequence; for packed sequences bounds of the longest
+  int64_t rows_q, rows_k;      // per head: seqlen_q and seqlen_k, or all tokens of packed sequences
   int head_dim, value_head_dim;
   Heads query, key, value, out;
   Heads residual;  // of out's type: the result before it was rounded, minus out; its data are null if unwanted or 0

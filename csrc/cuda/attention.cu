@@ -11,6 +11,7 @@
 // and row_sum are (B, Hq, Lq), float32. A row is one query of one head; rows that share a key/value head are
 // neighbours. A block of threads (a CUDA block) owns 8 rows of S in float32, 16 in 16-bit types, in the columns of its
 // split.
+#include "attention_mask.h"
 #include "attention_tile.h"
 #include "kernels.h"
 #include "launch.h"
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int kMaxSplits = kThreads;  // One thread per split in merge.
 constexpr int kMinKeys = 128;         // Minimum keys per split: two tiles per warp.
-constexpr float kLog2e = 1.4426950408889634f, kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;
+constexpr float kLog2e = 1.4426950408889634f;
 
 // Unnormalised results over splits of the keys: (count, batch, num_heads, seqlen_q) rows, float32. `out` has `pitch`
 // columns per row.
@@ -45,17 +46,6 @@ __device__ float exponential(float x) { return exp2f(x * kLog2e); }
 
 __device__ float4 multiply_add(float factor, float4 x, float4 sum) {
   return {fmaf(factor, x.x, sum.x), fmaf(factor, x.y, sum.y), fmaf(factor, x.z, sum.z), fmaf(factor, x.w, sum.w)};
-}
-
-// Return the mask's summand of a score. -inf hides the key.
-__device__ float mask_value(const Mask& mask, int64_t at) {
-  switch (mask.dtype) {
-    case Dtype::float32: return ((const float*)mask.data)[at];
-    case Dtype::bfloat16: return to_float(((const bfloat16*)mask.data)[at]);
-    case Dtype::float16: return to_float(((const float16*)mask.data)[at]);
-    case Dtype::boolean: break;
-  }
-  return ((const uint8_t*)mask.data)[at] ? 0.0f : -kInfinity;
 }
 
 // Store four columns of the result. The first thread of a row stores its statistics too.
@@ -312,12 +302,16 @@ void launch_typed(const Attention& a, const Splits& splits, cudaStream_t stream)
 
 }  // namespace
 
+int multiprocessors_of(int device) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 int num_splits_of(const Attention& a, int device) {
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   // A multiprocessor needs some 64 KiB in flight. A block has 256 bytes per column in flight.
   const int64_t blocks = a.batch * a.num_kv_heads * row_tiles(a);
-  const int64_t resident = multiprocessors * (256 / max(max(a.head_dim, a.value_head_dim), 64));
+  const int64_t resident = multiprocessors_of(device) * (256 / max(max(a.head_dim, a.value_head_dim), 64));
   const int64_t window = a.window_left + a.window_right + a.seqlen_q;
   const int64_t useful = min(resident / max(blocks, 1), min(a.seqlen_k, window) / kMinKeys);
   return (int)min(max(useful, 1), kMaxSplits);

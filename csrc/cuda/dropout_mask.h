@@ -8,8 +8,6 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffff;
-
 // Return the keep bits of the eight elements from `column` in matrix z. Bits 0 to 7 are of row i, bits 8 to 15 of row
 // i + 8; i / 8 is even. All lanes of a warp call this together, each with 8 columns of its own. Lane l has quarter
 // l % 4 of a tile of 32 columns. Each of the four lanes of a tile computes two of its eight calls and shuffles the

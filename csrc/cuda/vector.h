@@ -14,6 +14,7 @@ namespace fastattn::cuda {
 namespace {
 
 constexpr int kVector = 8;  // 16 bytes of a 16-bit type
+constexpr unsigned kAllLanes = 0xffffffff;
 
 __device__ inline float to_float(uint8_t x) { return x != 0 ? 1.0f : 0.0f; }
 __device__ inline float to_float(float x) { return x; }

@@ -51,7 +51,7 @@ def build_emulated(faulty: Path | None = None, directory: Path = ROOT / "build/e
     kernel = f"{native_build.CXX_FLAGS} -O1 {checks} {headers} -Wno-unknown-pragmas -x c++"
     sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]
     objects = [(f"{source.stem}.o", source, kernel) for source in sources]
-    objects += native_build.bindings("cuda", torch, "-O1")
+    objects += native_build.bindings("cuda", torch, "-O1", hopper=True)
     objects += [
         (f"emulation.{source.stem}.o", source, f"{native_build.CXX_FLAGS} -O3 {include} {headers}")
         for source in sorted(emulation.glob("*.cpp"))

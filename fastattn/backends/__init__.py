@@ -32,8 +32,11 @@ _ORDER = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 def _order(args: AnyArgs) -> tuple[str, ...]:
-    """Return the order of preference. On a GPU, `cuda` is first if the host's launch dominates, otherwise `triton`."""
+    """Return the order of preference. On a GPU, `cuda` is first if the host's launch dominates, otherwise `triton`; of
+    calls that `cuda` withholds it is not part."""
     device = device_of(args).type
+    if device == "cuda" and cuda.withheld(args):
+        return _ORDER[device][1:]
     if device == "cuda" and not cuda.is_bound_by_host(args):
         return _ORDER[device][::-1]
     return _ORDER.get(device, ())
@@ -118,6 +121,8 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _explain(op: str, args: AnyArgs) -> NoReturn:
     refusals = {name: backend.refusal(op, args) for name, backend in TABLE.items()}
+    if thread.forced is None:
+        refusals["cuda"] = refusals["cuda"] or cuda.withheld(args)
     able = [name for name, reason in refusals.items() if reason is None]
     if thread.forced is None:
         order = *_order(args), "reference"

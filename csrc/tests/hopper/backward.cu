@@ -11,13 +11,13 @@
 // are (matrices, L), float32. dq is float32, by tile, half, register / 4, thread, register % 4 of the sums. `turns` is
 // (matrices, L / 64) zeros. Beforehand: delta = sum(out grad) / s, afterwards: dQ *= scale s, with dropout's scale s.
 #include "../../cuda/launch.h"
-#include "attention.h"
+#include "../../cuda/hopper_attention.h"
 #include "start.h"
 
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kKeys = 128, kQueries = 64;
+constexpr int kKeys = 128, kQueries = 64, kStages = 2;
 enum Named { kScoresReady = 1, kSumsFull = 2, kSumsEmpty = 4 };  // The latter two have a barrier per half.
 
 struct Problem {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t base, const C
   arrive_expecting(base + At::kKeyFull, 2 * At::kOwn);
   load_columns<D>(base + At::kKey, key, base + At::kKeyFull, kKeys, first, z);
   load_columns<D>(base + At::kValue, value, base + At::kKeyFull, kKeys, first, z);
-  Stage stage;
+  Stage<kStages> stage;
   for (int m = 0; m < p.length; m += kQueries, stage.advance()) {
     const int at = stage.index, number = 8 * at;
     const size_t row = (size_t)z * p.length + m;
@@ -108,7 +108,8 @@ __device__ __forceinline__ void consume(const Problem& p, uint8_t* shared, uint3
   const int t = (int)threadIdx.x % kWarpgroup, lane = t % 32, warp = t / 32, z = (int)blockIdx.y;
   const int key = (int)blockIdx.x * kKeys + w * 64 + warp * 16 + lane / 4;
   const float scale = p.scale * kLog2e;
-  const RoundKeys keys(make_seed(p.seed));
+  RoundKeys keys;
+  keys.set(make_seed(p.seed));
   const uint32_t of_key = base + At::kKey + w * 8192, of_value = base + At::kValue + w * 8192;
   float S[kQueries / 2], X[kQueries / 2], dK[D / 2], dV[D / 2], dQ[kHalf / 2];
   uint32_t P[kQueries / 4], dS[kQueries / 4], words[kQueries / 4];
@@ -134,7 +135,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint8_t* shared, uint3
 #pragma unroll
   for (int i = 0; i < D / 2; ++i) dK[i] = dV[i] = 0.0f;
   wait(base + At::kKeyFull, 0);
-  Stage stage;
+  Stage<kStages> stage;
 #pragma unroll 1
   for (int m = 0; m < p.length / kQueries; ++m, stage.advance()) {
     const int at = stage.index, number = 8 * at;
@@ -156,7 +157,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint8_t* shared, uint3
         for (int e = 0; e < 2; ++e) {
           const int query = m * (kQueries / 2) + g * 8 + lane % 4 * 2 + e;
           uint32_t four[4] = {(uint32_t)(key / 32 * 8 + key % 8), (uint32_t)query, (uint32_t)z, keys.offset};
-          philox(four, keys);
+          keys.draw(four);
           keep(words[4 * g + 2 * e] = warp % 2 ? four[1] : four[0]);
           keep(words[4 * g + 2 * e + 1] = warp % 2 ? four[3] : four[2]);
         }

@@ -1,4 +1,5 @@
-"""The CUDA C++ backend: ``csrc/cuda``, compiled into ``_cuda.so``. Its attention is for decoding."""
+"""The CUDA C++ backend: ``csrc/cuda``, compiled into ``_cuda.so``. It has attention for decoding, on every GPU, and a
+forward pass for Hopper."""
 
 from __future__ import annotations
 
@@ -6,17 +7,18 @@ import math
 
 import torch
 
-from fastattn._torch_private import is_transformed
+from fastattn._torch_private import is_observed, is_transformed
 from fastattn.backends import native
 from fastattn.backends.common import capability, common_refusal, device_of, first_tensor, is_recorded
-from fastattn.backends.schema import AnyArgs, AttentionArgs, DropoutMaskArgs
+from fastattn.backends.schema import AnyArgs, AttentionArgs, DropoutMaskArgs, VarlenAttentionArgs
 
 DEVICE = "cuda"
 MISSING = native.missing("cuda")
 FUNCTIONS = {} if MISSING else native.functions("cuda")
 
 CAPABILITIES = native.capabilities()
-MAX_QUERIES = 16
+HOPPER = (9, 0)  # The compute capability that 9.0a is for.
+MAX_QUERIES = 16  # of decoding
 MAX_KEYS = 2**29  # the kernels count keys in 32 bits
 MAX_ROWS = 2**31 - 1  # rows of queries, B * Hq * Lq, counted in 32 bits
 
@@ -48,21 +50,59 @@ def refusal(op: str, args: AnyArgs) -> str | None:
         return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
     if op not in FUNCTIONS:
         return f"it has no {op}"
-    return _beyond_decoding(args) if isinstance(args, AttentionArgs) else None
+    return _attention_refusal(args) if isinstance(args, AttentionArgs | VarlenAttentionArgs) else None
 
 
-def _beyond_decoding(args: AttentionArgs) -> str | None:
-    batch, heads, queries = args.query.shape[:3]
-    if queries > MAX_QUERIES:
-        return f"it takes up to {MAX_QUERIES} queries, not {queries}"
-    if batch * heads * queries > MAX_ROWS:
-        return f"it takes up to 2**31 - 1 rows of queries, not {batch * heads * queries}"
-    if args.key.size(2) > MAX_KEYS:
-        return f"it takes up to 2**29 keys, not {args.key.size(2)}"
-    if args.threshold != 0:
-        return "its attention has no dropout"
-    if args.keep_residual or is_recorded(args.query, args.key, args.value, args.attn_mask):
+def withheld(args: AnyArgs) -> str | None:
+    """Return why only ``backend("cuda")`` gets a call that this backend serves, or None."""
+    if isinstance(args, AttentionArgs | VarlenAttentionArgs) and _beyond_decoding(args):
+        return 'its kernel for Hopper has run on no GPU yet, so only backend("cuda") takes it'
+    return None
+
+
+def _attention_refusal(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
+    rows, keys = math.prod(args.query.shape[:-1]), args.key.size(-2 if isinstance(args, AttentionArgs) else 0)
+    if rows > MAX_ROWS:
+        return f"it takes up to 2**31 - 1 rows of queries, not {rows}"
+    if keys > MAX_KEYS:
+        return f"it takes up to 2**29 keys, not {keys}"
+    if args.keep_residual or is_recorded(args.query, args.key, args.value, getattr(args, "attn_mask", None)):
         return "its attention has no gradient"
     if is_transformed():  # inside vmap a tensor's requires_grad does not show whether a gradient is needed
         return "its attention is not for functorch's transforms"
+    beyond = _beyond_decoding(args)
+    reason = beyond and _beyond_hopper(args)
+    return f"its kernel for decoding takes {beyond}, that for Hopper {reason}" if reason else None
+
+
+def _beyond_decoding(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
+    """Return what the kernel for decoding takes, if this call is something else."""
+    if not isinstance(args, AttentionArgs):
+        return "no packed sequences"
+    if args.query.size(2) > MAX_QUERIES:
+        return f"up to {MAX_QUERIES} queries, not {args.query.size(2)}"
+    return "no dropout" if args.threshold != 0 else None
+
+
+def _beyond_hopper(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
+    """Return what the kernel for Hopper takes, if this call is something else. TMA has the limits of addresses."""
+    device, dtype = args.query.device, args.query.dtype
+    if device.type == "cuda" and capability(device) != HOPPER:
+        return "GPUs of compute capability {}.{}, this one has {}.{}".format(*HOPPER, *capability(device))
+    if (HOPPER, HOPPER) not in CAPABILITIES and device.type == "cuda":
+        return "is not in the library, which is built without 9.0a"
+    if dtype == torch.float32:
+        return "bfloat16 and float16, not float32"
+    for head_dim in (args.query.size(-1), args.value.size(-1)):
+        if head_dim % 8:
+            return f"head sizes that are multiples of 8, not {head_dim}"
+    for tensor in (args.query, args.key, args.value):
+        if tensor.stride(-1) != 1:  # It is copied.
+            continue
+        strides = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1]
+        if 0 in strides:
+            return "no expanded operands"
+        address = tensor.storage_offset() * tensor.itemsize if is_observed() else tensor.data_ptr()
+        if address % 16 or any(stride % 8 for stride in strides):
+            return "rows that begin at multiples of 16 bytes"
     return None
