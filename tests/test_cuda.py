@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import emulation
 import fastattn
 from fastattn import backends
-from fastattn.backends.schema import SCHEMAS, AttentionArgs, DropoutMaskArgs, LayerNormArgs
+from fastattn.backends.schema import SCHEMAS, AttentionArgs, DropoutMaskArgs, LayerNormArgs, VarlenAttentionArgs
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -234,6 +234,40 @@ def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
     assert [str(warning.message) for warning in caught] == [
         "fastattn runs its plain PyTorch reference on cuda tensors, slowly: triton is not installed"
     ]
+
+
+def test_the_kernel_for_hopper_is_taken_only_if_forced(hopper, monkeypatch):
+    """No GPU has run it, so the choice and its reasons leave it out, whatever the size of the call."""
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None, "varlen_attention": None})
+    monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 0)),))
+    monkeypatch.setattr(backends, "_warned", {"cuda"})
+    withheld = 'its kernel for Hopper has run on no GPU yet, so only backend("cuda") takes it'
+    with FakeTensorMode():
+        few, many = (torch.empty(1, 2, length, 64, device="cuda", dtype=torch.bfloat16) for length in (16, 64))
+        seed, offsets = (torch.empty(2, dtype=torch.int64, device="cuda") for _ in range(2))
+        tokens = torch.empty(64, 2, 64, device="cuda", dtype=torch.bfloat16)
+        packed = VarlenAttentionArgs(tokens, tokens, tokens, offsets, offsets, None, None, 64, 64, 0.125, 64, 64, 0)
+        calls = attend(many, many), attend(few, many)._replace(threshold=5, seed=seed), packed
+        for args in calls:
+            op = "varlen_attention" if args is packed else "attention"
+            assert backends.choose(op, args) == "triton"
+            with fastattn.backend("cuda"):
+                assert backends.choose(op, args) == "cuda"
+            with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
+                assert backends.choose(op, args) == "reference"
+        assert backends.choose("attention", attend(few, many)) == "cuda"
+        with pytest.raises(backends._Explained) as error:  # explain() would record the call, which has no gradient
+            backends._explain("attention", calls[0])
+        assert error.value.explanation.backend == "triton"
+        assert error.value.explanation.reasons["cuda"] == withheld
+        monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
+        reason = backends.cuda.refusal("attention", calls[0])
+        assert reason.endswith("that for Hopper is not in the library, which is built without 9.0a")
+        monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((8, 0), (8, 9)),))
+        for module in (backends.cuda, backends.common):
+            monkeypatch.setattr(module, "capability", lambda device: (8, 0))
+        reason = backends.cuda.refusal("attention", calls[0])
+        assert reason.endswith("that for Hopper GPUs of compute capability 9.0, this one has 8.0")
 
 
 def test_capabilities(monkeypatch, tmp_path):

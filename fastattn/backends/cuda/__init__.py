@@ -19,7 +19,7 @@ FUNCTIONS = {} if MISSING else native.functions("cuda")
 CAPABILITIES = native.capabilities()
 HOPPER = (9, 0)  # The compute capability that 9.0a is for.
 MAX_QUERIES = 16  # of decoding
-MAX_KEYS = 2**29  # the kernels count keys in 32 bits
+MAX_KEYS = 2**29  # the kernels count keys and queries in 32 bits
 MAX_ROWS = 2**31 - 1  # rows of queries, B * Hq * Lq, counted in 32 bits
 
 # Maximum bytes of a small call: of a row operation's operand, and of attention's keys and values. Below them the
@@ -61,11 +61,13 @@ def withheld(args: AnyArgs) -> str | None:
 
 
 def _attention_refusal(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
-    rows, keys = math.prod(args.query.shape[:-1]), args.key.size(-2 if isinstance(args, AttentionArgs) else 0)
+    length = -2 if isinstance(args, AttentionArgs) else 0
+    rows = math.prod(args.query.shape[:-1])
     if rows > MAX_ROWS:
         return f"it takes up to 2**31 - 1 rows of queries, not {rows}"
-    if keys > MAX_KEYS:
-        return f"it takes up to 2**29 keys, not {keys}"
+    for name, count in (("queries", args.query.size(length)), ("keys", args.key.size(length))):
+        if count > MAX_KEYS:
+            return f"it takes up to 2**29 {name}, not {count}"
     if args.keep_residual or is_recorded(args.query, args.key, args.value, getattr(args, "attn_mask", None)):
         return "its attention has no gradient"
     if is_transformed():  # inside vmap a tensor's requires_grad does not show whether a gradient is needed
