@@ -31,7 +31,8 @@ def compiled():
     sys.path.insert(0, str(ROOT / "csrc"))
     import native_build
 
-    sources = [native_build.HOPPER_SOURCE, *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]
+    product = [native_build.HOPPER_SOURCE, ROOT / "csrc/cuda/mask_tiles.cu"]
+    sources = [*product, *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]
     flags = native_build.cuda_flags(["9.0a"], len(sources))
     objects = [(f"{source.stem}.o", source, flags) for source in sources]
     path = native_build.run_ninja(

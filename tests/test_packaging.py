@@ -289,6 +289,35 @@ def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
         native_build.cuda_flags(["Hopper"])
 
 
+@pytest.mark.parametrize(
+    ("codes", "names", "expected"),
+    [
+        ("sm_80 sm_90 sm_90a", ["8.0", "9.0", "10.0+PTX"], True),
+        ("sm_80 sm_90 sm_90a", ["9.0+PTX"], True),
+        ("sm_80 sm_90 sm_90a", ["8.0", "9.0a"], True),
+        ("sm_80 sm_90 sm_90a", ["8.0+PTX"], False),
+        ("sm_80 sm_90", ["8.0", "9.0"], False),
+    ],
+)
+def test_kernels_for_hopper_are_built_for_9_0a_alone(tmp_path, monkeypatch, codes, names, expected):
+    """They are part of a library for 9.0 whose compiler knows 9.0a, and their file alone is compiled for it."""
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin/nvcc", f"case $1 in --version) echo 'release 13.0';; *) echo {codes};; esac")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    compiled = {}
+    monkeypatch.setattr(
+        native_build, "run_ninja", lambda _, objects, *__: compiled.update({o[0]: o[2] for o in objects})
+    )
+    monkeypatch.setattr(native_build, "nvcc_threads", lambda *_: 1)
+    native_build.compile_cuda(tmp_path, Path("torch"), names)
+    assert ("attention_hopper.o" in compiled) == native_build.has_hopper(names) == expected
+    assert ("-DFASTATTN_HOPPER" in compiled["bindings.attention.o"]) == expected
+    if expected:
+        assert re.findall(r"code=(\S+)", compiled["attention_hopper.o"]) == ["sm_90a"]
+    if "9.0a" not in names:
+        assert "sm_90a" not in compiled["attention.o"]
+
+
 def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
     """nvcc compiles as many architectures of a file at a time as leave no core idle, at most all. NVCC_THREADS
     overrides this number."""
