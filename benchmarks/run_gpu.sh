@@ -40,6 +40,9 @@ hopper() {
   local facts=$?
   "$python" -m pytest -q -m "slow or not slow" -k "forward or backward or dropped" tests/test_hopper.py
   combined "$facts" "$?"
+  local small=$?
+  "$python" -m pytest -q -m "slow or not slow" tests/test_hopper_attention.py
+  combined "$small" "$?"
 }
 replay() { "$python" benchmarks/replay.py --seconds 40; }
 # Most of a test's time is Triton's compiler: many processes share the device, and each says what it has got through

@@ -62,7 +62,7 @@ ISAS = machine_isas()[1:]
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
 # Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
 KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
-CUDA_TESTS = ("test_dropout", "test_large", "test_layer_norm", "test_softmax_dropout")
+CUDA_TESTS = ("test_dropout", "test_hopper_attention", "test_large", "test_layer_norm", "test_softmax_dropout")
 KERNEL_TESTS = (*CUDA_TESTS, "test_attention", "test_exact_gradients", "test_varlen")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
 PASSED = os.environ.get("FASTATTN_TEST_PASSED")  # a folder: tests listed in its file `all` are left out
@@ -126,8 +126,8 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark what is slow. Triton's interpreter and the emulation of CUDA take milliseconds per program, so by default
-    only tests marked `representative` run on them. The cuda backend runs only the tests of the row operations, and
-    instruction sets other than the best one run only the tests of kernels."""
+    only tests marked `representative` run on them. The cuda backend runs only the tests of the row operations and of
+    attention for Hopper, and instruction sets other than the best one run only the tests of kernels."""
 
     def backend_of(item):
         return item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""

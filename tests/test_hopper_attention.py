@@ -30,16 +30,14 @@ HALVES = [torch.bfloat16, torch.float16]
 SEED = torch.tensor([0x1234567890ABCDEF, 7])
 SCHEDULES = range(3 if IS_EMULATED else 1)
 
-pytestmark = pytest.mark.slow if IS_EMULATED else ()
 
-
-@pytest.fixture(autouse=True)
-def cuda():
+@pytest.fixture(params=["cuda"], autouse=True)  # a parameter, so that conftest.py marks these tests
+def backend(request):
     require("cuda")
     if not IS_EMULATED and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for GPUs of compute capability 9.0")
     with emulation.strict() if IS_EMULATED else contextlib.nullcontext(), fastattn.backend("cuda"):
-        yield
+        yield request.param
 
 
 @pytest.fixture
@@ -149,6 +147,7 @@ def test_nothing_to_see(kind, dtype, p):
     assert lse.isfinite().any() == kind.startswith("some rows")
 
 
+@pytest.mark.representative
 def test_rows_that_see_nothing_are_0_beside_nan():
     query, key, value = operands((1, 1, 1, 33, 200, 16, 16), torch.bfloat16)
     key[..., 0, :3] = value[..., 0, :3] = math.nan
@@ -294,6 +293,7 @@ def test_dropout_extremes(p, mask):
         assert (out == 0).all()
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("seed", [(2**63 - 1, 2**32 + 5), (-1, 0), (-(2**63), 2**40), (3, -1)], ids=str)
 def test_dropout_seeds(seed):
     seed = torch.tensor(seed)
@@ -354,6 +354,7 @@ def test_used_keys_of_packed_sequences(options):
     check_packed(query, key, value, QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
 
 
+@pytest.mark.representative
 def test_empty_packed_sequences():
     for queries, keys in (((0, 0), (0, 3)), ((3,), (0,))):
         out, _ = check_packed(*packed(queries, keys, (2, 2), (8, 8), torch.bfloat16), queries, keys)
@@ -371,6 +372,7 @@ def test_strides_of_packed_sequences():
     check_packed(projection[:, 0], key, value, QUERIES, KEYS, dropout_p=0.2, seed=SEED)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("longest", [2**31, 2**62])
 def test_longest_lengths_beyond_the_tokens(longest):
     q, k, v = (torch.randn(5, 2, 8).bfloat16() for _ in range(3))
@@ -413,6 +415,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_tma_cannot_address_is_refused(kind):
     change, reason = REFUSED[kind]
@@ -483,6 +486,7 @@ def test_what_all_values_share_passes_exactly(dtype, head_dim, threshold, has_ma
     assert torch.equal(out, run(query, key, value, mask, threshold=threshold, keep=False)[0])
 
 
+@pytest.mark.representative
 def test_residual_of_results_that_are_not_finite_is_0():
     query, key, value = operands((1, 1, 1, 20, 140, 8, 8), torch.bfloat16)
     value[0, 0, 3, :2] = torch.tensor([math.nan, math.inf])
@@ -492,6 +496,7 @@ def test_residual_of_results_that_are_not_finite_is_0():
     assert residual[..., 2:].any()
 
 
+@pytest.mark.representative
 def test_residual_of_packed_sequences():
     """Packed sequences give the results of a dense batch."""
     query, key, value = operands((3, 2, 1, 40, 40, 64, 64), torch.bfloat16)
@@ -544,6 +549,7 @@ def test_any_problem(shape, mask, diagonal, window, scale, p, dtype, lengths):
     check(*tensors, attn_mask, **options)
 
 
+@pytest.mark.representative
 def test_gradients_are_refused():
     query, key, value = operands((1, 2, 2, 40, 40, 16, 16), torch.bfloat16)
     with pytest.raises(RuntimeError, match="its attention has no gradient"):

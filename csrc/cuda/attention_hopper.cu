@@ -36,7 +36,12 @@ struct Shape {
   static constexpr Kind kKind = kCode;
   static constexpr int kGroups = D == 64 && kKind != Kind::general ? 3 : 2;  // consumer warpgroups
   static constexpr int kRows = 64 * kGroups;
-  static constexpr int kKeys = kKind == Kind::general ? 8192 / D : D <= 128 ? 128 : D == 192 ? 96 : 64;
+  // As many keys as registers allow.
+  static constexpr int kKeys = kKind == Kind::general              ? 8192 / D
+                               : D == 64 && kKind == Kind::dropout ? 96
+                               : D <= 128                          ? 128
+                               : D == 192                          ? 96
+                                                                   : 64;
   static constexpr int kStages = D <= 96 ? 3 : 2;
   static constexpr int kThreads = kWarpgroup * (kGroups + 1);
   static constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32, kConsumerRegisters = kGroups == 2 ? 240 : 160;
@@ -87,6 +92,16 @@ struct Producer;
 
 template <class At>
 struct Consumer;
+
+template <class At>
+__device__ __forceinline__ void store_results(const Consumer<At>& c, const Tile& tile);
+
+template <class At, class Result>
+__device__ __forceinline__ void store_row(const Problem& p, const Heads& to, const Tile& tile, int row, bool is_inside,
+                                          int r, const Result& result);
+
+template <class At>
+__device__ __forceinline__ void store_statistics(const Problem& p, const Tile& tile, int row, float shift, float sum);
 
 template <class At>
 __global__ void __launch_bounds__(At::kThreads, 1)
@@ -195,7 +210,6 @@ struct Consumer {
   static constexpr int D = At::D, kKeys = At::kKeys, kGroups = At::kGroups;
   static constexpr bool kIsGeneral = At::kKind == Kind::general, kDraws = At::kKind != Kind::plain;
   static constexpr int kTurn = 1, kCleared = kTurn + kGroups;  // named barriers
-  static constexpr float kLn2 = 0.6931471805599453f;
 
   const Problem& p;
   uint8_t* const shared;
@@ -204,7 +218,7 @@ struct Consumer {
   const float unit;            // Factor from scores in S to exponents of 2.
   Stage<At::kStages> stage;
   uint32_t turn = 0;  // parity of the queries' barrier
-  RoundKeys keys;
+  RoundKeys round_keys;
 
   float S[kKeys / 2], O[D / 2];
   uint32_t P[kKeys / 4], words[kDraws ? kKeys / 4 : 1];
@@ -221,7 +235,7 @@ struct Consumer {
         lane((int)threadIdx.x % 32),
         in_tile(w * 64 + (int)threadIdx.x % kWarpgroup / 32 * 16 + lane / 4),
         unit(kIsGeneral ? kLog2e : p.scale * kLog2e) {
-    if (kDraws && p.threshold) keys.set(make_seed(p.seed));
+    if (kDraws && p.threshold) round_keys.set(make_seed(p.seed));
     if (w == 0) arrive_named(kTurn, 2 * kWarpgroup);
   }
 
@@ -233,7 +247,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) rounded_sum[i] = 0.0f;
     if (tile.count > 0) attend(tile);
-    store(tile);
+    store_results(*this, tile);
   }
 
   __device__ __forceinline__ void attend(const Tile& tile) {
@@ -339,8 +353,8 @@ struct Consumer {
         for (int e = 0; e < 2; ++e) {
           uint32_t four[4] = {(uint32_t)(number * (kKeys / 4) + g * 8 + lane % 4 * 2 + e),
                               (uint32_t)(row / 16 * 8 + row % 8), (uint32_t)(tile.batch * (int)p.num_heads + tile.head),
-                              keys.offset};
-          keys.draw(four);
+                              round_keys.offset};
+          round_keys.draw(four);
 #pragma unroll
           for (int i = 0; i < 4; ++i) keep(words[8 * g + 4 * e + i] = four[i]);
         }
@@ -458,77 +472,82 @@ struct Consumer {
     fence_async();
     sync_named(kCleared, kGroups * kWarpgroup);
   }
+};
 
-  // Store the results of this thread's rows.
-  __device__ __forceinline__ void store(const Tile& tile) {
-    const float of_dropout = kDraws ? dropout_scale(p.threshold) : 1.0f;
-    const bool drops = kDraws && p.threshold > 0;
+// Add x over the four lanes that have a row's columns.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// Store the results of a consumer's rows.
+template <class At>
+__device__ __forceinline__ void store_results(const Consumer<At>& c, const Tile& tile) {
+  using T = typename At::T;
+  const Problem& p = c.p;
+  const bool drops = At::kKind != Kind::plain && p.threshold > 0;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(row_sum[r]), kept = drops ? quad_sum(kept_sum[r]) : sum;
-      const int row = tile.first + in_tile + 8 * r;
-      // The sum of the rounded weights divides, so that a constant that all values share passes exactly.
-      const float rounded = rounded_sum[2 * r], ratio = kept / (rounded == 0 ? 1.0f : rounded);
-      const float by = sum == 0 ? 0.0f : of_dropout / sum * ratio;
-      const bool is_inside = row < tile.seqlen_q;
-      store_row(p.out, tile, row, is_inside, [&](int i) { return sum == 0 ? 0.0f : O[i] * by; }, r);
-      if (p.residual.data)
-        store_row(
-            p.residual, tile, row, is_inside,
-            [&](int i) {
-              const float x = sum == 0 ? 0.0f : O[i] * by, rest = x - to_float(from_float<T>(x));
-              return fabsf(rest) < INFINITY ? rest : 0.0f;
-            },
-            r);
-      if (is_inside && lane % 4 == 0) store_statistics(tile, row, shift[r], sum);
+  for (int r = 0; r < 2; ++r) {
+    const int row = tile.first + c.in_tile + 8 * r;
+    const bool is_inside = row < tile.seqlen_q;
+    const float sum = quad_sum(c.row_sum[r]), kept = drops ? quad_sum(c.kept_sum[r]) : sum;
+    // The sum of the rounded weights divides, so that a constant that all values share passes exactly.
+    const float rounded = c.rounded_sum[2 * r], ratio = kept / (rounded == 0 ? 1.0f : rounded);
+    const float by = sum == 0 ? 0.0f : (drops ? dropout_scale(p.threshold) : 1.0f) / sum * ratio;
+    const auto result = [&](int i) { return sum == 0 ? 0.0f : c.O[i] * by; };
+    const auto residual = [&](int i) {
+      const float x = result(i), rest = x - to_float(from_float<T>(x));
+      return fabsf(rest) < INFINITY ? rest : 0.0f;
+    };
+    store_row<At>(p, p.out, tile, row, is_inside, r, result);
+    if (p.residual.data) store_row<At>(p, p.residual, tile, row, is_inside, r, residual);
+    if (is_inside && c.lane % 4 == 0) store_statistics<At>(p, tile, row, c.shift[r], sum);
+  }
+}
+
+// Store row r of a thread, with result(i) for the i-th sum of O. The four lanes of a row exchange pairs of columns, so
+// that each stores 16 bytes.
+template <class At, class Result>
+__device__ __forceinline__ void store_row(const Problem& p, const Heads& to, const Tile& tile, int row, bool is_inside,
+                                          int r, const Result& result) {
+  using T = typename At::T;
+  const int own = (int)threadIdx.x % 4;
+  T* const out = (T*)to.data + row_offset(to, p.cu_seq_q ? 0 : tile.batch, tile.head, tile.first_query + row);
+#pragma unroll
+  for (int g = 0; g < At::D / 32; ++g) {
+    uint32_t four[4];  // pairs of columns 32 g + 8 c + 2 own, then 32 g + 8 own + 2 c
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int i = (4 * g + c) * 4 + 2 * r;
+      four[c] = pack(result(i), result(i + 1), T());
     }
-  }
-
-  __device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(kAllLanes, x, 1);
-    return x + __shfl_xor_sync(kAllLanes, x, 2);
-  }
-
-  // Store row r of the thread, result(i) instead of O[i]. The four lanes of a row exchange pairs of columns, so that
-  // each stores 16 bytes.
-  template <class Result>
-  __device__ __forceinline__ void store_row(const Heads& to, const Tile& tile, int row, bool is_inside,
-                                            const Result& result, int r) {
-    const int own = lane % 4;
-    T* const out = (T*)to.data + row_offset(to, p.cu_seq_q ? 0 : tile.batch, tile.head, tile.first_query + row);
 #pragma unroll
-    for (int g = 0; g < D / 32; ++g) {
-      uint32_t four[4];  // pairs of columns 32 g + 8 c + 2 own, then 32 g + 8 own + 2 c
+    for (int bit = 1; bit <= 2; bit *= 2)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int i = (4 * g + c) * 4 + 2 * r;
-        four[c] = pack(result(i), result(i + 1), T());
+        if (c & bit) continue;
+        const bool is_upper = own & bit;
+        const uint32_t other = __shfl_xor_sync(kAllLanes, is_upper ? four[c] : four[c + bit], bit);
+        (is_upper ? four[c] : four[c + bit]) = other;
       }
-#pragma unroll
-      for (int bit = 1; bit <= 2; bit *= 2)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (c & bit) continue;
-          const bool is_upper = own & bit;
-          const uint32_t other = __shfl_xor_sync(kAllLanes, is_upper ? four[c] : four[c + bit], bit);
-          (is_upper ? four[c] : four[c + bit]) = other;
-        }
-      const int column = 32 * g + 8 * own;
-      if (is_inside && column < p.value_head_dim) *(uint4*)(out + column) = {four[0], four[1], four[2], four[3]};
-    }
+    const int column = 32 * g + 8 * own;
+    if (is_inside && column < p.value_head_dim) *(uint4*)(out + column) = {four[0], four[1], four[2], four[3]};
   }
+}
 
-  __device__ __forceinline__ void store_statistics(const Tile& tile, int row, float shifted, float sum) {
-    const int64_t place = tile.first_query + row, z = tile.batch * p.num_heads + tile.head;
-    const int64_t at = p.cu_seq_q ? place * p.num_heads + tile.head : z * p.seqlen_q + row;
-    const float highest = shifted == INFINITY ? 0.0f : -shifted;
-    const float row_max = kIsGeneral ? highest : highest * kLn2;
-    // The change of units rounds the maximum, so the sum is corrected by the same amount.
-    if (!kIsGeneral) sum *= exp2f(highest - row_max * kLog2e);
-    if (p.row_max) p.row_max[at] = row_max, p.row_sum[at] = sum;
-    if (p.lse) p.lse[at] = sum == 0 ? -INFINITY : row_max + logf(sum);
-  }
-};
+// Store a row's statistics in natural units, from minus its maximum and the sum of its weights.
+template <class At>
+__device__ __forceinline__ void store_statistics(const Problem& p, const Tile& tile, int row, float shift, float sum) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  const int64_t place = tile.first_query + row, z = tile.batch * p.num_heads + tile.head;
+  const int64_t at = p.cu_seq_q ? place * p.num_heads + tile.head : z * p.seqlen_q + row;
+  const float highest = shift == INFINITY ? 0.0f : -shift;
+  const float row_max = At::kKind == Kind::general ? highest : highest * kLn2;
+  // The change of units rounds the maximum, so the sum is corrected by the same amount.
+  if (At::kKind != Kind::general) sum *= exp2f(highest - row_max * kLog2e);
+  if (p.row_max) p.row_max[at] = row_max, p.row_sum[at] = sum;
+  if (p.lse) p.lse[at] = sum == 0 ? -INFINITY : row_max + logf(sum);
+}
 
 // Return the map of an operand, for boxes of so many rows. Without elements it is never read, and the map is of
 // `other`.
@@ -554,6 +573,7 @@ void launch_shape(const Attention& a, void* workspace, int blocks, cudaStream_t 
   const int64_t head_bytes = a.seqlen_k * (a.head_dim + a.value_head_dim) * 2 / group;
   p.tiles = (int)ceil_div(a.seqlen_q, At::kRows);
   p.section = (int)max(min(kSectionBytes / max(head_bytes, 1), heads), 1);
+  if (heads * p.tiles > INT32_MAX / 2) throw std::runtime_error("fastattn: more than 2**30 tiles of queries");
   p.total = (int)(heads * p.tiles);
   p.mask_tiles = {};
   if (a.mask.data) {
