@@ -366,18 +366,20 @@ def cuda_flags(names: list[str], files: int = 1) -> str:
     return " ".join(["-std=c++17 -O3", host, *codes, f"--threads {nvcc_threads(len(names), files)}"])
 
 
-def has_hopper(names: list[str]) -> bool:
-    """Return whether the library for these architectures has the kernels of ``HOPPER_SOURCE``."""
+def wants_hopper(names: list[str]) -> bool:
+    """Return whether a library for these architectures can have the kernels of ``HOPPER_SOURCE``."""
     known = subprocess.run([nvcc()[0], "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     return any(_number(name) == 90 for name in names) and "sm_90a" in known
 
 
-def compile_cuda(directory: Path, torch: Path, names: list[str]) -> Path:
+def compile_cuda(directory: Path, torch: Path, names: list[str], hopper: bool) -> Path:
     """Compile and link the library of the `cuda` backend for these architectures.
 
     If torch has no libtorch_cuda, symbols of it stay undefined, and the library cannot be loaded.
+
+    Args:
+        hopper: Whether the library gets the kernels of ``HOPPER_SOURCE``.
     """
-    hopper = has_hopper(names)
     kernels = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if hopper or path != HOPPER_SOURCE]
     flags = {path: cuda_flags([HOPPER] if path == HOPPER_SOURCE else names, len(kernels)) for path in kernels}
     objects = [(f"{source.stem}.o", source, flags[source]) for source in kernels]
@@ -398,8 +400,9 @@ def build_cuda(directory: Path) -> tuple[Path, dict[str, object]]:
     torch = torch_for_building()
     check_cuda(torch, version)
     names = architectures(command)
-    library = compile_cuda(directory, torch, names)
-    names += [HOPPER] if has_hopper(names) and HOPPER not in names else []
+    hopper = wants_hopper(names)
+    library = compile_cuda(directory, torch, names, hopper)
+    names += [HOPPER] if hopper and HOPPER not in names else []
     return library, {"compiler": f"nvcc {version}", "architectures": names, "torch_headers": torch_version(torch)}
 
 

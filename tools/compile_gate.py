@@ -177,7 +177,8 @@ def _short(name: str) -> str:
 def library(architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
     """Compile and return the CUDA library for these architectures. Raise native_build.BuildError if that fails."""
     directory = ROOT / "build/compile_gate"
-    return native_build.compile_cuda(directory, native_build.torch_for_building(), list(architectures))
+    torch = native_build.torch_for_building()
+    return native_build.compile_cuda(directory, torch, list(architectures), hopper=False)  # compile_hopper has these
 
 
 def compile_hopper(source: Path, directory: Path = ROOT / "build/compile_gate") -> tuple[Path, list[str]]:

@@ -555,12 +555,13 @@ template <class At>
 CUtensorMap map_of(const Heads& heads, int columns, int64_t rows, int64_t num_heads, int64_t batch, int box_rows,
                    const void* other) {
   const bool is_empty = rows == 0 || num_heads == 0 || batch == 0;
-  // The stride of a dimension of size 1 may be anything.
-  const auto stride = [](int64_t size, int64_t elements) { return size <= 1 ? (uint64_t)16 : (uint64_t)elements * 2; };
-  return tensor_map(is_empty ? other : heads.data,
-                    {(uint64_t)columns, (uint64_t)max(rows, 1), (uint64_t)max(num_heads, 1), (uint64_t)max(batch, 1)},
-                    {stride(rows, heads.row), stride(num_heads, heads.head), stride(batch, heads.batch)},
-                    {At::kColumns, (uint32_t)box_rows, 1, 1}, At::kSwizzle);
+  const uint64_t sizes[4] = {(uint64_t)columns, (uint64_t)max(rows, 1), (uint64_t)max(num_heads, 1),
+                             (uint64_t)max(batch, 1)};
+  uint64_t strides[3] = {(uint64_t)heads.row * 2, (uint64_t)heads.head * 2, (uint64_t)heads.batch * 2};
+  for (int d = 0; d < 3; ++d)  // A dimension of size 1 may have any stride in the tensor, which the map does not take.
+    if (sizes[d + 1] == 1) strides[d] = d ? strides[d - 1] * sizes[d] : sizes[0] * 2;
+  return tensor_map(is_empty ? other : heads.data, sizes, strides, {At::kColumns, (uint32_t)box_rows, 1, 1},
+                    At::kSwizzle);
 }
 
 constexpr int64_t kSectionBytes = 32 << 20;  // of keys and values, of an H100's 50 MiB of L2 cache
