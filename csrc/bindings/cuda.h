@@ -55,7 +55,8 @@ struct Backend {
       return cuda::run(a, num_splits, workspace.mutable_data_ptr<float>(), stream);
     }
 #ifdef FASTATTN_HOPPER
-    STD_TORCH_CHECK(cuda::is_for_hopper(a), "attention: operands that no kernel of this backend takes");
+    STD_TORCH_CHECK(cuda::is_for_hopper(a),
+                    "attention: the kernel for Hopper takes 16-bit operands whose rows begin at multiples of 16 bytes");
     const Tensor workspace = empty({cuda::hopper_workspace(a)}, Dtype::float32, device);
     cuda::run_hopper(a, workspace.mutable_data_ptr<float>(), cuda::multiprocessors_of(device.index), stream);
 #else
