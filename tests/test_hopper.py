@@ -343,7 +343,7 @@ GATED = {
         "softmax();\nwait_products<0>(O);", "softmax();",
         "softmax();\nfloat kept[16];\n#pragma unroll\nfor (int i = 0; i < 16; ++i) kept[(i + number) % 16] = S[i];\n"
         "#pragma unroll\nfor (int i = 0; i < 16; ++i) S[i] = kept[i];",
-        r"attend_hopper<Shape<bfloat16, 64, dropout>>.*: \d+ accesses to the stack in the loop",
+        r"attend_hopper<Shape<bfloat16, 64, dropout> >.*: \d+ accesses to the stack in the loop",
     ),
     "a turn passed on before the product with V": (
         "fence_products(O, P);\nstart_output(before.index);\nnext_turn();", "fence_products(O, P);",
