@@ -268,7 +268,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-# What makes the forward pass compile fast: (lines, a part of them, what replaces it)
+# A change that makes the forward pass compile fast: (lines, a part of them, its replacement)
 ONE_HEAD_SIZE = (
     "return a.dtype == Dtype::bfloat16 ? with_head_dim<bfloat16>(a, use) : with_head_dim<float16>(a, use);",
     "a.dtype == Dtype::bfloat16 ? with_head_dim<bfloat16>(a, use) : with_head_dim<float16>(a, use)",

@@ -429,7 +429,7 @@ def test_what_tma_cannot_address_is_refused(kind):
             varlen_attn(*packed, torch.tensor([0, 40]), torch.tensor([0, 40]), 40, 40)
 
 
-# What the backward pass reads
+# Results that the backward pass reads
 
 
 def run(query, key, value, attn_mask=None, *, lengths=None, scale=None, window=None, threshold=0, keep=True):

@@ -25,7 +25,7 @@
 namespace fastattn::cuda {
 namespace {
 
-// The code that a kernel has. `general` adds a mask, takes any scale, and drops weights if the call wants it.
+// The code of a kernel. `general` adds a mask, takes any scale, and has dropout for calls with a threshold.
 enum class Kind { plain, dropout, general };
 
 // A kernel's tile, and the offsets in bytes of its buffers in shared memory.
@@ -36,7 +36,7 @@ struct Shape {
   static constexpr Kind kKind = kCode;
   static constexpr int kGroups = D == 64 && kKind != Kind::general ? 3 : 2;  // consumer warpgroups
   static constexpr int kRows = 64 * kGroups;
-  // As many keys as registers allow.
+  // Registers bound the keys of a tile.
   static constexpr int kKeys = kKind == Kind::general              ? 8192 / D
                                : D == 64 && kKind == Kind::dropout ? 96
                                : D <= 128                          ? 128
@@ -222,8 +222,8 @@ struct Consumer {
 
   float S[kKeys / 2], O[D / 2];
   uint32_t P[kKeys / 4], words[kDraws ? kKeys / 4 : 1];
-  // Of each row: minus the maximum, in exponents of 2 (in natural ones if general), infinite before it has seen a key;
-  // the factor for earlier sums; sums of the weights, and of those that dropout keeps.
+  // By row: minus the maximum, in exponents of 2 (natural ones if general), infinite before the row has seen a key; the
+  // factor for earlier sums; the sums of the weights, and of the weights that dropout keeps.
   float shift[2], factor[2], row_sum[2], kept_sum[2];
   float rounded_sum[4];  // Sums of the rounded weights, a product with ones: of row r at 2 r.
 
